@@ -106,7 +106,7 @@ def saying(source: CheckpointSource, optim: Mapping[str, Any] | None) -> Checkpo
 
 def test_a_model_that_is_not_known(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path, says_model=False))
-    with pytest.raises(InputError, match="does not say what model it is of"):
+    with pytest.raises(InputError, match="does not describe its model"):
         deepspeed_target.lay_out(source, TargetConfig())
 
 

@@ -217,7 +217,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a truncated file": (
         lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-8]),
-        "bytes where its header says",
+        "bytes, but its header says",
     ),
     "no states": (json_of({"states": None}), "has no scalars or no states"),
     "files elsewhere": (
@@ -252,7 +252,7 @@ def test_half_of_a_moment_is_refused(tmp_path: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
     with pytest.raises(
         CheckpointError,
-        match=r"exp_avg:model\.layers\.0\.mlp\.experts\.down_proj: \d+ of \d+ elements are there",
+        match=r"exp_avg:model\.layers\.0\.mlp\.experts\.down_proj: \d+ of \d+ elements are stored",
     ):
         open_source(folder)
 

@@ -120,7 +120,7 @@ def test_zero_3_of_64_ranks_and_a_rank_that_is_missing() -> None:
     assert plan.source_pieces >= 64 * 3 * 291 * 0.9
     assert (plan.files_read, plan.unused) == (64, [])
     lame = described.zero3("llama-3-8b", ranks=64, missing=17)
-    with pytest.raises(CheckpointError, match=r"elements are there") as caught:
+    with pytest.raises(CheckpointError, match=r"elements are stored") as caught:
         plan_reshard(lame.catalog, native_target(lame))
     assert "master:model.embed_tokens.weight" in str(caught.value)
 
@@ -133,7 +133,7 @@ def test_405_b_parameters_from_1024_ranks(missing: int | None) -> None:
     found = planned("llama-3.1-405b", 1024, missing)
     print(found)
     if missing is not None:
-        assert "elements are there" in found["wrong"]
+        assert "elements are stored" in found["wrong"]
         return
     assert int(found["parameters"]) == 405_853_388_800
     assert int(found["read"]) == 12 * 405_853_388_800

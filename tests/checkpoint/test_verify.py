@@ -184,8 +184,8 @@ def test_elements_that_no_file_has_or_two_have_are_found(tmp_path: Path) -> None
     pieces[other] = (*pieces[other], pieces[other][0])
     pieces[third] = ()
     assert said(replace(source, catalog=replace(source.catalog, pieces=pieces))) == [
-        "weight:w: 60 of 120 elements are there",
-        "master:w: no file has any of it",
+        "weight:w: 60 of 120 elements are stored",
+        "master:w: no file contains it",
         "exp_avg:w: rank0.pt and rank0.pt both hold Box(offset=(0, 0), shape=(6, 10))",
     ]
 

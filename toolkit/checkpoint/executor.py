@@ -1,4 +1,6 @@
-"""Bytes of files into an engine's memory or an array, verified and cast. Memory is bounded by one block a reading thread."""
+"""Read pieces from files into an engine's memory or an array, verifying and casting. Memory is one block
+per reading thread.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ from toolkit.checkpoint.shard import Box, flat_boxes
 T = TypeVar("T")
 R = TypeVar("R")
 
-READERS = min(4, os.cpu_count() or 1)  # reading, hashing and copying let other threads run
+READERS = min(4, os.cpu_count() or 1)  # reading, hashing and copying release the GIL
 
 
 def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: VerifiedRecords | None = None) -> None:
-    """Fill every target. Raises Damage, and then targets are partly filled.
+    """Fill the target shards of every read. After a DamagedFile error they are partly filled.
 
     Args:
-        checked: see ``Files``.
+        folder: The folder that the pieces' files are in.
+        reads: Pieces with their targets.
+        checked: See ``CheckpointFiles``.
     """
     local = threading.local()
 
@@ -54,25 +58,28 @@ def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: VerifiedRecor
 def read_piece(
     read: PieceRead, files: CheckpointFiles, block: BlockBuffer, check: SequentialVerifier | None = None
 ) -> None:
-    """Fill the targets of one piece. Raises Damage, and then they are partly filled.
+    """Fill the target shards of one piece. After a DamagedFile error they are partly filled.
 
     Args:
-        check: for one target, tile after tile of a tensor with the same ``check``: then no byte is read twice. Else blocks that have a
-            hash are read whole.
+        read: The piece and its targets.
+        files: Open files of the checkpoint.
+        block: This thread's buffer.
+        check: Verifier for a tensor that is read tile after tile with one target; then no byte is read twice.
+            Without it, blocks with hashes are read whole.
     """
     piece = read.piece
     if check is not None and not check.takes(piece):
         check = None
     per_block = BLOCK_BYTES // piece.itemsize
     origin = tuple(-offset for offset in piece.box.offset)
-    as_filed = _turned_box if piece.transposed else _same
-    # What is wanted, in the piece's own coordinates and its file's order of dims.
+    as_filed = _swap_box_dims if piece.transposed else _same
+    # The requested boxes in the piece's coordinates, with dims in the order of its file.
     wanted = [(target, as_filed(shift_box(target.overlap, origin))) for target in read.targets]
     spans = [flat_span(piece.shape_in_file, local) for _, local in wanted]
     low, high = min(first for first, _ in spans), max(end for _, end in spans)
     in_order = len(wanted) == 1 and high - low == read.targets[0].overlap.numel
     assert check is None or in_order, f"{piece.key}: not one range of {piece.file}"
-    straight = _straight(read, spans) if check is not None else None
+    direct = _direct_buffer(read, spans) if check is not None else None
     for number in range(low // per_block, -(-high // per_block)):
         start, stop = number * per_block, min((number + 1) * per_block, piece.box.numel)
         here = [
@@ -80,11 +87,11 @@ def read_piece(
         ]
         if not here:
             continue
-        if check is not None or not piece.hashes:  # then nothing asks for the rest of the block
+        if check is not None or not piece.hashes:  # the rest of the block is not needed
             start, stop = max(start, low), min(stop, high)
-        if straight is not None and check is not None:
+        if direct is not None and check is not None:
             check.fill(
-                files, piece, start, straight[(start - low) * piece.itemsize : (stop - low) * piece.itemsize]
+                files, piece, start, direct[(start - low) * piece.itemsize : (stop - low) * piece.itemsize]
             )
             continue
         if check is not None:
@@ -110,8 +117,10 @@ def read_piece(
             at += box.numel
 
 
-def _straight(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview | None:
-    """The bytes of an array that the piece's are read straight into: nothing is cast, and what is wanted is one range in both."""
+def _direct_buffer(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview | None:
+    """Return the memory that bytes can be read into directly: same dtype, and one contiguous range on both
+    sides. Otherwise None.
+    """
     (target,), piece = read.targets, read.piece
     memory, numel = target.shard.data, target.overlap.numel
     if piece.transposed or not isinstance(memory, np.ndarray) or memory.dtype != numpy_dtype(piece.dtype):
@@ -128,7 +137,7 @@ def _same(box: Box) -> Box:
     return box
 
 
-def _turned_box(box: Box) -> Box:
+def _swap_box_dims(box: Box) -> Box:
     return Box(swap_last_dims(box.offset), swap_last_dims(box.shape))
 
 
@@ -137,7 +146,9 @@ def _memory(data: Any) -> Any:
 
 
 def _flat(buffer: bytearray, dtype: str, count: int, offset: int, like: Any) -> Any:
-    """``count`` elements of ``buffer`` from byte ``offset`` on, without a copy: torch's or numpy's, as ``like`` is."""
+    """Return ``count`` elements of ``buffer`` from byte ``offset`` without a copy, as torch or numpy,
+    whichever ``like`` is.
+    """
     if isinstance(like, np.ndarray):
         return np.frombuffer(buffer, numpy_dtype(dtype), count, offset)
     import torch
@@ -146,7 +157,7 @@ def _flat(buffer: bytearray, dtype: str, count: int, offset: int, like: Any) -> 
 
 
 def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
-    """``work`` of every item, in their order. After an error no further one is begun."""
+    """Return ``work(item)`` of every item, in order. After an error, no further item is started."""
     with ThreadPoolExecutor(workers, thread_name_prefix="checkpoint") as pool:
         futures = [pool.submit(work, item) for item in items]
         try:

@@ -1,4 +1,6 @@
-"""What model a checkpoint is of, where its own files do not say: the run's plan or a ``config.json`` in or above its folder."""
+"""Find the model of a checkpoint whose own files do not describe it: in the run's plan or a
+``config.json`` at or above its folder.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +13,47 @@ from toolkit.families import FAMILIES
 from toolkit.families.base import ModelShape
 from toolkit.families.recorded import model_of_config, shape_of
 
-LEVELS = 3  # folders that are looked at: the checkpoint's own, then those above it
+LEVELS = 3  # the checkpoint's folder and the ones above it that are searched
 
 
 class UnknownModelError(InputError):
-    """A format needs the model's sizes, and neither the user nor the files say them."""
+    """A format needs the model's sizes, and neither the user nor the files give them."""
 
 
 def unknown_model_error(folder: Path) -> UnknownModelError:
     return UnknownModelError(
         Problem(
             "model",
-            f"{folder} does not say what model it is of",
-            "names and shapes of its tensors are those of a model that is known",
-            "give the model: model=llama model.hidden_size=... with all of its sizes, or model=pretrained model.pretrained=FOLDER with its "
+            f"{folder} does not describe its model",
+            "names and shapes of tensors are checked against those of the model",
+            "describe the model: model=llama model.hidden_size=... with all of its sizes, or model=pretrained model.pretrained=FOLDER with its "
             "config.json",
         )
     )
 
 
 def find_model(folder: Path) -> ModelShape | None:
-    """Of the run that ``folder`` lies in (``plan.json``), else of the nearest ``config.json`` in Hugging Face's format."""
+    """Return the model of the run that ``folder`` belongs to (``plan.json``), else of the nearest Hugging
+    Face ``config.json``.
+    """
     folder = folder.absolute()
-    places = [folder, *folder.parents][:LEVELS]
-    for place in places:
-        if (place / "attempts").is_dir():
-            model = _object(place / "plan.json").get("model")
-            return shape_of(model, place / "plan.json") if isinstance(model, dict) else None
-    for place in places:
-        config = _object(place / "config.json")
+    folders = [folder, *folder.parents][:LEVELS]
+    for parent in folders:
+        if (parent / "attempts").is_dir():
+            model = _read_object(parent / "plan.json").get("model")
+            return shape_of(model, parent / "plan.json") if isinstance(model, dict) else None
+    for parent in folders:
+        config = _read_object(parent / "config.json")
         family = FAMILIES.get(str(config.get("model_type")))
         if family is not None:
-            return family.resolve_shape(model_of_config(family, config, place / "config.json"))
+            return family.resolve_shape(model_of_config(family, config, parent / "config.json"))
     return None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON; empty where there is none. What somebody else's file holds is not ours to refuse."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or an empty one: an unreadable file of another program is not an
+    error here.
+    """
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

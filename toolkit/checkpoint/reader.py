@@ -1,4 +1,4 @@
-"""The one Reader of everything that has a catalog: plan, then carry out, and say what is wrong in the user's words."""
+"""Read tensors from any catalog, and convert damage to errors with a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from toolkit.errors import CheckpointError
 
 
 class CatalogReader:
-    """Implements ``Reader``. ``step`` is None where the source is not of a step (published weights)."""
+    """Implement ``StateReader`` for a catalog. ``step`` is None if the source has no step (published
+    weights).
+    """
 
     def __init__(
         self,
@@ -40,10 +42,11 @@ class CatalogReader:
         return self._catalog.scalars
 
     def read(self, shards: Sequence[Shard]) -> None:
-        """Fill every shard's ``data``; see ``planner.source_key`` for states that are not stored. After an error the
-        shards hold nothing of use."""
+        """Fill every shard's ``data``; see ``planner.source_key`` for states that are not stored. After an
+        error the shards' content is undefined.
+        """
         try:
-            reads = self._planner.plan(shards)  # which opens files if pieces are made when they are asked for
+            reads = self._planner.plan(shards)
             read_pieces(self.path, reads, self._checked)
         except DamagedFile as damage:
             raise self._refuse(self.path, damage) from damage
@@ -57,9 +60,11 @@ def read_windows(
     dtype: str,
     window_bytes: int = 4 * BLOCK_BYTES,
 ) -> Iterator[np.ndarray]:
-    """The elements of ``box`` in row-major order, cast to ``dtype``: flat arrays one after the other, in the same memory."""
+    """Yield the elements of ``box`` in row-major order, cast to ``dtype``, as flat arrays that reuse one
+    buffer.
+    """
     step = window_bytes // DTYPES[dtype].itemsize
-    room: Any = np.empty(min(step, box.numel), numpy_dtype(dtype))
+    buffer: Any = np.empty(min(step, box.numel), numpy_dtype(dtype))
     for start in range(0, box.numel, step):
         stop = min(start + step, box.numel)
         shards, at = [], 0
@@ -69,9 +74,9 @@ def read_windows(
                     key,
                     global_shape,
                     shift_box(inner, box.offset),
-                    room[at : at + inner.numel].reshape(inner.shape),
+                    buffer[at : at + inner.numel].reshape(inner.shape),
                 )
             )
             at += inner.numel
         reader.read(shards)
-        yield room[: stop - start]
+        yield buffer[: stop - start]

@@ -1,6 +1,7 @@
-"""What is to be written, known without writing it: the files of a format, their fixed bytes, and the pieces that go into the rest.
+"""Description of a checkpoint to write: its files, their fixed bytes, and the pieces that fill the rest.
 
-The mirror image of a source: a format's writer gives a ``Target``, and one executor (``convert.py``) fills it from any catalog.
+It mirrors a source: a format's writer returns a ``CheckpointTarget``, and one executor
+(``offline/convert.py``) fills it from any catalog.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from toolkit.checkpoint.shard import TensorInfo, TensorKey
 
 @dataclass(frozen=True, slots=True)
 class FileChecksum:
-    """The CRC-32 of bytes ``begin .. end`` of a file, little endian, to be written at each byte of ``places`` (four bytes each)."""
+    """CRC-32 of bytes ``begin .. end`` of a file, to be written (4 bytes, little endian) at each offset in
+    ``places``.
+    """
 
     begin: int
     end: int
@@ -26,10 +29,11 @@ class TargetFile:
     """One file of ``numbytes``. Bytes that neither ``fixed`` nor a piece covers are zero (padding).
 
     Attributes:
-        name: within the target's folder, with slashes.
-        fixed: offset -> bytes: headers, pickles, scalars.
-        checksums: of zip records; no two overlap.
-        free: people change it (settings, a tokenizer): the manifest says nothing of it.
+        name: Path within the target's folder, with forward slashes.
+        numbytes: Length of the file.
+        fixed: Offset -> bytes: headers, pickles, scalars.
+        checksums: Of zip records; they do not overlap.
+        free: Users may edit the file (settings, a tokenizer), so the manifest does not record it.
     """
 
     name: str
@@ -41,19 +45,21 @@ class TargetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTarget:
-    """A checkpoint to be.
+    """A checkpoint to write.
 
     Attributes:
-        format: ``native``, ``deepspeed``, ...; recorded beside the files.
-        tensors: what it holds, in the dtypes in which it holds it.
-        pieces: each element of each tensor exactly once. May make them when they are asked for.
-        copies: what is written a second time, because a layout replicates it. May make them when they are asked for.
-        files: every file. Those of no pieces too.
-        identity: what decides every byte beside the source: format, layout and sizes, in words. A conversion that was killed goes
-            on where source and identity are the same.
-        manifest: the name of the file that records every piece with its hashes.
-        scalars: recorded in the manifest, plain JSON types.
-        notes: what whoever opens it with the vendor's own loader must know, in words.
+        format: ``native``, ``deepspeed``, ...; recorded in the manifest.
+        namespace: Namespace of the tensors' names.
+        step: Completed optimizer steps.
+        tensors: Tensors in the dtypes in which they are written.
+        pieces: Each element of each tensor exactly once. May create the pieces on access.
+        copies: Further copies that the layout requires. May create the pieces on access.
+        files: Every file, also those without pieces.
+        identity: Text that determines every byte besides the source: format, layout, sizes. A killed
+            conversion continues if source and identity are the same.
+        manifest: Name of the file that records every piece with its hashes.
+        scalars: Recorded in the manifest; plain JSON types.
+        notes: What users of the vendor's own loader must know.
     """
 
     format: str

@@ -1,4 +1,6 @@
-"""Which tensors a target holds, and in which dtypes: weights in the run's precision, masters beside 16 bits, moments in fp32."""
+"""Choose the tensors and dtypes of a target: weights in the run's precision, fp32 masters of 16-bit
+weights, fp32 moments.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ DTYPE_OF_PRECISION: Mapping[Precision, str] = {
 
 
 def choose_weights_dtype(source: CheckpointSource, precision: Precision | None) -> str:
-    """The dtype of the target's weights: ``precision``, or else that of most weights of the source. A source that holds masters alone
-    (DeepSpeed's ZeRO 3 and universal folders in 16 bits) says which dtype its run had."""
+    """Return the dtype of the target's weights: ``precision``, else the most frequent one among the source's
+    weights.
+
+    A source with masters only (DeepSpeed's ZeRO 3 and universal checkpoints in 16 bits) records the dtype of
+    its run.
+    """
     if precision is not None:
         return DTYPE_OF_PRECISION[precision]
     found = [info.dtype for key, info in source.catalog.tensors.items() if key.state == WEIGHT]
@@ -33,23 +39,27 @@ def choose_weights_dtype(source: CheckpointSource, precision: Precision | None) 
 def select_target_tensors(
     source: CheckpointSource, precision: Precision | None, *, optimizer: bool, uniform: bool = True
 ) -> dict[TensorKey, TensorInfo]:
-    """The tensors of a target that has all the parameters of ``source``, by state and in the source's order of names.
+    """Return the tensors of a target with all parameters of ``source``, by state and in the source's order of
+    names.
 
     Args:
-        optimizer: with masters (where weights are of 16 bits) and the optimizer's tensors that the source has.
-        uniform: every weight in one dtype, for formats that know one. Otherwise, where no precision is asked, each weight as it is
-            stored: norms that stand in fp32 among weights of 16 bits have no master, and would be rounded. Integers stay what they are.
+        source: The source.
+        precision: Requested precision of the weights; None uses the source's.
+        optimizer: Include masters (of 16-bit weights) and the optimizer's states.
+        uniform: Use one dtype for all weights, for formats that require it. Otherwise, without a requested
+            precision, each weight keeps its stored dtype: fp32 norms among 16-bit weights have no master and
+            would be rounded. Integers always keep theirs.
     """
     dtype, there = choose_weights_dtype(source, precision), source.catalog.tensors
     shapes = {key.name: info.shape for key, info in there.items()}
 
-    def of_weight(key: TensorKey) -> str:
+    def target_dtype(key: TensorKey) -> str:
         stored = there[key].dtype if key in there else dtype
         kept = not catalog.DTYPES[stored].is_float or (precision is None and not uniform)
         return stored if kept else dtype
 
     found = {
-        key: TensorInfo(of_weight(key), shape)
+        key: TensorInfo(target_dtype(key), shape)
         for key, shape in ((TensorKey(WEIGHT, name), shape) for name, shape in shapes.items())
     }
     if not optimizer:

@@ -1,4 +1,4 @@
-"""The toolkit's own checkpoints: safetensors and a manifest, of no layout. See ``manifest.py`` and ``directory.py``."""
+"""The toolkit's own checkpoints: safetensors and a manifest. See ``manifest.py`` and ``directory.py``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from toolkit.checkpoint.source import MODEL, CheckpointSource, open_manifest
 from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.families.base import ModelShape
 
-FILE_BYTES = 4 * 2**30  # of one file, except for a single larger tensor
+FILE_BYTES = 4 * 2**30  # per file, unless a single tensor is larger
 
 
 def find(path: Path) -> Path | None:
+    """Return the native checkpoint that ``path`` is or leads to."""
     found = directory.find_checkpoint(path)
     ours = found is not None and (
         (found / manifest.NAME).exists() or checkpoint_folder.step_of(found) is not None
@@ -27,14 +28,14 @@ def find(path: Path) -> Path | None:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError: it is damaged."""
+    """Raises CheckpointError if it is damaged."""
     return open_manifest(folder, manifest.NAME, model)
 
 
 def lay_out(
     source: CheckpointSource, tensors: dict[TensorKey, TensorInfo], *, file_bytes: int = FILE_BYTES
 ) -> CheckpointTarget:
-    """A native checkpoint of ``tensors``, each whole in one file."""
+    """Lay out a native checkpoint of ``tensors``, each whole in one file."""
     groups: list[list[TensorKey]] = [[]]
     filled = 0
     for key, info in tensors.items():

@@ -1,4 +1,8 @@
-"""Write the pickles of ``torch.save`` without importing what they name. Imports no torch."""
+"""Write pickles as ``torch.save`` does, without importing what they name.
+
+``GlobalName("torch", "Size")`` stands for the object of that name, ``ReduceCall(name, args)`` for a call of
+it. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,17 @@ from toolkit.checkpoint.formats.stored_tensor import STORAGE_OF_DTYPE, Storage, 
 
 @dataclass(frozen=True, slots=True)
 class GlobalName:
-    """The object ``module.name``, by reference. Not imported here."""
+    """A reference to the object ``module.name``, which is not imported."""
 
     module: str
     name: str
 
-    def __call__(self, *args: Any) -> ReduceCall:  # pickle asks that what a call names can be called
+    def __call__(self, *args: Any) -> ReduceCall:  # pickle requires the function of a call to be callable
         return ReduceCall(self, args)
 
 
 class ReduceCall:
-    """``name(*args)``, and then ``state`` set on what it gave."""
+    """A call ``name(*args)``, whose result then gets ``state``."""
 
     def __init__(self, name: GlobalName, args: tuple[Any, ...] = (), state: Any = None) -> None:
         self._reduced = (name, args) if state is None else (name, args, state)
@@ -32,7 +36,8 @@ class ReduceCall:
         return self._reduced
 
 
-_PythonPickler: Any = pickle._Pickler  # unlike the one in C it can be told how to write a name
+# the Python implementation, unlike the one in C, allows custom output for names
+_PythonPickler: Any = pickle._Pickler
 
 
 class _Pickler(_PythonPickler):
@@ -56,7 +61,7 @@ class _Pickler(_PythonPickler):
 
 
 def dumps(value: Any) -> bytes:
-    """A pickle of protocol 2, as ``torch.save`` writes it: plain values, ``StoredTensor``, ``Name`` and ``Call``."""
+    """Return a pickle of protocol 2 of plain values, ``StoredTensor``, ``GlobalName`` and ``ReduceCall``."""
     file = io.BytesIO()
     _Pickler(file, protocol=2).dump(value)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Tensors and storages of a file that ``torch.save`` wrote, by their position in it. Imports no torch."""
+"""Tensors in files of ``torch.save``, described by their position. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from toolkit.checkpoint.catalog import ArchiveRecord
 
-# Storage classes of torch by the dtype of their elements.
+# Torch's storage classes -> dtype of their elements.
 STORAGES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -28,10 +28,18 @@ STORAGE_OF_DTYPE: Mapping[str, str] = {dtype: name for name, dtype in STORAGES.i
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """``numel`` elements from byte ``begin`` of a file on (reading); or record ``key`` of the file that is written.
+    """``numel`` elements of one dtype: at byte ``begin`` of a file (reading), or in record ``key`` of a file
+    (writing).
 
-    ``content``: its bytes, where they are known when the file is laid out (a step count); else pieces fill it. ``record``: its bytes in the
-    archive that is read.
+    Attributes:
+        key: Name of the record.
+        dtype: Torch's name.
+        numel: Number of elements.
+        file: File that contains it.
+        begin: First byte in the file.
+        content: The bytes, if they are known when a file is laid out (a step count); otherwise pieces fill
+            it.
+        record: The archive record that contains it.
     """
 
     key: str
@@ -45,7 +53,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor by its place: nothing of it has been read. ``offset`` and ``strides`` count elements of the storage."""
+    """A tensor that has not been read. ``offset`` and ``strides`` count elements of the storage."""
 
     storage: Storage
     offset: int
@@ -62,11 +70,12 @@ class StoredTensor:
 
     @staticmethod
     def whole(storage: Storage, shape: tuple[int, ...]) -> StoredTensor:
+        """Return a row-major tensor that starts at element 0 of ``storage``."""
         return StoredTensor(storage, 0, shape, row_major(shape))
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements."""
+    """Return the strides of a row-major tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

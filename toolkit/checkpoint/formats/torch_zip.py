@@ -1,9 +1,10 @@
-"""Files of ``torch.save``: where their tensors lie, and how to lay out one. Imports no torch.
+"""Locate the tensors in a file of ``torch.save``, and lay out such a file. Imports no torch.
 
-Such a file is a zip of stored (not compressed) records under one folder name: ``data.pkl``, ``byteorder``, ``data/N`` for each
-storage, ``version``, ``.data/serialization_id``. Storages start at multiples of 64 bytes: the local header of each record is
-padded by an extra field ``FB``. Sources: ``torch/serialization.py``, ``caffe2/serialize/inline_container.cc``; the zip format is
-PKWARE's APPNOTE 6.3, with zip64 records where a size or an offset needs more than 32 bits.
+The file is a zip of uncompressed records in one folder: ``data.pkl``, ``byteorder``, ``data/N`` for each
+storage, ``version``, ``.data/serialization_id``. Storages start at multiples of 64 bytes: an extra field
+``FB`` pads each record's local header. Sources: ``torch/serialization.py``,
+``caffe2/serialize/inline_container.cc``, and PKWARE's APPNOTE 6.3 for zip, with zip64 records if a size or an
+offset needs more than 32 bits.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from toolkit.checkpoint.shard import Box, TensorKey
 from toolkit.checkpoint.target import FileChecksum, TargetFile
 
 ALIGNMENT = 64
-ROOT = "archive"  # of the records' names, if torch.save was given no path
-RULE = "a file of torch.save is a whole zip of stored records"
+ROOT = "archive"  # folder of the records if torch.save was not given a path
+RULE = "a file of torch.save is a complete zip of uncompressed records"
 _MOST_16, _MOST_32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
 
@@ -40,15 +41,21 @@ _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50,
 
 
 def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, named: bool = False) -> Any:
-    """The object that was saved in ``folder / file`` (or in its bytes ``begin .. end``), with tensors as ``StoredTensor``.
+    """Return the object saved in ``folder / file`` (or in its bytes ``begin .. end``), with tensors as
+    ``StoredTensor``.
 
-    Reads the directory and the pickle, no tensor. ``Storage.begin`` counts from the start of the file.
+    Reads the zip directory and the pickle, but no tensor. ``Storage.begin`` counts from the start of the
+    file.
 
     Args:
-        named: the file has the name under which it was saved, which its records repeat if torch.save was given a path.
+        folder: Folder of the checkpoint.
+        file: Path in the folder.
+        begin, end: Byte range, if the file contains several archives.
+        named: The file has kept the name under which it was saved, which its records repeat if torch.save was
+            given a path.
 
     Raises:
-        Damage: the file is missing, not whole, or not of torch.save.
+        DamagedFile: The file is missing, incomplete or not of torch.save.
     """
     path = folder / file
     try:
@@ -73,7 +80,7 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                     raise DamagedFile(
                         file,
                         f"{path} was saved as {root[:-1][:200]}.pt",
-                        "files have the names under which they were saved",
+                        "files keep the names under which they were saved",
                     )
                 if records.get(f"{root}byteorder") and archive.read(f"{root}byteorder") != b"little":
                     raise DamagedFile(file, f"{path} is big endian", "checkpoints are little endian")
@@ -125,13 +132,15 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
 
 
 def read_number(folder: Path, value: Any, file: str = "") -> float:
-    """A number that was saved as it is or as a tensor of one element, which is read from ``folder``.
+    """Return a number that was saved as such or as a tensor of one element, which is read from ``folder``.
 
     Args:
-        file: that holds a number which is no tensor.
+        folder: Folder of the checkpoint.
+        value: The number or tensor.
+        file: The file that contains a plain number, for the error.
 
     Raises:
-        Damage: it is not a finite number, or its bytes are not what was written.
+        DamagedFile: It is not a finite number, or its bytes are damaged.
     """
     found, file = value, value.storage.file if isinstance(value, StoredTensor) else file
     if isinstance(value, StoredTensor) and value.numel == 1:
@@ -149,13 +158,13 @@ def read_number(folder: Path, value: Any, file: str = "") -> float:
             else repr(found)[:200]
         )
         raise DamagedFile(
-            file, f"{folder / file} has {seen} for a number", "what a checkpoint counts is a finite number"
+            file, f"{folder / file} has {seen} for a number", "counts in a checkpoint are finite numbers"
         )
     return float(found)
 
 
 class _Window(io.RawIOBase):
-    """Bytes ``begin .. end`` of a file, as a file."""
+    """Bytes ``begin .. end`` of a file, as a file object."""
 
     def __init__(self, stream: Any, begin: int, end: int) -> None:
         self._stream, self._begin, self._length, self._at = stream, begin, end - begin, 0
@@ -185,13 +194,15 @@ class _Window(io.RawIOBase):
 def tensor_pieces(
     tensor: StoredTensor, key: TensorKey, global_shape: tuple[int, ...], box: Box
 ) -> list[TensorPiece]:
-    """``tensor``, which has the shape of ``box``, as pieces of a canonical tensor: one where it lies row-major or transposed,
-    one a row (or a box of lesser dims) where it has gaps."""
+    """Return ``tensor``, which has the shape of ``box``, as pieces of a canonical tensor.
+
+    It is one piece if it is row-major or transposed, otherwise one per row (or per box of fewer dims).
+    """
     assert tensor.shape == box.shape, f"{key}: stored {tensor.shape}, box {box.shape}"
-    return list(_cut(tensor.storage, key, global_shape, box, tensor.strides, tensor.offset, 0))
+    return list(_split_strided(tensor.storage, key, global_shape, box, tensor.strides, tensor.offset, 0))
 
 
-def _cut(
+def _split_strided(
     storage: Storage,
     key: TensorKey,
     global_shape: tuple[int, ...],
@@ -200,7 +211,7 @@ def _cut(
     at: int,
     dim: int,
 ) -> Iterator[TensorPiece]:
-    """Fix dims from ``dim`` on until what is left is row-major or transposed."""
+    """Split along dims from ``dim`` until the rest is row-major or transposed."""
     if box.numel == 0:
         return
     itemsize = DTYPES[storage.dtype].itemsize
@@ -234,7 +245,9 @@ def _cut(
             (*box.offset[:dim], box.offset[dim] + index, *box.offset[dim + 1 :]),
             (*box.shape[:dim], 1, *box.shape[dim + 1 :]),
         )
-        yield from _cut(storage, key, global_shape, inner, strides, at + index * strides[dim], dim + 1)
+        yield from _split_strided(
+            storage, key, global_shape, inner, strides, at + index * strides[dim], dim + 1
+        )
 
 
 # ---- writing
@@ -245,7 +258,8 @@ class ArchiveLayout:
     """A file of torch.save whose storages are still to be filled.
 
     Attributes:
-        storages: byte at which each storage that the pickle names begins, by its key.
+        file: The file with its fixed bytes.
+        storages: First byte of each storage, by its key.
     """
 
     file: TargetFile
@@ -255,16 +269,22 @@ class ArchiveLayout:
 def lay_out(
     name: str, value: Any, storages: Sequence[Storage], root: str = ROOT, begin: int = 0
 ) -> ArchiveLayout:
-    """The file ``name`` of ``torch.save(value)``. ``value`` is what ``dumps`` takes; its tensors are of ``storages``.
+    """Lay out the file ``name`` of ``torch.save(value)``. ``value`` is accepted by ``pickle_writer.dumps``;
+    ``storages`` are those of its tensors.
 
     Args:
-        begin: byte at which it starts, where a file holds several; offsets of what is returned count from the file's start, and
-            ``file.numbytes`` is where it ends.
+        name: Path of the file.
+        value: The object to save.
+        storages: The storages, in order.
+        root: Folder of the records.
+        begin: First byte, if a file contains several archives. Returned offsets count from the file's start,
+            and ``file.numbytes`` is where the archive ends.
     """
     fixed: dict[int, bytes] = {}
-    entries: list[tuple[bytes, int, int, int]] = []  # name, crc (0: to come), bytes, offset from ``begin``
+    # name, CRC (0: not known yet), bytes, offset from ``begin``
+    entries: list[tuple[bytes, int, int, int]] = []
     starts: dict[str, int] = {}
-    checks: list[tuple[str, int, int, int]] = []  # storage, begin, end, place in the local header
+    checks: list[tuple[str, int, int, int]] = []  # storage, begin, end, offset of the CRC in the local header
     at = 0
 
     def add(record: str, numbytes: int, content: bytes | None) -> int:

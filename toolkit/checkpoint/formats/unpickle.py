@@ -1,8 +1,16 @@
-"""Pickles of the vendors, read without importing or calling anything that they name."""
+"""Read vendors' pickles without importing or calling anything that they name.
+
+Containers, numbers and strings are built as usual, tensors become ``StoredTensor``, a few names have entries
+in ``ALLOWED``, and every other class becomes an inert ``ForeignObject``. The worst that a malicious pickle
+can do is to give wrong values.
+
+Sources: ``torch/serialization.py`` (persistent ids), ``torch/_utils.py`` (``_rebuild_tensor_v2``). Imports no
+torch.
+"""
 
 from __future__ import annotations
 
-import _compat_pickle  # the names of protocols before 3, as pickle itself maps them
+import _compat_pickle  # maps names of protocols before 3
 import io
 import math
 import pickle
@@ -13,13 +21,12 @@ from typing import Any, ClassVar
 
 from toolkit.checkpoint.formats.stored_tensor import STORAGE_OF_DTYPE, STORAGES, Storage, StoredTensor
 
-MAX_DEPTH = 100  # levels of containers
-MOST_NODES_PER_BYTE = (
-    16  # objects that stand in several places count in each: names and shapes of a pickle are said once
-)
+MAX_DEPTH = 100
+MOST_NODES_PER_BYTE = 16  # Shared objects are counted each time they occur.
 MOST_CLASSES = 10_000
-MOST_KEY = 16  # parts of a tuple that is a key
-# Operations that no checkpoint needs: those of protocols 0 and 1 that make instances, registered extensions, and buffers outside.
+MOST_KEY = 16  # maximum length of a tuple that is a key
+# Operations that no checkpoint needs: instances in protocols 0 and 1, registered extensions and out-of-band
+# buffers.
 _REFUSED = (
     pickle.INST,
     pickle.OBJ,
@@ -34,13 +41,14 @@ _REFUSED = (
 
 
 class ForeignObject:
-    """An object of a class that is not loaded: ``name`` is the class's, ``args`` what it was made of, ``state`` what was set on it.
+    """An object of a class that is not imported. ``name`` is the class's name, ``args`` its arguments and
+    ``state`` its state.
 
-    ``_LazyLoader`` and the like carry nothing; enums have their value as ``args[0]``.
+    Enums have their value in ``args[0]``.
     """
 
     name: ClassVar[str] = ""
-    args: tuple[Any, ...] = ()  # where it was made without a call
+    args: tuple[Any, ...] = ()  # if it was created without a call
     state: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +75,7 @@ class ForeignObject:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Attributes that were set, also of classes with slots."""
+        """The attributes, also for classes with slots."""
         state = self.state
         if isinstance(state, tuple) and len(state) == 2:
             return {**(state[0] or {}), **(state[1] or {})}
@@ -75,7 +83,7 @@ class ForeignObject:
 
 
 def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> StoredTensor:
-    """Raises UnpicklingError: it is no view of its storage, all of whose elements lie in it."""
+    """Raises UnpicklingError if the tensor is not a view that lies within its storage."""
     shape, strides = tuple(size), tuple(stride)
     counts = (offset, *shape, *strides)
     if (
@@ -105,27 +113,27 @@ def _rebuild_parameter(data: StoredTensor, *_: Any) -> StoredTensor:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """What protocol 2 makes of bytes."""
+    """Rebuild bytes as protocol 2 stores them."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
     return text.encode(encoding)
 
 
 def _text(text: str = "") -> str:
-    """Not of anything else: what an object is as text may take more memory than there is."""
+    """Accept only a string: the text of another object may need unbounded memory."""
     if not isinstance(text, str):
-        raise pickle.UnpicklingError("text of an object")
+        raise pickle.UnpicklingError("str() of an object")
     return text
 
 
-def _is_foreign(made: Any) -> bool:
-    return isinstance(made, type) and issubclass(made, ForeignObject)
+def _is_foreign(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, ForeignObject)
 
 
 def _bytearray(*args: Any) -> bytearray:
-    """Not of a number: that would take as much memory as a pickle asks for."""
+    """Accept no number: it would allocate as much memory as the pickle requests."""
     if args and not isinstance(args[0], (bytes, str)):
-        raise pickle.UnpicklingError("a bytearray of no bytes")
+        raise pickle.UnpicklingError("a bytearray that is not built from bytes")
     return bytearray(*args)
 
 
@@ -146,11 +154,11 @@ def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
 
 
 def _default(factory: Any = None, items: Any = ()) -> defaultdict[Any, Any]:
-    return defaultdict(None, _dict(items))  # what is looked up here is there
+    return defaultdict(None, _dict(items))  # the factory is never needed
 
 
 def _key(key: Any) -> Any:
-    """A key of a dictionary or an element of a set, whose hash takes no more than a few steps. Raises UnpicklingError."""
+    """Return a dictionary key or set element, whose hash is cheap to compute. Raises UnpicklingError."""
     if type(key) is tuple and len(key) <= MOST_KEY and all(type(part) in _SCALARS for part in key):
         return key
     if type(key) not in _SCALARS and not isinstance(key, (ForeignObject, StoredTensor, frozenset)):
@@ -183,11 +191,12 @@ ALLOWED: Mapping[tuple[str, str], Any] = {
 }
 
 
-_PythonUnpickler: Any = pickle._Unpickler  # unlike the one in C, its operations can be replaced
+# the Python implementation, unlike the one in C, allows operations to be replaced
+_PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(_PythonUnpickler):
-    """Memory and time are in proportion to the pickle's length, whatever is in it."""
+    """An unpickler whose memory and time are proportional to the pickle's length, whatever it contains."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code: operation
@@ -202,27 +211,27 @@ class _Unpickler(_PythonUnpickler):
         self._copied, self._most_copied = 0, MOST_NODES_PER_BYTE * len(data)
 
     def load_reduce(self) -> None:
-        """A call copies what it is given: no more in all than a pickle can say."""
-        args, made = self.stack.pop(), self.stack.pop()
+        """Limit the items that calls copy in total to what a pickle of this length can contain."""
+        args, function = self.stack.pop(), self.stack.pop()
         self._copied += sum(len(arg) for arg in args if isinstance(arg, Sized))
         if self._copied > self._most_copied:
             raise pickle.UnpicklingError(f"its calls copy {self._copied} items")
-        self.append(made(*args))
+        self.append(function(*args))
 
     def load_newobj(self) -> None:
-        args, made = self.stack.pop(), self.stack.pop()
-        if not _is_foreign(made):
-            raise pickle.UnpicklingError(f"a new object of {made}")
-        self.append(made.__new__(made, *args))
+        args, cls = self.stack.pop(), self.stack.pop()
+        if not _is_foreign(cls):
+            raise pickle.UnpicklingError(f"a new object of {cls}")
+        self.append(cls.__new__(cls, *args))
 
     def load_build(self) -> None:
-        """State is set on inert objects only: on a function or class of ``ALLOWED`` it would change what all later pickles get."""
+        """Set state on inert objects only: on an object of ``ALLOWED`` it would affect all later pickles."""
         state, built = self.stack.pop(), self.stack[-1]
         if isinstance(built, ForeignObject):
             built.state = state
         elif not isinstance(
             built, OrderedDict
-        ):  # whose attributes (``_metadata`` of a module) mean nothing here
+        ):  # the attributes of a module's state dict (``_metadata``) are not needed
             raise pickle.UnpicklingError(f"state for an object of type {type(built).__name__}")
 
     def load_setitem(self) -> None:
@@ -246,7 +255,7 @@ class _Unpickler(_PythonUnpickler):
         into.update(map(_key, items))
 
     def load_frozenset(self) -> None:
-        items = self.pop_mark()  # which changes where ``append`` leads to
+        items = self.pop_mark()  # pop_mark replaces ``self.append``
         self.append(_frozenset(items))
 
     dispatch[pickle.REDUCE[0]] = load_reduce
@@ -265,7 +274,7 @@ class _Unpickler(_PythonUnpickler):
             return ALLOWED[module, name]
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
-        if module == "torch" and name in STORAGE_OF_DTYPE:  # torch.float32: by its name
+        if module == "torch" and name in STORAGE_OF_DTYPE:  # such as torch.float32
             return name
         if (module, name) not in self._classes:
             if len(self._classes) == MOST_CLASSES:
@@ -281,10 +290,11 @@ class _Unpickler(_PythonUnpickler):
 
 
 def loads(data: bytes, storage: Callable[[str, str, int], Storage]) -> Any:
-    """The object of a pickle, which is a tree of at most ``MOST_DEPTH`` levels; ``storage`` finds a storage by (dtype, key, numel).
+    """Return the object of a pickle, a tree of at most ``MAX_DEPTH`` levels. ``storage`` finds a storage by
+    (dtype, key, numel).
 
     Raises:
-        UnpicklingError: it is no pickle, or one that no checkpoint has: see ``_Unpickler``.
+        UnpicklingError: It is not a pickle, or not one that a checkpoint contains.
     """
     try:
         found = _Unpickler(data, storage).load()
@@ -306,36 +316,39 @@ def loads(data: bytes, storage: Callable[[str, str, int], Storage]) -> Any:
 
 
 def _check_tree(root: Any, most: int) -> None:
-    """Raises UnpicklingError: it is deeper than ``MOST_DEPTH``, holds itself, or has more than ``most`` nodes, a part that stands in
-    several places counted in each."""
-    done: dict[int, tuple[int, int]] = {}  # of an object: its depth and nodes
-    inside: set[int] = set()
+    """Raises UnpicklingError if the object contains itself, is deeper than ``MAX_DEPTH`` or has more than
+    ``most`` nodes.
+
+    A shared part is counted each time it occurs.
+    """
+    measured: dict[int, tuple[int, int]] = {}  # object id -> depth and number of nodes
+    open_nodes: set[int] = set()
     stack = [(root, False)]
     while stack:
         node, leaving = stack.pop()
         parts = _parts(node)
-        if parts is None or (id(node) in done and not leaving):
+        if parts is None or (id(node) in measured and not leaving):
             continue
         if leaving:
-            inside.discard(id(node))
-            of_parts = [done.get(id(part), (0, 1)) for part in parts]
+            open_nodes.discard(id(node))
+            of_parts = [measured.get(id(part), (0, 1)) for part in parts]
             depth, nodes = (
                 1 + max((depth for depth, _ in of_parts), default=0),
                 1 + sum(nodes for _, nodes in of_parts),
             )
             if depth > MAX_DEPTH or nodes > most:
                 raise pickle.UnpicklingError(f"its objects are nested {depth} deep and {nodes} in number")
-            done[id(node)] = depth, nodes
+            measured[id(node)] = depth, nodes
             continue
-        if id(node) in inside:
-            raise pickle.UnpicklingError("an object that holds itself")
-        inside.add(id(node))
+        if id(node) in open_nodes:
+            raise pickle.UnpicklingError("an object that contains itself")
+        open_nodes.add(id(node))
         stack.append((node, True))
-        stack += [(part, False) for part in parts if id(part) not in done]
+        stack += [(part, False) for part in parts if id(part) not in measured]
 
 
 def _parts(node: Any) -> Sequence[Any] | None:
-    """What an object holds; None if it is none that holds others."""
+    """Return the objects that ``node`` contains, or None if it is not a container."""
     if isinstance(node, ForeignObject):
         return (
             (node.args, node.kwargs, node.state, node.items)

@@ -132,7 +132,7 @@ class UnitWriter:
                 self._look_at(unit.source, tile, values, files, check)
                 self._compare(unit.source, copies, tile, values, files, check)
             casts: dict[str, Any] = {info.dtype: values}
-            for piece in index.meeting(*flat_span(info.shape, tile)):
+            for piece in index.overlapping(*flat_span(info.shape, tile)):
                 common = piece.box.intersect(tile)
                 if common is None:
                     continue
@@ -225,7 +225,7 @@ class UnitWriter:
         check: SequentialVerifier,
     ) -> None:
         """Raises CheckpointError: what is stored a second time is not the same."""
-        for copy in copies.meeting(*flat_span(self._source.tensors[key].shape, tile)):
+        for copy in copies.overlapping(*flat_span(self._source.tensors[key].shape, tile)):
             common = copy.box.intersect(tile)
             if common is None:
                 continue

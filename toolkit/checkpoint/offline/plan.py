@@ -267,7 +267,7 @@ def _meetings(cut: _Cut, tile: int, by_columns: bool) -> Iterator[tuple[int, Box
         (*flat_span(cut.shape, box), number) for number, box in enumerate(cut.boxes) if box.numel
     )
     for one in split_into_tiles(cut.shape, tile, by_columns=by_columns):
-        for number in index.meeting(*flat_span(cut.shape, one)):
+        for number in index.overlapping(*flat_span(cut.shape, one)):
             common = cut.boxes[number].intersect(one)
             if common is not None:
                 yield number, common

@@ -1,7 +1,9 @@
-"""``.metadata`` of PyTorch's distributed checkpoints (DCP), read and written; Megatron-core's ``torch_dist`` is the same format.
+"""``.metadata`` of PyTorch's distributed checkpoints (DCP), which Megatron-core's ``torch_dist`` format
+shares.
 
-It is a pickle of ``Metadata``: of each key a tensor's dtype, size and chunks, or that it is an object; and of each chunk and object the
-file and the bytes in which it lies. Those bytes are a whole file of ``torch.save``. Several keys may lie in the same bytes.
+It is a pickle of ``Metadata``. For each key it has a tensor's dtype, size and chunks, or marks an object; for
+each chunk and object it has the file and byte range, which contain a complete file of ``torch.save``. Several
+keys may share bytes.
 
 Sources: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py`` (``_StorageInfo``). Imports no torch.
 """
@@ -39,7 +41,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """The box of a tensor that ``blob`` holds."""
+    """A box of a tensor, stored in ``blob``."""
 
     box: Box
     blob: Blob
@@ -47,7 +49,7 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTensor:
-    """A tensor of a checkpoint. ``dtype`` is torch's name."""
+    """A tensor and its chunks. ``dtype`` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +58,7 @@ class ChunkedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """By key. ``reshaped``: Megatron-core before 0.14 wrote tensors of other shapes than their own."""
+    """Tensors and objects by key. ``reshaped``: Megatron-core before 0.14 changed the shapes of tensors."""
 
     tensors: Mapping[str, ChunkedTensor]
     objects: Mapping[str, Blob]
@@ -67,7 +69,7 @@ class DcpMetadata:
 
 
 def load_metadata(folder: Path) -> DcpMetadata:
-    """Raises Damage: it is missing or is not one, or a file that it names is missing or too short."""
+    """Raises DamagedFile if it is missing or invalid, or a file that it names is missing or too short."""
     path = folder / METADATA
     try:
         found = unpickle.loads(path.read_bytes(), _no_storage)
@@ -124,12 +126,14 @@ def _metadata(found: Any) -> DcpMetadata:
 
 
 def _fields(found: ForeignObject, *names: str) -> dict[str, Any]:
-    """Attributes of a dataclass: torch pickles their state, this toolkit a call with arguments."""
+    """Return a dataclass's attributes: torch pickles them as state, this toolkit as arguments."""
     return {**dict(zip(names, found.args, strict=False)), **found.fields}
 
 
 def _dtype(properties: ForeignObject) -> str:
-    """Of ``TensorProperties``, whose state is a tuple that begins with it; of torch before 2.0 a mapping."""
+    """Return the dtype of ``TensorProperties``: the first item of its state, or a mapping's entry (torch
+    before 2.0).
+    """
     fields = properties.fields
     found = fields["dtype"] if fields else (properties.state or properties.args)[0]
     if not isinstance(found, str):
@@ -153,7 +157,7 @@ def _check_files(folder: Path, metadata: DcpMetadata) -> None:
 
 
 def check_coverage(key: str, tensor: ChunkedTensor) -> None:
-    """Raises Damage: its chunks do not hold each of its elements exactly once."""
+    """Raises DamagedFile if the chunks do not cover each element exactly once."""
     name = TensorKey("tensor", key)
     pieces = [
         TensorPiece(
@@ -163,11 +167,13 @@ def check_coverage(key: str, tensor: ChunkedTensor) -> None:
     ]
     wrong = find_coverage_errors({name: pieces}) if pieces else [f"{key} has no chunks"]
     if wrong:
-        raise DamagedFile(METADATA, "; ".join(wrong), "chunks hold each element of their tensor once")
+        raise DamagedFile(METADATA, "; ".join(wrong), "chunks contain each element of their tensor once")
 
 
 def open_chunk(folder: Path, chunk: TensorChunk, dtype: str) -> StoredTensor:
-    """Where in its file the tensor of a chunk lies. Raises Damage: it is not what the metadata says."""
+    """Return the tensor of a chunk, located in its file. Raises DamagedFile if it does not match the
+    metadata.
+    """
     blob = chunk.blob
     found = torch_zip.load(folder, blob.file, blob.begin, blob.end)
     if not isinstance(found, StoredTensor) or found.shape != chunk.box.shape or found.dtype != dtype:
@@ -184,12 +190,12 @@ def open_chunk(folder: Path, chunk: TensorChunk, dtype: str) -> StoredTensor:
 
 
 def encode_metadata(metadata: DcpMetadata) -> bytes:
-    """The bytes of ``.metadata``."""
+    """Return the bytes of ``.metadata``."""
     sizes: dict[tuple[int, ...], ReduceCall] = {}
     properties: dict[str, ReduceCall] = {}
 
-    def size(of: tuple[int, ...]) -> ReduceCall:
-        return sizes.setdefault(of, ReduceCall(GlobalName("torch", "Size"), (of,)))
+    def size(dims: tuple[int, ...]) -> ReduceCall:
+        return sizes.setdefault(dims, ReduceCall(GlobalName("torch", "Size"), (dims,)))
 
     def info(blob: Blob) -> ReduceCall:
         return ReduceCall(

@@ -1,15 +1,18 @@
-"""PyTorch's distributed checkpoints (DCP) of a plain model, read: ``.metadata`` and ``.distcp`` files.
+"""Read PyTorch's distributed checkpoints (DCP) of plain models: ``.metadata`` and ``.distcp`` files.
 
-Keys are what ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives and ``dcp.save`` flattens, under any names that the
-script has put before them (``model.``, ``app.model.``, ``optim.``):
+Keys are those of ``torch.distributed.checkpoint.state_dict.get_state_dict`` as ``dcp.save`` flattens them,
+with any prefix (``model.``, ``app.model.``, ``optim.``):
 
     model.NAME                      a parameter, by its name in transformers
-    optim.state.NAME.exp_avg        what the optimizer keeps of it, and ``step``
-    optim.param_groups.0.lr         settings of the optimizer; with flatten_optimizer_state_dict the name in place of the number
+    optim.state.NAME.exp_avg        an optimizer state of it, or its ``step``
+    optim.param_groups.0.lr         optimizer settings; with flatten_optimizer_state_dict the name replaces
+    the number
 
-Any sharding is read: a chunk is a box. Training's own step has no place in the format: it is taken to be the optimizer's.
+Any sharding is supported, since a chunk is a box. The format does not record the training step; the
+optimizer's step is used.
 
-Sources: ``torch/distributed/checkpoint/state_dict.py``, ``_nested_dict.py``, ``filesystem.py``. Imports no torch.
+Sources: ``torch/distributed/checkpoint/state_dict.py``, ``_nested_dict.py``, ``filesystem.py``. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -22,8 +25,14 @@ from pathlib import Path
 from toolkit import families
 from toolkit.checkpoint.catalog import DTYPES, Catalog, DamagedFile, LazyPieces, TensorPiece
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
-from toolkit.checkpoint.formats.dcp.metadata import METADATA, ChunkedTensor, DcpMetadata
+from toolkit.checkpoint.formats.dcp.metadata import (
+    METADATA,
+    ChunkedTensor,
+    DcpMetadata,
+    check_coverage,
+    load_metadata,
+    open_chunk,
+)
 from toolkit.checkpoint.formats.megatron.common import COMMON
 from toolkit.checkpoint.model_discovery import unknown_model_error
 from toolkit.checkpoint.planner import MAX_PROBLEMS
@@ -40,22 +49,25 @@ _SETTING = re.compile(rf"^(?:.+\.)?param_groups\.(.+)\.({'|'.join(OPTIM_SETTINGS
 
 
 def find(path: Path) -> Path | None:
+    """Return ``path`` if it is a DCP checkpoint that Megatron-core did not write."""
     return path if (path / METADATA).is_file() and not (path / COMMON).is_file() else None
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError: it is damaged, or of another model. InputError: the model must be said."""
+    """Raises CheckpointError if it is damaged or of another model, UnknownModelError if ``model`` is
+    required.
+    """
     if model is None:
         raise unknown_model_error(folder)
     try:
-        return _source(folder, dcp_metadata.load_metadata(folder), model)
+        return _source(folder, load_metadata(folder), model)
     except DamagedFile as damage:
         raise foreign_damage_error(folder, damage) from damage
 
 
 @dataclass(frozen=True, slots=True)
-class _Sorted:
-    """Keys by what they are: of tensors by canonical name or alias, the optimizer's counts by name, the rest."""
+class _SortedKeys:
+    """Keys of tensors by canonical name or alias, of the optimizer's counts by name, and the rest."""
 
     tensors: Mapping[TensorKey, str]
     counts: Mapping[str, str]
@@ -66,11 +78,11 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
     family = families.get(shape.family)
     shapes = {spec.name: spec.shape for spec in family.parameters(shape)}
     tied = family.tied(shape)
-    found = _sort(folder, metadata.tensors, {*shapes, *tied})
-    firsts, seconds = _by_name(found.tensors, tied)
+    found = _sort_keys(folder, metadata.tensors, {*shapes, *tied})
+    firsts, seconds = _resolve_ties(found.tensors, tied)
     _check_model(folder, firsts, metadata, shapes, shape)
     for key in (*firsts.values(), *seconds.values()):
-        dcp_metadata.check_coverage(key, metadata.tensors[key])
+        check_coverage(key, metadata.tensors[key])
 
     def pieces(keys: Mapping[TensorKey, str]) -> LazyPieces:
         infos = {
@@ -81,15 +93,15 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
     tensors = {
         key: TensorInfo(metadata.tensors[name].dtype, shapes[key.name]) for key, name in firsts.items()
     }
-    scalars = _scalars(
+    scalars = _read_scalars(
         folder, metadata, found.counts, {name for name, size in shapes.items() if len(size) > 1}
     )
     step = scalars.get(STEP)
     if len(tensors) > len(shapes) and step is None:
         raise DamagedFile(
             METADATA,
-            f"{folder} has the optimizer's states and no {COUNT}",
-            "Adam corrects by the number of its steps",
+            f"{folder} has optimizer states but no {COUNT}",
+            "Adam's bias correction needs the number of steps",
         )
     chunks = max(len(stored.chunks) for stored in metadata.tensors.values())
     others = sorted(
@@ -111,25 +123,25 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
     )
 
 
-def _sort(folder: Path, keys: Collection[str], names: Collection[str]) -> _Sorted:
-    """Raises CheckpointError: two keys mean one tensor, or the optimizer's state has numbers for names."""
+def _sort_keys(folder: Path, keys: Collection[str], names: Collection[str]) -> _SortedKeys:
+    """Raises CheckpointError if two keys name the same tensor, or optimizer state is keyed by numbers."""
     tensors: dict[TensorKey, str] = {}
     counts: dict[str, str] = {}
     rest: list[str] = []
     for key in keys:
-        state, name = WEIGHT, _named(key, names)
+        state, name = WEIGHT, _strip_prefix(key, names)
         if name is None and (of_state := _STATE.match(key)):
             path, state = of_state.groups()
             if path.isdecimal():
                 raise CheckpointError(
                     Problem(
                         str(folder),
-                        f"{folder} has {key}: the optimizer's state by numbers of parameters",
-                        "state is found by names of parameters",
+                        f"{folder} has {key}: optimizer state keyed by parameter numbers",
+                        "optimizer state is found by parameter names",
                         "save torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer), whose keys have names",
                     )
                 )
-            name = _named(path, names)
+            name = _strip_prefix(path, names)
         if name is None:
             rest.append(key)
         elif state == COUNT:
@@ -141,25 +153,25 @@ def _sort(folder: Path, keys: Collection[str], names: Collection[str]) -> _Sorte
                     Problem(
                         str(folder),
                         f"{folder} has both {other} and {key}",
-                        "a checkpoint holds one model",
-                        "save the one to be read alone",
+                        "a checkpoint contains one model",
+                        "save only one of them",
                     )
                 )
-    return _Sorted(tensors, counts, rest)
+    return _SortedKeys(tensors, counts, rest)
 
 
-def _named(key: str, names: Collection[str]) -> str | None:
-    """What of ``key`` is a name, after others that stand before it."""
+def _strip_prefix(key: str, names: Collection[str]) -> str | None:
+    """Return the part of ``key`` that is a name, without a prefix, or None."""
     rest = key
     while rest and rest not in names:
         rest = rest.partition(".")[2]
     return rest or None
 
 
-def _by_name(
+def _resolve_ties(
     tensors: Mapping[TensorKey, str], tied: Mapping[str, str]
 ) -> tuple[dict[TensorKey, str], dict[TensorKey, str]]:
-    """Keys by canonical tensor, and of what is there a second time under a tied name. One that is there under that name only is it."""
+    """Return keys by canonical tensor, and keys of second copies under a tied name."""
     own = {key: name for key, name in tensors.items() if key.name not in tied}
     second = {}
     for key, name in tensors.items():
@@ -177,8 +189,8 @@ def _check_model(
     shapes: Mapping[str, tuple[int, ...]],
     shape: ModelShape,
 ) -> None:
-    """Raises CheckpointError naming what is missing or of another shape."""
-    remedy = "describe the model that the checkpoint was made of"
+    """Raises CheckpointError naming the tensors that are missing or have another shape."""
+    remedy = "set the model options to those of the checkpoint"
     of_model = f"of a model of family {shape.family} with these sizes"
     problems = [
         Problem("model", f"{folder} has no {name}", f"it is a tensor {of_model}", remedy)
@@ -203,36 +215,31 @@ def _check_model(
 def _pieces(folder: Path, key: TensorKey, stored: ChunkedTensor) -> Iterator[TensorPiece]:
     for chunk in stored.chunks:
         yield from torch_zip.tensor_pieces(
-            dcp_metadata.open_chunk(folder, chunk, stored.dtype), key, stored.shape, chunk.box
+            open_chunk(folder, chunk, stored.dtype), key, stored.shape, chunk.box
         )
 
 
-def _scalars(
+def _read_scalars(
     folder: Path, metadata: DcpMetadata, counts: Mapping[str, str], matrices: Collection[str]
 ) -> dict[str, object]:
-    """Raises Damage: the optimizer's counts differ."""
+    """Raises DamagedFile if the parameters' step counts differ."""
     steps: dict[int, str] = {}
     for name, key in counts.items():
         stored = metadata.tensors[key]
         if stored.chunks:
             steps.setdefault(
-                int(
-                    torch_zip.read_number(
-                        folder, dcp_metadata.open_chunk(folder, stored.chunks[0], stored.dtype)
-                    )
-                ),
-                name,
+                int(torch_zip.read_number(folder, open_chunk(folder, stored.chunks[0], stored.dtype))), name
             )
     if len(steps) > 1:
         seen = " and ".join(f"{name} at step {step}" for step, name in list(steps.items())[:2])
         raise DamagedFile(METADATA, f"{folder} has {seen}", "all parameters have taken the same steps")
     found: dict[str, object] = {name: step for step in steps for name in (STEP, OPTIMIZER_STEP)}
-    settings = _settings(folder, metadata, matrices)
+    settings = _read_settings(folder, metadata, matrices)
     return found | {OPTIM: settings} if settings else found
 
 
-def _settings(folder: Path, metadata: DcpMetadata, matrices: Collection[str]) -> dict[str, object]:
-    """Of the optimizer, those of the parameters that decay; empty where they are not all there."""
+def _read_settings(folder: Path, metadata: DcpMetadata, matrices: Collection[str]) -> dict[str, object]:
+    """Return the optimizer's settings for parameters that decay, or an empty dict if they are incomplete."""
     groups: dict[str, dict[str, str]] = {}
     for key in metadata.objects:
         if (match := _SETTING.match(key)) is not None:

@@ -1,7 +1,8 @@
-"""From what each rank's files hold to one catalog: canonical names, boxes of tensor ranks, and which of several copies is read.
+"""Build the catalog of a DeepSpeed checkpoint from what each rank's files contain.
 
-In 16 bits the model's files have the weights and the optimizer's the masters. In fp32 both have the weights; those of the optimizer
-are read, because training goes on from them, and the model's are copies. Imports no torch.
+With 16-bit weights the model's files have the weights and the optimizer's the masters. In fp32 both have the
+weights: the optimizer's are read, because training continues from them, and the model's are copies. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from toolkit.families.base import ModelShape
 
 TensorRanks = Sequence[
     Mapping[str, RankParameter]
-]  # of each tensor rank of a pipeline stage, parameters by stored name
+]  # for each tensor rank of a pipeline stage, its parameters by stored name
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """Of one canonical tensor, by state. Those of a tied alias come last."""
+class _TensorStates:
+    """The contents of one canonical tensor, by state. Those of a tied alias come last."""
 
     model_dtype: str | None = None
     states: dict[str, list[tuple[bool, PlacedContent]]] = field(default_factory=dict)
@@ -33,8 +34,8 @@ class _Gathered:
     def add(self, state: str, part: CanonicalPart, held: PlacedContent) -> None:
         self.states.setdefault(state, []).append((part.alias, held))
 
-    def settle(self) -> Iterator[tuple[str, list[PlacedContent], list[PlacedContent]]]:
-        """Each state, what is read and what is a copy of it."""
+    def resolve(self) -> Iterator[tuple[str, list[PlacedContent], list[PlacedContent]]]:
+        """Yield each state with the contents to read and their copies."""
         ordered = {
             state: [held for _, held in sorted(found, key=lambda item: item[0])]
             for state, found in self.states.items()
@@ -58,20 +59,21 @@ class _Gathered:
 def build_catalog(
     folder: Path, shape: ModelShape, stages: Sequence[TensorRanks], scalars: Mapping[str, object]
 ) -> Catalog:
-    """The catalog of ``stages``: a parameter that several of them have is a copy.
+    """Build the catalog of ``stages``. A parameter that several stages have becomes a copy.
 
     Raises:
-        CheckpointError: names or shapes are not the model's, or a parameter is missing. Damage: a file is not what it should be.
+        CheckpointError: Names or shapes are not the model's, or a parameter is missing. DamagedFile: A file
+            has unexpected content.
     """
     stored = {name: local.shape for ranks in stages for held in ranks for name, local in held.items()}
     parts = ParameterNames(shape, stored, folder).parts
-    gathered: dict[str, _Gathered] = {}
+    gathered: dict[str, _TensorStates] = {}
     for ranks in stages:
         for held in ranks:
-            _refuse_two(held, parts, folder)
+            _check_unique(held, parts, folder)
         for name in dict.fromkeys(name for held in ranks for name in held):
             part, locals_ = parts[name], [held.get(name) for held in ranks]
-            found = gathered.setdefault(part.name, _Gathered())
+            found = gathered.setdefault(part.name, _TensorStates())
             sizes = [None if local is None else local.shape for local in locals_]
             for box, local in zip(rank_boxes(part, name, sizes, folder), locals_, strict=True):
                 if box is not None and local is not None:
@@ -79,7 +81,7 @@ def build_catalog(
     return _finish(folder, shape, gathered, scalars)
 
 
-def _gather(found: _Gathered, part: CanonicalPart, box: Box, local: RankParameter) -> None:
+def _gather(found: _TensorStates, part: CanonicalPart, box: Box, local: RankParameter) -> None:
     found.model_dtype = found.model_dtype or local.model_dtype
     if local.master is not None:
         found.add(MASTER, part, PlacedContent(box, local.master))
@@ -90,7 +92,7 @@ def _gather(found: _Gathered, part: CanonicalPart, box: Box, local: RankParamete
 
 
 def _finish(
-    folder: Path, shape: ModelShape, gathered: Mapping[str, _Gathered], scalars: Mapping[str, object]
+    folder: Path, shape: ModelShape, gathered: Mapping[str, _TensorStates], scalars: Mapping[str, object]
 ) -> Catalog:
     tensors: dict[TensorKey, TensorInfo] = {}
     read: dict[TensorKey, list[PlacedContent]] = {}
@@ -98,18 +100,18 @@ def _finish(
     missing = []
     for spec in families.get(shape.family).parameters(shape):
         states = (
-            {state: rest for state, *rest in gathered[spec.name].settle()} if spec.name in gathered else {}
+            {state: rest for state, *rest in gathered[spec.name].resolve()} if spec.name in gathered else {}
         )
         if not states.keys() & {WEIGHT, MASTER}:
             missing.append(spec.name)
         for state, (held, more) in states.items():
-            key, dtypes = TensorKey(state, spec.name), {one.content.dtype for one in held}
-            numel = sum(one.box.numel for one in held)
+            key, dtypes = TensorKey(state, spec.name), {content.content.dtype for content in held}
+            numel = sum(content.box.numel for content in held)
             if len(dtypes) > 1 or numel != spec.numel:
                 raise DamagedFile(
                     "",
-                    f"{folder} holds {numel} of {spec.numel} elements of {key}, as {', '.join(sorted(dtypes))}",
-                    "the files of all ranks hold every element once, in one dtype",
+                    f"{folder} has {numel} of {spec.numel} elements of {key}, as {', '.join(sorted(dtypes))}",
+                    "the files of all ranks contain every element once, in content dtype",
                 )
             tensors[key], read[key] = TensorInfo(dtypes.pop(), spec.shape), held
             if more:
@@ -119,27 +121,33 @@ def _finish(
         raise CheckpointError(
             Problem(
                 str(folder),
-                f"{folder} holds no weight of {listed}",
+                f"{folder} has no weight of {listed}",
                 "a checkpoint has every parameter of its model",
-                "give the model that the checkpoint was made of",
+                "set the model options to those of the checkpoint",
             )
         )
-    return Catalog(folder, tensors, _made(tensors, read), scalars, _made(tensors, copies))
+    return Catalog(folder, tensors, _lazy_pieces(tensors, read), scalars, _lazy_pieces(tensors, copies))
 
 
-def _made(
+def _lazy_pieces(
     tensors: Mapping[TensorKey, TensorInfo], held: Mapping[TensorKey, Sequence[PlacedContent]]
 ) -> LazyPieces:
-    """Pieces, when they are asked for."""
+    """Return pieces that are created on access."""
     return LazyPieces(
         {key: tensors[key] for key in held},
-        lambda key: tuple(piece for one in held[key] for piece in one.pieces(key, tensors[key].shape)),
+        lambda key: tuple(
+            piece for content in held[key] for piece in content.pieces(key, tensors[key].shape)
+        ),
     )
 
 
-def _refuse_two(held: Mapping[str, RankParameter], parts: Mapping[str, CanonicalPart], folder: Path) -> None:
-    """Raises CheckpointError where two parameters of one rank would be one canonical tensor. A tied alias may stand beside it, but has no
-    optimizer state of its own."""
+def _check_unique(
+    held: Mapping[str, RankParameter], parts: Mapping[str, CanonicalPart], folder: Path
+) -> None:
+    """Raises CheckpointError if two parameters of one rank are the same canonical tensor.
+
+    A tied alias may be stored too, but without its own optimizer state.
+    """
     taken: dict[tuple[object, ...], str] = {}
     for name, local in held.items():
         part = parts[name]
@@ -150,8 +158,8 @@ def _refuse_two(held: Mapping[str, RankParameter], parts: Mapping[str, Canonical
                 raise CheckpointError(
                     Problem(
                         str(folder),
-                        f"{folder} has {other} and {name}, each for itself",
+                        f"{folder} has separate tensors {other} and {name}",
                         f"this model has one {part.name}",
-                        "give the model that the checkpoint was made of: model.tie_word_embeddings=false where they are not tied",
+                        "set the model options to those of the checkpoint: model.tie_word_embeddings=false if they are not tied",
                     )
                 )

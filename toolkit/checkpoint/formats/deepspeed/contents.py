@@ -1,4 +1,4 @@
-"""What files hold of a stored parameter, before anything is known of its canonical tensor. Imports no torch."""
+"""What files contain of a stored parameter, before its canonical tensor is known. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Shape = tuple[int, ...]
 
 
 class StoredContent(Protocol):
-    """One state of a stored parameter: all its elements, once."""
+    """All elements of one state of a stored parameter, each once."""
 
     @property
     def dtype(self) -> str: ...
 
     def pieces(self, key: TensorKey, global_shape: Shape, box: Box) -> tuple[TensorPiece, ...]:
-        """As pieces of the canonical tensor of which the parameter is ``box``."""
+        """Return the pieces of the canonical tensor whose part ``box`` is this parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """A tensor of a file. It has the parameter's shape, or is flat, or lacks leading dims that are 1 in the box."""
+    """A tensor of a file. It has the parameter's shape, or is flat, or lacks leading dims of size 1."""
 
     tensor: StoredTensor
 
@@ -46,7 +46,7 @@ class WholeTensor:
                 raise DamagedFile(
                     stored.storage.file,
                     f"{key} has shape {stored.shape} in {stored.storage.file}, not {box.shape}",
-                    "a parameter's states have its shape",
+                    "the states of a parameter have its shape",
                 )
             stored = StoredTensor(stored.storage, stored.offset, box.shape, strides)
         return tuple(torch_zip.tensor_pieces(stored, key, global_shape, box))
@@ -54,11 +54,12 @@ class WholeTensor:
 
 @dataclass(frozen=True, slots=True)
 class FlatContent:
-    """Runs of elements in flat buffers of ranks.
+    """Runs of elements in the ranks' flat buffers.
 
     Attributes:
-        runs: makes them; a large run's parameters have many.
-        buffers: of each rank: the file, the byte at which the buffer begins, and the record that has it.
+        dtype: Torch's name.
+        runs: Creates the runs, of which a large model has many.
+        buffers: For each rank, the file, the buffer's first byte, and the archive record that contains it.
     """
 
     dtype: str
@@ -71,19 +72,20 @@ class FlatContent:
 
 @dataclass(slots=True)
 class RankParameter:
-    """A parameter as one rank of model parallelism has it.
+    """A parameter on one model-parallel rank.
 
     Attributes:
-        shape: what the rank has of it.
-        model: its weight in the model's own files; None where they do not have it.
-        master: its weight as the optimizer updates it; None where no optimizer does, or where it updates ``model`` itself.
-        moments: by the optimizer's names.
-        copies: more of the same, which other ranks hold too, by state; only to be compared.
+        shape: Shape of the rank's part.
+        model: The weight in the model's files, if they have it.
+        model_dtype: Dtype of the weight, also if the model's files have a placeholder.
+        master: The weight that the optimizer updates, if it is stored apart from ``model``.
+        moments: The optimizer's states, by its own names.
+        copies: Further copies by state, on other ranks; only compared.
     """
 
     shape: Shape
     model: StoredContent | None = None
-    model_dtype: str | None = None  # also where the model's files have a placeholder
+    model_dtype: str | None = None
     master: StoredContent | None = None
     moments: dict[str, StoredContent] = field(default_factory=dict)
     copies: list[tuple[str, StoredContent]] = field(default_factory=list)
@@ -91,7 +93,7 @@ class RankParameter:
 
 @dataclass(frozen=True, slots=True)
 class PlacedContent:
-    """``content`` is ``box`` of a canonical tensor."""
+    """``content`` is the part ``box`` of a canonical tensor."""
 
     box: Box
     content: StoredContent
@@ -101,7 +103,7 @@ class PlacedContent:
 
 
 def as_flat_buffer(value: object, file: str, what: str, least: int) -> StoredTensor:
-    """``value`` as a flat buffer of at least ``least`` elements. Raises Damage where it is none."""
+    """Return ``value`` as a flat buffer of at least ``least`` elements. Raises DamagedFile if it is not one."""
     if (
         not isinstance(value, StoredTensor)
         or len(value.shape) != 1
@@ -112,20 +114,18 @@ def as_flat_buffer(value: object, file: str, what: str, least: int) -> StoredTen
             if isinstance(value, StoredTensor)
             else f"{type(value).__name__}"
         )
-        raise DamagedFile(
-            file, f"{what} in {file} is {seen}", "ZeRO keeps its partitions as flat tensors in the file"
-        )
+        raise DamagedFile(file, f"{what} in {file} is {seen}", "ZeRO stores its partitions as flat tensors")
     if value.numel < least:
         raise DamagedFile(
             file,
             f"{what} in {file} has {value.numel} of {least} elements",
-            "a partition has its part of every parameter",
+            "a partition contains its part of every parameter",
         )
     return value
 
 
 def locate_buffer(tensor: StoredTensor) -> tuple[str, int, ArchiveRecord | None]:
-    """The file of a flat buffer, its first byte, and the record of the archive that has it."""
+    """Return the file of a flat buffer, its first byte, and the archive record that contains it."""
     return (
         tensor.storage.file,
         tensor.storage.begin + tensor.offset * DTYPES[tensor.dtype].itemsize,

@@ -1,14 +1,19 @@
-"""The files of a DeepSpeed checkpoint: which there must be, of which ranks, and what is in them but tensors' bytes.
+"""The files of a DeepSpeed checkpoint: which ones must exist, for which ranks, and their content without
+tensors' bytes.
 
-    latest                                                          the tag: the folder of the newest
-    TAG/mp_rank_MM_model_states.pt                                  ZeRO 0-2: the model of model-parallel rank MM (tensor ranks of each
-                                                                    pipeline stage in turn), counts, and in stage 0 the optimizer
-    TAG/zero_pp_rank_D_mp_rank_MM_model_states.pt                   ZeRO 3: the same without weights, of each data rank D
+    latest                                                          the tag: folder of the newest checkpoint
+    TAG/mp_rank_MM_model_states.pt                                  ZeRO 0-2: model of model-parallel rank MM
+    (tensor ranks of
+                                                                    each stage in turn), counts, in stage 0
+                                                                    the optimizer
+    TAG/zero_pp_rank_D_mp_rank_MM_model_states.pt                   ZeRO 3: the same without weights, for each
+    data rank D
     TAG/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt            ZeRO's partitions
     TAG/layer_NN[-model_TT]-model_states.pt                         a pipeline's layers, of tensor rank TT
 
-Sources: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_name``, ``_common_checkpoint_state``,
-``_save_zero_checkpoint``), ``deepspeed/runtime/pipe/module.py`` (``ckpt_layer_path``). Imports no torch.
+Sources: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_name``,
+``_common_checkpoint_state``, ``_save_zero_checkpoint``), ``deepspeed/runtime/pipe/module.py``
+(``ckpt_layer_path``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,10 +38,7 @@ _EXPERT = re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*")
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """Attributes:
-    name: within the folder.
-    content: what was saved, tensors by their places.
-    """
+    """The content of a file, with tensors as ``StoredTensor``. ``name`` is relative to the folder."""
 
     name: str
     content: Mapping[str, Any]
@@ -44,14 +46,15 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """Everything of a checkpoint but its tensors' bytes.
+    """A checkpoint without its tensors' bytes.
 
     Attributes:
-        models: of each model-parallel rank; under ZeRO 3 that of its data rank 0.
-        partitions: of each model-parallel rank, ZeRO's state of each data rank; empty without.
-        layers: of a pipeline, by number; each of every tensor rank.
-        tensor: tensor ranks.
-        stage3: the models' files hold no weights.
+        folder: The folder of the tag.
+        models: For each model-parallel rank, the model's file (under ZeRO 3, of data rank 0).
+        partitions: For each model-parallel rank, ZeRO's file of each data rank; empty without ZeRO.
+        layers: A pipeline's layers by number, each with the file of every tensor rank.
+        tensor: Number of tensor ranks.
+        stage3: The model's files contain no weights.
     """
 
     folder: Path
@@ -67,18 +70,18 @@ class SavedCheckpoint:
 
     @property
     def data(self) -> int:
-        """ZeRO's ranks."""
+        """Number of ZeRO's ranks."""
         return int(self.models[0].content["dp_world_size"])
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """DeepSpeed's configuration as the run wrote it; empty where it was not saved as a dictionary."""
+        """The run's DeepSpeed configuration; empty if it was not saved as a dictionary."""
         found = self.models[0].content.get("ds_config")
         return found if isinstance(found, Mapping) else {}
 
     @property
     def weights_dtype(self) -> str | None:
-        """As the settings have it; None where they do not say."""
+        """Dtype of the weights according to the configuration; None if unknown."""
         named = {"bf16": "bfloat16", "fp16": "float16"}
         on = [
             dtype
@@ -87,8 +90,8 @@ class SavedCheckpoint:
         ]
         return (on[0] if on else "float32") if self.settings else None
 
-    def model_of(self, model_rank: int, data_rank: int) -> SavedFile:
-        """ZeRO 3: each data rank has a file of its own."""
+    def load_model_file(self, model_rank: int, data_rank: int) -> SavedFile:
+        """Return the model's file of a data rank; under ZeRO 3 each has one."""
         return load_file(self.folder, _model_name(model_rank, data_rank, stage3=True))
 
 
@@ -97,34 +100,36 @@ def list_names(folder: Path) -> list[str]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder of a tag is there; looks at names only."""
+    """Return whether the folder is that of a tag, from file names only."""
     return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in list_names(folder))
 
 
 def load_file(folder: Path, name: str) -> SavedFile:
-    """Raises Damage: the file is missing, or not a dictionary of torch.save."""
+    """Raises DamagedFile if the file is missing or not a dictionary of torch.save."""
     content = torch_zip.load(folder, name, named=True)
     if not isinstance(content, Mapping):
         raise DamagedFile(
-            name, f"{folder / name} holds {type(content).__name__}", "DeepSpeed saves dictionaries"
+            name, f"{folder / name} contains {type(content).__name__}", "DeepSpeed saves dictionaries"
         )
     return SavedFile(name, content)
 
 
-def read_models(folder: Path, *, both: bool = False) -> tuple[tuple[SavedFile, ...], bool]:
-    """The model's file of each model-parallel rank, and whether they are of ZeRO 3. Raises Damage.
+def read_models(folder: Path, *, allow_both: bool = False) -> tuple[tuple[SavedFile, ...], bool]:
+    """Return the model's file of each model-parallel rank, and whether they are of ZeRO 3. Raises
+    DamagedFile.
 
     Args:
-        both: there may be those of ZeRO 3 beside the others, which say the same.
+        folder: The folder of the tag.
+        both: Files of ZeRO 3 and of other stages may coexist, with equal content.
     """
     names = [name for name in list_names(folder) if _MODEL.fullmatch(name)]
     kinds = {name.startswith("zero") for name in names}
-    if not kinds or (len(kinds) > 1 and not both):
+    if not kinds or (len(kinds) > 1 and not allow_both):
         seen = "model states of ZeRO 3 and of other stages" if kinds else "no model states"
         raise DamagedFile(
             "mp_rank_00_model_states.pt",
             f"{folder} has {seen}",
-            "a folder holds one checkpoint, with all model states",
+            "a folder contains one checkpoint, with all model states",
         )
     stage3 = min(kinds)
     first = load_file(folder, _model_name(0, 0, stage3))
@@ -133,19 +138,21 @@ def read_models(folder: Path, *, both: bool = False) -> tuple[tuple[SavedFile, .
 
 
 def read_checkpoint(folder: Path) -> SavedCheckpoint:
-    """Raises Damage: a file is missing or cannot be read. CheckpointError: it is of a kind that cannot be read at all."""
+    """Raises DamagedFile if a file is missing or unreadable, CheckpointError if this kind of checkpoint is
+    not supported.
+    """
     names = list_names(folder)
-    _refuse_unreadable(folder, names)
+    _check_supported(folder, names)
     models, stage3 = read_models(folder)
     for file in models:
-        _refuse_experts(folder, file)
+        _check_no_experts(folder, file)
     data = _count(models[0], "dp_world_size")
     layers = _read_layers(folder, names)
     tensor = len(next(iter(layers.values()))) if layers else len(models)
     if len(models) % tensor:
         raise DamagedFile(
             models[0].name,
-            f"{folder} is of {len(models)} model-parallel ranks, its layers of {tensor} tensor ranks",
+            f"{folder} has {len(models)} model-parallel ranks, its layers have {tensor} tensor ranks",
             WHOLE,
         )
     prefixes = {match[1] for name in names if (match := _OPTIMIZER.fullmatch(name))}
@@ -153,15 +160,15 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
         raise DamagedFile(
             "",
             f"{folder} has optimizer states of several runs, whose names begin with {sorted(prefixes)}",
-            "a folder holds one checkpoint",
+            "a folder contains one checkpoint",
         )
-    needs = stage3 or models[0].content.get("param_shapes") is not None
+    needs_partitions = stage3 or models[0].content.get("param_shapes") is not None
     partitions: tuple[tuple[SavedFile, ...], ...] = ()
-    if prefixes or needs:
+    if prefixes or needs_partitions:
         prefix = prefixes.pop() if prefixes else ""
         partitions = tuple(
             tuple(
-                _partition(folder, f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt")
+                _load_partition(folder, f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt")
                 for rank in range(data)
             )
             for model in range(len(models))
@@ -171,11 +178,11 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
     )
 
 
-def _partition(folder: Path, name: str) -> SavedFile:
+def _load_partition(folder: Path, name: str) -> SavedFile:
     content = load_file(folder, name).content.get("optimizer_state_dict")
     if not isinstance(content, Mapping):
         raise DamagedFile(
-            name, f"{folder / name} has no optimizer_state_dict", "ZeRO's file holds the optimizer's state"
+            name, f"{folder / name} has no optimizer_state_dict", "ZeRO's file contains the optimizer's state"
         )
     return SavedFile(name, content)
 
@@ -207,14 +214,12 @@ def _count(file: SavedFile, key: str) -> int:
     found = file.content.get(key)
     if not isinstance(found, int) or found < 1:
         raise DamagedFile(
-            file.name,
-            f"{file.name} has {key}={found}",
-            "a model's file says how many ranks its checkpoint is of",
+            file.name, f"{file.name} has {key}={found}", "a model's file records the number of ranks"
         )
     return found
 
 
-def _refuse_unreadable(folder: Path, names: Sequence[str]) -> None:
+def _check_supported(folder: Path, names: Sequence[str]) -> None:
     if "offloaded_tensors" in names:
         raise unsupported_error(
             folder,
@@ -223,24 +228,24 @@ def _refuse_unreadable(folder: Path, names: Sequence[str]) -> None:
         )
     experts = next((name for name in names if _EXPERT.fullmatch(name)), None)
     if experts is not None:
-        raise _experts(folder, experts)
+        raise _experts_error(folder, experts)
 
 
-def _refuse_experts(folder: Path, file: SavedFile) -> None:
+def _check_no_experts(folder: Path, file: SavedFile) -> None:
     if file.content.get("ds_autoep_layers") or any(file.content.get("num_experts") or ()):
-        raise _experts(folder, file.name)
+        raise _experts_error(folder, file.name)
 
 
-def _experts(folder: Path, name: str) -> CheckpointError:
+def _experts_error(folder: Path, name: str) -> CheckpointError:
     return unsupported_error(
         folder,
-        f"is of a model with DeepSpeed's own experts ({name})",
-        "train it with parallel.expert of this toolkit, whose checkpoints are read in any layout",
+        f"has a model with DeepSpeed's own experts ({name})",
+        "train it with this toolkit's parallel.expert, whose checkpoints can be read in any layout",
     )
 
 
 def unsupported_error(folder: Path, what: str, remedy: str) -> CheckpointError:
-    """For checkpoints that are whole, and of a kind that this reader does not know."""
+    """Return the error for an intact checkpoint of a kind that this reader does not support."""
     return CheckpointError(
         Problem(str(folder), f"{folder} {what}", "such checkpoints of DeepSpeed cannot be read", remedy)
     )

@@ -1,8 +1,8 @@
-"""Which part of which canonical tensor a stored parameter is: by its name, and in a pipeline of layers by its layer's place.
+"""Map stored parameter names to parts of canonical tensors.
 
-A name may have anything before the family's own (``module.``, ``_orig_mod.``, ``0.stage.model.``). A user's ``PipelineModule`` names
-its layers by number: those that hold a block's parameters are the blocks, in order, and what comes before and after them is the
-embedding, the last norm and the output layer. Imports no torch.
+A name may have any prefix (``module.``, ``_orig_mod.``, ``0.stage.model.``). A user's ``PipelineModule``
+names its layers by number: the layers with a block's parameters are the blocks, in order, and the others are
+the embedding, the last norm and the output layer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,51 +20,54 @@ from toolkit.families.base import ModelShape, ParameterSpec
 Shape = tuple[int, ...]
 TIED = "tied_modules."
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
-# Canonical tensors that hold several matrices in one: the tensor axis cuts each of them, and so does not cut the whole into parts that
-# follow each other.
+# Canonical tensors that fuse several matrices: the tensor axis cuts each matrix, so ranks do not have
+# consecutive parts.
 _FUSED = ("attn.c_attn.weight", "attn.c_attn.bias", "mlp.experts.gate_up_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalPart:
-    """The box ``offset, extent`` of a canonical tensor ``name`` of shape ``whole``, stored with shape ``shape``: without the box's first
-    dims where those are 1."""
+    """The box ``offset, extent`` of canonical tensor ``name``, stored in ``shape``, which may lack the
+    box's leading dims of size 1.
+    """
 
     name: str
     whole: Shape
     offset: Shape
     extent: Shape
     shape: Shape
-    alias: bool = False  # of a tied tensor
+    alias: bool = False  # another name of a tied tensor
 
 
 class ParameterNames:
-    """The stored names of a model.
+    """Resolve the stored names of a model.
 
     Args:
-        stored: every name that is to be found, and its shape on one rank.
+        shape: Shape of the model.
+        stored: Every stored name, and its shape on one rank.
+        folder: The checkpoint, for errors.
 
     Raises:
-        CheckpointError: naming those that are no parameter of the model.
+        CheckpointError: Names the ones that are no parameter of the model.
     """
 
     def __init__(self, shape: ModelShape, stored: Mapping[str, Shape], folder: Path) -> None:
         table = build_name_table(shape)
         self.parts: dict[str, CanonicalPart] = {}
         for name in stored:
-            found = _by_suffix(name, table)
+            found = _match_suffix(name, table)
             if found is not None:
                 self.parts[name] = found
         left = {name: stored[name] for name in stored if name not in self.parts}
         if left and any(_NUMBERED.match(name) or name.startswith(TIED) for name in left):
-            self.parts = _by_layers(shape, stored, table)
+            self.parts = _match_layers(shape, stored, table)
             left = {name: stored[name] for name in stored if name not in self.parts}
         if left:
-            raise _unknown(folder, shape, left)
+            raise _unknown_names_error(folder, shape, left)
 
 
 def build_name_table(shape: ModelShape) -> dict[str, CanonicalPart]:
-    """By every name that the family's parameters go by: in memory, published, tied."""
+    """Return the parts by every name of a family's parameters: in memory, published, tied."""
     family = families.get(shape.family)
     whole = {spec.name: spec.shape for spec in family.parameters(shape)}
     found = {}
@@ -81,27 +84,27 @@ def build_name_table(shape: ModelShape) -> dict[str, CanonicalPart]:
     return found
 
 
-def _by_suffix(name: str, table: Mapping[str, CanonicalPart]) -> CanonicalPart | None:
-    """The longest end of ``name``, from a dot on, that is in the table."""
+def _match_suffix(name: str, table: Mapping[str, CanonicalPart]) -> CanonicalPart | None:
+    """Return the entry of the longest dot-separated suffix of ``name`` that is in the table."""
     parts = name.split(".")
     return next(
         (table[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in table), None
     )
 
 
-def _by_layers(
+def _match_layers(
     shape: ModelShape, stored: Mapping[str, Shape], table: Mapping[str, CanonicalPart]
 ) -> dict[str, CanonicalPart]:
-    """Of a pipeline of layers. Empty where its blocks are not the model's."""
+    """Match the names of a pipeline of numbered layers; empty if its blocks are not the model's."""
     specs = families.get(shape.family).parameters(shape)
     in_block = {spec.name.split(f".{spec.layer}.", 1)[1] for spec in specs if spec.layer == 0}
     layers: dict[int, list[tuple[str, str]]] = {}
     for name in stored:
         if match := _NUMBERED.fullmatch(name):
             layers.setdefault(int(match[1]), []).append((name, match[2]))
-    blocks: dict[int, dict[str, str]] = {}  # of each layer that is a block: stored name -> name in the block
+    blocks: dict[int, dict[str, str]] = {}  # for each layer that is a block: stored name -> name in the block
     for number, names in sorted(layers.items()):
-        inside = {name: end for name, rest in names if (end := _end_in(rest, in_block)) is not None}
+        inside = {name: end for name, rest in names if (end := _find_suffix(rest, in_block)) is not None}
         if set(inside.values()) == in_block and len(inside) == len(names):
             blocks[number] = inside
     if len(blocks) != shape.num_hidden_layers:
@@ -112,26 +115,26 @@ def _by_layers(
         for layer, inside in enumerate(blocks.values())
         for name, end in inside.items()
     }
-    before, after = _outside(specs, table)
+    before, after = _non_block_parts(specs, table)
     first, last = min(blocks), max(blocks)
     for number, names in layers.items():
         if number not in blocks:
             for name, _ in names:
-                part = _fitting(
+                part = _match_unique(
                     name, stored[name], before if number < first else after if number > last else ()
                 )
                 if part is not None:
                     found[name] = part
     for name, size in stored.items():
-        if name.startswith(TIED) and (part := _fitting(name, size, before)) is not None:
+        if name.startswith(TIED) and (part := _match_unique(name, size, before)) is not None:
             found[name] = part
     return found
 
 
-def _outside(
+def _non_block_parts(
     specs: Sequence[ParameterSpec], table: Mapping[str, CanonicalPart]
 ) -> tuple[list[tuple[str, CanonicalPart]], list[tuple[str, CanonicalPart]]]:
-    """What comes before the blocks and after them, by name; a tied output layer is after them too."""
+    """Return the parts before and after the blocks, by name. A tied output layer counts as after."""
     at = next(index for index, spec in enumerate(specs) if spec.layer is not None)
     before = [(spec.name, table[spec.name]) for spec in specs[:at]]
     after = [(spec.name, table[spec.name]) for spec in specs[at:] if spec.layer is None]
@@ -139,28 +142,33 @@ def _outside(
     return before, after
 
 
-def _end_in(name: str, ends: Iterable[str]) -> str | None:
+def _find_suffix(name: str, ends: Iterable[str]) -> str | None:
     return next((end for end in ends if name == end or name.endswith(f".{end}")), None)
 
 
-def _fitting(name: str, size: Shape, candidates: Sequence[tuple[str, CanonicalPart]]) -> CanonicalPart | None:
-    """The one candidate that a layer's parameter can be: by the end of its name, else by what it is and its shape, else by a shape that
-    the tensor axis may have cut."""
-    words = name.split(".")
+def _match_unique(
+    name: str, size: Shape, candidates: Sequence[tuple[str, CanonicalPart]]
+) -> CanonicalPart | None:
+    """Return the only candidate that a layer's parameter can be, or None.
+
+    Candidates are tried by the last two parts of the name, then by the last part and an equal shape, then by
+    the last part and a shape that the tensor axis may have cut.
+    """
+    parts = name.split(".")
     tests = (
-        lambda known, part: words[-2:] == known.split(".")[-2:],
-        lambda known, part: words[-1] == known.split(".")[-1] and size == part.shape,
-        lambda known, part: words[-1] == known.split(".")[-1] and _cut_of(size, part.shape),
+        lambda known, part: parts[-2:] == known.split(".")[-2:],
+        lambda known, part: parts[-1] == known.split(".")[-1] and size == part.shape,
+        lambda known, part: parts[-1] == known.split(".")[-1] and _may_be_cut(size, part.shape),
     )
     for test in tests:
-        found = {part for known, part in candidates if test(known, part) and _cut_of(size, part.shape)}
+        found = {part for known, part in candidates if test(known, part) and _may_be_cut(size, part.shape)}
         if len(found) == 1:
             return found.pop()
     return None
 
 
-def _cut_of(size: Shape, whole: Shape) -> bool:
-    """Equal but in one dim, which may be shorter."""
+def _may_be_cut(size: Shape, whole: Shape) -> bool:
+    """Return whether the shapes are equal except for one dim, which may be shorter."""
     return (
         len(size) == len(whole)
         and sum(a != b for a, b in zip(size, whole, strict=True)) <= 1
@@ -171,12 +179,13 @@ def _cut_of(size: Shape, whole: Shape) -> bool:
 def rank_boxes(
     part: CanonicalPart, stored: str, sizes: Sequence[Shape | None], folder: Path
 ) -> list[Box | None]:
-    """What each tensor rank has of the canonical tensor. ``sizes`` are theirs; None where a rank has nothing.
+    """Return each tensor rank's box of the canonical tensor. ``sizes`` are the ranks' shapes; None if a rank
+    has nothing.
 
-    A parameter is whole on every rank, or cut along one dim into parts that follow each other in the order of ranks.
+    A parameter is whole on every rank, or cut along one dim into consecutive parts.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: It is neither.
     """
     shapes = [size for size in sizes if size is not None]
     lead = len(part.extent) - len(part.shape)
@@ -198,7 +207,7 @@ def rank_boxes(
             str(folder),
             f"{stored} has shapes {', '.join(map(str, dict.fromkeys(shapes)))} on {len(sizes)} tensor ranks of {folder}",
             f"{part.name} of this model is {part.shape}, whole or cut along one dim",
-            "give the model that the checkpoint was made of, or save it from a run without a tensor axis",
+            "set the model options to those of the checkpoint, or save it from a run without a tensor axis",
         )
     )
 
@@ -217,15 +226,15 @@ def _consecutive(
         start += size[dim]
 
 
-def _unknown(folder: Path, shape: ModelShape, names: Mapping[str, Shape]) -> CheckpointError:
+def _unknown_names_error(folder: Path, shape: ModelShape, names: Mapping[str, Shape]) -> CheckpointError:
     listed = ", ".join(f"{name} {size}" for name, size in list(names.items())[:3])
     listed += f" and {len(names) - 3} more" if len(names) > 3 else ""
     return CheckpointError(
         Problem(
             str(folder),
-            f"{folder} holds {listed}, which is no parameter of {shape.family}",
+            f"{folder} contains {listed}, which is no parameter of {shape.family}",
             "parameters have the names that transformers gives them, with anything before; layers of a pipeline are an embedding, blocks, a "
             "norm and an output layer",
-            "give the model that the checkpoint was made of, or save it from transformers' own",
+            "set the model options to those of the checkpoint, or save it from transformers' own",
         )
     )

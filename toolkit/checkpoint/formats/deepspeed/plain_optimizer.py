@@ -1,11 +1,12 @@
-"""The optimizer of a run without ZeRO: it lies in the model's file, and keys its state by the parameters' places in its groups.
+"""Read the optimizer of a run without ZeRO: it is in the model's file, and keys its state by parameter index
+in its groups.
 
-Which parameter is at a place is not recorded (torch records it where the groups were made of named parameters). Groups are made by
-picking from the model's parameters in their order, so the names are found by the shapes of the state: where only one way of picking
-fits the shapes it is taken, and else the checkpoint is refused.
+The index's parameter is recorded only if the groups were created from named parameters. Groups are selected
+from the model's parameters in order, so names are inferred from the shapes of the state. If not exactly one
+selection fits the shapes, the checkpoint is rejected.
 
-Sources: ``torch/optim/optimizer.py`` (``state_dict``), ``deepspeed/runtime/fp16/fused_optimizer.py`` and ``unfused_optimizer.py``
-(``state_dict``). Imports no torch.
+Sources: ``torch/optim/optimizer.py`` (``state_dict``), ``deepspeed/runtime/fp16/fused_optimizer.py`` and
+``unfused_optimizer.py`` (``state_dict``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,25 +31,28 @@ from toolkit.checkpoint.formats.deepspeed.files import SavedFile, unsupported_er
 from toolkit.checkpoint.formats.deepspeed.geometry import FlatRun
 from toolkit.checkpoint.formats.stored_tensor import StoredTensor
 
-MAX_WAYS = 100_000  # of picking, looked at together
+MAX_WAYS = 100_000  # maximum number of selections that are tracked at once
 
 
 def read_optimizer(folder: Path, file: SavedFile, shapes: Mapping[str, Shape]) -> dict[str, RankParameter]:
-    """The optimizer's part of every parameter. ``shapes`` are the model's, in its order; a tied parameter is there once.
+    """Return the optimizer's part of every parameter. ``shapes`` are those of the model, in order; a tied
+    parameter occurs once.
 
     Raises:
-        Damage: the file is not what it should be. CheckpointError: the names cannot be known.
+        DamagedFile: The file has unexpected content. CheckpointError: The names are ambiguous.
     """
     saved = file.content["optimizer"]
     inner = saved.get("optimizer_state_dict", saved)
     states, groups = inner.get("state", {}), inner.get("param_groups", ())
     if "fp32_groups_flat" in saved:
-        return dict(_fused(folder, file, saved["fp32_groups_flat"], states, shapes))
-    places = [list(group["params"]) for group in groups]
+        return dict(_read_fused(folder, file, saved["fp32_groups_flat"], states, shapes))
+    indices = [list(group["params"]) for group in groups]
     masters = dict(enumerate(tensor for group in saved.get("fp32_groups", ()) for tensor in group))
-    kept = [[_shape(masters.get(place), states.get(place, {})) for place in group] for group in places]
+    group_shapes = [
+        [_shape(masters.get(index), states.get(index, {})) for index in group] for group in indices
+    ]
     recorded = [group.get("param_names") for group in groups]
-    named = recorded if all(recorded) else infer_group_names(shapes, kept)
+    named = recorded if all(recorded) else infer_group_names(shapes, group_shapes)
     if named is None:
         raise unsupported_error(
             folder,
@@ -57,7 +61,7 @@ def read_optimizer(folder: Path, file: SavedFile, shapes: Mapping[str, Shape]) -
             "save it with ZeRO 1, which records names",
         )
     found: dict[str, RankParameter] = {}
-    for names, group in zip(named, places, strict=True):
+    for names, group in zip(named, indices, strict=True):
         for name, number in zip(names, group, strict=True):
             found[name] = RankParameter(
                 shapes[name], master=WholeTensor(masters[number]) if number in masters else None
@@ -69,7 +73,7 @@ def read_optimizer(folder: Path, file: SavedFile, shapes: Mapping[str, Shape]) -
 
 
 def read_steps(file: SavedFile) -> Iterator[object]:
-    """As ``deepspeed_zero.steps_of``."""
+    """As ``zero.read_steps``."""
     saved = file.content.get("optimizer") or {}
     inner = saved.get("optimizer_state_dict", saved)
     for holder in (*inner.get("state", {}).values(), *read_groups(file)):
@@ -78,35 +82,37 @@ def read_steps(file: SavedFile) -> Iterator[object]:
 
 
 def read_groups(file: SavedFile) -> Sequence[Mapping[str, Any]]:
-    """Of the optimizer's groups, with their places."""
+    """Return the optimizer's parameter groups."""
     saved = file.content.get("optimizer") or {}
     found: Sequence[Mapping[str, Any]] = saved.get("optimizer_state_dict", saved).get("param_groups", ())
     return found
 
 
 def count_parameters(file: SavedFile) -> int:
-    """How many the optimizer has."""
+    """Return the number of the optimizer's parameters."""
     return sum(len(group["params"]) for group in read_groups(file))
 
 
 def infer_group_names(
     shapes: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]
 ) -> list[list[str]] | None:
-    """The names of each group, where one way of picking from ``shapes``, in order, fits; None where none or several do.
+    """Return the names of each group if exactly one in-order selection from ``shapes`` fits, otherwise None.
 
     Args:
-        groups: the shape of each place; None where it is not known.
+        shapes: Shapes of the model's parameters, in order.
+        groups: For each group, the shape of each parameter; None if unknown.
     """
-    taken = sum(map(len, groups))
-    if taken > len(shapes):
+    total = sum(map(len, groups))
+    if total > len(shapes):
         return None
-    # How far each group is filled -> ways that come there, and the last one's choices: (before, group).
+    # Number of filled entries per group -> number of selections, and the last choice of each: (previous
+    # state, group).
     Filled = tuple[int, ...]
     ways: dict[Filled, int] = {(0,) * len(groups): 1}
     trail: list[dict[Filled, tuple[Filled, int | None]]] = []
-    left = len(shapes)
+    remaining = len(shapes)
     for shape in shapes.values():
-        left -= 1
+        remaining -= 1
         after: dict[Filled, int] = {}
         choices: dict[Filled, tuple[Filled, int | None]] = {}
         for filled, count in ways.items():
@@ -116,7 +122,7 @@ def infer_group_names(
                     then = (*filled[:number], at + 1, *filled[number + 1 :])
                     after[then] = after.get(then, 0) + count
                     choices[then] = (filled, number)
-            if taken - sum(filled) <= left:  # it may be in no group: frozen
+            if total - sum(filled) <= remaining:  # a frozen parameter is in no group
                 after[filled] = after.get(filled, 0) + count
                 choices[filled] = (filled, None)
         if len(after) > MAX_WAYS:
@@ -134,15 +140,18 @@ def infer_group_names(
     return [names[::-1] for names in found]
 
 
-def _fused(
+def _read_fused(
     folder: Path,
     file: SavedFile,
     masters: Sequence[object],
     states: Mapping[int, Any],
     shapes: Mapping[str, Shape],
 ) -> Iterator[tuple[str, RankParameter]]:
-    """``FP16_Optimizer``: a flat buffer a group. Its length is all that is known, so one group is all parameters, and two are the
-    matrices and the rest."""
+    """Read ``FP16_Optimizer``, which has one flat buffer per group.
+
+    Only the buffers' lengths are known, so one group must be all parameters, and two must be the matrices and
+    the rest.
+    """
     matrices = [name for name, shape in shapes.items() if len(shape) > 1]
     rest = [name for name, shape in shapes.items() if len(shape) <= 1]
     lengths = [value.numel if isinstance(value, StoredTensor) else -1 for value in masters]
@@ -181,7 +190,7 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _shape(master: StoredTensor | None, state: Mapping[str, Any]) -> Shape | None:
-    """Of a parameter, as what is kept for it shows."""
+    """Return a parameter's shape according to its state, or None."""
     found = {value.shape for _, value in _tensors(state)} | ({master.shape} if master is not None else set())
     if len(found) > 1:
         raise DamagedFile(

@@ -1,7 +1,9 @@
-"""Checkpoints that DeepSpeed's engines save: ZeRO 0 to 3 in any precision, with a tensor axis, in a pipeline, or both.
+"""Read checkpoints of DeepSpeed's engines: ZeRO 0 to 3 in any precision, with tensor ranks, pipeline stages
+or both.
 
-The files are those of ``deepspeed_files.py``. Not carried: learning rates and other settings of parameter groups, the scheduler's
-state, buffers, what the user's program put beside (``client_state``). Of DeepSpeed 0.19; neither it nor torch is imported.
+``files.py`` describes the files. Not carried over: settings of parameter groups, the scheduler's state,
+buffers, and what the user's program added (``client_state``). For DeepSpeed 0.19; imports neither it nor
+torch.
 """
 
 from __future__ import annotations
@@ -11,16 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from toolkit import families
-from toolkit.checkpoint import model_discovery as nearby
 from toolkit.checkpoint.catalog import Catalog, DamagedFile
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.deepspeed import files, zero
-from toolkit.checkpoint.formats.deepspeed import plain_optimizer as plain
+from toolkit.checkpoint.formats.deepspeed import files, plain_optimizer, zero
 from toolkit.checkpoint.formats.deepspeed.catalog import TensorRanks, build_catalog
 from toolkit.checkpoint.formats.deepspeed.contents import RankParameter, Shape, WholeTensor
 from toolkit.checkpoint.formats.deepspeed.files import SavedCheckpoint, SavedFile
 from toolkit.checkpoint.formats.stored_tensor import StoredTensor
 from toolkit.checkpoint.formats.unpickle import ForeignObject
+from toolkit.checkpoint.model_discovery import unknown_model_error
 from toolkit.checkpoint.scalars import (
     CONSUMED,
     LOSS_SCALER,
@@ -34,7 +35,7 @@ from toolkit.checkpoint.scalars import (
 from toolkit.checkpoint.source import CheckpointSource, foreign_damage_error, read_tracker
 from toolkit.families.base import ModelShape
 
-# What DeepSpeed puts into a model's file; anything else is the user's.
+# Keys that DeepSpeed writes into a model's file; any other is the user's.
 _KNOWN = frozenset(
     (
         "module",
@@ -64,7 +65,7 @@ _KNOWN = frozenset(
 
 
 def find(path: Path) -> Path | None:
-    """The folder of a tag, or the one that the file ``latest`` in ``path`` names."""
+    """Return the folder of a tag: ``path``, or what the file ``latest`` in it names."""
     folders = [path]
     if (path / files.LATEST).is_file():
         folders.insert(0, read_tracker(path, files.LATEST))
@@ -74,9 +75,9 @@ def find(path: Path) -> Path | None:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError: it is damaged, or of a kind that cannot be read. ModelUnknown: ``model`` must be said."""
+    """Raises CheckpointError if it is damaged or unsupported, UnknownModelError if ``model`` is required."""
     if model is None:
-        raise nearby.unknown_model_error(folder)
+        raise unknown_model_error(folder)
     try:
         saved = files.read_checkpoint(folder)
         scalars = read_scalars(saved)
@@ -89,7 +90,7 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
 def build_source(
     name: str, catalog: Catalog, model: ModelShape, facts: Mapping[str, str], models: Sequence[SavedFile]
 ) -> CheckpointSource:
-    """What both of DeepSpeed's formats say of themselves."""
+    """Build the source of either of DeepSpeed's formats."""
     step = catalog.scalars[STEP]
     assert isinstance(step, int)
     facts = {"written by": f"deepspeed {models[0].content.get('ds_version')}", **facts}
@@ -109,7 +110,11 @@ def build_source(
 
 
 def read_stages(saved: SavedCheckpoint) -> list[TensorRanks]:
-    """What every rank holds. A pipeline's layers stand apart from its stages' optimizers: their files say of no stage."""
+    """Return what each rank of each pipeline stage contains.
+
+    A pipeline's layers come first, separate from the stages' optimizers, because their files do not record
+    the stage.
+    """
     buffers = _buffers(saved)
     layers = [
         {
@@ -121,13 +126,14 @@ def read_stages(saved: SavedCheckpoint) -> list[TensorRanks]:
     ]
     stages: list[TensorRanks] = [layers] if saved.layers else []
     for stage, ranks in enumerate(read_weights(saved)):
-        for tensor, held in enumerate(ranks):
+        for tensor, parameters in enumerate(ranks):
             number = stage * saved.tensor + tensor
             shapes = {
-                name: local.shape for name, local in (held or _of_stage(saved, layers[tensor], stage)).items()
+                name: local.shape
+                for name, local in (parameters or _stage_layers(saved, layers[tensor], stage)).items()
             }
-            for name, local in _optimizers_part(saved, number, shapes).items():
-                known = held.setdefault(name, local)
+            for name, local in _read_optimizer(saved, number, shapes).items():
+                known = parameters.setdefault(name, local)
                 known.shape, known.master, known.moments, known.copies = (
                     local.shape,
                     local.master,
@@ -135,33 +141,35 @@ def read_stages(saved: SavedCheckpoint) -> list[TensorRanks]:
                     local.copies,
                 )
                 if saved.stage3:
-                    known.model = None  # a placeholder
-        first = saved.models[stage * saved.tensor].content  # rank 0 alone tells what is shared
+                    known.model = None  # ZeRO 3 stores a placeholder
+        first = saved.models[stage * saved.tensor].content  # only rank 0 records shared parameters
         for name, stored in (first.get("shared_params") or {}).items():
-            for held in ranks:
-                if stored in held:
-                    held[name] = held[stored]
+            for parameters in ranks:
+                if stored in parameters:
+                    parameters[name] = parameters[stored]
         stages.append(drop_placeholders(ranks))
     return stages
 
 
 def read_weights(saved: SavedCheckpoint) -> list[list[dict[str, RankParameter]]]:
-    """What the models' files hold, of each pipeline stage's tensor ranks; under ZeRO 3 mostly placeholders without elements."""
+    """Return what the models' files contain, for each stage's tensor ranks; under ZeRO 3 mostly empty
+    placeholders.
+    """
     buffers, found = _buffers(saved), []
     for stage in range(saved.pipeline):
         ranks = []
         for number in range(stage * saved.tensor, (stage + 1) * saved.tensor):
             module = saved.models[number].content.get("module")
-            held = dict(_weights(module, buffers)) if isinstance(module, Mapping) else {}
+            weights = dict(_weights(module, buffers)) if isinstance(module, Mapping) else {}
             if saved.stage3:
-                held.update(_frozen(saved, number))
-            ranks.append(held)
+                weights.update(_frozen(saved, number))
+            ranks.append(weights)
         found.append(ranks)
     return found
 
 
 def drop_placeholders(ranks: TensorRanks) -> TensorRanks:
-    """Only parameters of which a rank has something."""
+    """Return only parameters with elements."""
     return [{name: local for name, local in held.items() if math.prod(local.shape)} for held in ranks]
 
 
@@ -172,22 +180,26 @@ def _buffers(saved: SavedCheckpoint) -> set[str]:
 def _weights(
     module: Mapping[str, object], buffers: set[str], prefix: str = ""
 ) -> Iterator[tuple[str, RankParameter]]:
-    """Of a state dict. A name whose tensor another one has already is left out: it is tied, and stored once."""
+    """Yield the weights of a state dict. A second name of the same tensor is skipped: it is tied, and
+    stored once.
+    """
     seen = set()
     for name, value in module.items():
         if not isinstance(value, StoredTensor) or prefix + name in buffers:
             continue
-        at = (value.storage.begin, value.offset, value.shape)
-        if value.numel and at in seen:
+        position = (value.storage.begin, value.offset, value.shape)
+        if value.numel and position in seen:
             continue
-        seen.add(at)
+        seen.add(position)
         yield prefix + name, RankParameter(value.shape, model=WholeTensor(value), model_dtype=value.dtype)
 
 
-def _optimizers_part(
+def _read_optimizer(
     saved: SavedCheckpoint, number: int, shapes: Mapping[str, Shape]
 ) -> dict[str, RankParameter]:
-    """Of one model-parallel rank. ``shapes``: its weights', in the model's order."""
+    """Return the optimizer's part on one model-parallel rank. ``shapes`` are those of its weights, in the
+    model's order.
+    """
     model = saved.models[number]
     if saved.partitions:
         groups = model.content.get("param_shapes")
@@ -197,21 +209,24 @@ def _optimizers_part(
         )
     if model.content.get("optimizer") is None:
         return {}
-    return plain.read_optimizer(saved.folder, model, shapes)
+    return plain_optimizer.read_optimizer(saved.folder, model, shapes)
 
 
-def _of_stage(
+def _stage_layers(
     saved: SavedCheckpoint, layers: Mapping[str, RankParameter], stage: int
 ) -> Mapping[str, RankParameter]:
-    """A stage's parameters in a pipeline without ZeRO, where no file names them: stages hold consecutive layers, and each stage's
-    optimizer says how many parameters it has. Raises CheckpointError where that does not come out."""
+    """Return a stage's parameters in a pipeline without ZeRO, where no file names them.
+
+    Stages have consecutive layers, and each stage's optimizer records its number of parameters. Raises
+    CheckpointError if the numbers do not add up.
+    """
     if saved.partitions:
         return layers
-    counts = [plain.count_parameters(file) for file in saved.models[:: saved.tensor]]
+    counts = [plain_optimizer.count_parameters(file) for file in saved.models[:: saved.tensor]]
     if sum(counts) != len(layers):
         raise files.unsupported_error(
             saved.folder,
-            "is of a pipeline without ZeRO whose optimizers have other parameters than its layers",
+            "is of a pipeline without ZeRO whose optimizers have other parameter counts than its layers",
             "save it with ZeRO 1, which records names",
         )
     first = sum(counts[:stage])
@@ -219,21 +234,26 @@ def _of_stage(
 
 
 def _frozen(saved: SavedCheckpoint, number: int) -> Iterator[tuple[str, RankParameter]]:
-    """ZeRO 3: parameters that no optimizer holds lie in shares in the model's file of each data rank."""
+    """ZeRO 3: yield parameters without optimizer state, whose shares are in the model's files of the data
+    ranks.
+    """
     content = saved.models[number].content
     shapes, fragments = content.get("frozen_param_shapes") or {}, content.get("frozen_param_fragments") or {}
     shapes = {name: shape for name, shape in shapes.items() if math.prod(shape)}
     if not shapes:
         return
-    every = [saved.model_of(number, rank) for rank in range(saved.data)]
+    files_of_ranks = [saved.load_model_file(number, rank) for rank in range(saved.data)]
     for name, shape in shapes.items():
         if name not in fragments:
             raise DamagedFile(
                 saved.models[number].name,
                 f"{saved.models[number].name} has no fragment of {name}, which is frozen",
-                "frozen parameters are saved too, unless DeepSpeed was told to leave them out",
+                "frozen parameters are saved too, unless DeepSpeed was configured to exclude them",
             )
-        shares = [(file.name, (file.content.get("frozen_param_fragments") or {}).get(name)) for file in every]
+        shares = [
+            (file.name, (file.content.get("frozen_param_fragments") or {}).get(name))
+            for file in files_of_ranks
+        ]
         frozen = zero.read_frozen(shares, shape)
         yield name, RankParameter(shape, model=frozen, model_dtype=frozen.dtype)
 
@@ -242,7 +262,7 @@ def _frozen(saved: SavedCheckpoint, number: int) -> Iterator[tuple[str, RankPara
 
 
 def read_scalars(saved: SavedCheckpoint) -> dict[str, object]:
-    """What training resumes from besides tensors. Raises Damage where ranks or parameters disagree."""
+    """Return the scalars that training resumes from. Raises DamagedFile if ranks or parameters disagree."""
     found = read_counts(saved)
     counts = {
         torch_zip.read_number(saved.folder, step)
@@ -254,7 +274,7 @@ def read_scalars(saved: SavedCheckpoint) -> dict[str, object]:
         counts = {
             torch_zip.read_number(saved.folder, step)
             for file in saved.models
-            for step in plain.read_steps(file)
+            for step in plain_optimizer.read_steps(file)
         }
     if len(counts) > 1:
         raise DamagedFile(
@@ -265,7 +285,9 @@ def read_scalars(saved: SavedCheckpoint) -> dict[str, object]:
     if counts:
         found[OPTIMIZER_STEP] = int(counts.pop())
     groups = (
-        zero.read_groups(saved.partitions[0][0]) if saved.partitions else plain.read_groups(saved.models[0])
+        zero.read_groups(saved.partitions[0][0])
+        if saved.partitions
+        else plain_optimizer.read_groups(saved.models[0])
     )
     found.update(optim_settings(groups))
     scaler = read_loss_scaler(
@@ -275,7 +297,7 @@ def read_scalars(saved: SavedCheckpoint) -> dict[str, object]:
 
 
 def optim_settings(groups: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What an Adam was told, of its parameter groups; nothing of other optimizers."""
+    """Return Adam's settings from its parameter groups; empty for other optimizers."""
     if not groups or not all(name in groups[0] for name in OPTIM_SETTINGS):
         return {}
     decay = max(float(str(group["weight_decay"])) for group in groups)
@@ -287,17 +309,19 @@ def _plain(value: object) -> object:
 
 
 def read_counts(saved: SavedCheckpoint) -> dict[str, object]:
-    """Steps, samples and the weights' dtype, as the models' files have them."""
-    found: dict[str, object] = {STEP: _agreed(saved.models, "global_steps")}
-    if saved.tensor == 1:  # with a tensor axis DeepSpeed counts its ranks' samples as different ones
-        found[CONSUMED] = _agreed(saved.models, "global_samples")
+    """Return step, samples and the weights' dtype from the models' files."""
+    found: dict[str, object] = {STEP: _common_count(saved.models, "global_steps")}
+    if saved.tensor == 1:  # with tensor ranks DeepSpeed counts each rank's samples separately
+        found[CONSUMED] = _common_count(saved.models, "global_samples")
     if saved.weights_dtype is not None:
         found[WEIGHTS_DTYPE] = saved.weights_dtype
     return found
 
 
 def read_loss_scaler(optimizer: Mapping[str, object]) -> dict[str, object] | None:
-    """fp16's, where it is dynamic. Without ZeRO there is no hysteresis: the scale falls at the first overflow."""
+    """Return fp16's loss scaler if it is dynamic. Without ZeRO there is no hysteresis: the scale falls at
+    the first overflow.
+    """
     if not optimizer.get("dynamic_loss_scale"):
         return None
     scaler = optimizer.get("loss_scaler")
@@ -305,12 +329,12 @@ def read_loss_scaler(optimizer: Mapping[str, object]) -> dict[str, object] | Non
     return {name: values.get(name, 1 if name == "cur_hysteresis" else None) for name in SCALER_STATE}
 
 
-def _agreed(models: Sequence[SavedFile], key: str) -> int:
+def _common_count(models: Sequence[SavedFile], key: str) -> int:
     values = {file.content.get(key) for file in models}
     value = values.pop()
     if (
         values or not isinstance(value, (int, float)) or value != int(value)
-    ):  # with a context axis DeepSpeed counts samples in floats
+    ):  # with context parallelism DeepSpeed counts samples as floats
         raise DamagedFile(
             models[0].name,
             f"{key} is {sorted(map(str, {value, *values}))} in the models' files",
@@ -329,14 +353,14 @@ def describe_layout(saved: SavedCheckpoint) -> dict[str, str]:
 def find_omitted(models: Sequence[SavedFile]) -> Iterator[str]:
     yield "settings of parameter groups (learning rate, decay)"
     content = models[0].content
-    for key, words in (
+    for key, label in (
         ("lr_scheduler", "the scheduler's state"),
         ("data_sampler", "the data sampler's state"),
         ("random_ltd", "random layer token drop"),
         ("buffer_names", "buffers of the model"),
     ):
         if content.get(key):
-            yield words
+            yield label
     own = sorted(str(key) for key in content.keys() - _KNOWN)
     if own:
-        yield f"what the program saved beside: {', '.join(own)}"
+        yield f"what the program added: {', '.join(own)}"

@@ -1,12 +1,17 @@
-"""Checkpoints that DeepSpeed 0.19 opens itself, with ``engine.load_checkpoint(PATH)``, at the stage and layout that they are written for.
+"""Write checkpoints that DeepSpeed 0.19 loads itself with ``engine.load_checkpoint(PATH)``, at the stage and
+layout of the target.
 
     PATH/latest                                                        the tag: global_step4
-    PATH/global_step4/mp_rank_00_model_states.pt                       weights; without ZeRO the optimizer's state too
-    PATH/global_step4/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt what one of ZeRO's ranks has of the optimizer
-    PATH/global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt        ZeRO 3, in place of mp_rank_00_...: names, no weights
-    PATH/global_step4/layer_00-model_states.pt                         a stage of a pipeline: its weights
+    PATH/global_step4/mp_rank_00_model_states.pt                       weights; without ZeRO the optimizer's
+    state too
+    PATH/global_step4/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt the optimizer's part of one of ZeRO's
+    ranks
+    PATH/global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt        ZeRO 3, replaces mp_rank_00_...: names,
+    no weights
+    PATH/global_step4/layer_00-model_states.pt                         weights of a pipeline stage
 
-They fit an engine that this toolkit builds for the model (see ``deepspeed_layout.py``), with DeepSpeed's own defaults. Imports no torch.
+They fit an engine that this toolkit builds for the model (see ``target_layout.py``), with DeepSpeed's
+defaults. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,12 +24,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from toolkit import families
-from toolkit.checkpoint import adam, manifest
-from toolkit.checkpoint import target_tensors as states
+from toolkit.checkpoint import adam, manifest, target_tensors
 from toolkit.checkpoint.catalog import LazyPieces, TensorPiece, byte_length
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.deepspeed import target_layout as deepspeed_layout
-from toolkit.checkpoint.formats.deepspeed import target_state as deepspeed_states
+from toolkit.checkpoint.formats.deepspeed import target_layout, target_state
 from toolkit.checkpoint.formats.deepspeed.geometry import run_pieces
 from toolkit.checkpoint.formats.deepspeed.target_layout import (
     DEFAULT_SUB_GROUP_SIZE,
@@ -47,57 +50,61 @@ NAME = "deepspeed"
 SCHEDULER = (
     "a learning-rate scheduler of the program continues at the checkpoint's step: DeepSpeed's own, and of torch those whose "
     "state is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For SequentialLR, CyclicLR "
-    "and schedulers that wrap others call load_checkpoint with load_lr_scheduler_states=False and set it yourself"
+    "and schedulers that wrap others, call load_checkpoint with load_lr_scheduler_states=False and set the state yourself"
 )
 
 
 def lay_out(
     source: CheckpointSource, config: TargetConfig, *, sub_group: int = DEFAULT_SUB_GROUP_SIZE
 ) -> CheckpointTarget:
-    """The files of ``config.zero`` over ``config.parallel``.
+    """Lay out the files of ``config.zero`` over ``config.parallel``.
 
     Args:
-        sub_group: ``zero_optimization.sub_group_size`` of the run that opens them.
+        source: The source.
+        config: Layout, precision and optimizer settings of the target.
+        sub_group: ``zero_optimization.sub_group_size`` of the run that will load them.
 
     Raises:
-        InputError: the source does not say what model it is of.
-        CheckpointError: DeepSpeed, or this writer, cannot have it so; the optimizer's settings are not known.
+        UnknownModelError: The source does not describe its model.
+        CheckpointError: DeepSpeed or this writer does not support the layout, or optimizer settings are
+            unknown.
     """
     if source.shape is None:
         raise unknown_model_error(source.folder)
-    of = _written(source, source.shape, config)
-    ranks = deepspeed_layout.build_model_ranks(source.shape, config.parallel)
-    laid = _Laid(
-        of,
-        f"global_step{of.step}",
+    settings = _choose_settings(source, source.shape, config)
+    ranks = target_layout.build_model_ranks(source.shape, config.parallel)
+    layout = _TargetFiles(
+        settings,
+        f"global_step{settings.step}",
         {
-            rank.number: deepspeed_layout.build_flat_buffers(rank, of.stage, of.data, sub_group)
-            if of.stage
+            rank.number: target_layout.build_flat_buffers(rank, settings.stage, settings.data, sub_group)
+            if settings.stage
             else ()
             for rank in ranks
         },
     )
     for rank in ranks:
-        laid.model_files(rank)
-        if of.stage:
-            laid.optimizer_files(rank)
-    tag = f"global_step{of.step}".encode()
-    tensors = _tensors(source.shape, of)
+        layout.add_model_files(rank)
+        if settings.stage:
+            layout.add_optimizer_files(rank)
+    tag = f"global_step{settings.step}".encode()
+    tensors = _tensors(source.shape, settings)
     scalars = {key: value for key, value in source.catalog.scalars.items() if key != LOSS_SCALER}
     return CheckpointTarget(
         format=NAME,
         namespace=source.namespace,
-        step=of.step,
+        step=settings.step,
         tensors=tensors,
-        pieces=LazyPieces(tensors, laid.pieces),
-        copies=LazyPieces(tensors, laid.copies),
-        files=[*laid.files, TargetFile("latest", len(tag), {0: tag})],
+        pieces=LazyPieces(tensors, layout.pieces),
+        copies=LazyPieces(tensors, layout.copies),
+        files=[*layout.files, TargetFile("latest", len(tag), {0: tag})],
         manifest=manifest.FOREIGN_NAME,
-        scalars=scalars | {MODEL: asdict(source.shape), OPTIM: dict(of.optim), WEIGHTS_DTYPE: of.dtype},
-        identity=f"{of} {source.shape} {config.parallel} {sub_group}",
+        scalars=scalars
+        | {MODEL: asdict(source.shape), OPTIM: dict(settings.optim), WEIGHTS_DTYPE: settings.dtype},
+        identity=f"{settings} {source.shape} {config.parallel} {sub_group}",
         notes=(
             adam.describe_parameter_groups(
-                of.optim, families.get(source.shape.family).parameters(source.shape), "DeepSpeed"
+                settings.optim, families.get(source.shape.family).parameters(source.shape), "DeepSpeed"
             ),
             SCHEDULER,
         ),
@@ -107,18 +114,21 @@ def lay_out(
 # ---- deciding what is written
 
 
-def _written(source: CheckpointSource, shape: ModelShape, config: TargetConfig) -> TargetSettings:
-    """Raises CheckpointError naming everything that stands against it."""
+def _choose_settings(source: CheckpointSource, shape: ModelShape, config: TargetConfig) -> TargetSettings:
+    """Raises CheckpointError naming everything that prevents the conversion."""
     stage, parallel = int(config.zero.name.removeprefix("stage")), config.parallel
-    dtype = states.choose_weights_dtype(source, config.precision)
-    kept = adam.moment_states(source, config)
-    # Groups with their settings are there without moments too: a run that opens it makes moments of its own.
-    of_adam = adam.find_problems if kept else adam.find_settings_problems
-    wrong = [*_layout_problems(shape, config, stage, dtype), *of_adam(source, config, "DeepSpeed")]
-    if wrong:
-        raise CheckpointError(*wrong)
+    dtype = target_tensors.choose_weights_dtype(source, config.precision)
+    moments = adam.moment_states(source, config)
+    # Groups have settings even without moments: a run that loads the files creates its own moments.
+    find_adam_problems = adam.find_problems if moments else adam.find_settings_problems
+    problems = [
+        *_layout_problems(shape, config, stage, dtype),
+        *find_adam_problems(source, config, "DeepSpeed"),
+    ]
+    if problems:
+        raise CheckpointError(*problems)
     step, samples = source.step or 0, source.catalog.scalars.get(CONSUMED)
-    counted = adam.step_count(source) if kept else step
+    counted = adam.step_count(source) if moments else step
     assert counted is not None
     return TargetSettings(
         stage=stage,
@@ -129,26 +139,28 @@ def _written(source: CheckpointSource, shape: ModelShape, config: TargetConfig) 
         step=step,
         samples=samples if isinstance(samples, int) else 0,
         optimizer_step=counted,
-        moments=kept,
+        moments=moments,
         optim=adam.settings(source, config),
     )
 
 
 def _layout_problems(shape: ModelShape, config: TargetConfig, stage: int, dtype: str) -> Iterator[Problem]:
-    """What the toolkit's engines refuse too (``plan/rules_engine.py``, ``plan/rules_axes.py``), and what is not written yet."""
+    """Yield what the toolkit's engines also reject (``plan/rules_engine.py``, ``plan/rules_axes.py``), and
+    what is not supported.
+    """
     parallel, zero = config.parallel, f"target.zero={config.zero.name}"
     if parallel.expert > 1:
         yield Problem(
             "target.parallel.expert",
             f"target.parallel.expert={parallel.expert}",
-            "files of an expert axis are not written",
-            "write target.parallel.expert=1, or train from the source itself: resume=PATH",
+            "files for expert parallelism are not supported",
+            "write target.parallel.expert=1, or resume from the source directly: resume=PATH",
         )
     if parallel.tensor > 1 and parallel.pipeline > 1:
         yield Problem(
             "target.parallel.tensor",
             f"target.parallel.tensor={parallel.tensor} with target.parallel.pipeline={parallel.pipeline}",
-            "under DeepSpeed the toolkit has one axis beside data at a time",
+            "under DeepSpeed the toolkit combines data parallelism with one other axis",
             "write one of them as 1, or target.format=megatron",
         )
     if parallel.pipeline > 1 and stage > 1:
@@ -169,8 +181,8 @@ def _layout_problems(shape: ModelShape, config: TargetConfig, stage: int, dtype:
         yield Problem(
             "target.precision",
             f"weights in {dtype}",
-            "files of fp16, with its loss scaler, are not written",
-            "write target.precision=bf16 or fp32, or train from the source itself: resume=PATH",
+            "fp16 files, with their loss scaler, are not supported",
+            "write target.precision=bf16 or fp32, or resume from the source directly: resume=PATH",
         )
     elif dtype != "float32" and stage == 0:
         yield Problem(
@@ -189,7 +201,7 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
         yield Problem(
             "target.parallel.tensor",
             f"{seen}, {shape.num_key_value_heads} key-value heads",
-            "a tensor rank of DeepSpeed has whole key-value heads",
+            "each tensor rank of DeepSpeed has whole key-value heads",
             "write a divisor of their number",
         )
     for spec in families.get(shape.family).parameters(shape):
@@ -198,7 +210,7 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
             yield Problem(
                 "target.parallel.tensor",
                 f"{seen} with a model of family {shape.family}",
-                f"DeepSpeed's tensor axis cuts linear layers, and {spec.name} is none",
+                f"DeepSpeed's tensor axis cuts linear layers, and {spec.name} is not in one",
                 "write target.parallel.tensor=1",
             )
             return
@@ -212,17 +224,17 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
             return
 
 
-def _tensors(shape: ModelShape, of: TargetSettings) -> dict[TensorKey, TensorInfo]:
-    """Under ZeRO 3 in 16 bits the files hold the masters alone."""
+def _tensors(shape: ModelShape, settings: TargetSettings) -> dict[TensorKey, TensorInfo]:
+    """Return the target's tensors. Under ZeRO 3 in 16 bits the files contain the masters only."""
     parameters = families.get(shape.family).parameters(shape)
-    wide = of.dtype == "float32"
-    held = [] if of.stage == 3 and not wide else [(WEIGHT, of.dtype)]
+    wide = settings.dtype == "float32"
+    states = [] if settings.stage == 3 and not wide else [(WEIGHT, settings.dtype)]
     if not wide:
-        held.append((MASTER, "float32"))
-    held += [(state, "float32") for state in of.moments]
+        states.append((MASTER, "float32"))
+    states += [(state, "float32") for state in settings.moments]
     return {
         TensorKey(state, spec.name): TensorInfo(dtype, spec.shape)
-        for state, dtype in held
+        for state, dtype in states
         for spec in parameters
     }
 
@@ -231,75 +243,78 @@ def _tensors(shape: ModelShape, of: TargetSettings) -> dict[TensorKey, TensorInf
 
 
 @dataclass
-class _Laid:
-    """The files of a checkpoint, and where each tensor lies in them: whole, or in pieces of flat buffers."""
+class _TargetFiles:
+    """The files of a checkpoint, and the position of each tensor: whole, or in pieces of flat buffers."""
 
-    of: TargetSettings
+    settings: TargetSettings
     folder: str
-    flats: dict[int, tuple[FlatBuffer, ...]]  # by model rank
+    flats: dict[int, tuple[FlatBuffer, ...]]  # buffers by model rank
     files: list[TargetFile] = field(default_factory=list)
     _whole: dict[TensorKey, list[tuple[LocalParameter, str, int]]] = field(
         default_factory=dict
-    )  # file and byte
+    )  # file and first byte
     _in_flats: dict[str, list[tuple[int, FlatBuffer, int]]] = field(
         default_factory=dict
-    )  # model rank, buffer, number in it; by canonical name
+    )  # canonical name -> model rank, buffer, index in it
     _begins: dict[tuple[int, str, int], list[tuple[str, int]]] = field(
         default_factory=dict
-    )  # rank, label, buffer -> by ZeRO's rank
+    )  # (model rank, label, buffer) -> position for each of ZeRO's ranks
 
-    def model_files(self, rank: ModelRank) -> None:
-        """Those of the weights."""
-        of, records = self.of, FileTensors()
+    def add_model_files(self, rank: ModelRank) -> None:
+        """Add the files with the weights."""
+        settings, records = self.settings, FileTensors()
         name = f"{self.folder}/mp_rank_{rank.number:02d}_model_states.pt"
-        weights = None if of.pipeline > 1 else deepspeed_states.module_state(rank, of, records)
-        optimizer = None if of.stage else deepspeed_states.plain_optimizer_state(rank, of, records)
-        state = deepspeed_states.model_state(rank, of, weights, optimizer, self.flats[rank.number])
-        begins = self._add(name if of.stage < 3 else self._zero_name(0, rank.number, "model"), state, records)
-        if of.stage == 3:
+        weights = None if settings.pipeline > 1 else target_state.module_state(rank, settings, records)
+        optimizer = None if settings.stage else target_state.plain_optimizer_state(rank, settings, records)
+        state = target_state.model_state(rank, settings, weights, optimizer, self.flats[rank.number])
+        begins = self._add(
+            name if settings.stage < 3 else self._zero_name(0, rank.number, "model"), state, records
+        )
+        if settings.stage == 3:
             self.files += [
                 replace(self.files[-1], name=self._zero_name(number, rank.number, "model"))
-                for number in range(1, of.data)
+                for number in range(1, settings.data)
             ]
             return
         if optimizer is not None:
             for one in rank.parameters:
-                for moment in of.moments:
+                for moment in settings.moments:
                     self._whole.setdefault(TensorKey(moment, one.canonical), []).append(
                         (one, name, begins[moment, one.name])
                     )
-        if of.pipeline > 1:
+        if settings.pipeline > 1:
             records, name = FileTensors(), f"{self.folder}/layer_{rank.number:02d}-model_states.pt"
             layer = OrderedDict(
                 (one.name.removeprefix(f"{rank.number}."), tensor)
                 for one, tensor in zip(
-                    rank.parameters, deepspeed_states.module_state(rank, of, records).values(), strict=True
+                    rank.parameters, target_state.module_state(rank, settings, records).values(), strict=True
                 )
             )
             begins = self._add(name, layer, records)
         for one in rank.parameters:
             self._whole.setdefault(TensorKey(WEIGHT, one.canonical), []).append((one, name, begins[one.name]))
 
-    def optimizer_files(self, rank: ModelRank) -> None:
-        """One for each of ZeRO's ranks."""
-        of, buffers = self.of, self.flats[rank.number]
+    def add_optimizer_files(self, rank: ModelRank) -> None:
+        """Add one file for each of ZeRO's ranks."""
+        settings, buffers = self.settings, self.flats[rank.number]
         for flat in buffers:
             for index, one in enumerate(flat.parameters):
                 self._in_flats.setdefault(one.canonical, []).append((rank.number, flat, index))
-        for number in range(of.data):
+        for number in range(settings.data):
             name, records = self._zero_name(number, rank.number, "optim"), FileTensors()
             value = (
-                deepspeed_states.zero12_state(buffers, of, number, records)
-                if of.stage < 3
-                else deepspeed_states.zero3_state(buffers, of, records)
+                target_state.zero12_state(buffers, settings, number, records)
+                if settings.stage < 3
+                else target_state.zero3_state(buffers, settings, records)
             )
-            # As torch.save does of a path: files of two ranks that change places are found by it.
+            # torch.save names the records after the path, which reveals files of two ranks that were
+            # exchanged.
             begins = self._add(name, value, records, root=PurePosixPath(name).stem)
             for (label, buffer), begin in begins.items():
                 self._begins.setdefault((rank.number, label, buffer), []).append((name, begin))
 
     def _zero_name(self, number: int, rank: int, kind: str) -> str:
-        prefix = "bf16_" if kind == "optim" and self.of.dtype == "bfloat16" else ""
+        prefix = "bf16_" if kind == "optim" and self.settings.dtype == "bfloat16" else ""
         return f"{self.folder}/{prefix}zero_pp_rank_{number}_mp_rank_{rank:02d}_{kind}_states.pt"
 
     def _add(self, name: str, value: Any, records: FileTensors, root: str = torch_zip.ROOT) -> dict[Any, int]:
@@ -308,31 +323,42 @@ class _Laid:
         return records.begins(layout.storages)
 
     def pieces(self, key: TensorKey) -> tuple[TensorPiece, ...]:
-        """Each element once."""
-        return tuple(piece for first, make in self._places(key) if first for piece in make())
+        """Return each element once."""
+        return tuple(piece for first, make in self._piece_makers(key) if first for piece in make())
 
     def copies(self, key: TensorKey) -> tuple[TensorPiece, ...]:
-        """What is written again: on further tensor ranks or stages, and fp32 weights in the module beside those of the optimizer."""
-        return tuple(piece for first, make in self._places(key) if not first for piece in make())
+        """Return what is written again: on further tensor ranks or stages, and fp32 weights in both module
+        and optimizer.
+        """
+        return tuple(piece for first, make in self._piece_makers(key) if not first for piece in make())
 
-    def _places(self, key: TensorKey) -> Iterator[tuple[bool, Callable[[], tuple[TensorPiece, ...]]]]:
-        """Whatever makes the pieces of a box of the tensor, and whether it is the first that does of this box."""
+    def _piece_makers(self, key: TensorKey) -> Iterator[tuple[bool, Callable[[], tuple[TensorPiece, ...]]]]:
+        """Yield functions that create the pieces of a box of the tensor, each with whether it is the first
+        for its box.
+        """
         seen: set[Box] = set()
-        of = self.of
-        for one, file, begin in self._whole.get(key, ()):
+        settings = self.settings
+        for parameter, file, begin in self._whole.get(key, ()):
             yield (
-                one.box not in seen,
-                partial(_whole_piece, key, of.dtype if key.state == WEIGHT else "float32", one, file, begin),
+                parameter.box not in seen,
+                partial(
+                    _whole_piece,
+                    key,
+                    settings.dtype if key.state == WEIGHT else "float32",
+                    parameter,
+                    file,
+                    begin,
+                ),
             )
-            seen.add(one.box)
-        updated = WEIGHT if of.dtype == "float32" else MASTER
+            seen.add(parameter.box)
+        updated = WEIGHT if settings.dtype == "float32" else MASTER
         label = FP32 if key.state == updated else key.state
         for rank, flat, index in self._in_flats.get(key.name, ()):
             where = self._begins.get((rank, label, flat.number))
             if where is not None:
-                one = flat.parameters[index]
-                yield one.box not in seen, partial(_flat_pieces, key, flat, index, of, where)
-                seen.add(one.box)
+                parameter = flat.parameters[index]
+                yield parameter.box not in seen, partial(_flat_pieces, key, flat, index, settings, where)
+                seen.add(parameter.box)
 
 
 def _whole_piece(
@@ -344,7 +370,7 @@ def _whole_piece(
 
 
 def _flat_pieces(
-    key: TensorKey, flat: FlatBuffer, index: int, of: TargetSettings, where: Sequence[tuple[str, int]]
+    key: TensorKey, flat: FlatBuffer, index: int, settings: TargetSettings, where: Sequence[tuple[str, int]]
 ) -> tuple[TensorPiece, ...]:
-    one, runs = flat.parameters[index], deepspeed_layout.buffer_runs(flat, index, of.stage, of.data)
+    one, runs = flat.parameters[index], target_layout.buffer_runs(flat, index, settings.stage, settings.data)
     return run_pieces(key, "float32", one.whole, one.box, runs, lambda rank: (*where[rank], None))

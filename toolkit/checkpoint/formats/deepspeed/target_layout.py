@@ -1,11 +1,12 @@
-"""Which rank of a DeepSpeed run of this toolkit holds what, and where in its buffers: the run that a target is written for.
+"""Assign parameters to the ranks and flat buffers of the DeepSpeed run that a target is written for.
 
-A *model rank* holds some of the parameters: all of them, a tensor rank's cut (AutoTP), or those of a stage of the pipeline; its number
-is ``mp_rank`` in the names of files. *ZeRO's ranks* are those that hold the same parameters. Each optimizer group (what decays, then
-what does not, each in the module's order) is laid into flat buffers, one piece of each on each of ZeRO's ranks.
+A *model rank* has some of the parameters: all of them, a tensor rank's part (AutoTP), or those of a pipeline
+stage. Its number is ``mp_rank`` in file names. *ZeRO's ranks* share the same parameters. Each optimizer group
+(parameters with weight decay, then those without, in the module's order) is laid out in flat buffers that are
+split over ZeRO's ranks.
 
-Sources: ``toolkit/engine/optimizers.py`` (groups), ``toolkit/plan/deepspeed.py`` (what AutoTP cuts), ``toolkit/plan/stages.py``;
-``deepspeed_geometry.py`` says where DeepSpeed puts the elements. Imports no torch.
+Sources: ``toolkit/engine/optimizers.py`` (groups), ``toolkit/plan/deepspeed.py`` (what AutoTP cuts),
+``toolkit/plan/stages.py``; ``geometry.py`` has DeepSpeed's placement of elements. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.plan.deepspeed import tensor_dim
 from toolkit.plan.stages import split
 
-DEFAULT_SUB_GROUP_SIZE = 10**9  # elements of a rank: DeepSpeed's default zero_optimization.sub_group_size
+DEFAULT_SUB_GROUP_SIZE = 10**9  # elements per rank: DeepSpeed's default zero_optimization.sub_group_size
 
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter of a model rank: ``box`` of the canonical tensor of shape ``whole``. ``name`` is what DeepSpeed calls it."""
+    """A parameter of a model rank: ``box`` of a canonical tensor of shape ``whole``. ``name`` is
+    DeepSpeed's name for it.
+    """
 
     name: str
     canonical: str
@@ -53,10 +56,12 @@ class LocalParameter:
 
 @dataclass(frozen=True, slots=True)
 class ModelRank:
-    """Attributes:
-    number: ``mp_rank`` in the names of files.
-    parameters: in the order of the module's parameters.
-    aliases: further names in its state dict -> the name that stores the tensor.
+    """The parameters of one model rank.
+
+    Attributes:
+        number: ``mp_rank`` in file names.
+        parameters: In the order of the module's parameters.
+        aliases: Further names in its state dict -> the name that stores the tensor.
     """
 
     number: int
@@ -65,18 +70,23 @@ class ModelRank:
 
     @property
     def groups(self) -> list[list[LocalParameter]]:
-        """What the optimizer gets, each group with one weight decay."""
-        both = ([one for one in self.parameters if one.decays is decays] for decays in (True, False))
+        """The optimizer's parameter groups, each with one weight decay."""
+        both = (
+            [parameter for parameter in self.parameters if parameter.decays is decays]
+            for decays in (True, False)
+        )
         return [group for group in both if group]
 
 
 def build_model_ranks(shape: ModelShape, parallel: TargetParallelConfig) -> tuple[ModelRank, ...]:
-    """By number. The axes must be ones that the toolkit's DeepSpeed engines have: tensor and pipeline do not combine."""
+    """Return the model ranks by number. Tensor and pipeline parallelism do not combine in the toolkit's
+    DeepSpeed engines.
+    """
     family = families.get(shape.family)
     parameters, tied = family.parameters(shape), family.tied(shape)
     if parallel.pipeline > 1:
         return tuple(
-            _stage(number, stage.parameters, tied, parallel.pipeline)
+            _pipeline_rank(number, stage.parameters, tied, parallel.pipeline)
             for number, stage in enumerate(split(parameters, parallel.pipeline, tied.values()))
         )
     return tuple(_tensor_rank(number, parameters, tied, parallel.tensor) for number in range(parallel.tensor))
@@ -104,9 +114,14 @@ def _cut(spec: ParameterSpec, rank: int, ranks: int) -> Box:
     )
 
 
-def _stage(number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str], stages: int) -> ModelRank:
-    """A stage is one layer to DeepSpeed, and the model is ``stage.model`` in it (``toolkit/engine/deepspeed/pipeline_module.py``). The last
-    one has of a tied weight the other name, and nothing is tied within it."""
+def _pipeline_rank(
+    number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str], stages: int
+) -> ModelRank:
+    """DeepSpeed sees a stage as one layer, whose model is ``stage.model``
+    (``toolkit/engine/deepspeed/pipeline_module.py``).
+
+    The last stage stores a tied weight under its alias; nothing is tied within it.
+    """
     other = {stored: alias for alias, stored in tied.items()} if number == stages - 1 else {}
     names = [f"{number}.stage.model.{other.get(spec.name, spec.name)}" for spec in specs]
     return ModelRank(
@@ -121,13 +136,15 @@ def _stage(number: int, specs: Sequence[ParameterSpec], tied: Mapping[str, str],
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """A flat buffer, cut over ZeRO's ranks.
+    """A flat buffer that is split over ZeRO's ranks.
 
     Attributes:
-        number: among those of its model rank; what the optimizer's state calls it.
-        group: of ``ModelRank.groups``.
-        starts: the element at which each parameter begins: of the whole buffer under ZeRO 1 and 2, of each rank's under ZeRO 3.
-        numel: of one rank's part, with padding.
+        number: Index among the model rank's buffers, which keys the optimizer's state.
+        group: Index in ``ModelRank.groups``.
+        parameters: The parameters in it.
+        starts: First element of each parameter: in the whole buffer under ZeRO 1 and 2, in each rank's under
+            ZeRO 3.
+        numel: Elements per rank, with padding.
     """
 
     number: int
@@ -142,10 +159,10 @@ class FlatBuffer:
 
 
 def build_flat_buffers(rank: ModelRank, stage: int, ranks: int, sub_group: int) -> tuple[FlatBuffer, ...]:
-    """The buffers of ZeRO ``stage`` over ``ranks``, in DeepSpeed's order."""
+    """Return the buffers of ZeRO ``stage`` over ``ranks``, in DeepSpeed's order."""
     found: list[FlatBuffer] = []
     for number, group in enumerate(rank.groups):
-        sizes = [one.box.numel for one in group]
+        sizes = [parameter.box.numel for parameter in group]
         if stage < 3:
             found.append(
                 FlatBuffer(
@@ -169,7 +186,7 @@ def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def buffer_runs(flat: FlatBuffer, index: int, stage: int, ranks: int) -> Iterator[FlatRun]:
-    """Where the elements of the buffer's parameter ``index`` lie."""
+    """Return the positions of the elements of parameter ``index``."""
     numel = flat.parameters[index].box.numel
     return (
         range_runs(flat.starts[index], numel, flat.numel)
@@ -179,6 +196,6 @@ def buffer_runs(flat: FlatBuffer, index: int, stage: int, ranks: int) -> Iterato
 
 
 def padding_numel(flat: FlatBuffer, rank: int) -> int:
-    """ZeRO 1, 2: elements at the end of a rank's part that belong to no parameter."""
-    filled = sum(math.prod(one.box.shape) for one in flat.parameters)
+    """ZeRO 1, 2: return the number of trailing elements of a rank's part that belong to no parameter."""
+    filled = sum(math.prod(parameter.box.shape) for parameter in flat.parameters)
     return flat.numel - min(max(filled - rank * flat.numel, 0), flat.numel)

@@ -1,12 +1,13 @@
-"""What stands in the files of a DeepSpeed checkpoint besides tensors' bytes: the objects that its loader asks for, by name.
+"""The objects in the files of a DeepSpeed checkpoint that its loader reads, without tensors' bytes.
 
-Steps are plain numbers in native files: torch's optimizers make each of them a tensor of its own while they load, DeepSpeed's count
-with numbers. Settings of the optimizer must be there, because loading takes over whole groups. What may be left to the run is left out:
-``clip_grad``, and the loss scaler of ZeRO 1 and 2.
+Step counts are plain numbers: torch's optimizers convert them to tensors while loading, and DeepSpeed's use
+numbers. Optimizer settings must be present, because loading replaces whole groups. What the run may decide
+itself is left out: ``clip_grad``, and the loss scaler of ZeRO 1 and 2.
 
-Sources, in deepspeed 0.19.8: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoint``, ``_load_checkpoint``),
-``runtime/zero/stage_1_and_2.py`` and ``runtime/zero/stage3.py`` (``state_dict``, ``load_state_dict``), ``utils/tensor_fragment.py``;
-``torch/optim/optimizer.py`` (``load_state_dict``). Imports no torch.
+Sources, in deepspeed 0.19.8: ``runtime/engine.py`` (``_common_checkpoint_state``, ``_save_zero_checkpoint``,
+``_load_checkpoint``), ``runtime/zero/stage_1_and_2.py`` and ``runtime/zero/stage3.py`` (``state_dict``,
+``load_state_dict``), ``utils/tensor_fragment.py``; ``torch/optim/optimizer.py`` (``load_state_dict``).
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from toolkit.checkpoint.formats.pickle_writer import GlobalName, ReduceCall
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 from toolkit.families.base import ParameterSpec
 
-VERSION = "0.19.8"  # whose files are written
-FP32 = "fp32"  # the label of the weights that the optimizer updates, beside the names of its states
+VERSION = "0.19.8"  # DeepSpeed version whose files are written
+FP32 = "fp32"  # label of the weights that the optimizer updates, next to the names of its states
 
 _SIZE = GlobalName("torch", "Size")
 _FRAGMENT = GlobalName("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -39,15 +40,17 @@ _SCALER = GlobalName("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetSettings:
-    """What all files of a checkpoint agree on.
+    """Settings that all files of a checkpoint share.
 
     Attributes:
-        data: ZeRO's ranks.
-        dtype: of the weights.
-        step, samples: done so far.
-        optimizer_step: as the optimizer counts.
-        moments: states that are written.
-        optim: settings of the optimizer, by name.
+        stage: ZeRO stage.
+        data: Number of ZeRO's ranks.
+        tensor, pipeline: Number of tensor ranks and of pipeline stages.
+        dtype: Dtype of the weights.
+        step, samples: Completed steps and consumed samples.
+        optimizer_step: Step count of the optimizer.
+        moments: Optimizer states that are written.
+        optim: Settings of the optimizer, by name.
     """
 
     stage: int
@@ -63,7 +66,7 @@ class TargetSettings:
 
 
 class FileTensors:
-    """The tensors of one file, in the order in which they are asked for."""
+    """The tensors of one file, in the order in which they are requested."""
 
     def __init__(self) -> None:
         self._storages: dict[Hashable, Storage] = {}
@@ -73,46 +76,54 @@ class FileTensors:
         return list(self._storages.values())
 
     def tensor(self, label: Hashable, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
-        """A tensor in a storage of its own; ``label`` is for ``begins``."""
+        """Create a tensor in its own storage. ``label`` identifies it in ``begins``."""
         assert label not in self._storages, f"{label} twice"
         self._storages[label] = Storage(str(len(self._storages)), dtype, prod(shape))
         return StoredTensor.whole(self._storages[label], shape)
 
     def begins(self, storages: Mapping[str, int]) -> dict[Hashable, int]:
-        """The byte at which each begins, by label; ``storages`` is the layout's."""
+        """Return the first byte of each tensor, by label. ``storages`` is that of the archive's layout."""
         return {label: storages[storage.key] for label, storage in self._storages.items()}
 
 
 # ---- files of the model
 
 
-def module_state(rank: ModelRank, of: TargetSettings, records: FileTensors) -> dict[str, StoredTensor]:
-    """The state dict; labels are names. Under ZeRO 3 it names the parameters and holds none of them."""
+def module_state(rank: ModelRank, settings: TargetSettings, records: FileTensors) -> dict[str, StoredTensor]:
+    """Return the state dict, with names as labels. Under ZeRO 3 it has the parameters' names with empty
+    tensors.
+    """
     found: dict[str, StoredTensor] = {}
-    if of.stage == 3:
-        nothing = records.tensor("nothing", of.dtype, (0,))
-        found = {one.name: StoredTensor.whole(nothing.storage, (0,)) for one in rank.parameters}
+    if settings.stage == 3:
+        nothing = records.tensor("nothing", settings.dtype, (0,))
+        found = {parameter.name: StoredTensor.whole(nothing.storage, (0,)) for parameter in rank.parameters}
     else:
-        found = {one.name: records.tensor(one.name, of.dtype, one.box.shape) for one in rank.parameters}
+        found = {
+            parameter.name: records.tensor(parameter.name, settings.dtype, parameter.box.shape)
+            for parameter in rank.parameters
+        }
     return OrderedDict(found | {alias: found[stored] for alias, stored in rank.aliases.items()})
 
 
 def model_state(
     rank: ModelRank,
-    of: TargetSettings,
+    settings: TargetSettings,
     weights: Mapping[str, StoredTensor] | None,
     optimizer: Mapping[str, Any] | None,
     buffers: Sequence[FlatBuffer],
 ) -> dict[str, Any]:
-    """``mp_rank_*_model_states.pt``.
+    """Return the content of ``mp_rank_*_model_states.pt``.
 
     Args:
-        weights: None in a pipeline, whose layers have files of their own.
-        optimizer: of ``plain_optimizer``, without ZeRO.
+        rank: The model rank.
+        of: Shared settings.
+        weights: None for a pipeline, whose layers have separate files.
+        optimizer: ``plain_optimizer_state`` without ZeRO, otherwise None.
+        buffers: The rank's flat buffers.
     """
-    zero = of.stage > 0
+    zero = settings.stage > 0
     frozen: dict[str, Any] = {
-        key: OrderedDict() if of.stage >= 2 else None
+        key: OrderedDict() if settings.stage >= 2 else None
         for key in ("frozen_param_shapes", "frozen_param_fragments")
     }
     return {
@@ -123,26 +134,28 @@ def model_state(
         "frozen_param_shapes": frozen["frozen_param_shapes"],
         "shared_params": dict(rank.aliases) if zero else None,
         "frozen_param_fragments": frozen["frozen_param_fragments"],
-        "lr_scheduler": scheduler_state(of.optimizer_step),
+        "lr_scheduler": scheduler_state(settings.optimizer_step),
         "data_sampler": None,
         "random_ltd": None,
-        "skipped_steps": of.step - of.optimizer_step,
-        "global_steps": of.step,
-        "global_samples": of.samples,
-        "dp_world_size": of.data,
-        "mp_world_size": of.tensor * of.pipeline,
-        "checkpoint_parallel_dimensions": {"pp_degree": of.pipeline, "tp_degree": of.tensor},
-        "ds_config": config_state(of),
+        "skipped_steps": settings.step - settings.optimizer_step,
+        "global_steps": settings.step,
+        "global_samples": settings.samples,
+        "dp_world_size": settings.data,
+        "mp_world_size": settings.tensor * settings.pipeline,
+        "checkpoint_parallel_dimensions": {"pp_degree": settings.pipeline, "tp_degree": settings.tensor},
+        "ds_config": config_state(settings),
         "ds_version": VERSION,
     }
 
 
 def scheduler_state(steps: int) -> dict[str, Any]:
-    """The state of a learning-rate scheduler that has been stepped ``steps`` times, for a program that has one: ``load_checkpoint`` hands
-    it over without looking. Schedulers of torch count in ``last_epoch``, DeepSpeed's in ``last_batch_iteration``, and torch's LambdaLR
-    (transformers' schedules) asks for the state of its functions too. What else a scheduler has stays as the program made it.
+    """Return the state of a learning-rate scheduler after ``steps`` steps, which ``load_checkpoint`` passes
+    on unchecked.
 
-    torch's SequentialLR and CyclicLR have state that does not follow from the count; they fail on a missing key.
+    Torch's schedulers count in ``last_epoch``, DeepSpeed's in ``last_batch_iteration``, and torch's LambdaLR
+    (transformers' schedules) also needs the state of its functions. Other state keeps the program's values.
+    Torch's SequentialLR and CyclicLR have state that does not follow from the count; they fail on a missing
+    key.
     """
     return {
         "last_epoch": steps,
@@ -153,96 +166,116 @@ def scheduler_state(steps: int) -> dict[str, Any]:
 
 
 def parameter_shapes(parameters: Iterable[LocalParameter | ParameterSpec]) -> OrderedDict[str, ReduceCall]:
-    """By name: what ``param_shapes`` has of a group."""
-    return OrderedDict((one.name, ReduceCall(_SIZE, (one.shape,))) for one in parameters)
+    """Return one group's entry of ``param_shapes``."""
+    return OrderedDict((parameter.name, ReduceCall(_SIZE, (parameter.shape,))) for parameter in parameters)
 
 
-def config_state(of: TargetSettings) -> dict[str, Any]:
-    """What of the run's configuration decides the layout of its files."""
+def config_state(settings: TargetSettings) -> dict[str, Any]:
+    """Return the part of the run's configuration that determines the layout of its files."""
     return {
-        "zero_optimization": {"stage": of.stage, "round_robin_gradients": False},
-        "bf16": {"enabled": of.dtype == "bfloat16"},
+        "zero_optimization": {"stage": settings.stage, "round_robin_gradients": False},
+        "bf16": {"enabled": settings.dtype == "bfloat16"},
     }
 
 
 # ---- the optimizer
 
 
-def plain_optimizer_state(rank: ModelRank, of: TargetSettings, records: FileTensors) -> dict[str, Any]:
-    """Without ZeRO: torch's state dict, a tensor a parameter; labels are (state, name). Groups say the names of their parameters, which
-    torch keeps and does not use: else nobody could know whose state is whose."""
-    ordered = [one for group in rank.groups for one in group]
-    numbers = {one.name: number for number, one in enumerate(ordered)}
+def plain_optimizer_state(rank: ModelRank, settings: TargetSettings, records: FileTensors) -> dict[str, Any]:
+    """Without ZeRO: return torch's state dict, with one tensor per parameter labelled (state, name).
+
+    Groups record the names of their parameters, which torch preserves and ignores; without them, state could
+    not be matched to parameters.
+    """
+    ordered = [parameter for group in rank.groups for parameter in group]
+    numbers = {parameter.name: number for number, parameter in enumerate(ordered)}
     state = {
-        numbers[one.name]: _state(
-            of, {name: records.tensor((name, one.name), "float32", one.box.shape) for name in of.moments}
+        numbers[parameter.name]: _state(
+            settings,
+            {
+                name: records.tensor((name, parameter.name), "float32", parameter.box.shape)
+                for name in settings.moments
+            },
         )
-        for one in ordered
-        if of.moments
+        for parameter in ordered
+        if settings.moments
     }
     groups = [
-        _group(of, group[0].decays, [numbers[one.name] for one in group])
-        | {"param_names": [one.name for one in group]}
+        _group(settings, group[0].decays, [numbers[parameter.name] for parameter in group])
+        | {"param_names": [parameter.name for parameter in group]}
         for group in rank.groups
     ]
     return {"state": state, "param_groups": groups}
 
 
 def zero12_state(
-    buffers: Sequence[FlatBuffer], of: TargetSettings, rank: int, records: FileTensors
+    buffers: Sequence[FlatBuffer], settings: TargetSettings, rank: int, records: FileTensors
 ) -> dict[str, Any]:
-    """``zero_pp_rank_*_optim_states.pt`` of ZeRO 1 and 2; labels are (state, number of the buffer)."""
-    kept = {
+    """Return the content of ``zero_pp_rank_*_optim_states.pt`` for ZeRO 1 and 2; labels are (state, number
+    of the buffer).
+    """
+    state = {
         "single_partition_of_fp32_groups": [
             records.tensor((FP32, flat.number), "float32", (flat.numel - padding_numel(flat, rank),))
             for flat in buffers
         ],
-        "zero_stage": ReduceCall(_STAGE, (of.stage,)),
+        "zero_stage": ReduceCall(_STAGE, (settings.stage,)),
         "group_paddings": [padding_numel(flat, rank) for flat in buffers],
         "param_alignment_paddings": [[0] * len(flat.parameters) for flat in buffers],
-        "partition_count": [of.data] * len(buffers),
+        "partition_count": [settings.data] * len(buffers),
         "ds_version": VERSION,
         "param_slice_mappings": [
-            OrderedDict((one.name, _fragment(numel, at)) for one, at, numel in _slices(flat, of, rank))
+            OrderedDict(
+                (parameter.name, _fragment(numel, at))
+                for parameter, at, numel in _slices(flat, settings, rank)
+            )
             for flat in buffers
         ],
     }
-    return _file({"base_optimizer_state": _flat_optimizer(buffers, of, records), **kept}, of)
+    return _optimizer_file(
+        {"base_optimizer_state": _flat_optimizer(buffers, settings, records), **state}, settings
+    )
 
 
-def zero3_state(buffers: Sequence[FlatBuffer], of: TargetSettings, records: FileTensors) -> dict[str, Any]:
-    """The same of ZeRO 3: equal on all ranks but for the tensors."""
+def zero3_state(
+    buffers: Sequence[FlatBuffer], settings: TargetSettings, records: FileTensors
+) -> dict[str, Any]:
+    """The same for ZeRO 3; equal on all ranks except for the tensors."""
     scaler = ReduceCall(_SCALER, (1.0,), {"cur_scale": 1.0, "dynamic": False})
-    return _file(
+    return _optimizer_file(
         {
             "zero_stage": ReduceCall(_STAGE, (3,)),
             "loss_scaler": scaler,
             "dynamic_loss_scale": False,
             "overflow": False,
-            "partition_count": of.data,
-            "optimizer_state_dict": _flat_optimizer(buffers, of, records),
+            "partition_count": settings.data,
+            "optimizer_state_dict": _flat_optimizer(buffers, settings, records),
             "fp32_flat_groups": [
                 records.tensor((FP32, flat.number), "float32", (flat.numel,)) for flat in buffers
             ],
         },
-        of,
+        settings,
     )
 
 
-def _file(state: Mapping[str, Any], of: TargetSettings) -> dict[str, Any]:
-    return {"optimizer_state_dict": dict(state), "ds_config": config_state(of), "ds_version": VERSION}
+def _optimizer_file(state: Mapping[str, Any], settings: TargetSettings) -> dict[str, Any]:
+    return {"optimizer_state_dict": dict(state), "ds_config": config_state(settings), "ds_version": VERSION}
 
 
 def _flat_optimizer(
-    buffers: Sequence[FlatBuffer], of: TargetSettings, records: FileTensors
+    buffers: Sequence[FlatBuffer], settings: TargetSettings, records: FileTensors
 ) -> dict[str, Any]:
-    """torch's state dict, a tensor a buffer."""
+    """Return torch's state dict, with one tensor per buffer."""
     state = {
         flat.number: _state(
-            of, {name: records.tensor((name, flat.number), "float32", (flat.numel,)) for name in of.moments}
+            settings,
+            {
+                name: records.tensor((name, flat.number), "float32", (flat.numel,))
+                for name in settings.moments
+            },
         )
         for flat in buffers
-        if of.moments
+        if settings.moments
     }
     groups: dict[int, list[FlatBuffer]] = {}
     for flat in buffers:
@@ -250,24 +283,24 @@ def _flat_optimizer(
     return {
         "state": state,
         "param_groups": [
-            _group(of, group[0].decays, [flat.number for flat in group]) for group in groups.values()
+            _group(settings, group[0].decays, [flat.number for flat in group]) for group in groups.values()
         ],
     }
 
 
-def _state(of: TargetSettings, moments: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    return {"step": of.optimizer_step, **moments}
+def _state(settings: TargetSettings, moments: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    return {"step": settings.optimizer_step, **moments}
 
 
-def _group(of: TargetSettings, decays: bool, numbers: list[int]) -> dict[str, Any]:
-    """With what torch's AdamW and DeepSpeed's Adams look up in a group."""
-    settings = {
-        "lr": of.optim["lr"],
-        "betas": tuple(of.optim["betas"]),
-        "eps": of.optim["eps"],
-        "weight_decay": of.optim["weight_decay"] if decays else 0.0,
+def _group(settings: TargetSettings, decays: bool, numbers: list[int]) -> dict[str, Any]:
+    """Return a group with the keys that torch's AdamW and DeepSpeed's Adams look up."""
+    values = {
+        "lr": settings.optim["lr"],
+        "betas": tuple(settings.optim["betas"]),
+        "eps": settings.optim["eps"],
+        "weight_decay": settings.optim["weight_decay"] if decays else 0.0,
     }
-    return settings | {
+    return values | {
         "bias_correction": True,
         "amsgrad": False,
         "maximize": False,
@@ -280,14 +313,16 @@ def _group(of: TargetSettings, decays: bool, numbers: list[int]) -> dict[str, An
     }
 
 
-def _slices(flat: FlatBuffer, of: TargetSettings, rank: int) -> Iterator[tuple[LocalParameter, int, int]]:
-    """(parameter, element of the rank's part at which it begins, elements) of what a rank has of a buffer."""
+def _slices(
+    flat: FlatBuffer, settings: TargetSettings, rank: int
+) -> Iterator[tuple[LocalParameter, int, int]]:
+    """Yield (parameter, first element in the rank's part, number of elements) of a buffer for one rank."""
     low, high = rank * flat.numel, (rank + 1) * flat.numel
-    for index, (one, start) in enumerate(zip(flat.parameters, flat.starts, strict=True)):
-        if start < high and start + one.box.numel > low:
-            for run in buffer_runs(flat, index, of.stage, of.data):
+    for index, (parameter, start) in enumerate(zip(flat.parameters, flat.starts, strict=True)):
+        if start < high and start + parameter.box.numel > low:
+            for run in buffer_runs(flat, index, settings.stage, settings.data):
                 if run.rank == rank:
-                    yield one, run.at, run.numel
+                    yield parameter, run.at, run.numel
 
 
 def _fragment(numel: int, start: int) -> ReduceCall:

@@ -1,10 +1,10 @@
-"""What ZeRO's partitions hold of which parameter: flat buffers of every rank, cut where the recorded shapes say.
+"""Read ZeRO's partitions: locate parameters in the ranks' flat buffers from the recorded shapes.
 
-Parameters are found by ``param_shapes``, which is in the buffers' order under ``round_robin_gradients`` too; the recorded
-``param_slice_mappings`` are not used: under ``round_robin_gradients`` they name each parameter's place in another order.
+Parameters are located by ``param_shapes``, which has the buffers' order also under ``round_robin_gradients``.
+The recorded ``param_slice_mappings`` have another order there and are not used.
 
-Sources, in ``deepspeed/runtime``: ``zero/stage_1_and_2.py`` and ``bf16_optimizer.py`` (``state_dict``), ``zero/stage3.py``
-(``_rigid_state_dict``), ``engine.py`` (``_get_zero_param_shapes``). Imports no torch.
+Sources, in ``deepspeed/runtime``: ``zero/stage_1_and_2.py`` and ``bf16_optimizer.py`` (``state_dict``),
+``zero/stage3.py`` (``_rigid_state_dict``), ``engine.py`` (``_get_zero_param_shapes``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from toolkit.checkpoint.shard import MASTER, MOMENTUM
 
 GroupShapes = Sequence[
     Mapping[str, Shape]
-]  # of each group (ZeRO 3: sub-group), parameters by name in the buffers' order
+]  # for each group (ZeRO 3: sub-group), shapes by name in the buffers' order
 
 
 def read_partitions(ranks: Sequence[SavedFile], groups: GroupShapes) -> dict[str, RankParameter]:
-    """The optimizer's part of every parameter of one model-parallel rank. Raises Damage."""
-    read = _stage3 if "fp32_flat_groups" in ranks[0].content else _stage12
+    """Return the optimizer's part of every parameter of one model-parallel rank. Raises DamagedFile."""
+    read = _read_stage3 if "fp32_flat_groups" in ranks[0].content else _read_stage12
     found: dict[str, RankParameter] = {}
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
@@ -47,7 +47,7 @@ def read_partitions(ranks: Sequence[SavedFile], groups: GroupShapes) -> dict[str
         for name, state, content in read(ranks, number, shapes):
             if state == MASTER:
                 found[name].master = content
-            elif state in found[name].moments:  # of Muon: the further ranks that hold the whole
+            elif state in found[name].moments:  # Muon: other ranks that have the whole matrix
                 found[name].copies.append((state, content))
             else:
                 found[name].moments[state] = content
@@ -55,7 +55,9 @@ def read_partitions(ranks: Sequence[SavedFile], groups: GroupShapes) -> dict[str
 
 
 def read_steps(rank: SavedFile) -> Iterator[object]:
-    """The optimizer's counts of its own steps, of every group: some keep them with the state, some with the group's settings."""
+    """Yield the optimizer's step counts of every group; some optimizers store them in the state, some in
+    the group.
+    """
     inner = rank.content.get("base_optimizer_state", rank.content.get("optimizer_state_dict"))
     states = inner.get("state", {}).values() if isinstance(inner, Mapping) else inner or ()
     for holder in (*states, *read_groups(rank)):
@@ -64,15 +66,17 @@ def read_steps(rank: SavedFile) -> Iterator[object]:
 
 
 def read_groups(rank: SavedFile) -> Sequence[Mapping[str, object]]:
-    """Of the optimizer's groups."""
+    """Return the optimizer's parameter groups."""
     inner = rank.content.get("base_optimizer_state", rank.content.get("optimizer_state_dict"))
     return inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
 
 
-def _stage12(
+def _read_stage12(
     ranks: Sequence[SavedFile], number: int, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, str, StoredContent]]:
-    """ZeRO 1, 2 and ``BF16_Optimizer``: a group's parameters back to back, with gaps where they are aligned, cut into equal parts."""
+    """ZeRO 1, 2 and ``BF16_Optimizer``: a group's parameters, with alignment gaps, are concatenated and
+    cut into equal parts.
+    """
     first = ranks[0].content
     numels = [math.prod(shape) for shape in shapes.values()]
     gaps = (
@@ -90,7 +94,7 @@ def _stage12(
     partition = _partition_numel(ranks, number, total)
     least = [min(partition, max(0, total - rank * partition)) for rank in range(len(ranks))]
     states = {
-        MASTER: [_of_group(rank, "single_partition_of_fp32_groups", number) for rank in ranks],
+        MASTER: [_group_value(rank, "single_partition_of_fp32_groups", number) for rank in ranks],
         **_moments(ranks, number),
     }
     for state, values in states.items():
@@ -113,11 +117,13 @@ def _stage12(
 
 
 def _partition_numel(ranks: Sequence[SavedFile], number: int, total: int) -> int:
-    """Elements of a rank's part of a group: what is in the file and the padding that was taken off. Raises Damage."""
+    """Return the elements per rank of a group: those in the file plus the removed padding. Raises
+    DamagedFile.
+    """
     found = set()
     for rank in ranks:
-        master, padding = _of_group(rank, "single_partition_of_fp32_groups", number), 0
-        if "zero_stage" in rank.content:  # BF16_Optimizer leaves the padding on
+        master, padding = _group_value(rank, "single_partition_of_fp32_groups", number), 0
+        if "zero_stage" in rank.content:  # BF16_Optimizer does not remove the padding
             padding = rank.content["group_paddings"][number]
         found.add(_numel(master) + padding)
     count = ranks[0].content["partition_count"]
@@ -127,7 +133,7 @@ def _partition_numel(ranks: Sequence[SavedFile], number: int, total: int) -> int
             ranks[0].name,
             f"parts of group {number} have {sorted(found)} elements on {len(ranks)} ranks (saved by {count}), its "
             f"parameters {total}",
-            "a group is cut into equal parts, one a rank of the run that saved it",
+            "a group is cut into equal parts, one for each rank of the run that saved it",
         )
     return found.pop()
 
@@ -139,7 +145,9 @@ def _whole_matrices(
     values: Sequence[object],
     partition: int,
 ) -> Iterator[tuple[str, str, StoredContent]]:
-    """Muon under ZeRO 1 and 2: momentum of every matrix that a rank has a part of, whole, one after another."""
+    """Muon under ZeRO 1 and 2: the momentum of every matrix of which a rank has a part, whole and
+    concatenated.
+    """
     buffers = [
         as_flat_buffer(value, rank.name, MOMENTUM, 0) for value, rank in zip(values, ranks, strict=True)
     ]
@@ -158,18 +166,18 @@ def _whole_matrices(
             raise DamagedFile(
                 file.name,
                 f"{MOMENTUM} in {file.name} has {buffer.numel} elements, its matrices {used}",
-                "Muon keeps momentum of the matrices that a rank has a part of",
+                "Muon stores the momentum of every matrix of which a rank has a part",
             )
 
 
-def _stage3(
+def _read_stage3(
     ranks: Sequence[SavedFile], number: int, shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, str, StoredContent]]:
-    """Each parameter's equal shares, of which the last are padded, one after another."""
+    """ZeRO 3: each parameter's equal shares, the last ones padded, are concatenated."""
     numels = [math.prod(shape) for shape in shapes.values()]
     *starts, total = accumulate((share_numel(length, len(ranks)) for length in numels), initial=0)
     for state, values in {
-        MASTER: [_of_group(rank, "fp32_flat_groups", number) for rank in ranks],
+        MASTER: [_group_value(rank, "fp32_flat_groups", number) for rank in ranks],
         **_moments(ranks, number),
     }.items():
         buffers = [
@@ -181,7 +189,7 @@ def _stage3(
                 ranks[0].name,
                 f"{state} of sub-group {number} has {buffers[0].numel} elements in {ranks[0].name}, its parameters "
                 f"have {total} on each of {len(ranks)} ranks",
-                "a checkpoint is read with the files of all its ranks",
+                "a checkpoint has the files of all its ranks",
             )
         places = list(map(locate_buffer, buffers))
         for name, start, length in zip(shapes, starts, numels, strict=True):
@@ -193,7 +201,12 @@ def _stage3(
 
 
 def read_frozen(fragments: Sequence[tuple[str, object]], shape: Shape) -> StoredContent:
-    """ZeRO 3: a parameter that no optimizer holds, of which each rank's model file has a share. ``fragments``: file and tensor."""
+    """ZeRO 3: return a parameter without optimizer state, of which each rank's model file has a share.
+
+    Args:
+        fragments: For each rank, the file and the tensor.
+        shape: Shape of the parameter.
+    """
     length, ranks = math.prod(shape), len(fragments)
     shares = [
         as_flat_buffer(value, file, "a frozen parameter", share_numel(length, ranks))
@@ -205,8 +218,11 @@ def read_frozen(fragments: Sequence[tuple[str, object]], shape: Shape) -> Stored
 
 
 def shapes_from_slices(ranks: Sequence[SavedFile], shapes: Mapping[str, Shape]) -> GroupShapes:
-    """Of ``BF16_Optimizer`` without ZeRO, which has no ``param_shapes``: the slices of all ranks, in their order. ``shapes`` are the
-    model's, by name."""
+    """Return the group shapes for ``BF16_Optimizer`` without ZeRO, which has no ``param_shapes``, from the
+    slices of all ranks.
+
+    ``shapes`` are those of the model, by name.
+    """
     found = []
     for number in range(len(ranks[0].content["single_partition_of_fp32_groups"])):
         names = dict.fromkeys(name for rank in ranks for name in rank.content["param_slice_mappings"][number])
@@ -221,7 +237,7 @@ def shapes_from_slices(ranks: Sequence[SavedFile], shapes: Mapping[str, Shape]) 
     return found
 
 
-def _of_group(rank: SavedFile, key: str, number: int) -> object:
+def _group_value(rank: SavedFile, key: str, number: int) -> object:
     groups = rank.content.get(key)
     if not isinstance(groups, list) or number >= len(groups):
         raise DamagedFile(
@@ -233,13 +249,15 @@ def _of_group(rank: SavedFile, key: str, number: int) -> object:
 
 
 def _moments(ranks: Sequence[SavedFile], number: int) -> dict[str, list[object]]:
-    """The optimizer's tensors of parameter shape, of every rank. None before its first step. Raises Damage."""
+    """Return the optimizer's tensors of parameter shape for every rank; empty before its first step.
+    Raises DamagedFile.
+    """
     of_ranks = []
     for rank in ranks:
         inner = rank.content.get("base_optimizer_state", rank.content.get("optimizer_state_dict"))
         states = (
             inner["state"] if isinstance(inner, Mapping) else dict(enumerate(inner or ()))
-        )  # elastic checkpoints: a list
+        )  # elastic checkpoints have a list
         state = states.get(number, {})
         of_ranks.append(
             {name: value for name, value in state.items() if isinstance(value, StoredTensor) and value.shape}

@@ -1,12 +1,13 @@
-"""The format that ``transformers`` and everything around it read: ``config.json`` and safetensors. Reading; ``huggingface_target.py``
-writes it.
+"""Read the format of ``transformers``: ``config.json`` and safetensors. ``target.py`` writes it.
 
-    config.json  model.safetensors | model-00001-of-0000N.safetensors ...  model.safetensors.index.json  tokenizer files
-    optimizer/state.json               this toolkit's: scalars that training resumes from, and which files hold which state
-    optimizer/exp_avg.safetensors ...  this toolkit's: a state of the optimizer under published names, cut into files as weights are
+    config.json  model.safetensors | model-00001-of-0000N.safetensors ...  model.safetensors.index.json
+    tokenizer files
+    optimizer/state.json               added by this toolkit: scalars, and which files contain which state
+    optimizer/exp_avg.safetensors ...  added by this toolkit: an optimizer state under published names, split
+    as weights are
 
-Transformers looks at the first line only. A catalog is made with the family's map from published names to canonical ones. Imports
-no torch.
+Transformers reads only the files of the first line. The family maps published names to canonical ones.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ INDEX = "model.safetensors.index.json"
 OPTIMIZER = "optimizer"
 STATE = f"{OPTIMIZER}/state.json"
 STATE_FORMAT, STATE_VERSION = "toolkit-optimizer", 1
-STATE_RULE = "an optimizer's state lies beside its weights as it was written"
+STATE_RULE = "the optimizer's files are complete and unmodified"
 
-Slots = Mapping[str, tuple[str, TensorEntry]]  # published name -> file, and place in it
+Slots = Mapping[str, tuple[str, TensorEntry]]  # published name -> file, and position in it
 Pieces = dict[TensorKey, tuple[TensorPiece, ...]]
 
 
 def find(path: Path) -> Path | None:
+    """Return ``path`` if it has a ``config.json``."""
     return path if (path / CONFIG).is_file() else None
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """The tensors of a published or exported folder, in their stored dtypes. ``config.json`` says what the model is.
+    """Open a published or exported folder; tensors keep their stored dtypes. ``config.json`` describes the
+    model.
 
     Raises:
-        CheckpointError: a file or tensor is missing or is not what ``config.json`` says.
-        InputError: a family, or a variant of one, that the toolkit does not know.
+        CheckpointError: A file or tensor is missing or does not match ``config.json``.
+        InputError: The toolkit does not support the family or the variant.
     """
     try:
         return _open(folder)
@@ -60,7 +63,7 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
 
 
 def _open(folder: Path) -> CheckpointSource:
-    """Raises Damage too."""
+    """Raises DamagedFile too."""
     config = _read_json(folder, CONFIG)
     family = families.FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -68,12 +71,12 @@ def _open(folder: Path) -> CheckpointSource:
             Problem(
                 str(folder / CONFIG),
                 f"model_type={config.get('model_type')} in {folder / CONFIG}",
-                f"a folder is of a family that the toolkit knows: {', '.join(families.FAMILIES)}",
-                "give the model as model.target=my.package.Model",
+                f"the toolkit supports these model families: {', '.join(families.FAMILIES)}",
+                "use the model as model.target=my.package.Model",
             )
         )
     shape = family.resolve_shape(model_of_config(family, config, folder / CONFIG))
-    published = _Published.of(family, shape)
+    published = _Published.create(family, shape)
     weights = _slots(folder, _files(folder))
     scalars, states = _optimizer(folder)
     pieces = published.weights(folder, weights)
@@ -94,16 +97,16 @@ def _open(folder: Path) -> CheckpointSource:
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:
-    said = {
+    recorded = {
         "architecture": ", ".join(config.get("architectures") or ()),
         "transformers": config.get("transformers_version"),
     }
-    return {name: str(value) for name, value in said.items() if value}
+    return {name: str(value) for name, value in recorded.items() if value}
 
 
 def _read_json(folder: Path, file: str) -> dict[str, Any]:
     """Raises Damage."""
-    path, rule = resolve_file(folder, file), "a Hugging Face folder has it"
+    path, rule = resolve_file(folder, file), "a Hugging Face folder contains it"
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -116,7 +119,9 @@ def _read_json(folder: Path, file: str) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Of the weights. ``model.safetensors`` wins over an index, as in transformers."""
+    """Return the names of the weights' files. ``model.safetensors`` takes precedence over an index, as in
+    transformers.
+    """
     if (folder / SINGLE).is_file():
         return [SINGLE]
     if not (folder / INDEX).is_file():
@@ -127,14 +132,14 @@ def _files(folder: Path) -> list[str]:
     if not isinstance(names, dict) or not _are_names(names.values()):
         raise DamagedFile(
             INDEX,
-            f"{folder / INDEX} has no weight_map of files beside it",
+            f"{folder / INDEX} has no weight_map of files in the same folder",
             "an index names the file of each tensor",
         )
     return sorted(set(names.values()))
 
 
 def _are_names(values: Any) -> bool:
-    """Of files in one folder, none below it."""
+    """Return whether the values are names of files in one folder."""
     try:
         return all("/" not in relative_name(value) for value in values)
     except UnsafePath:
@@ -153,7 +158,9 @@ def _slots(folder: Path, files: Sequence[str]) -> Slots:
 
 
 def _optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Slots]]:
-    """Scalars, and each state's tensors; nothing of either where no optimizer was saved. Raises Damage."""
+    """Return the scalars, and each state's tensors; both are empty if no optimizer was saved. Raises
+    DamagedFile.
+    """
     path = folder / STATE
     if not path.is_file():
         return {}, {}
@@ -181,11 +188,12 @@ def _refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A model as the hub has it.
+    """The published tensors of a model.
 
     Attributes:
-        sizes: of canonical tensors.
-        tied: alias -> the canonical tensor that stores it.
+        hub: Published tensors of the family.
+        sizes: Shapes of canonical tensors.
+        tied: Alias -> the canonical tensor that stores it.
     """
 
     hub: tuple[HubTensor, ...]
@@ -193,7 +201,7 @@ class _Published:
     tied: Mapping[str, str]
 
     @staticmethod
-    def of(family: Family, shape: ModelShape) -> _Published:
+    def create(family: Family, shape: ModelShape) -> _Published:
         return _Published(
             family.hub(shape),
             {spec.name: spec.shape for spec in family.parameters(shape)},
@@ -201,7 +209,7 @@ class _Published:
         )
 
     def weights(self, folder: Path, slots: Slots) -> Pieces:
-        """Raises CheckpointError naming every tensor that is missing or of another shape."""
+        """Raises CheckpointError naming every tensor that is missing or has another shape."""
         problems: list[Problem] = []
         pieces: Pieces = {}
         for tensor in self.hub:
@@ -224,8 +232,8 @@ class _Published:
                     Problem(
                         str(folder / file),
                         f"{tensor.name} is {slot.dtype} {slot.shape} in {folder / file}",
-                        f"config.json makes it {dtype} {tensor.shape}",
-                        "correct config.json or take the folder's own",
+                        f"config.json requires {dtype} {tensor.shape}",
+                        "correct config.json or restore the original",
                     )
                 )
                 continue
@@ -235,7 +243,9 @@ class _Published:
         return pieces
 
     def state(self, state: str, slots: Slots) -> Pieces:
-        """Of the optimizer, which need not have one for every parameter, but of each the whole. Raises Damage."""
+        """Return the pieces of an optimizer state, which may lack parameters but not parts of one. Raises
+        DamagedFile.
+        """
         pieces: Pieces = {}
         for tensor in self.hub:
             if tensor.name not in slots:
@@ -253,7 +263,9 @@ class _Published:
         return pieces
 
     def copies(self, slots: Slots) -> Pieces:
-        """What a folder holds twice: tied tensors that were saved under both names, tensors under an old name and the new one."""
+        """Return tensors that are stored twice: tied tensors under both names, tensors under an old and a
+        new name.
+        """
         found: Pieces = {}
         for tensor in self.hub:
             key, names = TensorKey(WEIGHT, tensor.canonical), (tensor.name, *tensor.aliases)
@@ -273,7 +285,7 @@ class _Published:
         return found
 
     def left_out(self, slots: Slots) -> tuple[str, ...]:
-        """What of the files is no parameter: tables of rotations, masks."""
+        """Return a description of stored tensors that are not parameters, such as rotary tables and masks."""
         known = {name for tensor in self.hub for name in (tensor.name, *tensor.aliases)} | self.tied.keys()
         names = [name for name in slots if name not in known]
         more = f" and {len(names) - 3} more" if names[3:] else ""

@@ -1,6 +1,7 @@
-"""Writing Hugging Face's format: weights that ``transformers`` opens and, if asked, what training resumes from beside them.
+"""Write Hugging Face's format: weights for ``transformers`` and, if requested, the state that training
+resumes from.
 
-See ``huggingface.py`` for the files. Imports no torch.
+``source.py`` describes the files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from typing import Any
 import xxhash
 
 from toolkit import families
-from toolkit.checkpoint import manifest
-from toolkit.checkpoint import model_discovery as nearby
-from toolkit.checkpoint import target_tensors as states
+from toolkit.checkpoint import manifest, target_tensors
 from toolkit.checkpoint.catalog import TensorPiece, byte_length
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.formats.huggingface.source import (
@@ -29,6 +28,7 @@ from toolkit.checkpoint.formats.huggingface.source import (
     STATE_FORMAT,
     STATE_VERSION,
 )
+from toolkit.checkpoint.model_discovery import unknown_model_error
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import MODEL, CheckpointSource
@@ -50,7 +50,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD_BYTES = 5 * 10**9  # of one file, as transformers does it
+SHARD_BYTES = 5 * 10**9  # per file, as in transformers
 _STEM = "model"
 
 
@@ -62,26 +62,29 @@ def lay_out(
     hub_config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> CheckpointTarget:
-    """A folder that ``AutoModelForCausalLM.from_pretrained`` opens; a model of no family becomes the files of its state dict.
+    """Lay out a folder for ``AutoModelForCausalLM.from_pretrained``; for a model without a family, the files
+    of its state dict.
 
     Args:
-        config: ``precision`` null: each weight as it is stored. ``optimizer`` null: weights only.
-        tokenizer: a folder whose tokenizer files are copied; None: the source's own, where it is in this format.
-        hub_config: ``config.json`` of a model of no family; without it there is none.
-        shard_bytes: a file holds no more than this, except for a single larger tensor.
+        source: The source.
+        config: ``precision`` null keeps each weight's stored dtype; ``optimizer`` null writes weights only.
+        tokenizer: Folder whose tokenizer files are copied; None uses the source's own if it is in this
+            format.
+        hub_config: ``config.json`` of a model without a family; None writes none.
+        shard_bytes: Maximum bytes per file, unless a single tensor is larger.
 
     Raises:
-        InputError: nobody says what model it is.
+        UnknownModelError: The model is unknown.
     """
     shape = source.shape
     if shape is None and source.namespace in {family.namespace for family in families.FAMILIES.values()}:
-        raise nearby.unknown_model_error(source.folder)
+        raise unknown_model_error(source.folder)
     tensors = _tensors(source, config, shape)
     files, placed = _files(_STEM, _published(tensors, shape, WEIGHT), shard_bytes)
     if len(files) > 1:
         total = sum(piece.end - piece.begin for _, piece in placed)
         files.append(
-            _text(
+            _json_file(
                 INDEX,
                 {
                     "metadata": {"total_size": total},
@@ -99,7 +102,7 @@ def lay_out(
             files += of_state
             placed += more
         files.append(
-            _text(
+            _json_file(
                 STATE,
                 {
                     "format": STATE_FORMAT,
@@ -115,7 +118,7 @@ def lay_out(
     if hub_config is not None:
         dtypes = [info.dtype for key, info in tensors.items() if key.state == WEIGHT]
         files.append(
-            _text(CONFIG, {**hub_config, "dtype": max(sorted(set(dtypes)), key=dtypes.count)}, free=True)
+            _json_file(CONFIG, {**hub_config, "dtype": max(sorted(set(dtypes)), key=dtypes.count)}, free=True)
         )
     if tokenizer is None and source.format == TargetFormat.huggingface.name:
         tokenizer = source.folder
@@ -139,14 +142,16 @@ def lay_out(
 def _tensors(
     source: CheckpointSource, config: TargetConfig, shape: ModelShape | None
 ) -> dict[TensorKey, TensorInfo]:
-    """What the folder holds: all weights of the family, whatever the source has, so that those that it lacks are refused."""
-    found = states.select_target_tensors(
+    """Return the tensors to write: all weights of the family, so that those that the source lacks are
+    reported.
+    """
+    found = target_tensors.select_target_tensors(
         source, config.precision, optimizer=bool(config.optimizer), uniform=False
     )
     if shape is None:
         return dict(sorted(found.items()))
     sizes = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
-    dtype = states.choose_weights_dtype(source, config.precision)
+    dtype = target_tensors.choose_weights_dtype(source, config.precision)
     weights = {TensorKey(WEIGHT, name): TensorInfo(dtype, size) for name, size in sizes.items()}
     return weights | {
         key: TensorInfo(info.dtype, sizes[key.name]) for key, info in found.items() if key.name in sizes
@@ -154,7 +159,7 @@ def _tensors(
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _PublishedTensor:
     """One tensor of a file: ``box`` of the canonical tensor ``key``, under its published name and shape."""
 
     name: str
@@ -166,23 +171,25 @@ class _Tensor:
 
 def _published(
     tensors: Mapping[TensorKey, TensorInfo], shape: ModelShape | None, state: str
-) -> Iterator[_Tensor]:
+) -> Iterator[_PublishedTensor]:
     if shape is None:
         for key, info in tensors.items():
             if key.state == state:
-                yield _Tensor(key.name, info.shape, key, info, Box.whole(info.shape))
+                yield _PublishedTensor(key.name, info.shape, key, info, Box.whole(info.shape))
         return
     for hub in families.get(shape.family).hub(shape):
         key = TensorKey(state, hub.canonical)
         if key in tensors:
-            yield _Tensor(hub.name, hub.shape, key, tensors[key], Box(hub.offset, hub.extent))
+            yield _PublishedTensor(hub.name, hub.shape, key, tensors[key], Box(hub.offset, hub.extent))
 
 
 def _files(
-    stem: str, tensors: Iterator[_Tensor], shard_bytes: int
+    stem: str, tensors: Iterator[_PublishedTensor], shard_bytes: int
 ) -> tuple[list[TargetFile], list[tuple[str, TensorPiece]]]:
-    """``stem.safetensors``, or as many files as are needed; and the piece of each tensor, by its published name."""
-    groups: list[list[_Tensor]] = [[]]
+    """Return ``stem.safetensors``, or as many files as needed, and the piece of each tensor by its
+    published name.
+    """
+    groups: list[list[_PublishedTensor]] = [[]]
     filled = 0
     for tensor in tensors:
         size = byte_length(tensor.info.dtype, tensor.shape)
@@ -217,7 +224,7 @@ def _files(
     return files, placed
 
 
-def _text(name: str, content: Mapping[str, Any], *, free: bool = False) -> TargetFile:
+def _json_file(name: str, content: Mapping[str, Any], *, free: bool = False) -> TargetFile:
     data = (json.dumps(content, indent=2) + "\n").encode()
     return TargetFile(name, len(data), {0: data}, free=free)
 
@@ -237,8 +244,8 @@ def _inside(folder: Path, name: str) -> Path:
             Problem(
                 str(folder),
                 f"{folder}: {error}",
-                "the files of a tokenizer lie in its folder",
-                "put the file itself there in place of the link",
+                "the files of a tokenizer are in its folder",
+                "replace the link by the file itself",
             )
         ) from error
 
@@ -247,7 +254,7 @@ def _identity(file: TargetFile) -> str:
     return f"{file.name} {file.numbytes} {xxhash.xxh3_128_hexdigest(file.fixed[0])}"
 
 
-# ---- at the end of a run
+# ---- export at the end of a run
 
 
 def export(
@@ -259,25 +266,26 @@ def export(
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """The weights of ``source`` as a folder that ``AutoModelForCausalLM.from_pretrained`` opens. They are written as they are, whatever
-    they are: the training is done.
+    """Export the weights of ``source`` to a folder for ``AutoModelForCausalLM.from_pretrained``, without
+    examining their values.
 
     Args:
-        source: of a model of no family, all of the state dict is written.
-        dtype: torch's name (``bfloat16``); None: as the weights are stored.
-        tokenizer, shard_bytes: as of ``lay_out``.
-        config: of ``model.target``, where its module is transformers' own; without it there is no ``config.json``.
+        source: The source. For a model without a family, the whole state dict is written.
+        folder: Folder to create; an earlier export there is replaced.
+        dtype: Torch's name (``bfloat16``); None keeps the stored dtypes.
+        tokenizer, shard_bytes: As in ``lay_out``.
+        config: ``config.json`` of ``model.target``, if its module is transformers' own; None writes none.
 
     Returns:
-        ``folder``, which appears whole or not at all; an earlier export there is replaced.
+        ``folder``, which appears complete or not at all.
 
     Raises:
-        CheckpointError: the source lacks a weight, or is damaged.
-        InputError: an unknown dtype, or ``folder`` holds something that is not an export.
+        CheckpointError: The source lacks a weight or is damaged.
+        InputError: The dtype is unknown, or ``folder`` contains something other than an export.
     """
     folder = Path(folder)
     precision = next(
-        (precision for precision, name in states.DTYPE_OF_PRECISION.items() if name == dtype), None
+        (precision for precision, name in target_tensors.DTYPE_OF_PRECISION.items() if name == dtype), None
     )
     if dtype is not None and precision is None:
         raise InputError(
@@ -296,12 +304,12 @@ def export(
         hub_config=config,
         shard_bytes=shard_bytes,
     )
-    made, old = folder.with_name(f".{folder.name}.made"), folder.with_name(f".{folder.name}.replaced")
-    for left in (made, old):  # by a killed attempt
+    temporary, old = folder.with_name(f".{folder.name}.made"), folder.with_name(f".{folder.name}.replaced")
+    for left in (temporary, old):  # left by a killed attempt
         if left.exists():
             shutil.rmtree(left)
     conversion = Conversion(
-        source.catalog, target, made, origin=source.origin(), refuse=source.refuse, examine=False
+        source.catalog, target, temporary, origin=source.origin(), refuse=source.refuse, examine=False
     )
     try:
         conversion.run()
@@ -310,7 +318,7 @@ def export(
         raise
     if folder.exists():
         folder.rename(old)
-    made.rename(folder)
+    temporary.rename(folder)
     sync_folder(folder.parent)
     if old.exists():
         shutil.rmtree(old)
@@ -329,8 +337,8 @@ def _check_replaceable(folder: Path) -> None:
         raise InputError(
             Problem(
                 str(folder),
-                f"{folder} holds {', '.join(foreign[:3]) or 'a file'}",
-                "an export replaces an earlier export only",
+                f"{folder} contains {', '.join(foreign[:3]) or 'a file'}",
+                "an export replaces only an earlier export",
                 "export to a new folder",
             )
         )

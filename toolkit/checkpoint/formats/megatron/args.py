@@ -1,6 +1,8 @@
-"""The model that Megatron-LM's arguments describe: it saves them in ``common.pt``, and Megatron-core alone does not.
+"""Derive the model from Megatron-LM's arguments, which it saves in ``common.pt``; Megatron-core alone does
+not.
 
-Source: Megatron-LM's ``megatron/training/arguments.py`` (``core_transformer_config_from_args``, names of arguments). Imports no torch.
+Source: Megatron-LM's ``megatron/training/arguments.py`` (``core_transformer_config_from_args``, names of
+arguments). Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from toolkit.errors import PlanError
 from toolkit.families import FAMILIES
 from toolkit.families.base import ModelShape
 
-# Fields of TransformerConfig that tell families apart -> Megatron-LM's argument.
+# Fields of TransformerConfig that distinguish families -> Megatron-LM's argument.
 _TRAITS = {
     "normalization": "normalization",
     "gated_linear_unit": "swiglu",
@@ -38,7 +40,9 @@ _SIZES = {
 
 
 def read_model_shape(args: Mapping[str, Any]) -> ModelShape | None:
-    """None: they leave something open (the vocabulary without padding is not always there), or the model is of no family here."""
+    """Return the model's shape, or None if the arguments are incomplete (the unpadded vocabulary may be
+    missing) or fit no family.
+    """
     sizes: dict[str, Any] = {key: args.get(name) for key, name in _SIZES.items()}
     if sizes["vocab_size"] is None or "untie_embeddings_and_output_weights" not in args:
         return None
@@ -72,8 +76,11 @@ def read_model_shape(args: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _router_coefficient(args: Mapping[str, Any]) -> float:
-    """As ``model.router_aux_loss_coef`` has it: of the mean over layers, where an expert's share is not divided by the experts a token
-    visits (``families/tables.py`` converts the other way)."""
+    """Return ``model.router_aux_loss_coef``: averaged over layers, with an expert's share not divided by the
+    experts per token.
+
+    ``families/tables.py`` converts in the other direction.
+    """
     coefficient, visited = args.get("moe_aux_loss_coeff"), args.get("moe_router_topk")
     if not isinstance(coefficient, int | float) or not visited:
         return 0.0
@@ -81,5 +88,5 @@ def _router_coefficient(args: Mapping[str, Any]) -> float:
 
 
 def _same(ours: object, theirs: object) -> bool:
-    """A switch that is absent is off."""
+    """An absent switch is off."""
     return bool(ours) == bool(theirs) if isinstance(ours, bool) or ours is None else ours == theirs

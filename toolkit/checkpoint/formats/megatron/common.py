@@ -1,17 +1,19 @@
-"""``common.pt`` of Megatron-core's checkpoints: everything but tensors of the model and of the optimizer.
+"""``common.pt`` of Megatron-core's checkpoints: everything except tensors of the model and of the optimizer.
 
-``optimizer`` is what the optimizer's own ``state_dict`` gives, without its tensors. Three kinds of optimizer shape it in three ways,
-and a run with expert parallelism has two optimizers, {0: dense, 1: experts}:
+``optimizer`` is the optimizer's ``state_dict`` without its tensors. Its structure depends on the kind of
+optimizer, and a run with expert parallelism has two optimizers, {0: dense, 1: experts}:
 
     fp32           {state: {common_step}, param_groups}
     16 bits        {optimizer: {state: {common_step}, param_groups}}
     distributed    {optimizer: {param_groups: [{step, ...}]}, param_state_sharding_type}
 
-No two of them use one key differently, so that one mapping with all of the keys serves each of them. A group is found by ``wd_mult``,
-``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``, and replaces the run's own, its settings of Adam included.
+No key has two meanings, so one mapping with all keys serves every kind. A loader finds a group by
+``wd_mult``, ``lr_mult``, ``is_expert_parallel`` and ``is_decoupled_lr``, and replaces the run's group
+including Adam's settings.
 
-Sources, in megatron/core: ``optimizer/optimizer.py``, ``optimizer/distrib_optimizer.py``, ``optimizer/__init__.py``
-(``_get_param_groups``), ``optimizer/grad_scaler.py``, ``optimizer_param_scheduler.py``. Imports no torch.
+Sources, in megatron/core: ``optimizer/optimizer.py``, ``optimizer/distrib_optimizer.py``,
+``optimizer/__init__.py`` (``_get_param_groups``), ``optimizer/grad_scaler.py``,
+``optimizer_param_scheduler.py``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from toolkit.checkpoint.target import TargetFile
 
 COMMON = "common.pt"
 RESHARDABLE = "fully_reshardable"
-_SAMPLES = "consumed_train_samples"  # Megatron-LM has it among its arguments
+_SAMPLES = "consumed_train_samples"  # also among Megatron-LM's arguments
 _KNOWN = {"iteration", "checkpoint_version", "optimizer", "content_metadata", "args", _SAMPLES}
 
 
@@ -40,12 +42,14 @@ _KNOWN = {"iteration", "checkpoint_version", "optimizer", "content_metadata", "a
 
 @dataclass(frozen=True, slots=True)
 class CommonState:
-    """Attributes:
-    step: optimizer steps done; None where it is of none (a release).
-    args: Megatron-LM's arguments; empty where there are none.
-    sharding: how the distributed optimizer's state is laid out; None without one.
-    scalars: that training resumes from, but the step.
-    left_out: keys that are not carried.
+    """The content of ``common.pt``.
+
+    Attributes:
+        step: Completed optimizer steps; None for a release.
+        args: Megatron-LM's arguments; may be empty.
+        sharding: How the distributed optimizer's state is sharded; None without one.
+        scalars: What training resumes from, except the step.
+        left_out: Keys that are not carried over.
     """
 
     step: int | None
@@ -56,7 +60,7 @@ class CommonState:
 
 
 def load_common(folder: Path) -> CommonState:
-    """Raises Damage: it is missing, unreadable, or its steps disagree."""
+    """Raises DamagedFile if the file is missing or unreadable, or its steps disagree."""
     found = torch_zip.load(folder, COMMON)
     if not isinstance(found, dict):
         raise DamagedFile(COMMON, f"{folder / COMMON} is {type(found).__name__}", f"{COMMON} is a mapping")
@@ -76,25 +80,29 @@ def load_common(folder: Path) -> CommonState:
         step=iteration if isinstance(iteration, int) else None,
         args=arguments,
         sharding=sharding[0] if sharding else None,
-        scalars=scalars | _of_optimizer(folder, parts),
+        scalars=scalars | _optimizer_scalars(folder, parts),
         left_out=tuple(str(key) for key in found if key not in _KNOWN),
     )
 
 
 def _parts(optimizer: Any) -> list[Mapping[Any, Any]]:
-    """One an optimizer."""
+    """Return one mapping per optimizer."""
     if not isinstance(optimizer, dict):
         return []
     numbered = [optimizer[key] for key in sorted(key for key in optimizer if isinstance(key, int))]
     return [part for part in numbered or [optimizer] if isinstance(part, dict)]
 
 
-def _of_optimizer(folder: Path, parts: Sequence[Mapping[Any, Any]]) -> dict[str, object]:
-    places = [place for part in parts for place in (part, part.get("optimizer")) if isinstance(place, dict)]
-    groups = [group for place in places for group in place.get("param_groups", ())]
-    said = [place["state"]["common_step"] for place in places if "common_step" in place.get("state", {})]
-    said += [group["step"] for group in groups if group.get("step") is not None]
-    steps = sorted({int(torch_zip.read_number(folder, step)) for step in said})
+def _optimizer_scalars(folder: Path, parts: Sequence[Mapping[Any, Any]]) -> dict[str, object]:
+    mappings = [
+        mapping for part in parts for mapping in (part, part.get("optimizer")) if isinstance(mapping, dict)
+    ]
+    groups = [group for mapping in mappings for group in mapping.get("param_groups", ())]
+    recorded = [
+        mapping["state"]["common_step"] for mapping in mappings if "common_step" in mapping.get("state", {})
+    ]
+    recorded += [group["step"] for group in groups if group.get("step") is not None]
+    steps = sorted({int(torch_zip.read_number(folder, step)) for step in recorded})
     if len(steps) > 1:
         raise DamagedFile(
             COMMON,
@@ -119,7 +127,8 @@ def _of_optimizer(folder: Path, parts: Sequence[Mapping[Any, Any]]) -> dict[str,
         }
     scaler = next((part["grad_scaler"] for part in parts if "scale" in (part.get("grad_scaler") or {})), None)
     if scaler is not None and "growth_tracker" in scaler:
-        # It counts steps since an overflow or a growth; so do we, from an overflow before the first of them on.
+        # Megatron-core counts steps since the last overflow or growth; ours since an overflow just before the
+        # first step.
         found[LOSS_SCALER] = {
             "cur_scale": torch_zip.read_number(folder, scaler["scale"]),
             "cur_iter": int(scaler["growth_tracker"]),
@@ -134,7 +143,9 @@ def _of_optimizer(folder: Path, parts: Sequence[Mapping[Any, Any]]) -> dict[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamState:
-    """The optimizer's part. ``settings``: lr, betas, eps and weight_decay. ``scaler``: fp16's, as ``scalars.LOSS_SCALER`` has it."""
+    """The optimizer's part. ``settings`` has lr, betas, eps and weight_decay; ``scaler`` is as in
+    ``scalars.LOSS_SCALER``.
+    """
 
     step: int
     settings: Mapping[str, Any]
@@ -143,7 +154,7 @@ class AdamState:
 
 @dataclass(slots=True)
 class _Numbers:
-    """Tensors of one number, whose bytes are known."""
+    """Tensors of one number, with known bytes."""
 
     storages: list[Storage] = field(default_factory=list)
 
@@ -153,14 +164,21 @@ class _Numbers:
 
 
 def lay_out_common(
-    name: str, *, step: int | None, consumed_samples: int | None, adam: AdamState | None, apart: bool
+    name: str,
+    *,
+    step: int | None,
+    consumed_samples: int | None,
+    adam: AdamState | None,
+    separate_experts: bool,
 ) -> TargetFile:
-    """``common.pt``.
+    """Lay out ``common.pt``.
 
     Args:
-        step: None: the weights of a release.
-        adam: None: weights alone.
-        apart: experts have an optimizer of their own, as in runs with expert parallelism.
+        name: Path of the file.
+        step: Completed steps; None for the weights of a release.
+        consumed_samples: Samples consumed so far, if known.
+        adam: The optimizer's part; None writes weights only.
+        separate_experts: Experts have their own optimizer, as in runs with expert parallelism.
     """
     numbers = _Numbers()
     value: dict[str, Any] = {"checkpoint_version": 3.0}
@@ -171,7 +189,9 @@ def lay_out_common(
     if adam is not None:
         dense = _part(adam, [_group(adam, decays, expert=False) for decays in (True, False)], numbers)
         value["optimizer"] = (
-            {0: dense, 1: _part(adam, [_group(adam, True, expert=True)], numbers)} if apart else dense
+            {0: dense, 1: _part(adam, [_group(adam, True, expert=True)], numbers)}
+            if separate_experts
+            else dense
         )
     value["content_metadata"] = {
         "distrib_optim_sharding_type": RESHARDABLE,
@@ -192,7 +212,7 @@ def _part(adam: AdamState, groups: list[dict[str, Any]], numbers: _Numbers) -> d
         "param_state_sharding_type": RESHARDABLE,
     }
     if adam.scaler is not None:
-        # Its growth is counted anew: how far it had come depends on the window of the run that was.
+        # Restart the growth counter: its meaning depends on the growth interval of the previous run.
         part["grad_scaler"] = {
             "scale": numbers.tensor(adam.scaler["cur_scale"], (1,)),
             "growth_tracker": 0,
@@ -202,7 +222,9 @@ def _part(adam: AdamState, groups: list[dict[str, Any]], numbers: _Numbers) -> d
 
 
 def _group(adam: AdamState, decays: bool, *, expert: bool) -> dict[str, Any]:
-    """What torch's, Apex's and Transformer Engine's Adam keep in a group. ``max_lr`` and ``min_lr`` are left to the run's schedule."""
+    """Return a group with the keys of torch's, Apex's and Transformer Engine's Adam. The run's schedule
+    sets ``max_lr`` and ``min_lr``.
+    """
     first, second = adam.settings["betas"]
     return {
         "wd_mult": 1.0 if decays else 0.0,

@@ -1,12 +1,15 @@
-"""Keys of Megatron-core's ``torch_dist`` checkpoints, and the tensors of the families' tables that they hold.
+"""Keys of Megatron-core's ``torch_dist`` checkpoints, and the tensors of the families' tables that they
+contain.
 
-A key names a tensor of the whole model. By default those of all layers are stacked (``decoder.layers.mlp.linear_fc2.weight``
-[L, H, F]) and those of all experts too ([L, E, ...]); "singleton" keys have the layer's and the expert's number in the name, and the
-halves of a gated ``linear_fc1`` under two names, ``_w`` and ``_v``. State of the optimizer is ``optimizer.state.STATE.KEY``.
+A key names a tensor of the whole model. By default the tensors of all layers are stacked
+(``decoder.layers.mlp.linear_fc2.weight`` [L, H, F]), and those of all experts too ([L, E, ...]). "Singleton"
+keys have the layer's and the expert's number in the name, and the halves of a gated ``linear_fc1`` in two
+keys, ``_w`` and ``_v``. Optimizer state is ``optimizer.state.STATE.KEY``.
 
-Sources, in megatron/core: ``transformer/transformer_block.py``, ``transformer/mlp.py`` (``apply_swiglu_sharded_factory``),
-``transformer/moe/experts.py``, ``models/gpt/gpt_layer_specs.py`` (``sharded_state_dict_keys_map``), ``optimizer/optimizer.py`` and
-``optimizer/distrib_optimizer.py`` (names of states), ``dist_checkpointing/mapping.py`` (``ShardedObject.unique_key``).
+Sources, in megatron/core: ``transformer/transformer_block.py``, ``transformer/mlp.py``
+(``apply_swiglu_sharded_factory``), ``transformer/moe/experts.py``, ``models/gpt/gpt_layer_specs.py``
+(``sharded_state_dict_keys_map``), ``optimizer/optimizer.py`` and ``optimizer/distrib_optimizer.py`` (names of
+states), ``dist_checkpointing/mapping.py`` (``ShardedObject.unique_key``).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ STATE_OF = {
     EXP_AVG_SQ: EXP_AVG_SQ,
     MOMENTUM: MOMENTUM,
 }
-# The fp32 weights of the distributed optimizer, and of the one without: the same values under two names.
+# fp32 weights of the distributed optimizer, and of the other one: the same values under two names
 MASTERS = ("param", "fp32_param")
 EXTRA = "_extra_state"
 
@@ -42,15 +45,15 @@ _HALF = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias))_([wv])$")
 
 @dataclass(frozen=True, slots=True)
 class MegatronKey:
-    """What a key means.
+    """A parsed key.
 
     Attributes:
-        state: as ``shard.py`` names them.
-        weight: the key of the model's own tensor; with ``state`` of the optimizer another than this one.
-        source: this key without the name of a half: what two keys share that hold the two halves of one tensor.
-        name: of Megatron-core's tensor, with ``{layer}`` and ``{expert}`` where it is one of a stack.
-        stacked: which of these the key's first dims count.
-        half: 0 the gate's rows only, 1 the up projection's; None: all.
+        state: As ``shard.py`` names states.
+        weight: Key of the model's own tensor; a different key if ``state`` is an optimizer state.
+        source: This key without the suffix of a half, which is common to the two halves of a tensor.
+        name: Name of Megatron-core's tensor, with ``{layer}`` and ``{expert}`` if it is stacked.
+        stacked: Which of these the first dims of the tensor count.
+        half: 0 for the gate's rows, 1 for the up projection's, None for all.
     """
 
     state: str
@@ -61,26 +64,30 @@ class MegatronKey:
     half: int | None
 
     def whole_shape(self, own: tuple[int, ...], shape: ModelShape) -> tuple[int, ...]:
-        """Of the key's tensor, where one of the stack is of ``own``."""
+        """Return the shape of the key's tensor, given the shape ``own`` of one member of the stack."""
         counts = {"layer": shape.num_hidden_layers, "expert": shape.num_local_experts}
         rows = own if self.half is None else (own[0] // 2, *own[1:])
         return (*(counts[kind] for kind in self.stacked), *rows)
 
     def members(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-        """Each of the stack that a box of the key's tensor has a part of: its name, its place among the box's first dims, and the box
-        in it."""
+        """Yield each member of the stack that overlaps a box of the key's tensor.
+
+        Yields the member's name, its index in the box's first dims, and the box within it.
+        """
         lead = len(self.stacked)
         inner = Box(box.offset[lead:], box.shape[lead:])
-        for place in product(*map(range, box.shape[:lead])):
+        for position in product(*map(range, box.shape[:lead])):
             numbers = {
                 kind: first + index
-                for kind, first, index in zip(self.stacked, box.offset, place, strict=False)
+                for kind, first, index in zip(self.stacked, box.offset, position, strict=False)
             }
-            yield self.name.format(**numbers), place, inner
+            yield self.name.format(**numbers), position, inner
 
 
 def parse_key(key: str) -> MegatronKey | None:
-    """None: a key of the optimizer's of a state that has no meaning here. A name that no model has is not found out here."""
+    """Return the parsed key, or None for an optimizer state without a counterpart here. Does not check
+    that the model has the tensor.
+    """
     state, rest = WEIGHT, key
     if found := _STATE.match(key):
         if found[1] not in STATE_OF:
@@ -119,37 +126,44 @@ def parse_key(key: str) -> MegatronKey | None:
 
 @dataclass(frozen=True, slots=True)
 class KeySlot:
-    """Where a tensor stands in the tensor of a key: ``place`` among the first dims, which are ``counts`` long."""
+    """Position of a tensor in a key's tensor: ``place`` is its index in the first dims, whose sizes are
+    ``counts``.
+    """
 
     key: str
-    place: tuple[int, ...]
+    index: tuple[int, ...]
     counts: tuple[int, ...]
 
 
 def key_slots(tensor: MegatronTensor, shape: ModelShape) -> Sequence[KeySlot]:
-    """The keys, stacked, under which loaders of Megatron-core ask for ``tensor``: the same bytes serve all of them.
+    """Return the stacked keys under which Megatron-core's loaders request ``tensor``; all of them name the
+    same bytes.
 
-    Transformer Engine's layers do not fuse the norm before experts, and the local layer spec names it as if they did.
+    Transformer Engine's layers do not fuse the norm before experts, but the local layer spec names it as if
+    they did.
     """
     if tensor.layer is None:
         return (KeySlot(tensor.name, (), ()),)
     rest = tensor.name.removeprefix(f"decoder.layers.{tensor.layer}.")
-    place: tuple[int, ...] = (tensor.layer,)
+    index: tuple[int, ...] = (tensor.layer,)
     counts: tuple[int, ...] = (shape.num_hidden_layers,)
     if tensor.expert is not None:
         rest = rest.replace(f"mlp.experts.local_experts.{tensor.expert}.", "mlp.experts.experts.")
-        place, counts = (*place, tensor.expert), (*counts, shape.num_local_experts)
+        index, counts = (*index, tensor.expert), (*counts, shape.num_local_experts)
     names = [rest]
     for fused, norm in FUSED_NORMS.items():
         if rest.startswith(norm):
             kept = [rest] if shape.num_local_experts and norm == "pre_mlp_layernorm." else []
             names = [fused + rest.removeprefix(norm), *kept]
-    return tuple(KeySlot(f"decoder.layers.{name}", place, counts) for name in names)
+    return tuple(KeySlot(f"decoder.layers.{name}", index, counts) for name in names)
 
 
 def object_keys(tensors: Sequence[MegatronTensor], shape: ModelShape) -> list[str]:
-    """Keys of objects that loaders ask for, and which hold nothing here: of linear layers, of Transformer Engine's attention and norms
-    (its state under fp8)."""
+    """Return keys of objects that loaders request and that are empty here.
+
+    These are the extra states of linear layers and of Transformer Engine's attention and norms (its state
+    under fp8).
+    """
     found: dict[str, None] = {"decoder.final_layernorm._extra_state/shard_0_1": None}
     for tensor in tensors:
         if tensor.layer is None:
@@ -162,6 +176,6 @@ def object_keys(tensors: Sequence[MegatronTensor], shape: ModelShape) -> list[st
             if module.endswith("layernorm"):
                 modules.append(module)
             for name in modules:
-                place, counts = (".".join(map(str, numbers)) for numbers in (slot.place, slot.counts))
-                found[f"{name}.{EXTRA}/shard_{place}_{counts}"] = None
+                index, counts = (".".join(map(str, numbers)) for numbers in (slot.index, slot.counts))
+                found[f"{name}.{EXTRA}/shard_{index}_{counts}"] = None
     return list(found)

@@ -1,14 +1,14 @@
-"""Megatron-core's ``torch_dist`` checkpoints, read: a folder of one iteration, or one with a tracker file above it.
+"""Read Megatron-core's ``torch_dist`` checkpoints: a folder of one iteration, or one with a tracker file.
 
     PATH/latest_checkpointed_iteration.txt      4
-    PATH/iter_0000004/.metadata                 what lies where (``dcp_metadata.py``)
-    PATH/iter_0000004/__0_0.distcp              tensors, those of the optimizer too
-    PATH/iter_0000004/common.pt                 everything else (``megatron_common.py``)
+    PATH/iter_0000004/.metadata                 positions of tensors (``dcp/metadata.py``)
+    PATH/iter_0000004/__0_0.distcp              tensors, including those of the optimizer
+    PATH/iter_0000004/common.pt                 everything else (``common.py``)
     PATH/iter_0000004/metadata.json             the format's name and version
 
-Keys are those of the whole model (``megatron_keys.py``), so that the layout that wrote them does not matter. The families' tables say
-which boxes of canonical tensors lie in which rows of Megatron-core's. Of the distributed optimizer the ``fully_reshardable`` kind is
-read; the others are refused by name. Imports neither torch nor Megatron-core.
+Keys are those of the whole model (``keys.py``), so the layout that wrote them does not matter. The families'
+tables map boxes of canonical tensors to rows of Megatron-core's. Of the distributed optimizer's sharding
+types, ``fully_reshardable`` is supported. Imports neither torch nor Megatron-core.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ from pathlib import Path
 from toolkit import families
 from toolkit.checkpoint.catalog import DTYPES, Catalog, DamagedFile, LazyPieces, TensorPiece
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
-from toolkit.checkpoint.formats.dcp.metadata import ChunkedTensor, DcpMetadata, TensorChunk
-from toolkit.checkpoint.formats.megatron import args as megatron_args
-from toolkit.checkpoint.formats.megatron import common as megatron_common
-from toolkit.checkpoint.formats.megatron.common import COMMON, RESHARDABLE, CommonState
+from toolkit.checkpoint.formats.dcp.metadata import (
+    ChunkedTensor,
+    DcpMetadata,
+    TensorChunk,
+    check_coverage,
+    load_metadata,
+    open_chunk,
+)
+from toolkit.checkpoint.formats.megatron.args import read_model_shape
+from toolkit.checkpoint.formats.megatron.common import COMMON, RESHARDABLE, CommonState, load_common
 from toolkit.checkpoint.formats.megatron.keys import EXTRA, MegatronKey, parse_key
 from toolkit.checkpoint.formats.stored_tensor import StoredTensor
 from toolkit.checkpoint.model_discovery import unknown_model_error
@@ -42,30 +47,33 @@ NAME = "megatron"
 TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "metadata.json"
 BACKEND = "torch_dist"
-KEPT_CHUNKS = 512  # whose place in their file is remembered: a fused projection is asked for three times
+KEPT_CHUNKS = 512  # cached positions of chunks, because a fused projection is requested three times
 
 
 def find(path: Path) -> Path | None:
+    """Return the folder of the iteration that ``path`` is or that its tracker file names."""
     if (path / TRACKER).is_file():
         return read_tracker(path, TRACKER, iteration_folder)
     return path if (path / FORMAT).is_file() and (path / COMMON).is_file() else None
 
 
 def iteration_folder(iteration: str) -> str:
-    """What a tracker file means: a number, or ``release``."""
+    """Return the folder for the text of a tracker file, a number or ``release``."""
     return f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError: it is damaged, of a kind that is not read, or of another model. InputError: the model must be said."""
+    """Raises CheckpointError if it is damaged, unsupported or of another model, UnknownModelError if
+    ``model`` is required.
+    """
     try:
         _check_backend(folder)
-        common = megatron_common.load_common(folder)
+        common = load_common(folder)
         if common.sharding not in (None, RESHARDABLE):
-            raise _sharded(folder, common.sharding or "")
-        metadata = dcp_metadata.load_metadata(folder)
+            raise _sharding_error(folder, common.sharding or "")
+        metadata = load_metadata(folder)
         _check_sharding(folder, metadata)
-        shape = model or megatron_args.read_model_shape(common.args)
+        shape = model or read_model_shape(common.args)
         if shape is None:
             raise unknown_model_error(folder)
         return _source(folder, common, metadata, shape)
@@ -79,18 +87,18 @@ def _check_backend(folder: Path) -> None:
         found = json.loads(path.read_bytes())["sharded_backend"]
     except FileNotFoundError as error:
         raise DamagedFile(
-            FORMAT, f"{path} is missing", f"Megatron-core's checkpoints are read in its format {BACKEND}"
+            FORMAT, f"{path} is missing", f"Megatron-core's checkpoints must be in its format {BACKEND}"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(
-            FORMAT, f"{path} is not what Megatron-core writes ({error})", "it names the format"
+            FORMAT, f"{path} is not what Megatron-core writes ({error})", "it records the format"
         ) from error
     if found != BACKEND:
         raise CheckpointError(
             Problem(
                 str(folder),
                 f"{folder} is in Megatron-core's format {found}",
-                f"its format {BACKEND} is read",
+                f"only its format {BACKEND} is supported",
                 f"save it with --ckpt-format {BACKEND}",
             )
         )
@@ -98,18 +106,20 @@ def _check_backend(folder: Path) -> None:
 
 def _check_sharding(folder: Path, metadata: DcpMetadata) -> None:
     if any(".gbuf_idx_" in key for key in metadata.tensors):
-        raise _sharded(folder, "dp_reshardable")
+        raise _sharding_error(folder, "dp_reshardable")
     if metadata.reshaped or any(".param_state/" in key for key in metadata.objects):
-        raise _sharded(folder, "fully_sharded_model_space" if metadata.reshaped else "dp_zero_gather_scatter")
+        raise _sharding_error(
+            folder, "fully_sharded_model_space" if metadata.reshaped else "dp_zero_gather_scatter"
+        )
 
 
-def _sharded(folder: Path, kind: str) -> CheckpointError:
+def _sharding_error(folder: Path, kind: str) -> CheckpointError:
     return CheckpointError(
         Problem(
             str(folder),
             f"{folder} has the distributed optimizer's state sharded as {kind}",
-            f"it is read where it was saved as {RESHARDABLE}: other kinds depend on the layout of the run that saved it",
-            f"let that run save once more with distrib_optim_sharding_type='{RESHARDABLE}' (Megatron-LM: "
+            f"only {RESHARDABLE} is supported: other types depend on the layout of the run that saved it",
+            f"save once more from that run with distrib_optim_sharding_type='{RESHARDABLE}' (Megatron-LM: "
             "--dist-ckpt-optim-fully-reshardable), or without the distributed optimizer",
         )
     )
@@ -119,12 +129,14 @@ def _sharded(folder: Path, kind: str) -> CheckpointError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What a chunk has of one of Megatron-core's tensors.
+class _ChunkPart:
+    """The part of one of Megatron-core's tensors that a chunk contains.
 
     Attributes:
-        place: of that tensor among the chunk's first dims.
-        box: in that tensor.
+        chunk: The chunk.
+        dtype: Torch's name.
+        place: Index of the tensor in the chunk's first dims.
+        box: The part of the tensor.
     """
 
     chunk: TensorChunk
@@ -133,44 +145,44 @@ class _Held:
     box: Box
 
 
-# (state, Megatron-core's name) -> by the key that it stands under. Several keys: the same values several times.
-_Places = dict[tuple[str, str], dict[str, list[_Held]]]
+# (state, Megatron-core's name) -> key -> parts. Several keys may have copies of the same values.
+_PartsByTensor = dict[tuple[str, str], dict[str, list[_ChunkPart]]]
 
 
-def _places(
+def _locate_parts(
     folder: Path, metadata: DcpMetadata, shape: ModelShape, tables: Mapping[str, MegatronTensor]
-) -> tuple[_Places, list[str]]:
-    """Where everything lies, and keys of state that has no meaning here.
+) -> tuple[_PartsByTensor, list[str]]:
+    """Return the position of every tensor, and keys of states without a counterpart here.
 
     Raises:
-        Damage: a tensor is not whole. CheckpointError: naming tensors that are not the model's, or of other shapes.
+        DamagedFile: A tensor is incomplete. CheckpointError: Names tensors that are not the model's, or have
+            other shapes.
     """
-    places: _Places = {}
+    places: _PartsByTensor = {}
     left_out, problems = [], []
     keys = {name: parse_key(name) for name in metadata.tensors}
-    for name, key in sorted(
-        keys.items(), key=lambda item: item[1] is None or item[1].weight != item[0]
-    ):  # the model's own come first
+    for name, key in sorted(keys.items(), key=lambda item: item[1] is None or item[1].weight != item[0]):
         stored = metadata.tensors[name]
         if key is None:
             left_out.append(name)
             continue
         tensor = tables.get(key.name.format(layer=0, expert=0))
         if tensor is None or stored.dtype not in DTYPES or not _fits(key, stored, tensor, shape):
-            problems.append(_unfitting(folder, name, stored, key, tensor, shape))
+            problems.append(_shape_problem(folder, name, stored, key, tensor, shape))
             continue
-        dcp_metadata.check_coverage(name, stored)
+        check_coverage(name, stored)
         state = key.state
         own = metadata.tensors.get(key.weight)
         if state == MASTER and own is not None and own.dtype == stored.dtype:
-            state = WEIGHT  # in fp32 the weight is its own master; Megatron-core's distributed optimizer saves it twice
+            # An fp32 weight is its own master; Megatron-core's distributed optimizer saves it twice.
+            state = WEIGHT
         rows = tensor.shape[0] // 2 if key.half else 0
         for chunk in stored.chunks:
             for member, place, box in key.members(chunk.box):
                 if rows:
                     box = Box((box.offset[0] + rows, *box.offset[1:]), box.shape)
                 places.setdefault((state, member), {}).setdefault(key.source, []).append(
-                    _Held(chunk, stored.dtype, place, box)
+                    _ChunkPart(chunk, stored.dtype, place, box)
                 )
     if problems:
         raise CheckpointError(*problems[:MAX_PROBLEMS])
@@ -179,7 +191,7 @@ def _places(
 
 def _fits(key: MegatronKey, stored: ChunkedTensor, tensor: MegatronTensor, shape: ModelShape) -> bool:
     wanted = key.whole_shape(tensor.shape, shape)
-    if tensor.cut is Cut.vocabulary:  # rows of padding follow
+    if tensor.cut is Cut.vocabulary:  # padding rows may follow
         return (
             len(stored.shape) == len(wanted)
             and stored.shape[0] >= wanted[0]
@@ -188,7 +200,7 @@ def _fits(key: MegatronKey, stored: ChunkedTensor, tensor: MegatronTensor, shape
     return stored.shape == wanted
 
 
-def _unfitting(
+def _shape_problem(
     folder: Path,
     name: str,
     stored: ChunkedTensor,
@@ -207,15 +219,17 @@ def _unfitting(
         "model",
         f"{folder} has {name}: {stored.dtype} {stored.shape}",
         rule,
-        "describe the model that the checkpoint was made of",
+        "set the model options to those of the checkpoint",
     )
 
 
 class _Pieces:
-    """Pieces of canonical tensors, made when they are asked for: a chunk's tensor begins where its own header says."""
+    """Create pieces of canonical tensors on access, because the position of a chunk's tensor is in the
+    chunk's own header.
+    """
 
     def __init__(
-        self, folder: Path, shape: ModelShape, tables: Mapping[str, MegatronTensor], places: _Places
+        self, folder: Path, shape: ModelShape, tables: Mapping[str, MegatronTensor], places: _PartsByTensor
     ) -> None:
         self._folder, self._tables = folder, tables
         self._stored = {place: _distinct(by_key) for place, by_key in places.items()}
@@ -227,7 +241,7 @@ class _Pieces:
                 self.owners[canonical].append(tensor.name)
 
     def tensors(self, states: Sequence[str]) -> dict[TensorKey, TensorInfo]:
-        """Raises CheckpointError: what a tensor is made of is not all there, or in several dtypes."""
+        """Raises CheckpointError if a tensor's parts are incomplete or have several dtypes."""
         found: dict[TensorKey, TensorInfo] = {}
         for state in states:
             for name, shape in self.shapes.items():
@@ -257,22 +271,22 @@ class _Pieces:
                 found[TensorKey(state, name)] = TensorInfo(dtypes.pop(), shape)
         return found
 
-    def copied(self, key: TensorKey) -> bool:
+    def has_copies(self, key: TensorKey) -> bool:
         return any(len(self._stored[key.state, owner]) > 1 for owner in self.owners[key.name])
 
     def pieces(self, key: TensorKey) -> tuple[TensorPiece, ...]:
-        return tuple(piece for owner in self.owners[key.name] for piece in self._of(key, owner, 0))
+        return tuple(piece for owner in self.owners[key.name] for piece in self._owner_pieces(key, owner, 0))
 
     def copies(self, key: TensorKey) -> tuple[TensorPiece, ...]:
         return tuple(
             piece
             for owner in self.owners[key.name]
             for number in range(1, len(self._stored[key.state, owner]))
-            for piece in self._of(key, owner, number)
+            for piece in self._owner_pieces(key, owner, number)
         )
 
-    def _of(self, key: TensorKey, owner: str, number: int) -> Iterator[TensorPiece]:
-        """What is there of ``key`` in a tensor of Megatron-core's, the ``number``-th time that it is stored."""
+    def _owner_pieces(self, key: TensorKey, owner: str, number: int) -> Iterator[TensorPiece]:
+        """Yield the pieces of ``key`` in one of Megatron-core's tensors, from its ``number``-th copy."""
         for held in self._stored[key.state, owner][number]:
             tensor = _member(self._open(held.chunk, held.dtype), held.place)
             for part in inside(self._tables[owner].parts, held.box.offset, held.box.shape):
@@ -281,25 +295,27 @@ class _Pieces:
                     yield from torch_zip.tensor_pieces(_view(tensor, part), key, self.shapes[key.name], box)
 
     def _open_chunk(self, chunk: TensorChunk, dtype: str) -> StoredTensor:
-        return dcp_metadata.open_chunk(self._folder, chunk, dtype)
+        return open_chunk(self._folder, chunk, dtype)
 
 
-def _distinct(by_key: Mapping[str, list[_Held]]) -> list[list[_Held]]:
-    """What stands under several keys, once for each time that it is stored: keys may name the same bytes."""
-    found: dict[frozenset[tuple[TensorChunk, tuple[int, ...]]], list[_Held]] = {}
+def _distinct(by_key: Mapping[str, list[_ChunkPart]]) -> list[list[_ChunkPart]]:
+    """Return each distinct copy once, because several keys may name the same bytes."""
+    found: dict[frozenset[tuple[TensorChunk, tuple[int, ...]]], list[_ChunkPart]] = {}
     for held in by_key.values():
         found.setdefault(frozenset((one.chunk, one.place) for one in held), held)
     return list(found.values())
 
 
 def _member(tensor: StoredTensor, place: tuple[int, ...]) -> StoredTensor:
-    """One of those that are stacked along the first dims."""
+    """Return one tensor of a stack."""
     offset = tensor.offset + sum(index * stride for index, stride in zip(place, tensor.strides, strict=False))
     return StoredTensor(tensor.storage, offset, tensor.shape[len(place) :], tensor.strides[len(place) :])
 
 
 def _view(tensor: StoredTensor, part: Part) -> StoredTensor:
-    """``part``, whose ``at`` counts from the tensor's corner, in the canonical tensor's order of dims."""
+    """Return ``part``, whose ``at`` is relative to the tensor's corner, with the canonical tensor's order
+    of dims.
+    """
     offset = tensor.offset + sum(
         index * stride for index, stride in zip(part.at, tensor.strides, strict=True)
     )
@@ -315,29 +331,29 @@ def _view(tensor: StoredTensor, part: Part) -> StoredTensor:
 
 def _source(folder: Path, common: CommonState, metadata: DcpMetadata, shape: ModelShape) -> CheckpointSource:
     tables = {tensor.name: tensor for tensor in families.get(shape.family).megatron(shape)}
-    places, strange = _places(folder, metadata, shape, tables)
-    made = _Pieces(folder, shape, tables, places)
-    tensors = made.tensors(list(dict.fromkeys([WEIGHT, *(state for state, _ in places)])))
+    places, unknown_keys = _locate_parts(folder, metadata, shape, tables)
+    pieces = _Pieces(folder, shape, tables, places)
+    tensors = pieces.tensors(list(dict.fromkeys([WEIGHT, *(state for state, _ in places)])))
     moments = {key.state for key in tensors} & {EXP_AVG, EXP_AVG_SQ}
     if moments and OPTIMIZER_STEP not in common.scalars:
         raise DamagedFile(
             COMMON,
-            f"{folder / COMMON} does not say how many steps the optimizer has taken",
-            "Adam corrects by the number of its steps",
+            f"{folder / COMMON} does not record the optimizer's number of steps",
+            "Adam's bias correction needs the number of steps",
         )
     scalars = dict(common.scalars) if common.step is None else {STEP: common.step, **common.scalars}
-    twice = {key: info for key, info in tensors.items() if made.copied(key)}
+    copied = {key: info for key, info in tensors.items() if pieces.has_copies(key)}
     objects = sorted({key.partition("/")[0] for key in metadata.objects if EXTRA not in key})
     return CheckpointSource(
         format=NAME,
         catalog=Catalog(
-            folder, tensors, LazyPieces(tensors, made.pieces), scalars, LazyPieces(twice, made.copies)
+            folder, tensors, LazyPieces(tensors, pieces.pieces), scalars, LazyPieces(copied, pieces.copies)
         ),
         namespace=families.get(shape.family).namespace,
         step=common.step,
         shape=shape,
         facts=_facts(metadata),
-        left_out=(*common.left_out, *objects, *strange),
+        left_out=(*common.left_out, *objects, *unknown_keys),
         refuse=foreign_damage_error,
     )
 

@@ -1,12 +1,16 @@
-"""Megatron-core's ``torch_dist`` checkpoints, laid out: opened by ``megatron.core.dist_checkpointing.load`` in any layout.
+"""Write Megatron-core's ``torch_dist`` checkpoints, which ``megatron.core.dist_checkpointing.load`` loads in
+any layout.
 
-One folder serves runs with the distributed optimizer, with the one of 16 bits and with that of fp32: keys of all three lead to the same
-bytes (``dcp_metadata.py``), and so do the names of either layer spec (``megatron_keys.py``). Chunks are those of ``parallel.tensor``
-ranks, so that a run of that layout reads no more than it takes; other layouts read parts of chunks. What does depend on the run:
+One folder serves runs with the distributed optimizer, the 16-bit optimizer and the fp32 optimizer: keys of
+all three lead to the same bytes (``dcp/metadata.py``), as do the names of either layer spec (``keys.py``).
+Chunks are those of ``parallel.tensor`` ranks, so that a run of that layout reads only its own bytes; other
+layouts read parts of chunks. These parts depend on the run:
 
-* with expert parallelism experts have an optimizer of their own, so that ``common.pt`` is written for ``parallel.expert`` above 1 or not;
-* the vocabulary is written without padding: loaders pad with zeros, as in training;
-* keys are stacked, as ``content_metadata`` in ``common.pt`` says, which a loader gives to ``sharded_state_dict``.
+* With expert parallelism, experts have a separate optimizer, so ``common.pt`` depends on whether
+``parallel.expert`` is above 1.
+* The vocabulary is written without padding: loaders pad with zeros, as in training.
+* Keys are stacked, as ``content_metadata`` in ``common.pt`` records, which a loader passes to
+``sharded_state_dict``.
 
 Imports neither torch nor Megatron-core.
 """
@@ -21,14 +25,18 @@ from functools import cache
 from typing import Any
 
 from toolkit import families
-from toolkit.checkpoint import adam, manifest
-from toolkit.checkpoint import target_tensors as states
+from toolkit.checkpoint import adam, manifest, target_tensors
 from toolkit.checkpoint.catalog import DTYPES, TensorPiece
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
-from toolkit.checkpoint.formats.dcp.metadata import METADATA, Blob, ChunkedTensor, DcpMetadata, TensorChunk
-from toolkit.checkpoint.formats.megatron import common as megatron_common
-from toolkit.checkpoint.formats.megatron.common import COMMON
+from toolkit.checkpoint.formats.dcp.metadata import (
+    METADATA,
+    Blob,
+    ChunkedTensor,
+    DcpMetadata,
+    TensorChunk,
+    encode_metadata,
+)
+from toolkit.checkpoint.formats.megatron.common import COMMON, AdamState, lay_out_common
 from toolkit.checkpoint.formats.megatron.keys import MASTERS, KeySlot, key_slots, object_keys
 from toolkit.checkpoint.formats.megatron.source import BACKEND, FORMAT, NAME, TRACKER, iteration_folder
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
@@ -41,53 +49,60 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import Cut, MegatronTensor, Part, inside, shares
 
-FILE_BYTES = 4 * 2**30  # of one file, except for a single larger chunk
+FILE_BYTES = 4 * 2**30  # per file, unless a single chunk is larger
 SCHEDULER = (
-    "it has neither a state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's arguments (args): loaders of "
-    "megatron.core do not ask for them, the training loop of Megatron-LM does"
+    "it has neither the state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's arguments (args): loaders of "
+    "megatron.core do not need them, but the training loop of Megatron-LM does"
 )
 
 
 def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
-    """Raises CheckpointError: the model is not one that Megatron-core has, its layout does not fit, or the optimizer's is not known."""
+    """Raises CheckpointError if Megatron-core lacks the model, the layout does not fit, or optimizer
+    settings are unknown.
+    """
     shape = source.shape
     if shape is None:
         raise CheckpointError(
             Problem(
                 "target.format",
-                f"{source.folder} is of no family of models",
-                "Megatron-core has models of families",
+                f"{source.folder} belongs to no model family",
+                "Megatron-core checkpoints require a model family",
                 "write target.format=native, or deepspeed",
             )
         )
-    wrong = [*_layout_problems(shape, config), *adam.find_problems(source, config, "Megatron-core")]
-    if wrong:
-        raise CheckpointError(*wrong)
-    kept = adam.moment_states(source, config)
-    tensors = _tensors(source, config, shape, optimizer=bool(kept))
+    problems = [*_layout_problems(shape, config), *adam.find_problems(source, config, "Megatron-core")]
+    if problems:
+        raise CheckpointError(*problems)
+    moments = adam.moment_states(source, config)
+    tensors = _tensors(source, config, shape, optimizer=bool(moments))
     iteration = iteration_folder("release" if source.step is None else str(source.step))
-    laid = _Laid(
-        iteration, shape, config.parallel.tensor, config.parallel.pipeline, tensors, with_masters=bool(kept)
+    layout = _TargetFiles(
+        iteration,
+        shape,
+        config.parallel.tensor,
+        config.parallel.pipeline,
+        tensors,
+        with_masters=bool(moments),
     )
-    laid.lay_out()
+    layout.lay_out()
     scaler = (
         source.catalog.scalars.get(LOSS_SCALER)
-        if states.choose_weights_dtype(source, config.precision) == "float16"
+        if target_tensors.choose_weights_dtype(source, config.precision) == "float16"
         else None
     )
     state = None
-    if kept:
-        state = megatron_common.AdamState(
+    if moments:
+        state = AdamState(
             step=adam.step_count(source) or 0,
             settings=adam.settings(source, config),
             scaler=scaler if isinstance(scaler, Mapping) else None,
         )
     samples = source.catalog.scalars.get(CONSUMED)
-    common = megatron_common.lay_out_common(
+    common = lay_out_common(
         f"{iteration}/{COMMON}",
         step=source.step,
         adam=state,
-        apart=config.parallel.expert > 1,
+        separate_experts=config.parallel.expert > 1,
         consumed_samples=samples if isinstance(samples, int) else None,
     )
     backend = {
@@ -97,7 +112,7 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
         "common_backend_version": 1,
     }
     small = {
-        f"{iteration}/{METADATA}": dcp_metadata.encode_metadata(DcpMetadata(laid.stored(), laid.objects())),
+        f"{iteration}/{METADATA}": encode_metadata(DcpMetadata(layout.stored(), layout.objects())),
         f"{iteration}/{FORMAT}": json.dumps(backend).encode(),
         TRACKER: b"release" if source.step is None else str(source.step).encode(),
     }
@@ -105,7 +120,7 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
         {OPTIM: dict(state.settings)} if state else {}
     )
     files = [
-        *laid.files(),
+        *layout.files(),
         common,
         *(TargetFile(name, len(content), {0: content}) for name, content in small.items()),
     ]
@@ -114,7 +129,7 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
         namespace=source.namespace,
         step=source.step or 0,
         tensors=tensors,
-        pieces=laid.pieces,
+        pieces=layout.pieces,
         files=files,
         identity=f"{shape} {config.parallel} {state} {sorted((str(key), info.dtype) for key, info in tensors.items())}",
         manifest=manifest.FOREIGN_NAME,
@@ -136,7 +151,7 @@ def _notes(shape: ModelShape, config: TargetConfig, settings: Mapping[str, Any])
     return (
         groups,
         SCHEDULER,
-        f"its optimizer state is for runs with expert parallelism {which}: there experts have an optimizer of their own",
+        f"its optimizer state is for runs with expert parallelism {which}, because above 1 experts have a separate optimizer",
     )
 
 
@@ -150,7 +165,7 @@ def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Proble
             yield Problem(
                 "target.parallel.tensor",
                 f"target.parallel.tensor={tensor}, {table.name} {table.shape}",
-                f"each tensor rank has as many of its {length} {table.cut}",
+                f"tensor ranks have equal parts of its {length} {table.cut}",
                 "write a divisor of it",
             )
             break
@@ -165,7 +180,7 @@ def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Proble
         yield Problem(
             "target.parallel.expert",
             f"target.parallel.expert={expert}, {shape.num_local_experts or 'no'} experts",
-            "each expert rank has as many experts",
+            "expert ranks have equal numbers of experts",
             "write a divisor of their number, or leave it out",
         )
 
@@ -173,9 +188,11 @@ def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Proble
 def _tensors(
     source: CheckpointSource, config: TargetConfig, shape: ModelShape, *, optimizer: bool
 ) -> dict[TensorKey, TensorInfo]:
-    """What is written, of the model's own tensors. A weight that the source lacks is among them, so that it is asked for by name."""
-    found = states.select_target_tensors(source, config.precision, optimizer=optimizer)
-    dtype = states.choose_weights_dtype(source, config.precision)
+    """Return the tensors to write. Weights that the source lacks are included, so that they are reported
+    by name.
+    """
+    found = target_tensors.select_target_tensors(source, config.precision, optimizer=optimizer)
+    dtype = target_tensors.choose_weights_dtype(source, config.precision)
     specs = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
     weights = {
         key: found.get(key, TensorInfo(dtype, size))
@@ -189,12 +206,13 @@ def _tensors(
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """A file of ``torch.save`` with one tensor of zeros, from byte 0 on: all of one dtype and shape are the same.
+class _FileTemplate:
+    """A file of ``torch.save`` with one tensor of zeros. It depends on dtype and shape only.
 
     Attributes:
-        head, tail: its bytes before and after the tensor's.
-        places: of the checksum of the tensor's bytes.
+        head, tail: Bytes before and after the tensor's.
+        numbytes: Bytes of the tensor.
+        places: Offsets of the checksum of the tensor's bytes.
     """
 
     head: bytes
@@ -208,7 +226,7 @@ class _Form:
 
 
 @cache
-def _form(dtype: str, shape: tuple[int, ...]) -> _Form:
+def _file_template(dtype: str, shape: tuple[int, ...]) -> _FileTemplate:
     storage = Storage("0", dtype, math.prod(shape))
     layout = torch_zip.lay_out("", StoredTensor.whole(storage, shape), [storage])
     begin, numbytes = layout.storages["0"], storage.numel * DTYPES[dtype].itemsize
@@ -219,14 +237,16 @@ def _form(dtype: str, shape: tuple[int, ...]) -> _Form:
     assert (len(head), begin + numbytes + len(tail)) == (begin, layout.file.numbytes), (
         "fixed bytes follow each other"
     )
-    return _Form(
+    return _FileTemplate(
         head, numbytes, tail, tuple(place for check in layout.file.checksums for place in check.places)
     )
 
 
 @dataclass(slots=True)
-class _Files:
-    """The files of one rank, filled one after the other. Blobs have names within ``folder``, as ``.metadata`` has."""
+class _RankFiles:
+    """The files of one rank, filled one after the other. Blobs have names relative to ``folder``, as in
+    ``.metadata``.
+    """
 
     folder: str
     rank: int
@@ -236,8 +256,8 @@ class _Files:
     _end: int = 0
 
     def add(self, dtype: str, shape: tuple[int, ...]) -> tuple[Blob, int]:
-        """Room for a tensor, and the byte at which its elements begin."""
-        form = _form(dtype, shape)
+        """Reserve bytes for a tensor. Returns the blob and the first byte of its elements."""
+        form = _file_template(dtype, shape)
         if self._end and self._end + form.length > FILE_BYTES:
             self.close()
         begin = -(-self._end // torch_zip.ALIGNMENT) * torch_zip.ALIGNMENT
@@ -269,11 +289,15 @@ class _Files:
         return f"__{self.rank}_{len(self.done)}.distcp"
 
 
-class _Laid:
-    """Every chunk of every tensor in its place.
+class _TargetFiles:
+    """Assign every chunk of every tensor to a file.
 
     Args:
-        with_masters: keys of the optimizer's fp32 weights too, which are the model's own in fp32.
+        folder: Folder of the iteration.
+        shape: Shape of the model.
+        tensor, pipeline: Number of tensor ranks and of pipeline stages.
+        tensors: Tensors to write.
+        with_masters: Also write keys of the optimizer's fp32 weights, which in fp32 are the model's own.
     """
 
     def __init__(
@@ -291,18 +315,18 @@ class _Laid:
         self._tensors, self._with_masters = tensors, with_masters
         self._states = tuple(dict.fromkeys(key.state for key in tensors))
         self._sizes = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
-        self._files = [_Files(folder, rank) for rank in range(tensor * pipeline)]
+        self._files = [_RankFiles(folder, rank) for rank in range(tensor * pipeline)]
         self._chunks: dict[str, list[TensorChunk]] = {}
-        self._about: dict[str, tuple[str, tuple[int, ...]]] = {}  # key -> dtype, shape
-        self._nothing: Blob | None = None
+        self._key_info: dict[str, tuple[str, tuple[int, ...]]] = {}  # key -> dtype, shape
+        self._empty_object: Blob | None = None
         self.pieces: dict[TensorKey, list[TensorPiece]] = {key: [] for key in tensors}
 
     def lay_out(self) -> None:
         for table in self._tables:
             for rank in range(1 if table.cut is Cut.whole else self._ranks):
                 for box in self._boxes(table, rank):
-                    self._chunk(table, self._files[self._stage(table) * self._ranks + rank], box)
-        self._nothing = self._files[0].add_object([None])
+                    self._add_chunk(table, self._files[self._stage(table) * self._ranks + rank], box)
+        self._empty_object = self._files[0].add_object([None])
         for files in self._files:
             files.close()
 
@@ -312,12 +336,12 @@ class _Laid:
     def stored(self) -> dict[str, ChunkedTensor]:
         return {
             key: ChunkedTensor(dtype, shape, tuple(self._chunks[key]))
-            for key, (dtype, shape) in self._about.items()
+            for key, (dtype, shape) in self._key_info.items()
         }
 
     def objects(self) -> dict[str, Blob]:
-        assert self._nothing is not None, "asked for after lay_out"
-        return dict.fromkeys(object_keys(self._tables, self._shape), self._nothing)
+        assert self._empty_object is not None, "call lay_out first"
+        return dict.fromkeys(object_keys(self._tables, self._shape), self._empty_object)
 
     def _stage(self, table: MegatronTensor) -> int:
         if table.layer is not None:
@@ -325,7 +349,7 @@ class _Laid:
         return 0 if table.name.startswith("embedding.") else self._stages - 1
 
     def _boxes(self, table: MegatronTensor, rank: int) -> Iterator[Box]:
-        """What a tensor rank has of it, without padding."""
+        """Yield the parts of ``table`` on a tensor rank, without padding."""
         rows = table.shape[0]
         padded = -(-rows // self._ranks) * self._ranks if table.cut is Cut.vocabulary else rows
         for offset, extent in shares(table, rank, self._ranks, padded):
@@ -333,9 +357,9 @@ class _Laid:
             if height > 0:
                 yield Box(offset, (height, *extent[1:]))
 
-    def _chunk(self, table: MegatronTensor, files: _Files, box: Box) -> None:
+    def _add_chunk(self, table: MegatronTensor, files: _RankFiles, box: Box) -> None:
         slots = key_slots(table, self._shape)
-        whole = Box((*slots[0].place, *box.offset), (*(1 for _ in slots[0].place), *box.shape))
+        whole = Box((*slots[0].index, *box.offset), (*(1 for _ in slots[0].index), *box.shape))
         parts = inside(table.parts, box.offset, box.shape)
         for state in self._states:
             info = self._tensors.get(TensorKey(state, parts[0].canonical))
@@ -348,7 +372,7 @@ class _Laid:
                     self._piece(state, info.dtype, part, box, file, begin)
                 )
             for key in self._keys(state, info.dtype, slots):
-                self._about[key] = (info.dtype, (*slots[0].counts, *table.shape))
+                self._key_info[key] = (info.dtype, (*slots[0].counts, *table.shape))
                 self._chunks.setdefault(key, []).append(TensorChunk(whole, blob))
 
     def _piece(self, state: str, dtype: str, part: Part, box: Box, file: str, begin: int) -> TensorPiece:

@@ -1,15 +1,18 @@
-"""Universal checkpoints of DeepSpeed: every parameter and its moments in files of their own, whole.
+"""Read DeepSpeed's universal checkpoints: every parameter and its moments in separate files, whole.
 
-    latest_universal                                    the folder of the newest
-    FOLDER/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt       from ZeRO 1 and 2 a dictionary with ``param``, from ZeRO 3 a flat tensor
+    latest_universal                                    the folder of the newest checkpoint
+    FOLDER/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt       from ZeRO 1 and 2 a dict with ``param``, from ZeRO 3 a
+    flat tensor
     FOLDER/zero/NAME/step.pt                            from ZeRO 1 and 2
-    FOLDER/zero/optimizer_state.pt                      settings, the loss scaler, of ZeRO 3 the steps
-    FOLDER/*mp_rank_*_model_states.pt                   as ``deepspeed_files.py`` has them
+    FOLDER/zero/optimizer_state.pt                      settings, the loss scaler, for ZeRO 3 the steps
+    FOLDER/*mp_rank_*_model_states.pt                   as in ``deepspeed/files.py``
 
-``fp32.pt`` of what no optimizer holds (tied names, frozen parameters, buffers) is made of the model's weights, and with a tensor axis
-of those of its first rank alone: it is not read, the model's files have the same.
+``fp32.pt`` of tensors without optimizer state (tied names, frozen parameters, buffers) comes from the model's
+weights, with a tensor axis from those of the first rank only. It is not read, because the model's files have
+the same values.
 
-Source: ``deepspeed/checkpoint/ds_to_universal.py`` (``merge_tp_slices``, ``merge_zero3_slices``). Imports no torch.
+Source: ``deepspeed/checkpoint/ds_to_universal.py`` (``merge_tp_slices``, ``merge_zero3_slices``). Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -17,15 +20,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from toolkit.checkpoint import model_discovery as nearby
 from toolkit.checkpoint.catalog import DamagedFile, resolve_file
 from toolkit.checkpoint.formats import torch_zip
 from toolkit.checkpoint.formats.deepspeed import files, zero
-from toolkit.checkpoint.formats.deepspeed import source as deepspeed
 from toolkit.checkpoint.formats.deepspeed.catalog import build_catalog
 from toolkit.checkpoint.formats.deepspeed.contents import RankParameter, Shape, WholeTensor
 from toolkit.checkpoint.formats.deepspeed.files import SavedCheckpoint, SavedFile
+from toolkit.checkpoint.formats.deepspeed.source import (
+    build_source,
+    drop_placeholders,
+    optim_settings,
+    read_counts,
+    read_loss_scaler,
+    read_weights,
+)
 from toolkit.checkpoint.formats.stored_tensor import StoredTensor
+from toolkit.checkpoint.model_discovery import unknown_model_error
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.source import CheckpointSource, foreign_damage_error, read_tracker
 from toolkit.families.base import ModelShape
@@ -34,11 +44,11 @@ LATEST = "latest_universal"
 PARAMETERS = "zero"
 SETTINGS = f"{PARAMETERS}/optimizer_state.pt"
 MASTER_FILE, STEP_FILE = "fp32.pt", "step.pt"
-MAXIMA = "max_exp_avg_sq"  # AMSGrad's largest averages of squared gradients so far
+MAXIMA = "max_exp_avg_sq"  # AMSGrad's running maximum of the second moments
 
 
 def find(path: Path) -> Path | None:
-    """The folder itself, or what ``latest`` or ``latest_universal`` in ``path`` names."""
+    """Return ``path`` or the folder that its ``latest`` or ``latest_universal`` names."""
     folders = [
         path,
         *(read_tracker(path, name) for name in (files.LATEST, LATEST) if (path / name).is_file()),
@@ -49,11 +59,11 @@ def find(path: Path) -> Path | None:
 
 
 def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Raises CheckpointError: it is damaged, or of a kind that cannot be read. ModelUnknown: ``model`` must be said."""
+    """Raises CheckpointError if it is damaged or unsupported, UnknownModelError if ``model`` is required."""
     if model is None:
-        raise nearby.unknown_model_error(folder)
+        raise unknown_model_error(folder)
     try:
-        models, stage3 = files.read_models(folder, both=True)  # one folder may serve all stages
+        models, stage3 = files.read_models(folder, allow_both=True)  # one folder may serve all ZeRO stages
         saved = SavedCheckpoint(
             folder=folder,
             models=models,
@@ -66,32 +76,31 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
         shapes = _shapes(folder, models)
         steps: list[object] = []
         held = [
-            {name: _parameter(folder, name, shape, steps) for name, shape in of_rank.items()}
+            {name: _read_parameter(folder, name, shape, steps) for name, shape in of_rank.items()}
             for of_rank in shapes
         ]
-        stages = deepspeed.read_weights(saved)
+        stages = read_weights(saved)
         for name, local in ((name, local) for of_rank in held for name, local in of_rank.items()):
             known = (ranks[name].model_dtype for stage in stages for ranks in stage if name in ranks)
-            local.model_dtype = next(known, saved.weights_dtype)  # a pipeline's weights are not there
+            # the files of pipeline stages have no weights
+            local.model_dtype = next(known, saved.weights_dtype)
         settings = files.load_file(folder, SETTINGS)
         _refuse_without_maxima(folder, settings, held)
-        scalars = deepspeed.read_counts(saved) | _optimizers(folder, settings, steps)
+        scalars = read_counts(saved) | _read_optimizer_scalars(folder, settings, steps)
         catalog = build_catalog(
-            folder,
-            model,
-            [*([of_rank] for of_rank in held), *map(deepspeed.drop_placeholders, stages)],
-            scalars,
+            folder, model, [*([of_rank] for of_rank in held), *map(drop_placeholders, stages)], scalars
         )
     except DamagedFile as damage:
         raise foreign_damage_error(folder, damage) from damage
-    return deepspeed.build_source(
-        "universal", catalog, model, {"layout": "none: every parameter whole"}, models
-    )
+    return build_source("universal", catalog, model, {"layout": "none: every parameter whole"}, models)
 
 
 def _refuse_scrambled(saved: SavedCheckpoint) -> None:
-    """Raises CheckpointError for what the converter made of ``round_robin_gradients``: it goes by the recorded slices, which have each
-    parameter's place in another order, and so wrote parameters that are pieces of others."""
+    """Raises CheckpointError for a checkpoint that was converted from a run with ``round_robin_gradients``.
+
+    The converter uses the recorded slices, whose order is different, so it wrote parameters that consist of
+    parts of others.
+    """
     settings = saved.settings.get("zero_optimization")
     if (
         isinstance(settings, Mapping)
@@ -101,15 +110,15 @@ def _refuse_scrambled(saved: SavedCheckpoint) -> None:
     ):
         raise files.unsupported_error(
             saved.folder,
-            "was made from a run with round_robin_gradients, which ds_to_universal scrambles",
-            "take the checkpoint that it was made from: that is read as it is",
+            "was converted from a run with round_robin_gradients, which ds_to_universal scrambles",
+            "use the checkpoint that it was converted from, which can be read",
         )
 
 
 def _refuse_without_maxima(
     folder: Path, settings: SavedFile, held: Sequence[Mapping[str, RankParameter]]
 ) -> None:
-    """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter leaves out without a word."""
+    """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter silently drops."""
     amsgrad = any(
         group.get("amsgrad")
         for group in (*zero.read_groups(settings), *(settings.content.get("param_groups") or ()))
@@ -117,19 +126,24 @@ def _refuse_without_maxima(
     if amsgrad and not all(MAXIMA in local.moments for of_rank in held for local in of_rank.values()):
         raise files.unsupported_error(
             folder,
-            f"is of AMSGrad and lacks its third state, {MAXIMA}, which ds_to_universal leaves out",
-            "take the checkpoint that it was made from: all of its states are read",
+            f"is of AMSGrad and lacks its third state, {MAXIMA}, which ds_to_universal drops",
+            "use the checkpoint that it was converted from, whose states can all be read",
         )
 
 
 def _tensor_ranks(models: tuple[SavedFile, ...]) -> int:
-    """A pipeline's models have no weights in their files; otherwise every model-parallel rank is a tensor rank."""
+    """Return the number of tensor ranks. Files of pipeline stages have no weights; otherwise every
+    model-parallel rank is a tensor rank.
+    """
     return len(models) if isinstance(models[0].content.get("module"), Mapping) else 1
 
 
 def _shapes(folder: Path, models: tuple[SavedFile, ...]) -> list[dict[str, Shape]]:
-    """Of every parameter of an optimizer, by name, with the first rank that has it; where no rank says (this toolkit's), none is known
-    before its own files are read. Raises Damage."""
+    """Return the shape of every parameter with optimizer state, for the first rank that has it.
+
+    This toolkit's files do not record shapes; they are unknown (``()``) until the parameter's files are read.
+    Raises DamagedFile.
+    """
     found: list[dict[str, Shape]] = []
     for file in models:
         shapes = {
@@ -144,23 +158,25 @@ def _shapes(folder: Path, models: tuple[SavedFile, ...]) -> list[dict[str, Shape
         raise DamagedFile(
             models[0].name,
             f"{models[0].name} names no parameters",
-            "a universal checkpoint is made of one of ZeRO",
+            "a universal checkpoint is converted from one of ZeRO",
         )
     return found
 
 
-def _parameter(folder: Path, name: str, shape: Shape, steps: list[object]) -> RankParameter:
-    """All states of a parameter. ``shape`` is taken where the tensors are flat. Adds its count of steps, if it has one."""
-    place = f"{PARAMETERS}/{name}"
-    if not resolve_file(folder, f"{place}/{MASTER_FILE}").is_file():
+def _read_parameter(folder: Path, name: str, shape: Shape, steps: list[object]) -> RankParameter:
+    """Read all states of a parameter and append its step count to ``steps``. ``shape`` is used if the
+    tensors are flat.
+    """
+    parent = f"{PARAMETERS}/{name}"
+    if not resolve_file(folder, f"{parent}/{MASTER_FILE}").is_file():
         raise DamagedFile(
-            f"{place}/{MASTER_FILE}",
-            f"{folder / place / MASTER_FILE} is missing",
+            f"{parent}/{MASTER_FILE}",
+            f"{folder / parent / MASTER_FILE} is missing",
             "every parameter has its files",
         )
     found = RankParameter(shape)
-    for path in sorted((folder / place).glob("*.pt")):
-        file = f"{place}/{path.name}"
+    for path in sorted((folder / parent).glob("*.pt")):
+        file = f"{parent}/{path.name}"
         if path.name == STEP_FILE:
             steps.append(torch_zip.load(folder, file))
             continue
@@ -176,16 +192,18 @@ def _parameter(folder: Path, name: str, shape: Shape, steps: list[object]) -> Ra
 
 
 def _tensor(folder: Path, file: str) -> tuple[StoredTensor, bool]:
-    """The tensor of a file, and whether it has the parameter's shape (else it is flat)."""
+    """Return the tensor of a file, and whether it has the parameter's shape (otherwise it is flat)."""
     value = torch_zip.load(folder, file)
     tensor = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(tensor, StoredTensor):
-        raise DamagedFile(file, f"{folder / file} holds no tensor", "each state of a parameter is one tensor")
+        raise DamagedFile(
+            file, f"{folder / file} contains no tensor", "each state of a parameter is one tensor"
+        )
     return tensor, isinstance(value, Mapping)
 
 
-def _optimizers(folder: Path, settings: SavedFile, steps: list[object]) -> dict[str, object]:
-    """Steps and the loss scaler. Raises Damage where parameters disagree."""
+def _read_optimizer_scalars(folder: Path, settings: SavedFile, steps: list[object]) -> dict[str, object]:
+    """Return the step count and the loss scaler. Raises DamagedFile if parameters disagree."""
     found: dict[str, object] = {}
     counts = {torch_zip.read_number(folder, step) for step in (*steps, *_steps_of(settings))}
     if len(counts) > 1:
@@ -196,8 +214,8 @@ def _optimizers(folder: Path, settings: SavedFile, steps: list[object]) -> dict[
         )
     if counts:
         found[OPTIMIZER_STEP] = int(counts.pop())
-    found.update(deepspeed.optim_settings(settings.content.get("param_groups") or ()))
-    scaler = deepspeed.read_loss_scaler(settings.content)
+    found.update(optim_settings(settings.content.get("param_groups") or ()))
+    scaler = read_loss_scaler(settings.content)
     return {**found, LOSS_SCALER: scaler} if scaler else found
 
 

@@ -1,16 +1,21 @@
-"""DeepSpeed's universal checkpoints: each tensor whole, for any number of data and tensor ranks, at ZeRO 1, 2 and 3.
+"""Write DeepSpeed's universal checkpoints: each tensor whole, for any number of data and tensor ranks, at
+ZeRO 1, 2 and 3.
 
     PATH/latest_universal                                       the tag: global_step4_universal
     PATH/TAG/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt        a parameter
-    PATH/TAG/zero/optimizer_state.pt                            what the optimizer has besides
-    PATH/TAG/mp_rank_00_model_states.pt, zero_pp_rank_0_...     counts; stages 1 and 2 look for the one, stage 3 for the other
+    PATH/TAG/zero/optimizer_state.pt                            the rest of the optimizer's state
+    PATH/TAG/mp_rank_00_model_states.pt, zero_pp_rank_0_...     counts, for stages 1 and 2 and for stage 3
 
-A run opens it with ``checkpoint.load_universal`` and ``engine.load_checkpoint(PATH)``. One folder serves all stages: ZeRO 3 takes
-dictionaries with ``param`` too. The optimizer's settings are left out, so that each group keeps its own: ZeRO 3 would give those of the
-first group to all (no-decay groups would decay).
+A run loads it with ``checkpoint.load_universal`` and ``engine.load_checkpoint(PATH)``. ZeRO 3 accepts
+dictionaries with ``param`` too, so one folder serves all stages. Optimizer settings are left out so that each
+group keeps its own: ZeRO 3 would give all groups those of the first, and parameters without weight decay
+would decay.
 
-What the loaders do wrong and files cannot mend is in ``NOTES``. Sources, in deepspeed 0.19.8: ``checkpoint/universal_checkpoint.py``,
-``runtime/base_optimizer.py`` (``load_hp_checkpoint_state_from_checkpoint_dir``), ``runtime/zero/stage3.py``
+This format does not replace ``deepspeed/target.py``: it has no ZeRO 0, pipelines, 16-bit weights, optimizer
+settings or weights without Adam's state, and DeepSpeed's loader has the defects in ``NOTES``.
+
+Sources, in deepspeed 0.19.8: ``checkpoint/universal_checkpoint.py``, ``runtime/base_optimizer.py``
+(``load_hp_checkpoint_state_from_checkpoint_dir``), ``runtime/zero/stage3.py``
 (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``). Imports no torch.
 """
 
@@ -22,12 +27,10 @@ from dataclasses import asdict
 from typing import Any
 
 from toolkit import families
-from toolkit.checkpoint import adam, manifest
-from toolkit.checkpoint import target_tensors as states
+from toolkit.checkpoint import adam, manifest, target_tensors
 from toolkit.checkpoint.catalog import TensorPiece
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.deepspeed import target_state as deepspeed_states
-from toolkit.checkpoint.formats.deepspeed.target_state import VERSION
+from toolkit.checkpoint.formats.deepspeed.target_state import VERSION, parameter_shapes, scheduler_state
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 from toolkit.checkpoint.model_discovery import unknown_model_error
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, WEIGHTS_DTYPE
@@ -41,29 +44,29 @@ from toolkit.plan.deepspeed import tensor_dim
 
 NAME = "universal"
 NOTES = (
-    "At ZeRO 3 DeepSpeed 0.19.8 gives all (sub-)groups one step counter, which torch's Adam then advances once for each of them. After "
-    "load_checkpoint give each state a counter of its own: for state in engine.optimizer.optimizer.state.values(): "
+    "At ZeRO 3 DeepSpeed 0.19.8 shares one step counter among all (sub-)groups, and torch's Adam advances it once for each. After "
+    "load_checkpoint, give each state its own counter: for state in engine.optimizer.optimizer.state.values(): "
     "state['step'] = state['step'].clone()",
-    "At ZeRO 1 and 2 DeepSpeed 0.19.8 fails (IndexError) on a rank whose part of a group is all padding.",
+    "At ZeRO 1 and 2 DeepSpeed 0.19.8 fails (IndexError) on a rank whose partition of a group is all padding.",
 )
 
 
 def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
-    """Weights in fp32, as the optimizer has them, and Adam's state.
+    """Lay out fp32 weights and Adam's state.
 
     Raises:
-        InputError: the source does not say what model it is of.
-        CheckpointError: it lacks Adam's state of a parameter, or holds another optimizer's.
+        UnknownModelError: The source does not describe its model.
+        CheckpointError: Adam's state of a parameter is missing, or the state is of another optimizer.
     """
     if source.shape is None:
         raise unknown_model_error(source.folder)
     moments, steps = adam.moment_states(source, config), adam.step_count(source)
-    # Settings are not among what must be given: they are not written.
+    # Optimizer settings are not required, because they are not written.
     wrong = list(adam.find_state_problems(source, moments, "target.format=deepspeed target.optimizer=false"))
     if wrong:
         raise CheckpointError(*wrong)
-    assert steps is not None, "a source without a count was refused"
-    dtype = states.choose_weights_dtype(source, None)
+    assert steps is not None, "find_state_problems requires a step count"
+    dtype = target_tensors.choose_weights_dtype(source, None)
     specs = families.get(source.shape.family).parameters(source.shape)
     tensors = {
         TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
@@ -109,14 +112,14 @@ def _fixed(name: str, content: bytes) -> TargetFile:
 def _counts(
     source: CheckpointSource, folder: str, steps: int, dtype: str, specs: Sequence[ParameterSpec]
 ) -> list[TargetFile]:
-    """The files of no parameter. ``dtype``: of the weights in the run that it comes from."""
+    """Return the files that belong to no parameter. ``dtype`` is that of the weights in the source's run."""
     samples, step = source.catalog.scalars.get(CONSUMED), source.step or 0
     model: dict[str, Any] = {
         "module": {},
         "buffer_names": [],
         "optimizer": None,
-        "param_shapes": [deepspeed_states.parameter_shapes(specs)],
-        "lr_scheduler": deepspeed_states.scheduler_state(steps),
+        "param_shapes": [parameter_shapes(specs)],
+        "lr_scheduler": scheduler_state(steps),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": step - steps,
@@ -128,7 +131,8 @@ def _counts(
         "ds_version": VERSION,
     }
     counter = _storage(steps)
-    # Groups are zipped with the run's: more are left over, none are missing. ZeRO 3 asks for the inner dictionary.
+    # DeepSpeed zips the groups with the run's, so there may be more but not fewer. ZeRO 3 needs the inner
+    # dictionary.
     group: dict[str, Any] = {"params": [0]}
     optimizer = {
         "ds_version": VERSION,
@@ -146,7 +150,7 @@ def _counts(
 
 
 def _counter(name: str, steps: int) -> TargetFile:
-    """As torch's Adam counts: a tensor, of each parameter its own."""
+    """Return a file with the step count as torch's Adam stores it: one tensor per parameter."""
     counter = _storage(steps)
     return torch_zip.lay_out(name, StoredTensor.whole(counter, ()), [counter]).file
 
