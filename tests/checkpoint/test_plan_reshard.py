@@ -92,7 +92,7 @@ def test_what_is_not_covered_once_is_found(tmp_path: Path) -> None:
     key = next(iter(source.catalog.tensors))
     (piece,) = source.catalog.pieces[key]
     wrong: list[tuple[tuple[TensorPiece, ...], str]] = [
-        ((), "no piece has any of it"),
+        ((), "no piece contains it"),
         ((piece, piece), "both hold"),
         ((replace(piece, end=piece.end - 4),), "bytes of part-00000.safetensors for"),
     ]

@@ -218,7 +218,7 @@ def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path,
     (checkpoints / "latest").write_text(f"{checkpoint}\n")
     assert open_source(tmp_path).folder == checkpoint
     (checkpoints / "latest").write_text(f"{tmp_path}/gone\n")
-    with pytest.raises(CheckpointError, match=r"gone.*which is not there"):
+    with pytest.raises(CheckpointError, match=r"gone.*which does not exist"):
         open_source(tmp_path)
 
 

@@ -88,7 +88,7 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
     ),
     "the newest checkpoint": (
         lambda run: shutil.rmtree(run.checkpoints / step_name(30)),
-        "'step-00000030', which is not there",
+        "'step-00000030', which does not exist",
     ),
     "the newest checkpoint and the pointer": (
         lambda run: (shutil.rmtree(run.checkpoints / step_name(30)), (run.checkpoints / "latest").unlink()),

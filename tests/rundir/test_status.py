@@ -34,7 +34,7 @@ def test_the_last_word_keeps_step_and_checkpoint(tmp_path: Path) -> None:
     assert directory.status() == end
     directory.finish(RunState.FAILED, 1, "later", attempt=1)
     assert directory.status() == end
-    directory.finish(RunState.FAILED, 1, "the parent knows better", attempt=1, anew=True)
+    directory.finish(RunState.FAILED, 1, "the parent knows better", attempt=1, overwrite=True)
     after = directory.status()
     assert after is not None
     assert (after.state, after.step, after.reason) == (RunState.FAILED, 7, "the parent knows better")

@@ -95,7 +95,7 @@ def test_a_beginning_that_is_gone_is_refused_by_name(stopped: Path, data: Path, 
     path = written(stopped, tmp_path / "out", TargetFormat.native)
     start = Start(tmp_path / "run", data, config=resuming(path), checkpoint__at_end=False)
     path.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="out', which is not there"):
+    with pytest.raises(CheckpointError, match="out', which does not exist"):
         Start(start.directory.path, data)
 
 

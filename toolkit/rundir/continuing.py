@@ -1,4 +1,6 @@
-"""What a start would do in the directory of a run that has begun before: nothing, or continue under another learning rate."""
+"""Predict what a start would do in an existing run directory: nothing, or continue with another learning
+rate.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ from toolkit.rundir.status import RunState
 
 
 class NothingToDo(Exception):
-    """The steps that a start asks for are done. Its text says so; the exit code is 0."""
+    """All requested steps are completed. The message is for the user; the exit code is 0."""
 
 
 def check_remaining_work(config: RunConfig, directory: RunDirectory) -> None:
-    """Compare the steps asked for with those that are done, from files alone.
+    """Compare the requested steps with the completed ones, using files only.
 
-    A start is needed all the same if ``resume`` names a checkpoint to go back to, if the run did not end well, or if it asks for
-    other evaluations, another prompt, or the export, which follow the last step.
+    A start is needed anyway if ``resume`` is a path, if the run did not end well, or if evaluations, the
+    prompt or the export, which follow the last step, have changed.
 
     Raises:
-        NothingToDo: every step is done, or more of them than asked for.
+        NothingToDo: All requested steps are completed.
     """
     steps, saved, status = config.train.steps, directory.saved_step(), directory.status()
     if config.resume != "auto" or saved is None or saved < steps:
@@ -52,7 +54,9 @@ def _same_ending(config: RunConfig, directory: RunDirectory) -> bool:
 
 
 def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | None:
-    """A warning if the learning rate of the newest recorded step differs under the schedule of this start: the curve then jumps."""
+    """Return a warning if this start's schedule gives another learning rate for the last recorded step, so
+    that the curve would jump.
+    """
     source = resolve_source(config, directory.newest_checkpoint())
     if source.kind is not SourceKind.RESUME or source.path is None:
         return None
@@ -66,10 +70,12 @@ def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | No
 
 
 def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Problem | None:
-    """
+    """Return a warning if the learning rate of the last recorded step differs under this start's schedule.
+
     Args:
-        step, lr: of the newest row; ``step`` counts from 1.
-        run: the directory of the run.
+        config: Configuration of this start.
+        step, lr: Of the last row; ``step`` counts from 1.
+        run: The run's directory.
     """
     now = rate(config, step - 1)
     if math.isclose(lr, now, rel_tol=1e-6, abs_tol=1e-12):

@@ -1,4 +1,6 @@
-"""Where a run's state comes from, and what may not be continued: another run's folder, a second parent."""
+"""Choose the state that a run starts from, and reject invalid combinations: another run's folder, a second
+parent.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,29 @@ from toolkit.rundir.find import find_run
 
 
 class SourceKind(StrEnum):
-    INITIAL = "initial"  # random or pretrained weights
+    INITIAL = "initial"
     RESUME = "resume"
     FORK = "fork"
 
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """Where a run's state comes from. ``path`` is None for initial weights."""
+    """The state that a run starts from. ``path`` is None for initial weights."""
 
     kind: SourceKind
     path: Path | None = None
 
 
 def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
-    """Which state this start continues from.
+    """Choose the state that this start continues from.
 
     Args:
-        newest: the newest complete checkpoint of the run's own directory, if any.
+        config: Configuration of this start.
+        newest: The newest complete checkpoint of the run's own directory, if any.
 
     Raises:
-        ConfigError: ``resume=never`` where there is something to continue, or ``resume=PATH`` together with ``run.fork``.
-        InputError: a path that is not there.
+        ConfigError: ``resume=never`` although there is a checkpoint, or ``resume=PATH`` with ``run.fork``.
+        InputError: The path does not exist.
     """
     fork, resume = config.run.fork, config.resume
     if resume not in ("auto", "never"):
@@ -43,8 +46,8 @@ def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
                 Problem(
                     "resume",
                     f"resume={resume} with run.fork={fork}",
-                    "a run continues from one state",
-                    "leave out resume to fork, or run.fork to resume",
+                    "a run starts from one state",
+                    "remove resume to fork, or run.fork to resume",
                 )
             )
         return StateSource(SourceKind.RESUME, _existing("resume", resume))
@@ -52,8 +55,8 @@ def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
         raise ConfigError(
             Problem(
                 "resume",
-                f"resume=never, and {newest} is there",
-                "resume=never refuses to continue a run",
+                f"resume=never, but {newest} exists",
+                "resume=never does not continue a run",
                 "write resume=auto to continue, or run.name=ANOTHER for a new run",
             )
         )
@@ -73,7 +76,7 @@ def _existing(key: str, value: str) -> Path:
             Problem(
                 key,
                 f"{key}={value}",
-                f"{key} names a checkpoint or a run directory that exists",
+                f"{key} must be an existing checkpoint or run directory",
                 f"correct the path; {path.absolute()} is not a folder",
             )
         )
@@ -81,10 +84,11 @@ def _existing(key: str, value: str) -> Path:
 
 
 def check_identity(config: RunConfig, file: Path) -> None:
-    """A folder belongs to one run. Raises ConfigError.
+    """Raises ConfigError if the folder belongs to another run.
 
     Args:
-        file: the ``config.yaml`` of the folder's newest attempt; where there is none, no run has begun there.
+        config: Configuration of this start.
+        file: ``config.yaml`` of the folder's newest attempt. If it is missing, no run has begun there.
     """
     if not file.exists():
         return
@@ -98,25 +102,27 @@ def check_identity(config: RunConfig, file: Path) -> None:
     raise ConfigError(
         Problem(
             "run.dir",
-            f"run.dir={file.parent} holds another run ({differences})",
+            f"run.dir={file.parent} contains another run ({differences})",
             "a run directory belongs to one model, data, optimizer, schedule and batch",
-            "leave out run.dir, write another one, or start a new run from this one's state with run.fork="
+            "remove run.dir, choose another one, or start a new run from this one's state with run.fork="
             + str(file.parent),
         )
     )
 
 
 def resolve_parent(fork: str) -> str:
-    """As ``fork.json`` records it."""
+    """Return the absolute path of the parent, as ``fork.json`` records it."""
     return str(find_run(fork, "run.fork").absolute())
 
 
 def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path | None) -> None:
-    """A fork is a new run with one parent. Raises ConfigError.
+    """Check that a fork is a new run with one parent. Raises ConfigError.
 
     Args:
-        fork_file: where the parent was recorded, if the run has begun as a fork.
-        newest: a checkpoint of the run's own.
+        config: Configuration of this start.
+        run_dir: The run's own directory.
+        fork_file: Where the parent is recorded, if the run began as a fork.
+        newest: A checkpoint of the run's own, if any.
     """
     if config.run.fork is None:
         return
@@ -124,7 +130,7 @@ def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path |
     seen = f"run.fork={config.run.fork}, and the run's own directory is {run_dir}"
     remedy = "give the new run its own run.name or run.dir"
     if run_dir.absolute() in (Path(parent), *Path(parent).parents):
-        raise ConfigError(Problem("run.fork", seen, "a fork is a new run, apart from its parent", remedy))
+        raise ConfigError(Problem("run.fork", seen, "a fork is a new run in its own directory", remedy))
     if fork_file.exists():
         recorded = json.loads(fork_file.read_text(encoding="utf-8"))["parent"]
         if recorded != parent:
@@ -138,7 +144,9 @@ def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path |
 
 
 def find_run_directory(path: Path) -> Path | None:
-    """The run directory that ``path`` is, or that a checkpoint at ``path`` lies in; None for a lone checkpoint."""
+    """Return the run directory that ``path`` is or that contains the checkpoint ``path``; None for a
+    separate checkpoint.
+    """
     for folder in (path, path.parent.parent):
         if (folder / "config.yaml").exists() and (folder / "attempts").is_dir():
             return folder
@@ -146,10 +154,10 @@ def find_run_directory(path: Path) -> Path | None:
 
 
 def check_same_run(config: RunConfig, path: Path) -> None:
-    """``resume=PATH`` continues the same run; another model or other data is a fork.
+    """Check that ``resume=PATH`` continues the same run. Another model or other data requires a fork.
 
     Raises:
-        CheckpointError: ``path`` belongs to a run of another identity.
+        CheckpointError: ``path`` belongs to a run with another identity.
     """
     folder = find_run_directory(path.absolute())
     if folder is None:
@@ -164,7 +172,7 @@ def check_same_run(config: RunConfig, path: Path) -> None:
         raise CheckpointError(
             Problem(
                 "resume",
-                f"resume={path} is of another run ({'; '.join(differences)})",
+                f"resume={path} belongs to another run ({'; '.join(differences)})",
                 "resume continues the same model, data, optimizer, schedule and batch",
                 f"write run.fork={path} to start a new run from its state",
             )

@@ -1,10 +1,10 @@
-"""Two checkpoints of any formats, compared tensor by tensor under canonical names, whatever their layouts.
+r"""Compare two checkpoints of any formats and layouts tensor by tensor, under canonical names.
 
-    python -c "from toolkit.checkpoint.offline.diff import diff; print(*diff('A', 'B').lines(), sep='\\n')"
+    python -c "from toolkit.checkpoint.offline.diff import diff; print(*diff('A', 'B').lines(), sep='\n')"
 
-Equal means that training goes on from either as from the other: every tensor that one stores, the other stores, or stores more of it. So
-``planner.source_key`` decides what is compared: the fp32 weight of one is the master of the other, and a bf16 weight is compared with an
-fp32 one cast. Imports no torch.
+Equal means that training continues identically from either: the other side stores every tensor, or one that
+it can be derived from. ``planner.source_key`` decides which tensors are compared: an fp32 weight on one side
+with a master on the other, and a bf16 weight with an fp32 one after a cast. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, as
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 
-COMPARED_SCALARS = (STEP, CONSUMED, OPTIMIZER_STEP, LOSS_SCALER)  # scalars that are compared
+COMPARED_SCALARS = (STEP, CONSUMED, OPTIMIZER_STEP, LOSS_SCALER)
 
 Tensors = Mapping[TensorKey, TensorInfo]
 
 
 class DiffOutcome(StrEnum):
-    EQUAL = "equal"  # in every bit
-    ABSENT = "absent"  # one side has nothing of it
+    EQUAL = "equal"  # bitwise
+    ABSENT = "absent"  # only on one side
     SHAPE = "shape"
     DTYPE = (
-        "dtype"  # what one side has cannot hold what the other has; values are compared in the narrower dtype
+        # One side's dtype cannot represent the other's values; values are compared in the narrower dtype.
+        "dtype"
     )
     VALUES = "values"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """What is compared: a tensor of each side; None where a side has none.
+    """The tensors that are compared; None if a side has none.
 
     Attributes:
-        lossy: a side has less than the other: a narrower dtype.
+        left, right: The tensor of each side.
+        lossy: One side has a narrower dtype.
     """
 
     left: TensorKey | None
@@ -59,12 +61,15 @@ class TensorPair:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """Of one pair.
+    """The result for one pair.
 
     Attributes:
-        dtypes, shapes: of the left and the right; empty where a side has none.
-        differing: elements that are not the same bits (values, where dtypes have none in common).
-        max_abs, max_relative: of these, |a - b| and |a - b| / max(|a|, |b|); infinite where one is not a number.
+        pair: The tensors.
+        outcome: Kind of difference.
+        dtypes, shapes: Of left and right; empty if a side has none.
+        differing: Number of elements with different bits (different values, if the dtypes have no common
+            one).
+        max_abs, max_relative: Maximum of |a - b| and of |a - b| / max(|a|, |b|); infinite if one is NaN.
     """
 
     pair: TensorPair
@@ -98,9 +103,12 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDiff:
-    """Attributes:
-    tensors: every pair, equal ones too, in the left's order.
-    scalars: (name, left, right) of what training resumes from and is not the same; None: not there.
+    """The result for two checkpoints.
+
+    Attributes:
+        left, right: The two folders.
+        tensors: Every pair, also equal ones, in the left's order.
+        scalars: (name, left, right) of scalars that differ; None if a side lacks it.
     """
 
     left: Path
@@ -110,35 +118,37 @@ class CheckpointDiff:
 
     @property
     def equal(self) -> bool:
-        """A command that compares ends with 0 where this is so, and with 1 where it is not."""
-        return not self.scalars and all(one.outcome is DiffOutcome.EQUAL for one in self.tensors)
+        """Whether there is no difference. A command that compares exits with 0 if so, otherwise with 1."""
+        return not self.scalars and all(tensor.outcome is DiffOutcome.EQUAL for tensor in self.tensors)
 
     def lines(self, most: int = 20) -> list[str]:
-        """For people: what differs, of each kind no more than ``most``; what stands for what; a summary."""
+        """Format the result: differences, at most ``most`` of each kind, corresponding states, and a summary."""
         lines = [f"{name}: {left} on the left, {right} on the right" for name, left, right in self.scalars]
         for outcome in DiffOutcome:
-            of_kind = [one for one in self.tensors if one.outcome is outcome]
+            matching = [tensor for tensor in self.tensors if tensor.outcome is outcome]
             if outcome is DiffOutcome.EQUAL:
                 continue
-            lines += [str(one) for one in of_kind[:most]]
-            if len(of_kind) > most:
-                lines.append(f"and {len(of_kind) - most} more: {outcome}")
-        same = [one for one in self.tensors if one.outcome is DiffOutcome.EQUAL]
-        stand_ins = sorted(
+            lines += [str(tensor) for tensor in matching[:most]]
+            if len(matching) > most:
+                lines.append(f"and {len(matching) - most} more: {outcome}")
+        equal = [tensor for tensor in self.tensors if tensor.outcome is DiffOutcome.EQUAL]
+        correspondences = sorted(
             {
-                (one.pair.left.state, one.pair.right.state, *one.dtypes)
-                for one in same
-                if one.pair.left
-                and one.pair.right
-                and (one.pair.left != one.pair.right or one.dtypes[0] != one.dtypes[1])
+                (tensor.pair.left.state, tensor.pair.right.state, *tensor.dtypes)
+                for tensor in equal
+                if tensor.pair.left
+                and tensor.pair.right
+                and (tensor.pair.left != tensor.pair.right or tensor.dtypes[0] != tensor.dtypes[1])
             }
         )
-        lines += [f"{a} ({of_a}) of the left is {b} ({of_b}) of the right" for a, b, of_a, of_b in stand_ins]
+        lines += [
+            f"{a} ({of_a}) of the left is {b} ({of_b}) of the right" for a, b, of_a, of_b in correspondences
+        ]
         verdict = "equal" if self.equal else "not equal"
-        numbers = f"; of what else training resumes from, {len(self.scalars)} differ" if self.scalars else ""
+        numbers = f"; {len(self.scalars)} scalars differ" if self.scalars else ""
         return [
             *lines,
-            f"{verdict}: {len(same)} of {len(self.tensors)} tensors are the same in {self.left} and {self.right}{numbers}",
+            f"{verdict}: {len(equal)} of {len(self.tensors)} tensors are the equal in {self.left} and {self.right}{numbers}",
         ]
 
 
@@ -150,7 +160,7 @@ def diff(
     workers: int = WORKERS,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckpointDiff:
-    """Compare what two paths are or point to. See ``diff_sources``."""
+    """Compare the checkpoints that two paths are or lead to. See ``diff_sources``."""
     return diff_sources(open_source(left, model), open_source(right, model), workers=workers, advance=advance)
 
 
@@ -161,20 +171,22 @@ def diff_sources(
     workers: int = WORKERS,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckpointDiff:
-    """Every tensor of both. Hashes are not looked at: what differs is said, whatever the reason.
+    """Compare every tensor of both sources. Hashes are not verified: any difference is reported.
 
     Args:
-        advance: told of bytes that were compared since it was told last, and of how many there are.
+        left, right: The sources.
+        workers: Number of threads.
+        advance: Called with the bytes compared since the last call, and the total.
 
     Raises:
-        InputError: they are of different kinds of models. CheckpointError: a file cannot be read.
+        InputError: The sources are of different kinds of models. CheckpointError: A file cannot be read.
     """
     if left.namespace != right.namespace:
         raise InputError(
             Problem(
                 "target",
-                f"{left.folder} has the names of {left.namespace}, {right.folder} those of {right.namespace}",
-                "tensors are compared by their names",
+                f"{left.folder} has names of {left.namespace}, {right.folder} of {right.namespace}",
+                "tensors are compared by name",
                 "compare checkpoints of one family",
             )
         )
@@ -189,7 +201,7 @@ def diff_sources(
             _Side(source, opened.enter_context(CheckpointFiles(source.folder))) for source in (left, right)
         ]
         work = _Comparison(sides[0], sides[1], ByteProgress(advance, total))
-        differences = parallel_map(work.of, found, workers)
+        differences = parallel_map(work.compare, found, workers)
     of_left, of_right = left.catalog.scalars, right.catalog.scalars
     scalars = tuple(
         (name, of_left.get(name), of_right.get(name))
@@ -200,7 +212,7 @@ def diff_sources(
 
 
 def pair_tensors(left: Tensors, right: Tensors) -> list[TensorPair]:
-    """What to compare: each tensor of either side with what the other has for it."""
+    """Return each tensor of either side with its counterpart on the other."""
     found: dict[tuple[TensorKey | None, TensorKey | None], bool] = {}
     for key in {**left, **right}:
         if key in left and key in right and left[key].dtype == right[key].dtype:
@@ -208,17 +220,17 @@ def pair_tensors(left: Tensors, right: Tensors) -> list[TensorPair]:
             continue
         if key in left:
             answer = source_key(key, left[key].dtype, right)
-            lossy = answer is not None and not _holds(right[answer].dtype, left[key].dtype)
+            lossy = answer is not None and not _can_represent(right[answer].dtype, left[key].dtype)
             found[key, answer] = found.get((key, answer), False) or lossy
         if key in right:
             answer = source_key(key, right[key].dtype, left)
-            lossy = answer is not None and not _holds(left[answer].dtype, right[key].dtype)
+            lossy = answer is not None and not _can_represent(left[answer].dtype, right[key].dtype)
             found[answer, key] = found.get((answer, key), False) or lossy
     return [TensorPair(*both, lossy) for both, lossy in found.items()]
 
 
-def _holds(wide: str, narrow: str) -> bool:
-    """Whether every value of one dtype is one of the other."""
+def _can_represent(wide: str, narrow: str) -> bool:
+    """Return whether ``wide`` can represent every value of ``narrow``."""
     a, b = DTYPES[wide], DTYPES[narrow]
     return wide == narrow or (a.is_float == b.is_float and a.itemsize > b.itemsize)
 
@@ -232,18 +244,18 @@ def _bytes(key: TensorKey | None, tensors: Tensors) -> int:
 
 
 class _Side:
-    """One checkpoint. Says of damage what its format says."""
+    """One checkpoint, whose damage is reported as its format does."""
 
     def __init__(self, source: CheckpointSource, files: CheckpointFiles) -> None:
         self.source, self.tensors = source, source.catalog.tensors
-        self._looker = TileReader(source.catalog, files)
+        self._reader = TileReader(source.catalog, files)
 
-    def turned(self, key: TensorKey) -> bool:
+    def is_transposed(self, key: TensorKey) -> bool:
         return any(piece.transposed for piece in self.source.catalog.pieces[key])
 
     def read(self, key: TensorKey, box: Box) -> Any:
         try:
-            return self._looker.read(key, box)
+            return self._reader.read(key, box)
         except DamagedFile as damage:
             raise self.source.refuse(self.source.folder, damage) from damage
 
@@ -252,7 +264,7 @@ class _Comparison:
     def __init__(self, left: _Side, right: _Side, advance: ByteProgress) -> None:
         self._left, self._right, self._advance = left, right, advance
 
-    def of(self, pair: TensorPair) -> TensorDifference:
+    def compare(self, pair: TensorPair) -> TensorDifference:
         if pair.left is None or pair.right is None:
             return TensorDifference(pair, DiffOutcome.ABSENT)
         a, b = self._left.tensors[pair.left], self._right.tensors[pair.right]
@@ -269,22 +281,26 @@ class _Comparison:
     def _tiles(
         self, left: TensorKey, right: TensorKey, a: TensorInfo, b: TensorInfo
     ) -> Iterator[tuple[int, float, float]]:
-        """Of each tile: see ``apart``."""
-        both_turned = self._left.turned(left) and self._right.turned(right)
-        for box in tile_box(Box.whole(a.shape), a.dtype, b.dtype, by_columns=both_turned):
+        """Yield the result of ``measure_difference`` for each tile."""
+        by_columns = self._left.is_transposed(left) and self._right.is_transposed(right)
+        for box in tile_box(Box.whole(a.shape), a.dtype, b.dtype, by_columns=by_columns):
             mine, theirs = self._left.read(left, box), self._right.read(right, box)
             numbytes = mine.nbytes + theirs.nbytes
             with np.errstate(over="ignore"):
-                if _holds(a.dtype, b.dtype):
+                if _can_represent(a.dtype, b.dtype):
                     mine = mine.astype(numpy_dtype(b.dtype), copy=False)
-                elif _holds(b.dtype, a.dtype):
+                elif _can_represent(b.dtype, a.dtype):
                     theirs = theirs.astype(numpy_dtype(a.dtype), copy=False)
             yield measure_difference(mine, theirs)
             self._advance(numbytes)
 
 
 def measure_difference(a: Any, b: Any) -> tuple[int, float, float]:
-    """Elements of two arrays of one shape that differ, and by how much at most: absolutely, relatively to the larger of the two."""
+    """Return how many elements differ between two arrays of one shape, and the maximum absolute and relative
+    differences.
+
+    Relative differences are relative to the larger of the two magnitudes.
+    """
     where = as_bits(a) != as_bits(b) if a.dtype == b.dtype else a.astype(np.float64) != b.astype(np.float64)
     count = int(np.count_nonzero(where))
     if not count:
@@ -294,6 +310,6 @@ def measure_difference(a: Any, b: Any) -> tuple[int, float, float]:
         absolute = np.abs(x - y)
         absolute[np.isnan(absolute)] = np.inf
         relative = absolute / np.maximum(np.abs(x), np.abs(y))
-        relative[np.isnan(relative)] = np.inf  # not numbers, or infinite
+        relative[np.isnan(relative)] = np.inf  # NaN or infinite
         relative[absolute == 0] = 0.0  # 0.0 and -0.0
     return count, float(absolute.max()), float(relative.max())

@@ -1,4 +1,4 @@
-"""What launch/reshard.py does: a checkpoint of any format becomes one of any other, or is looked at. Imports no torch."""
+"""The actions of launch/reshard.py: convert, plan, inspect, verify and diff. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from toolkit.families.base import ModelShape
 from toolkit.plan.pretrained import resolve_model
 from toolkit.progress import Progress, Task, duration, quantity
 
-# Modules of ``formats/`` with ``lay_out(source, config)``.
+# Format -> module in ``formats/`` with ``lay_out(source, config)``.
 WRITERS: Mapping[TargetFormat, str] = {
     TargetFormat.deepspeed: "deepspeed.target",
     TargetFormat.universal: "universal.target",
@@ -40,10 +40,10 @@ PROBE_BYTES = 64 * 2**20
 
 
 def requested_shape(model: ModelConfig) -> ModelShape | None:
-    """What the user says that the model is; None where nothing is said.
+    """Return the shape of the model in the configuration, or None if none is given.
 
     Raises:
-        ConfigError: sizes of no family. PlanError, InputError: sizes are missing or do not fit.
+        ConfigError: Sizes without a family. PlanError, InputError: Sizes are missing or invalid.
     """
     if model == ModelConfig():
         return None
@@ -53,24 +53,25 @@ def requested_shape(model: ModelConfig) -> ModelShape | None:
             Problem(
                 "model.family",
                 "model.family=null, with other keys of model",
-                "sizes are those of a family",
-                f"write model=FAMILY too, one of {', '.join(families.FAMILIES)}",
+                "sizes require a family",
+                f"add model=FAMILY, one of {', '.join(families.FAMILIES)}",
             )
         )
     return families.get(model.family).resolve_shape(model)
 
 
 def open_requested(config: ReshardConfig) -> CheckpointSource:
-    """``source``, as the model that is said or that it is of."""
+    """Open ``source``, with the model of the configuration if there is one."""
     assert config.source is not None
     return open_source(config.source, requested_shape(config.model))
 
 
 def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
-    """What ``config`` asks for, of what ``source`` has.
+    """Lay out the target that ``config`` requests from ``source``.
 
     Raises:
-        CheckpointError, InputError: the source does not have it, or is not of the model that is said, or the format cannot have it so.
+        CheckpointError, InputError: The source lacks a tensor, is not of the given model, or the format does
+            not support the request.
     """
     if source.shape is not None:
         dtype = choose_weights_dtype(source, config.precision)
@@ -83,9 +84,9 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
         raise CheckpointError(
             Problem(
                 "target.optimizer",
-                f"target.optimizer=true, and {source.folder} has no optimizer's state",
-                "a target holds what its source holds",
-                "leave it out, or take a checkpoint that training saved",
+                f"target.optimizer=true, but {source.folder} has no optimizer state",
+                "a target contains only what its source contains",
+                "remove the option, or use a checkpoint that training saved",
             )
         )
     if config.format is TargetFormat.native:
@@ -100,8 +101,8 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
             Problem(
                 "target.format",
                 f"target.format={config.format.name}",
-                "that format is read only, so far",
-                f"write one of {', '.join(['native', *(one.name for one in WRITERS)])}",
+                "this format can be read but not written",
+                f"write form of {', '.join(['native', *(form.name for form in WRITERS)])}",
             )
         )
     target: CheckpointTarget = import_module(f"toolkit.checkpoint.formats.{WRITERS[config.format]}").lay_out(
@@ -115,7 +116,7 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionResult:
-    """What was done. ``resumed``: an earlier attempt had been killed, and this one went on."""
+    """The result of a conversion. ``resumed``: it continued a killed attempt."""
 
     path: Path
     source: CheckpointSource
@@ -128,7 +129,7 @@ class ConversionResult:
 
 
 def convert(config: ReshardConfig, progress: Progress) -> ConversionResult:
-    """Raises UserError: the source is damaged, the target cannot be laid out or written."""
+    """Raises UserError if the source is damaged, or the target cannot be laid out or written."""
     began = time.monotonic()
     assert config.target.path is not None
     path = Path(config.target.path).expanduser().absolute()
@@ -145,7 +146,7 @@ def convert(config: ReshardConfig, progress: Progress) -> ConversionResult:
         advance=lambda numbytes: task.advance(numbytes),
     )
     target_bytes = sum(file.numbytes for file in target.files)
-    _check_room(path, target_bytes - _allocated(conversion.temporary))
+    _check_disk_space(path, target_bytes - _allocated(conversion.temporary))
     with progress.task("resharding", total=conversion.source_bytes, unit="B") as task:
         resumed = conversion.run()
     return ConversionResult(
@@ -161,52 +162,57 @@ def convert(config: ReshardConfig, progress: Progress) -> ConversionResult:
 
 
 def _allocated(folder: Path) -> int:
-    """Bytes on disk of what an attempt before left."""
+    """Return the bytes on disk that an earlier attempt left."""
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
-def _check_room(path: Path, numbytes: int) -> None:
+def _check_disk_space(path: Path, numbytes: int) -> None:
     folder = next(parent for parent in path.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free
     if numbytes > free:
         seen = f"target={path} takes {quantity(numbytes, 'B')}, and {folder} has {quantity(free, 'B')} free"
         raise CheckpointError(
             Problem(
-                "target", seen, "a target is written whole", "free room there, or name another target=PATH"
+                "target",
+                seen,
+                "a target is written whole",
+                "free disk space there, or choose another target=PATH",
             )
         )
 
 
-def describe_result(done: ConversionResult) -> list[str]:
-    """Of a conversion, for people."""
-    seconds = max(done.seconds, 1e-3)
-    rate = quantity(done.target_bytes / seconds, "B")
+def describe_result(result: ConversionResult) -> list[str]:
+    """Return the summary of a conversion, as lines."""
+    seconds = max(result.seconds, 1e-3)
+    rate = quantity(result.target_bytes / seconds, "B")
     lines = [
-        f"source     {done.source.format}: {done.source.folder}",
-        f"target     {done.target.format}: {done.path}",
-        f"step       {'of no training step' if done.source.step is None else done.source.step}",
-        f"bytes      {quantity(done.source_bytes, 'B')} of tensors read, {quantity(done.target_bytes, 'B')} written in "
+        f"source     {result.source.format}: {result.source.folder}",
+        f"target     {result.target.format}: {result.path}",
+        f"step       {'none (no training step)' if result.source.step is None else result.source.step}",
+        f"bytes      {quantity(result.source_bytes, 'B')} of tensors read, {quantity(result.target_bytes, 'B')} written in "
         f"{duration(seconds)} ({rate}/s), each block hashed",
     ]
-    if done.resumed:
-        lines.append("resumed    an attempt before this one was ended; what it had written was taken over")
+    if result.resumed:
+        lines.append("resumed    continued an interrupted attempt and kept what it had written")
     return [
         *lines,
-        *_dropped(done.unused, done.source),
-        *(f"mind       {words}" for words in done.target.notes),
+        *_dropped(result.unused, result.source),
+        *(f"mind       {note}" for note in result.target.notes),
     ]
 
 
 def _dropped(unused: Sequence[TensorKey], source: CheckpointSource) -> list[str]:
     lines = [f"not used   {summarize_keys(unused, source.catalog.tensors)}"] if unused else []
-    return [*lines, *(f"left out   {words}" for words in source.left_out)]
+    return [*lines, *(f"left out   {label}" for label in source.left_out)]
 
 
 # ---- planning
 
 
 def plan(config: ReshardConfig) -> list[str]:
-    """What the same words with action=convert would do, in lines for people. Raises UserError as that would before its first byte."""
+    """Return what the same command with action=convert would do, as lines. Raises UserError as that would
+    before its first byte.
+    """
     source = open_requested(config)
     target = lay_out(source, config.target)
     found = plan_reshard(source.catalog, target, examine=config.examine)
@@ -223,8 +229,8 @@ def plan(config: ReshardConfig) -> list[str]:
         f"target     {target.format}: {config.target.path or 'not named'}, {len(target.files)} files, {found.tensors} tensors",
         *_numbers(found, config.workers, rate, how),
         *_dropped(found.unused, source),
-        *(f"mind       {words}" for words in target.notes),
-        "proven     every element of the source is in one place, every byte of the target is written once",
+        *(f"mind       {note}" for note in target.notes),
+        "proven     every element of the source is stored once, every byte of the target is written once",
     ]
 
 
@@ -245,7 +251,11 @@ def _numbers(found: ReshardPlan, workers: int, rate: float | None, how: str) -> 
 
 
 def measure_copy_rate(source: Path, target: Path | None) -> tuple[float | None, str]:
-    """Bytes a second that are copied from ``source`` to the folder ``target``, fsync included, and how that was found. Leaves nothing."""
+    """Return the bytes per second of a copy from ``source`` to the folder ``target``, including fsync, and a
+    description.
+
+    The temporary copy is removed.
+    """
     largest = max(
         (path for path in source.rglob("*") if path.is_file()),
         key=lambda path: path.stat().st_size,
@@ -256,51 +266,51 @@ def measure_copy_rate(source: Path, target: Path | None) -> tuple[float | None, 
     if target is None or largest is None or not os.access(target, os.W_OK):
         return (
             None,
-            "unknown: write target=PATH, where 64 MiB are copied to measure it, or rate=GB_PER_SECOND",
+            "unknown: set target=PATH, where 64 MiB are copied to measure it, or rate=GB_PER_SECOND",
         )
-    place = target / f".{os.getpid()}.reshard-probe"
+    temporary = target / f".{os.getpid()}.reshard-probe"
     count = 0
     with largest.open("rb", buffering=0) as read:
         os.posix_fadvise(
             read.fileno(), 0, PROBE_BYTES, os.POSIX_FADV_DONTNEED
-        )  # as a source that nobody has looked at
+        )  # drop cached pages, as of a source that was not read before
         began = time.monotonic()
         try:
-            with place.open("wb", buffering=0) as written:
+            with temporary.open("wb", buffering=0) as written:
                 while count < PROBE_BYTES and (block := read.read(2**22)):
                     written.write(block)
                     count += len(block)
                 os.fsync(written.fileno())
         finally:
-            place.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     seconds = time.monotonic() - began
     return (count / seconds if count else None), f"measured by copying {quantity(count, 'B')} there"
 
 
-# ---- looking
+# ---- inspecting and comparing
 
 
 def inspect(config: ReshardConfig) -> list[str]:
-    """What ``source`` is. Raises UserError: it is no checkpoint, or a damaged one."""
+    """Describe ``source``. Raises UserError if it is not a checkpoint, or damaged."""
     return describe(open_requested(config))
 
 
 def verify(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]]:
-    """Whether ``source`` is sound, and what is wrong with it."""
+    """Verify ``source``. Returns the exit code and the findings as lines."""
     assert config.source is not None
     findings = looking.verify(
         config.source,
         requested_shape(config.model),
         workers=config.workers,
-        advance=_shown(progress, "verifying"),
+        advance=_show_progress(progress, "verifying"),
     )
     if findings:
-        return ExitCode.FAILURE, [f"{config.source} is not sound:", *map(str, findings)]
-    return ExitCode.DONE, [f"{config.source} is sound: every byte was looked at"]
+        return ExitCode.FAILURE, [f"{config.source} is damaged:", *map(str, findings)]
+    return ExitCode.DONE, [f"{config.source} is intact: every byte was checked"]
 
 
 def diff(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]]:
-    """Whether ``source`` (the left) and ``target`` (the right) hold the same, and what differs."""
+    """Compare ``source`` (left) with ``target`` (right). Returns the exit code and the differences as lines."""
     assert config.source is not None
     assert config.target.path is not None
     found = comparing.diff(
@@ -308,13 +318,13 @@ def diff(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]
         config.target.path,
         requested_shape(config.model),
         workers=config.workers,
-        advance=_shown(progress, "comparing"),
+        advance=_show_progress(progress, "comparing"),
     )
     return ExitCode.DONE if found.equal else ExitCode.FAILURE, found.lines()
 
 
-def _shown(progress: Progress, description: str) -> Callable[[int, int], None]:
-    """``advance`` of long looks: bytes done since the last call, and all of them."""
+def _show_progress(progress: Progress, description: str) -> Callable[[int, int], None]:
+    """Return an ``advance`` callback (bytes since the last call, total) that shows progress."""
     tasks: list[Task] = []
 
     def advance(done: int, total: int) -> None:

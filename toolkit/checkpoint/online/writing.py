@@ -1,4 +1,4 @@
-"""Pieces to a file, with their hashes: what every rank does of a save."""
+"""Write one rank's data file with hashes, from the engine's memory or from a host copy of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.shard import Box, TensorKey, flat_boxes
 
-_ALIGNMENT = 64  # bytes: of every dtype, and of a cache line
+_ALIGNMENT = 64  # bytes: enough for every dtype, and a cache line
 
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """``box`` of a tensor, to be written; ``data`` has the shape ``box.shape`` and may be a view on any device."""
+    """The part ``box`` of a tensor, to be written. ``data`` has shape ``box.shape`` and may be a view on
+    any device.
+    """
 
     key: TensorKey
     global_shape: tuple[int, ...]
@@ -31,7 +33,7 @@ class WriteItem:
 
     @property
     def name(self) -> str:
-        """In the file's own header, so that a file without its manifest still says what it holds."""
+        """Name in the file's header, which describes the content without a manifest."""
         return f"{self.key}:{','.join(map(str, self.box.offset))}"
 
 
@@ -41,28 +43,31 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def write_data_file(
     path: Path,
-    outgoing: Sequence[WriteItem],
+    items: Sequence[WriteItem],
     metadata: Mapping[str, str],
     on_piece: Callable[[], None],
     on_sync: Callable[[], None],
 ) -> tuple[FileRecord, list[TensorPiece]]:
-    """Write a safetensors file, hashing on the way, and make it durable.
+    """Write a safetensors file with hashes and make it durable.
 
     Args:
-        on_piece: called after each piece.
-        on_sync: called between the last byte and the sync.
+        path: The file.
+        outgoing: The tensors to write.
+        metadata: Metadata of the file's header.
+        on_piece: Called after each piece.
+        on_sync: Called before the sync.
     """
-    by_name = {item.name: item for item in outgoing}
+    by_name = {item.name: item for item in items}
     header, slots = safetensors.encode_header(
-        [(item.name, dtype_name(item.data.dtype), item.box.shape) for item in outgoing], metadata
+        [(item.name, dtype_name(item.data.dtype), item.box.shape) for item in items], metadata
     )
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         _write_all(descriptor, memoryview(header))
         pieces = []
         staging: torch.Tensor | None = None
-        for slot in slots:
-            item = by_name[slot.name]
+        for entry in slots:
+            item = by_name[entry.name]
             if staging is None and not _is_plain(item.data):
                 staging = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=item.data.is_cuda)
             hashes = []
@@ -72,12 +77,12 @@ def write_data_file(
             pieces.append(
                 TensorPiece(
                     item.key,
-                    slot.dtype,
+                    entry.dtype,
                     item.global_shape,
                     item.box,
                     path.name,
-                    slot.begin,
-                    slot.end,
+                    entry.begin,
+                    entry.end,
                     tuple(hashes),
                 )
             )
@@ -95,7 +100,9 @@ def _is_plain(data: torch.Tensor) -> bool:
 
 
 def iterate_blocks(data: torch.Tensor, staging: torch.Tensor | None) -> Iterator[memoryview]:
-    """The row-major bytes of a tensor, one block at a time: its own memory where that is plain, else copied to ``staging``."""
+    """Yield the row-major bytes of a tensor in blocks: its own memory if contiguous on the CPU, otherwise
+    copied to ``staging``.
+    """
     if _is_plain(data):
         everything = data.detach().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(everything), BLOCK_BYTES):
@@ -119,24 +126,24 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 class HostSnapshot:
-    """One buffer of host memory, pinned where data comes from CUDA; grown when more is to be saved than before."""
+    """One buffer of host memory, pinned if data is on CUDA, that is reused by every save and grows if needed."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, outgoing: Sequence[WriteItem]) -> list[WriteItem]:
-        """The same with ``data`` copied; valid until the next call."""
+        """Return the items with ``data`` copied, valid until the next call."""
         sizes = [item.data.numel() * item.data.element_size() for item in outgoing]
         starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         from_cuda = any(item.data.is_cuda for item in outgoing)
         if self._buffer.numel() < starts[-1] or (from_cuda and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before its successor is made
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=from_cuda)
         copies = []
         for item, start, size in zip(outgoing, starts, sizes, strict=False):
-            room = self._buffer[start : start + size].view(item.data.dtype).view(item.box.shape)
-            room.copy_(item.data, non_blocking=True)
-            copies.append(replace(item, data=room))
+            view = self._buffer[start : start + size].view(item.data.dtype).view(item.box.shape)
+            view.copy_(item.data, non_blocking=True)
+            copies.append(replace(item, data=view))
         if from_cuda:
             torch.cuda.synchronize()
         return copies
