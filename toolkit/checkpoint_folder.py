@@ -26,7 +26,10 @@ POINTER = "latest"
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
 REMOVED = ".removed-"
-AGREE = "latest, the folders of checkpoints, status.json, saves.jsonl and metrics.jsonl agree on the newest checkpoint of a run"
+AGREE = (
+    "latest, the folders of checkpoints, status.json, saves.jsonl and metrics.jsonl agree on the newest "
+    "checkpoint of a run"
+)
 _STEP = re.compile(r"step-(\d{8,18})")
 
 
@@ -161,7 +164,10 @@ def disagreement_error(directory: Path, found: NewestCheckpoint) -> CheckpointEr
     if found.checkpoint is not None:
         remedy = f"give the path of a checkpoint; in training, resume={found.checkpoint} continues from it"
     else:
-        remedy = "restore the checkpoints from a backup; in training, resume=PATH continues from a checkpoint elsewhere"
+        remedy = (
+            "restore the checkpoints from a backup; in training, resume=PATH continues from a "
+            "checkpoint elsewhere"
+        )
     return CheckpointError(
         Problem(
             "resume",

@@ -204,7 +204,8 @@ def format_goodput(total: Goodput) -> str:
     )
     over = f" over {total.attempts} attempts" if total.attempts > 1 else ""
     return (
-        f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, {duration(total.useful_seconds)} went into useful "
+        f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, "
+        f"{duration(total.useful_seconds)} went into useful "
         f"steps{f'; the rest: {losses}' if losses else ''}"
     )
 

@@ -53,7 +53,8 @@ def last_row(path: Path) -> dict[str, Any] | None:
 
 
 def float_of(value: float | None) -> float:
-    """Return a row's value; ``null`` in the file, which stands for a value that is not finite, becomes NaN."""
+    """Return a row's value; ``null`` in the file, which stands for a value that is not finite, becomes
+    NaN."""
     return math.nan if value is None else float(value)
 
 

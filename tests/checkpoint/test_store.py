@@ -357,7 +357,7 @@ def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(
         CheckpointStore(tmp_path).save(1, [shard], {}, namespace=NAMESPACE, rank=1 - dies, ranks=2, attempt=1)
     assert other.wait(timeout=10) == -signal.SIGKILL
     assert time.monotonic() - began < 30, "most of it is the other process importing torch"
-    assert directory.newest(tmp_path) is None
+    assert directory.newest_checkpoint(tmp_path) is None
 
 
 def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def find_state_problems(
         listed = ", ".join(frozen[:3]) + (f" and {len(frozen) - 3} more" if len(frozen) > 3 else "")
         yield Problem(
             "source",
-            f"{source.folder} has no optimizer state of {listed}: {len(frozen)} of {len(names)} parameters were frozen",
+            f"{source.folder} has no optimizer state of {listed}: {len(frozen)} of {len(names)} parameters "
+            "were frozen",
             "this format stores optimizer state for every parameter or for none",
             remedy,
         )
@@ -108,7 +109,8 @@ def describe_parameter_groups(
         f"{name}={settings[name]}" for name in OPTIM_SETTINGS if name in settings and name != "weight_decay"
     )
     return (
-        f"the optimizer has {len(groups)} parameter groups, each in the model's order: {', then '.join(groups)}; {common}. A program "
+        f"the optimizer has {len(groups)} parameter groups, each in the model's order: "
+        f"{', then '.join(groups)}; {common}. A program "
         f"that loads it with {vendor} must make the same groups in the same order"
     )
 

@@ -68,7 +68,8 @@ def box_slices(box: Box) -> tuple[slice, ...]:
 
 
 def view_box(data: Any, box: Box) -> Any:
-    """Return a view of ``box`` in ``data`` (a torch tensor or a numpy array), whose coordinates the box has."""
+    """Return a view of ``box`` in ``data`` (a torch tensor or a numpy array), whose coordinates the box
+    has."""
     return data[box_slices(box)]
 
 
@@ -155,7 +156,10 @@ class CheckpointFiles:
             self.fill(record.file, begin, chunk)
             crc = isal_zlib.crc32(chunk, crc)
         if crc != record.crc:
-            seen = f"{self.folder / record.file} has CRC-32 {crc:08x} in bytes {record.begin}..{record.end}, its directory {record.crc:08x}"
+            seen = (
+                f"{self.folder / record.file} has CRC-32 {crc:08x} in bytes "
+                f"{record.begin}..{record.end}, its directory {record.crc:08x}"
+            )
             raise DamagedFile(record.file, seen, INTACT)
 
     def changed(self, since: Mapping[str, FileStamp]) -> list[str]:

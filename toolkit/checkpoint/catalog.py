@@ -160,7 +160,8 @@ def block_count(numbytes: int) -> int:
 
 
 def flat_span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """Return the smallest flat range of a row-major tensor of ``shape`` that contains the non-empty ``box``."""
+    """Return the smallest flat range of a row-major tensor of ``shape`` that contains the non-empty
+    ``box``."""
     first = last = 0
     for size, offset, extent in zip(shape, box.offset, box.shape, strict=True):
         first = first * size + offset

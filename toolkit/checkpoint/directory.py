@@ -86,7 +86,8 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
-    """Return the error for a damaged checkpoint; its remedy names the newest complete checkpoint before it."""
+    """Return the error for a damaged checkpoint; its remedy names the newest complete checkpoint before
+    it."""
     step = step_of(folder)
     others = (
         [other for other in complete_checkpoints(folder.parent) if other != folder]

@@ -142,7 +142,8 @@ def piece_from_json(entry: Mapping[str, Any]) -> TensorPiece:
         or (transposed and len(shape) < 2)
     ):
         raise ValueError(
-            f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}"
+            f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype "
+            f"{dtype}"
         )
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
@@ -210,7 +211,8 @@ def _content_hash(content: Mapping[str, Any]) -> str:
 
 
 def load(folder: Path, name: str = NAME) -> Manifest:
-    """Raises DamagedFile if the manifest is missing, unreadable, of another tool or version, or was modified."""
+    """Raises DamagedFile if the manifest is missing, unreadable, of another tool or version, or was
+    modified."""
     path = folder / name
     if not path.is_file():
         raise DamagedFile(name, f"{path} is missing", RULE)
@@ -251,7 +253,8 @@ def load(folder: Path, name: str = NAME) -> Manifest:
 
 
 def _check_types(found: Manifest) -> None:
-    """Raises ValueError if a field has another type than this toolkit writes, or a piece is outside its file."""
+    """Raises ValueError if a field has another type than this toolkit writes, or a piece is outside its
+    file."""
     _counts([found.step, found.ranks])
     objects = (found.scalars, found.software)
     if not all(isinstance(text, str) for text in (found.namespace, found.written_as)) or not all(

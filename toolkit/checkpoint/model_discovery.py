@@ -26,7 +26,8 @@ def unknown_model_error(folder: Path) -> UnknownModelError:
             "model",
             f"{folder} does not describe its model",
             "names and shapes of tensors are checked against those of the model",
-            "describe the model: model=llama model.hidden_size=... with all of its sizes, or model=pretrained model.pretrained=FOLDER with its "
+            "describe the model: model=llama model.hidden_size=... with all of its sizes, or "
+            "model=pretrained model.pretrained=FOLDER with its "
             "config.json",
         )
     )

@@ -94,7 +94,8 @@ def find_coverage_errors(pieces: Mapping[TensorKey, Sequence[TensorPiece]]) -> l
         overlapping = _find_overlap(same_key)
         if overlapping is not None:
             errors.append(
-                f"{key}: {overlapping[0].file} and {overlapping[1].file} both contain {overlapping[0].box.intersect(overlapping[1].box)}"
+                f"{key}: {overlapping[0].file} and {overlapping[1].file} both contain "
+                f"{overlapping[0].box.intersect(overlapping[1].box)}"
             )
         elif covered != whole:
             errors.append(f"{key}: {covered} of {whole} elements are stored")
@@ -233,14 +234,16 @@ def check_available(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tup
         elif DTYPES[tensors[key].dtype].is_float != DTYPES[dtype].is_float:
             shapes[requested] = Problem(
                 "resume",
-                f"{requested} is {tensors[key].dtype} in {folder} and {dtype} in the model that is requested for",
+                f"{requested} is {tensors[key].dtype} in {folder} and {dtype} in the model that is "
+                "requested for",
                 "integers are not converted to floating point, nor floating point to integers",
                 "use another checkpoint, or start without it",
             )
         elif tensors[key].shape != global_shape:
             shapes[requested] = Problem(
                 "resume",
-                f"{requested} has shape {tensors[key].shape} in {folder} and {global_shape} in the model that is requested for",
+                f"{requested} has shape {tensors[key].shape} in {folder} and {global_shape} in the model "
+                "that is requested for",
                 "a checkpoint is loaded into a model of the same shapes",
                 "set the model's sizes to the checkpoint's, or start without it",
             )
@@ -265,7 +268,8 @@ def _absence_problem(state: str, names: list[str], catalog: Catalog) -> Problem:
         "resume",
         f"{catalog.folder} has no {state} of {listed} (its states: {', '.join(states)})",
         "an optimizer continues from its own state",
-        "use the optimizer that saved it, or load the weights only: model.pretrained=PATH of an exported folder",
+        "use the optimizer that saved it, or load the weights only: model.pretrained=PATH of an exported "
+        "folder",
     )
 
 

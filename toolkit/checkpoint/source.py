@@ -128,7 +128,8 @@ def locate_checkpoint(path: Path) -> tuple[str | None, Path]:
         Problem(
             str(path),
             f"{path} {'contains no checkpoint' if path.is_dir() else 'does not exist'}",
-            f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run directory that contains one",
+            f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run directory that "
+            "contains one",
             "correct the path",
         )
     )

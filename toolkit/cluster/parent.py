@@ -123,7 +123,7 @@ def _attempt(
     if exit_handler.code is ExitCode.STOPPED and status is not None and status.step is None:
         exit_handler.record(
             f"{stop() or 'a rank was asked to stop'} before training began",
-            overwrite=status.state is not RunState.STOPPED,
+            anew=status.state is not RunState.STOPPED,
         )
     elif exit_handler.code is ExitCode.USER:
         recorded = status is not None and status.exit_code == ExitCode.USER

@@ -63,7 +63,8 @@ class TargetParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TargetOptimConfig:
-    """Settings that DeepSpeed and Megatron-core load from a checkpoint instead of the run. Null: as recorded in the source."""
+    """Settings that DeepSpeed and Megatron-core load from a checkpoint instead of the run. Null: as
+    recorded in the source."""
 
     lr: float | None = None
     """The learning rate."""
@@ -80,7 +81,8 @@ class TargetConfig:
     path: str | None = None
     """Folder to create; with action=diff, the checkpoint to compare with. ``target=PATH`` is short for it."""
     format: TargetFormat = TargetFormat.native
-    """native (this toolkit's, layout-independent), deepspeed, universal (DeepSpeed's), megatron (torch_dist), huggingface."""
+    """native (this toolkit's, layout-independent), deepspeed, universal (DeepSpeed's), megatron
+    (torch_dist), huggingface."""
     parallel: TargetParallelConfig = field(default_factory=TargetParallelConfig)
     optim: TargetOptimConfig = field(default_factory=TargetOptimConfig)
     zero: TargetZeroStage = TargetZeroStage.stage1
@@ -96,7 +98,8 @@ class ReshardConfig:
     """One conversion or inspection of a checkpoint."""
 
     source: str | None = None
-    """A checkpoint in any format, or a path that leads to one: a run's folder, or a folder with a tracker file (latest, ...)."""
+    """A checkpoint in any format, or a path that leads to one: a run's folder, or a folder with a tracker
+    file (latest, ...)."""
     action: ReshardAction = ReshardAction.convert
     """convert; plan (bytes, reads, memory, time: moves nothing); inspect (what source is); verify (look at every byte of source); diff
     (source against target, tensor by tensor)."""
@@ -105,9 +108,11 @@ class ReshardConfig:
     workers: int = 2
     """Threads that read, check and write at once."""
     examine: bool = True
-    """convert: refuse values that no sound run has: not finite, negative averages of squares, weights that are not their masters cast."""
+    """convert: refuse values that no sound run has: not finite, negative averages of squares, weights that
+    are not their masters cast."""
     rate: float | None = None
-    """plan: gigabytes a second that can be copied there, for the estimate of time. Null: measured by copying 64 MiB, once."""
+    """plan: gigabytes a second that can be copied there, for the estimate of time. Null: measured by
+    copying 64 MiB, once."""
 
     def __post_init__(self) -> None:
         at_least("", 1, workers=self.workers)
@@ -212,7 +217,8 @@ def _unused_key(config: ReshardConfig, text: str) -> Iterator[Problem]:
             yield Problem(
                 name,
                 f"{text} with target.format={form.name}",
-                f"{form.name} takes {', '.join(f'target.{key}' for key in counting) or 'no key except target.path'}",
+                f"{form.name} takes "
+                f"{', '.join(f'target.{key}' for key in counting) or 'no key except target.path'}",
                 "remove it: it has no effect on what is written",
             )
 

@@ -37,7 +37,8 @@ def check_remaining_work(config: RunConfig, directory: RunDirectory) -> None:
         return
     done = f"{saved} of {steps} steps" if saved == steps else f"{saved} steps, more than train.steps={steps},"
     raise NothingToDo(
-        f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train longer, or "
+        f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train "
+        "longer, or "
         "run.name=ANOTHER for a new run"
     )
 
@@ -84,10 +85,13 @@ def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Prob
     length, past = decay_span(schedule, config.train.steps)[1], max(1, step - schedule.warmup)
     return Problem(
         "train.steps",
-        f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} in the "
+        f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} "
+        "in the "
         f"{schedule.name.value} schedule of this start",
         "the schedule ends at train.steps unless schedule.decay gives its length",
-        f"continue if the jump is intended; to avoid it, write schedule.decay={length} at the first start of a run, whatever its "
-        f"train.steps; to keep the rate low from here on, start a new run with run.fork={run} schedule.decay={past}",
+        f"continue if the jump is intended; to avoid it, write schedule.decay={length} at the first start "
+        "of a run, whatever its "
+        f"train.steps; to keep the rate low from here on, start a new run with run.fork={run} "
+        f"schedule.decay={past}",
         Severity.WARNING,
     )

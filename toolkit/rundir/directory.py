@@ -309,7 +309,8 @@ class RunDirectory:
         )
 
     def _record_lost_end(self) -> None:
-        """Record that the last attempt failed if all its processes died before one of them could record it."""
+        """Record that the last attempt failed if all its processes died before one of them could record
+        it."""
         last = self.status()
         if last is not None and last.state.live:
             times = read_times(self.attempt_folder(last.attempt))

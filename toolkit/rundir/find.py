@@ -1,4 +1,5 @@
-"""Find a run directory by the run's name: ``runs/NAME`` stands for the only folder ``runs/NAME-<identity>``."""
+"""Find a run directory by the run's name: ``runs/NAME`` stands for the only folder
+``runs/NAME-<identity>``."""
 
 from __future__ import annotations
 

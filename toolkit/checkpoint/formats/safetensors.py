@@ -88,7 +88,8 @@ def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
         if tensor.end - tensor.begin != byte_length(tensor.dtype, tensor.shape):
             raise DamagedFile(
                 path.name,
-                f"{tensor.name} in {path} has {tensor.end - tensor.begin} bytes for {tensor.dtype} {tensor.shape}",
+                f"{tensor.name} in {path} has {tensor.end - tensor.begin} bytes for {tensor.dtype} "
+                f"{tensor.shape}",
                 RULE,
             )
     if size != at:

@@ -229,7 +229,8 @@ class Conversion:
         needed = sum(file.numbytes for file in self.target.files)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = (
-                f"free disk space there (the whole target takes {needed / 1e9:.3g} GB) and run the same command again: it continues with "
+                f"free disk space there (the whole target takes {needed / 1e9:.3g} GB) and run the same "
+                "command again: it continues with "
                 f"what is in {self.temporary}"
             )
         else:
@@ -269,7 +270,8 @@ def _allow_open(files: int) -> None:
 
 
 def _record(file: TargetFile, sealed: Mapping[int, bytes]) -> manifest.FileRecord:
-    """Return the file's record, whose header includes checksums that were unknown when the file was laid out."""
+    """Return the file's record, whose header includes checksums that were unknown when the file was
+    laid out."""
     header = bytearray(file.fixed.get(0, b""))
     for place, crc in sealed.items():
         if place + len(crc) <= len(header):

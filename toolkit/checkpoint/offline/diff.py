@@ -91,7 +91,8 @@ class TensorDifference:
             self.dtypes[0] if self.dtypes[0] == self.dtypes[1] else f"{self.dtypes[0]} and {self.dtypes[1]}"
         )
         values = (
-            f"{self.differing} of {Box.whole(self.shapes[0]).numel} values differ, by {self.max_abs:.3g} at most, relatively by "
+            f"{self.differing} of {Box.whole(self.shapes[0]).numel} values differ, by {self.max_abs:.3g} at "
+            "most, relatively by "
             f"{self.max_relative:.3g}"
             if self.differing
             else "equal"
@@ -122,7 +123,8 @@ class CheckpointDiff:
         return not self.scalars and all(tensor.outcome is DiffOutcome.EQUAL for tensor in self.tensors)
 
     def lines(self, most: int = 20) -> list[str]:
-        """Format the result: differences, at most ``most`` of each kind, corresponding states, and a summary."""
+        """Format the result: differences, at most ``most`` of each kind, corresponding states, and a
+        summary."""
         lines = [f"{name}: {left} on the left, {right} on the right" for name, left, right in self.scalars]
         for outcome in DiffOutcome:
             matching = [tensor for tensor in self.tensors if tensor.outcome is outcome]
@@ -148,7 +150,8 @@ class CheckpointDiff:
         numbers = f"; {len(self.scalars)} scalars differ" if self.scalars else ""
         return [
             *lines,
-            f"{verdict}: {len(equal)} of {len(self.tensors)} tensors are the equal in {self.left} and {self.right}{numbers}",
+            f"{verdict}: {len(equal)} of {len(self.tensors)} tensors are the equal in {self.left} and "
+            f"{self.right}{numbers}",
         ]
 
 

@@ -213,7 +213,8 @@ class UnitWriter:
         if differing:
             raise _corrupt_error(
                 folder,
-                f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master weights, cast to "
+                f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master "
+                "weights, cast to "
                 f"{stored.dtype}",
                 MASTER_RULE,
             )

@@ -169,7 +169,8 @@ class _Side:
         )
         if differing is not None:
             self._wrong.append(
-                f"{key} is {info.dtype} {info.shape} and {differing.dtype} {differing.global_shape} in {differing.file}"
+                f"{key} is {info.dtype} {info.shape} and {differing.dtype} {differing.global_shape} in "
+                f"{differing.file}"
             )
         self._record_ranges(pieces, known.numbytes)
         return len(pieces)
@@ -236,7 +237,8 @@ class _Side:
                         self._side,
                         f"{name}: {sentence}",
                         "each element of each tensor is stored once",
-                        "collect all files of the checkpoint, or report this as a bug of the format's reader or writer",
+                        "collect all files of the checkpoint, or report this as a bug of the format's "
+                        "reader or writer",
                     )
                     for sentence in self._wrong[:MAX_PROBLEMS]
                 )

@@ -189,7 +189,8 @@ def describe_result(result: ConversionResult) -> list[str]:
         f"source     {result.source.format}: {result.source.folder}",
         f"target     {result.target.format}: {result.path}",
         f"step       {'none (no training step)' if result.source.step is None else result.source.step}",
-        f"bytes      {quantity(result.source_bytes, 'B')} of tensors read, {quantity(result.target_bytes, 'B')} written in "
+        f"bytes      {quantity(result.source_bytes, 'B')} of tensors read, "
+        f"{quantity(result.target_bytes, 'B')} written in "
         f"{duration(seconds)} ({rate}/s), each block hashed",
     ]
     if result.resumed:
@@ -226,7 +227,8 @@ def plan(config: ReshardConfig) -> list[str]:
     )
     return [
         f"source     {source.format}: {source.folder}",
-        f"target     {target.format}: {config.target.path or 'not named'}, {len(target.files)} files, {found.tensors} tensors",
+        f"target     {target.format}: {config.target.path or 'not named'}, {len(target.files)} files, "
+        f"{found.tensors} tensors",
         *_numbers(found, config.workers, rate, how),
         *_dropped(found.unused, source),
         *(f"mind       {note}" for note in target.notes),
@@ -236,16 +238,20 @@ def plan(config: ReshardConfig) -> list[str]:
 
 def _numbers(found: ReshardPlan, workers: int, rate: float | None, how: str) -> list[str]:
     estimate = (
-        f"about {duration(max(found.bytes_read, found.target_bytes) / rate)} at {quantity(rate, 'B')}/s, {how}"
+        f"about {duration(max(found.bytes_read, found.target_bytes) / rate)} at {quantity(rate, 'B')}/s, "
+        f"{how}"
         if rate
         else how
     )
     return [
-        f"reads      {quantity(found.bytes_read, 'B')} in {found.reads:,} reads of {found.files_read:,} files "
+        f"reads      {quantity(found.bytes_read, 'B')} in {found.reads:,} reads of {found.files_read:,} "
+        "files "
         f"({found.source_pieces:,} pieces)",
-        f"writes     {quantity(found.bytes_written, 'B')} in {found.writes:,} writes ({found.target_pieces:,} pieces); "
+        f"writes     {quantity(found.bytes_written, 'B')} in {found.writes:,} writes "
+        f"({found.target_pieces:,} pieces); "
         f"{quantity(found.fixed_bytes, 'B')} of headers, {quantity(found.padding_bytes, 'B')} of padding",
-        f"memory     {workers} workers of at most {quantity(found.worker_bytes, 'B')} each, besides Python and the list of pieces",
+        f"memory     {workers} workers of at most {quantity(found.worker_bytes, 'B')} each, besides Python "
+        "and the list of pieces",
         f"time       {estimate}",
     ]
 
@@ -310,7 +316,10 @@ def verify(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[st
 
 
 def diff(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]]:
-    """Compare ``source`` (left) with ``target`` (right). Returns the exit code and the differences as lines."""
+    """Compare ``source`` (left) with ``target`` (right).
+
+    Returns the exit code and the differences as lines.
+    """
     assert config.source is not None
     assert config.target.path is not None
     found = comparing.diff(

@@ -437,13 +437,19 @@ def _incomplete(save: RankSave, seen: str) -> CheckpointError:
 
 
 def _not_written(save: RankSave, error: OSError) -> CheckpointError | SaveFailed:
-    seen = f"step {save.step} could not be written to {error.filename or save.temporary}: {error.strerror or error}"
+    seen = (
+        f"step {save.step} could not be written to {error.filename or save.temporary}: "
+        f"{error.strerror or error}"
+    )
     if error.errno not in NO_ROOM_OR_ACCESS:
         return _failed(save, seen)
     then = f"then start again: {_newest_text(save)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         numbytes = sum(item.data.numel() * item.data.element_size() for item in save.outgoing)
-        remedy = f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer checkpoints: checkpoint.keep_last=1; {then}"
+        remedy = (
+            f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer checkpoints: "
+            f"checkpoint.keep_last=1; {then}"
+        )
     else:
         remedy = f"make it writable; {then}"
     return CheckpointError(Problem("checkpoint", seen, WHOLE, remedy))

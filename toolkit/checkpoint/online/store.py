@@ -156,7 +156,10 @@ class CheckpointStore:
         return self._pending
 
     def wait(self) -> None:
-        """Wait until no save is in progress. Raises the error of the last one, unless it was raised before."""
+        """Wait until no save is in progress.
+
+        Raises the error of the last one, unless it was raised before.
+        """
         if self._pending is not None and not self._pending.waited:
             self._pending.wait()
 

@@ -126,7 +126,8 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 class HostSnapshot:
-    """One buffer of host memory, pinned if data is on CUDA, that is reused by every save and grows if needed."""
+    """One buffer of host memory, pinned if data is on CUDA, that is reused by every save and grows if
+    needed."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)

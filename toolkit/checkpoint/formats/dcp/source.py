@@ -138,7 +138,8 @@ def _sort_keys(folder: Path, keys: Collection[str], names: Collection[str]) -> _
                         str(folder),
                         f"{folder} has {key}: optimizer state keyed by parameter numbers",
                         "optimizer state is found by parameter names",
-                        "save torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer), whose keys have names",
+                        "save torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer), "
+                        "whose keys have names",
                     )
                 )
             name = _strip_prefix(path, names)

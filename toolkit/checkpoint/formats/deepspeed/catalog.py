@@ -160,6 +160,7 @@ def _check_unique(
                         str(folder),
                         f"{folder} has separate tensors {other} and {name}",
                         f"this model has one {part.name}",
-                        "set the model options to those of the checkpoint: model.tie_word_embeddings=false if they are not tied",
+                        "set the model options to those of the checkpoint: model.tie_word_embeddings=false "
+                        "if they are not tied",
                     )
                 )

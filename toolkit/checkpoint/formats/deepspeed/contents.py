@@ -103,7 +103,10 @@ class PlacedContent:
 
 
 def as_flat_buffer(value: object, file: str, what: str, least: int) -> StoredTensor:
-    """Return ``value`` as a flat buffer of at least ``least`` elements. Raises DamagedFile if it is not one."""
+    """Return ``value`` as a flat buffer of at least ``least`` elements.
+
+    Raises DamagedFile if it is not one.
+    """
     if (
         not isinstance(value, StoredTensor)
         or len(value.shape) != 1

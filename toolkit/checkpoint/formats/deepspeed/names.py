@@ -205,7 +205,8 @@ def rank_boxes(
     raise CheckpointError(
         Problem(
             str(folder),
-            f"{stored} has shapes {', '.join(map(str, dict.fromkeys(shapes)))} on {len(sizes)} tensor ranks of {folder}",
+            f"{stored} has shapes {', '.join(map(str, dict.fromkeys(shapes)))} on {len(sizes)} tensor ranks "
+            f"of {folder}",
             f"{part.name} of this model is {part.shape}, whole or cut along one dim",
             "set the model options to those of the checkpoint, or save it from a run without a tensor axis",
         )
@@ -233,7 +234,8 @@ def _unknown_names_error(folder: Path, shape: ModelShape, names: Mapping[str, Sh
         Problem(
             str(folder),
             f"{folder} contains {listed}, which is no parameter of {shape.family}",
-            "parameters have the names that transformers gives them, with anything before; layers of a pipeline are an embedding, blocks, a "
+            "parameters have the names that transformers gives them, with anything before; layers of a "
+            "pipeline are an embedding, blocks, a "
             "norm and an output layer",
             "set the model options to those of the checkpoint, or save it from transformers' own",
         )

@@ -56,7 +56,8 @@ def read_optimizer(folder: Path, file: SavedFile, shapes: Mapping[str, Shape]) -
     if named is None:
         raise unsupported_error(
             folder,
-            f"has the optimizer's state in {file.name} by number, and more than one order of names (or none) fits its "
+            f"has the optimizer's state in {file.name} by number, and more than one order of names (or "
+            "none) fits its "
             "shapes",
             "save it with ZeRO 1, which records names",
         )

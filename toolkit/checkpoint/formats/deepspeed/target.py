@@ -48,9 +48,12 @@ from toolkit.plan.deepspeed import tensor_dim
 
 NAME = "deepspeed"
 SCHEDULER = (
-    "a learning-rate scheduler of the program continues at the checkpoint's step: DeepSpeed's own, and of torch those whose "
-    "state is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For SequentialLR, CyclicLR "
-    "and schedulers that wrap others, call load_checkpoint with load_lr_scheduler_states=False and set the state yourself"
+    "a learning-rate scheduler of the program continues at the checkpoint's step: DeepSpeed's own, and of "
+    "torch those whose "
+    "state is a count, LambdaLR (transformers' schedules), StepLR and CosineAnnealingLR among them. For "
+    "SequentialLR, CyclicLR "
+    "and schedulers that wrap others, call load_checkpoint with load_lr_scheduler_states=False and set the "
+    "state yourself"
 )
 
 

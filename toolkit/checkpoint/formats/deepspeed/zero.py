@@ -131,7 +131,8 @@ def _partition_numel(ranks: Sequence[SavedFile], number: int, total: int) -> int
     if len(found) != 1 or count != len(ranks) or max(found) * len(ranks) < total:
         raise DamagedFile(
             ranks[0].name,
-            f"parts of group {number} have {sorted(found)} elements on {len(ranks)} ranks (saved by {count}), its "
+            f"parts of group {number} have {sorted(found)} elements on {len(ranks)} ranks (saved by "
+            f"{count}), its "
             f"parameters {total}",
             "a group is cut into equal parts, one for each rank of the run that saved it",
         )
@@ -187,7 +188,8 @@ def _read_stage3(
         if buffers[0].numel != total:
             raise DamagedFile(
                 ranks[0].name,
-                f"{state} of sub-group {number} has {buffers[0].numel} elements in {ranks[0].name}, its parameters "
+                f"{state} of sub-group {number} has {buffers[0].numel} elements in {ranks[0].name}, its "
+                "parameters "
                 f"have {total} on each of {len(ranks)} ranks",
                 "a checkpoint has the files of all its ranks",
             )
@@ -266,7 +268,8 @@ def _moments(ranks: Sequence[SavedFile], number: int) -> dict[str, list[object]]
         if state.keys() != of_ranks[0].keys():
             raise DamagedFile(
                 rank.name,
-                f"group {number} has optimizer state {sorted(state)} in {rank.name} and {sorted(of_ranks[0])} in "
+                f"group {number} has optimizer state {sorted(state)} in {rank.name} and "
+                f"{sorted(of_ranks[0])} in "
                 f"{ranks[0].name}",
                 "all ranks of a run have the same optimizer",
             )

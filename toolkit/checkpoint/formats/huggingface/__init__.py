@@ -1,1 +1,2 @@
-"""Hugging Face folders: ``config.json`` and safetensors. ``source.py`` reads them, ``target.py`` writes them."""
+"""Hugging Face folders: ``config.json`` and safetensors. ``source.py`` reads them, ``target.py`` writes
+them."""

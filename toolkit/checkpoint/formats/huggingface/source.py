@@ -182,7 +182,10 @@ def _optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Slots]]:
 
 
 def _refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
-    remedy = "download or export the folder again; other formats become safetensors with transformers' save_pretrained"
+    remedy = (
+        "download or export the folder again; other formats become safetensors with transformers' "
+        "save_pretrained"
+    )
     return CheckpointError(Problem(str(folder / damage.file), damage.seen, damage.rule, remedy))
 
 

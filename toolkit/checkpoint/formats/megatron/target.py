@@ -51,7 +51,8 @@ from toolkit.families.megatron import Cut, MegatronTensor, Part, inside, shares
 
 FILE_BYTES = 4 * 2**30  # per file, unless a single chunk is larger
 SCHEDULER = (
-    "it has neither the state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's arguments (args): loaders of "
+    "it has neither the state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's "
+    "arguments (args): loaders of "
     "megatron.core do not need them, but the training loop of Megatron-LM does"
 )
 
@@ -131,7 +132,8 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
         tensors=tensors,
         pieces=layout.pieces,
         files=files,
-        identity=f"{shape} {config.parallel} {state} {sorted((str(key), info.dtype) for key, info in tensors.items())}",
+        identity=f"{shape} {config.parallel} {state} "
+        f"{sorted((str(key), info.dtype) for key, info in tensors.items())}",
         manifest=manifest.FOREIGN_NAME,
         scalars=scalars,
         notes=_notes(shape, config, state.settings) if state else (),
@@ -151,7 +153,8 @@ def _notes(shape: ModelShape, config: TargetConfig, settings: Mapping[str, Any])
     return (
         groups,
         SCHEDULER,
-        f"its optimizer state is for runs with expert parallelism {which}, because above 1 experts have a separate optimizer",
+        f"its optimizer state is for runs with expert parallelism {which}, because above 1 experts have a "
+        "separate optimizer",
     )
 
 

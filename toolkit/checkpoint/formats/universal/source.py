@@ -118,7 +118,8 @@ def _refuse_scrambled(saved: SavedCheckpoint) -> None:
 def _refuse_without_maxima(
     folder: Path, settings: SavedFile, held: Sequence[Mapping[str, RankParameter]]
 ) -> None:
-    """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter silently drops."""
+    """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter silently
+    drops."""
     amsgrad = any(
         group.get("amsgrad")
         for group in (*zero.read_groups(settings), *(settings.content.get("param_groups") or ()))

@@ -44,10 +44,13 @@ from toolkit.plan.deepspeed import tensor_dim
 
 NAME = "universal"
 NOTES = (
-    "At ZeRO 3 DeepSpeed 0.19.8 shares one step counter among all (sub-)groups, and torch's Adam advances it once for each. After "
-    "load_checkpoint, give each state its own counter: for state in engine.optimizer.optimizer.state.values(): "
+    "At ZeRO 3 DeepSpeed 0.19.8 shares one step counter among all (sub-)groups, and torch's Adam advances "
+    "it once for each. After "
+    "load_checkpoint, give each state its own counter: for state in "
+    "engine.optimizer.optimizer.state.values(): "
     "state['step'] = state['step'].clone()",
-    "At ZeRO 1 and 2 DeepSpeed 0.19.8 fails (IndexError) on a rank whose partition of a group is all padding.",
+    "At ZeRO 1 and 2 DeepSpeed 0.19.8 fails (IndexError) on a rank whose partition of a group is only "
+    "padding.",
 )
 
 
