@@ -1,6 +1,6 @@
 r"""Validate file names from a manifest, an index, a pickle or a listing before they are used.
 
-    file = inside(folder, content["file"])  # raises UnsafePath for "/etc/passwd", "../x", "C:\x", an outside link
+    file = inside(folder, content["file"])  # raises UnsafePath for "/etc/passwd", "../x", an outside link
 
 A valid name is a normalized relative path with forward slashes, and its target is in the folder that it is
 relative to, also after links are followed.

@@ -93,7 +93,7 @@ def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
                 RULE,
             )
     if size != at:
-        raise DamagedFile(path.name, f"{path} has {size} bytes, but its header says {at}", RULE)
+        raise DamagedFile(path.name, f"{path} has {size} bytes, but its header describes {at}", RULE)
     return entries, metadata
 
 

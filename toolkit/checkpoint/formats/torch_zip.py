@@ -100,7 +100,7 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                 start = begin + info.header_offset + 30 + names + extra
                 if header[:4] != struct.pack("<I", _LOCAL) or start + info.file_size > path.stat().st_size:
                     raise DamagedFile(
-                        file, f"{path}: record {info.filename} is not where the directory says", RULE
+                        file, f"{path}: record {info.filename} is not at the directory's offset", RULE
                     )
                 return Storage(
                     key,

@@ -181,7 +181,7 @@ def open_chunk(folder: Path, chunk: TensorChunk, dtype: str) -> StoredTensor:
         raise DamagedFile(
             blob.file,
             f"{folder / blob.file} has {seen} in bytes {blob.begin}..{blob.end}",
-            f"{METADATA} says {dtype} {chunk.box.shape}",
+            f"{METADATA} records {dtype} {chunk.box.shape}",
         )
     return found
 

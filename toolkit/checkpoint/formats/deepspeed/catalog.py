@@ -148,12 +148,12 @@ def _check_unique(
 
     A tied alias may be stored too, but without its own optimizer state.
     """
-    taken: dict[tuple[object, ...], str] = {}
+    claimed: dict[tuple[object, ...], str] = {}
     for name, local in held.items():
         part = parts[name]
         trained = local.master is not None or bool(local.moments)
         for claim in ((part,), *([(part.name, part.offset, part.extent)] if trained else [])):
-            other = taken.setdefault(claim, name)
+            other = claimed.setdefault(claim, name)
             if held[other] is not local:
                 raise CheckpointError(
                     Problem(

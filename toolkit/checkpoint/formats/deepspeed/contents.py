@@ -78,7 +78,7 @@ class RankParameter:
         shape: Shape of the rank's part.
         model: The weight in the model's files, if they have it.
         model_dtype: Dtype of the weight, also if the model's files have a placeholder.
-        master: The weight that the optimizer updates, if it is stored apart from ``model``.
+        master: The weight that the optimizer updates, if it is not ``model`` itself.
         moments: The optimizer's states, by its own names.
         copies: Further copies by state, on other ranks; only compared.
     """

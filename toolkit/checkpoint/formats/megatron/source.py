@@ -380,6 +380,6 @@ def _facts(metadata: DcpMetadata) -> dict[str, str]:
         "written by": "Megatron-core, torch_dist",
         "layout": f"tensor {ranks}",
         "keys": ("stacked" if stacked else "one by one")
-        + (", gate and up projection apart" if halved else ""),
+        + (", separate gate and up projections" if halved else ""),
         "optimizer": optimizer,
     }
