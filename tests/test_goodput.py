@@ -67,7 +67,7 @@ SECOND = Attempt(
 )
 
 
-def test_a_run_without_a_fault_has_lost_what_is_not_a_step() -> None:
+def test_goodput_of_undisturbed_run() -> None:
     found = compute_goodput([FIRST])
     assert found is not None
     assert found.wall_seconds == 66
@@ -86,7 +86,7 @@ def test_a_run_without_a_fault_has_lost_what_is_not_a_step() -> None:
     assert found.start_seconds == (12,)
 
 
-def test_steps_that_were_run_again_are_of_no_use_and_time_between_attempts_counts() -> None:
+def test_repeated_steps_and_waiting_are_lost() -> None:
     found = compute_goodput([FIRST, SECOND])
     assert found is not None
     assert found.wall_seconds == 160
@@ -99,7 +99,7 @@ def test_steps_that_were_run_again_are_of_no_use_and_time_between_attempts_count
     assert "waiting 0:30, starting 0:20" in format_goodput(found)
 
 
-def test_what_has_no_checkpoint_when_a_run_ends_will_be_lost() -> None:
+def test_steps_after_last_checkpoint_are_lost() -> None:
     kept, stands, nothing = (
         compute_goodput([FIRST], kept=16),
         compute_goodput([FIRST]),
@@ -112,7 +112,7 @@ def test_what_has_no_checkpoint_when_a_run_ends_will_be_lost() -> None:
     assert nothing.lost[REPEATED] == 40
 
 
-def test_going_back_behind_an_older_attempt_loses_of_both() -> None:
+def test_going_back_loses_steps_of_both_attempts() -> None:
     third = replace(
         SECOND,
         times=replace(
@@ -125,11 +125,11 @@ def test_going_back_behind_an_older_attempt_loses_of_both() -> None:
     assert found.lost[REPEATED] == 24 + 48
 
 
-def test_between_saves_work_is_in_proportion_to_steps() -> None:
+def test_work_is_interpolated_between_saves() -> None:
     assert [FIRST.work(step) for step in (0, 4, 8, 12, 16, 18, 20, 99)] == [0, 8, 16, 24, 32, 36, 40, 40]
 
 
-def test_an_attempt_that_never_trained_is_a_start_and_one_that_died_lived_until_it_was_seen() -> None:
+def test_attempts_without_training_or_end() -> None:
     never = Attempt(AttemptTimes(began=1070, seen=1075, ended=1090))
     killed = Attempt(replace(FIRST.times, ended=None, seen=1064))
     found = compute_goodput([killed, never, SECOND])
@@ -140,7 +140,7 @@ def test_an_attempt_that_never_trained_is_a_start_and_one_that_died_lived_until_
     assert found.start_seconds == (12, 12)
 
 
-def test_clocks_that_go_back_lose_nothing() -> None:
+def test_negative_clock_differences_count_as_zero() -> None:
     early = replace(SECOND, times=replace(SECOND.times, began=1050))
     found = compute_goodput([FIRST, early])
     assert found is not None
@@ -149,7 +149,7 @@ def test_clocks_that_go_back_lose_nothing() -> None:
     assert compute_goodput([]) is None
 
 
-def test_files_hold_it_and_torn_ones_are_passed_over(tmp_path: Path) -> None:
+def test_incomplete_files_are_skipped(tmp_path: Path) -> None:
     write_times(tmp_path, replace(FIRST.times, ended=None))
     for save in FIRST.saves:
         append_save(tmp_path, save)

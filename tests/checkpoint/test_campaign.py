@@ -219,7 +219,7 @@ def campaign(kinds: Mapping[str, Kind], each: int, seed: int, room: Path) -> tup
     return counts, bad
 
 
-def test_a_sample_of_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
+def test_load_detects_sampled_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
     assert {name: outcome(kind.folder, kind) for name, kind in kinds.items()} == dict.fromkeys(
         kinds, HARMLESS
     )
@@ -230,14 +230,14 @@ def test_a_sample_of_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_six_hundred_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
+def test_load_detects_six_hundred_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
     counts, bad = campaign(kinds, FULL, SEED + 1, tmp_path)
     print(f"CORRUPTION_SEED={SEED}: {dict(counts)}")
     assert not bad, "\n".join(bad)
     assert counts[REFUSED] > FULL * len(kinds) / 2
 
 
-def test_the_campaign_sees_a_wrong_load(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
+def test_campaign_detects_wrong_load(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
     """The control: a value that changed in a file without hashes."""
     kind = kinds["huggingface"]
     folder = Path(shutil.copytree(kind.folder, tmp_path / "copy"))

@@ -225,7 +225,7 @@ def test_training_goes_on_between_all(
 
 
 @pytest.mark.parametrize("pair", QUICK[:2], ids="-to-".join)
-def test_control_zeroed_moments(
+def test_control_zeroed_moments_change_losses(
     pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
 ) -> None:
     loss, norm = apart(pool, saved.of(pair[0]), pair[1], tmp_path / "t", unbroken, forget=True)

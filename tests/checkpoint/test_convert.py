@@ -67,9 +67,7 @@ def run(source: CheckpointSource, target: CheckpointTarget, path: Path, **kwargs
     columns=st.booleans(),
     data=st.data(),
 )
-def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(
-    shape: tuple[int, ...], most: int, columns: bool, data: Any
-) -> None:
+def test_tiles_cover_tensor_in_order(shape: tuple[int, ...], most: int, columns: bool, data: Any) -> None:
     columns = columns and len(shape) > 1
     cut = list(split_into_tiles(shape, most, by_columns=columns))
     seen = np.zeros(shape, int)
@@ -91,7 +89,7 @@ def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> None:
+def test_convert_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> None:
     shapes = [(13, 11), (7,), (), (3, 5, 4), (1, 40)]
     named = {TensorKey(WEIGHT, f"t{n}"): values_of(shape, n) for n, shape in enumerate(shapes)}
     named |= {
@@ -114,7 +112,7 @@ def test_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> No
     assert not made.temporary.exists()
 
 
-def test_casts_are_torchs(tmp_path: Path, small_blocks: None) -> None:
+def test_casts_match_torch(tmp_path: Path, small_blocks: None) -> None:
     """bfloat16 rounds to even, and fp32 is not lost where both are made of it."""
     tensor = torch.cat(
         [values_of((300,), 1), torch.tensor([0.0, -0.0, 1e-40, 65520.0, 3.3895e38, 1.00390625, 1.01171875])]
@@ -135,7 +133,7 @@ def test_casts_are_torchs(tmp_path: Path, small_blocks: None) -> None:
         assert same_bits(found[TensorKey(MASTER, "w")], tensor)
 
 
-def test_another_16_bit_dtype_is_made_of_the_master(tmp_path: Path) -> None:
+def test_other_16_bit_dtype_is_cast_from_master(tmp_path: Path) -> None:
     """Through the stored bfloat16 three bits of each value would be lost."""
     master, weight = TensorKey(MASTER, "w"), TensorKey(WEIGHT, "w")
     tensor = values_of((300,), 1)
@@ -147,7 +145,7 @@ def test_another_16_bit_dtype_is_made_of_the_master(tmp_path: Path) -> None:
     assert not same_bits(found, tensor.bfloat16().half()), "the control"
 
 
-def test_a_target_with_a_hole_is_never_written(tmp_path: Path) -> None:
+def test_incomplete_target_is_never_written(tmp_path: Path) -> None:
     key = TensorKey(WEIGHT, "w")
     source = open_source(save(tmp_path / "a", 1, shards_of({key: values_of((4, 5), 1)}, LAYOUTS["flat"], 2)))
     target = native.lay_out(source, dict(source.catalog.tensors))
@@ -158,7 +156,7 @@ def test_a_target_with_a_hole_is_never_written(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_unrepresentable_values_are_rejected(tmp_path: Path) -> None:
     key, tensor = TensorKey(WEIGHT, "w"), values_of((50,), 1)
     tensor[3] = 65520.0  # rounds up to 65536, which float16 does not have
     source = open_source(save(tmp_path / "a", 1, shards_of({key: tensor}, LAYOUTS["flat"], 2)))
@@ -174,7 +172,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
         (TensorKey(EXP_AVG_SQ, "w"), -1e-30),
     ],
 )
-def test_values_that_cannot_be_are_refused(tmp_path: Path, key: TensorKey, spoil: float) -> None:
+def test_implausible_values_are_rejected(tmp_path: Path, key: TensorKey, spoil: float) -> None:
     named = {TensorKey(state, "w"): values_of((50,), 1).square() for state in (WEIGHT, EXP_AVG_SQ)}
     named[key][17] = spoil
     source = open_source(save(tmp_path / "a", 1, shards_of(named, LAYOUTS["flat"], 2)))
@@ -185,7 +183,7 @@ def test_values_that_cannot_be_are_refused(tmp_path: Path, key: TensorKey, spoil
     run(source, target, tmp_path / "b", examine=False)
 
 
-def test_a_weight_that_is_not_its_master_is_refused(tmp_path: Path) -> None:
+def test_weight_that_differs_from_master_is_rejected(tmp_path: Path) -> None:
     master = values_of((5, 40), 1)
     named = {TensorKey(MASTER, "w"): master, TensorKey(WEIGHT, "w"): master.bfloat16()}
     named[TensorKey(WEIGHT, "w")][3, 2] *= 1.01
@@ -227,7 +225,7 @@ def a_file() -> CheckpointTarget:
     )
 
 
-def test_a_file_of_torch_save(tmp_path: Path, small_blocks: None) -> None:
+def test_torch_loads_laid_out_file(tmp_path: Path, small_blocks: None) -> None:
     named = {TensorKey(WEIGHT, "a"): values_of((13, 11), 1), TensorKey(WEIGHT, "b"): values_of((7,), 2)}
     source = open_source(save(tmp_path / "s", 1, shards_of(named, LAYOUTS["columns"], 2)))
     run(source, a_file(), tmp_path / "t")
@@ -245,7 +243,7 @@ def test_a_file_of_torch_save(tmp_path: Path, small_blocks: None) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 )
-def test_tensors_of_torch_save_are_found_without_reading_them(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_torch_save_tensors_are_located_without_reading(tmp_path: Path, dtype: torch.dtype) -> None:
     base = (torch.arange(1000) % 7).to(dtype).reshape(10, 100)
     saved = {
         "plain": base,
@@ -279,7 +277,7 @@ class Evil:
         return print, ("this must not be called",)
 
 
-def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickle_never_calls_named_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"evil": Evil(), "tensor": torch.ones(3)}, tmp_path / "x.pt")
     found = torch_zip.load(tmp_path, "x.pt")
     assert capsys.readouterr().out == ""
@@ -288,7 +286,7 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, capsys: pytest.Ca
     assert "must not be called" in capsys.readouterr().out, "the control: torch calls it"
 
 
-def test_files_that_are_not_of_torch_save(tmp_path: Path) -> None:
+def test_other_files_are_rejected_as_torch_save(tmp_path: Path) -> None:
     torch.save({"w": torch.randn(100)}, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "short.pt").write_bytes(data[:-50])
@@ -298,7 +296,7 @@ def test_files_that_are_not_of_torch_save(tmp_path: Path) -> None:
             torch_zip.load(tmp_path, name)
 
 
-def test_checksums_of_ranges_are_those_of_the_whole() -> None:
+def test_checksums_of_ranges_combine_to_whole() -> None:
     data = bytearray(5000)
     segments = []
     for begin, length in ((10, 90), (300, 1), (301, 2000), (4000, 700)):
@@ -309,7 +307,7 @@ def test_checksums_of_ranges_are_those_of_the_whole() -> None:
     assert combine_checksums(0, 5000, segments) == zlib.crc32(data)
 
 
-def test_a_copy_that_differs_is_refused(tmp_path: Path, small_blocks: None) -> None:
+def test_differing_copy_is_rejected(tmp_path: Path, small_blocks: None) -> None:
     """What a layout stores twice: replicated over ranks, tied, or a weight that is its own master and stored as both."""
     key, other = TensorKey(WEIGHT, "w"), TensorKey(WEIGHT, "norm")
     named = {key: values_of((40, 3), 1), other: values_of((50,), 2)}
@@ -323,7 +321,7 @@ def test_a_copy_that_differs_is_refused(tmp_path: Path, small_blocks: None) -> N
 
 
 @pytest.mark.parametrize("layout", ["columns", "flat", "rows"])
-def test_no_byte_is_read_twice(
+def test_conversion_reads_each_byte_once(
     tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """Although a tile ends in the middle of a block, and each tile takes a little of every piece that is cut by columns."""

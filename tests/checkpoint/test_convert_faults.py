@@ -133,7 +133,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_killed_at_each_moment(
+def test_killed_conversion_resumes_in_each_phase(
     kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
     """There is no target, or a whole one; the same command goes on, writes no byte again that is recorded as durable, and ends with
@@ -170,7 +170,7 @@ def test_killed_at_each_moment(
     assert went_on >= 2, "attempts go on in the middle"
 
 
-def test_killed_at_random_moments(
+def test_killed_at_random_times_resumes(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
     print(f"CRASH_SEED={SEED}")
@@ -195,7 +195,7 @@ def test_killed_at_random_moments(
     assert killed, f"no kill fell into a conversion: CRASH_SEED={SEED} proves nothing"
 
 
-def test_a_target_that_is_done_is_not_made_again(
+def test_finished_target_is_not_written_again(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
     Attempt(forks, source, tmp_path / "t", "zips", kill_at=(ConversionPhase.DONE, 0)).die()
@@ -204,7 +204,7 @@ def test_a_target_that_is_done_is_not_made_again(
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
-def test_one_process_writes_a_target(
+def test_second_process_on_one_target_is_rejected(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
     first = Attempt(forks, source, tmp_path / "t", "zips", wait_at=ConversionPhase.UNITS)
@@ -230,7 +230,7 @@ OTHERS: dict[str, Callable[[Path, Path], Conversion]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_another_conversion_left_is_not_taken(
+def test_leftovers_of_another_conversion_are_discarded(
     other: str, forks: ForkServerContext, tmp_path: Path
 ) -> None:
     source = written(tmp_path / "sources" / "first")
@@ -276,7 +276,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> 
 
 
 @pytest.mark.parametrize("where", ["disk", "write", "sync"])
-def test_a_full_disk(
+def test_full_disk_is_reported_and_resumable(
     where: str,
     source: Path,
     unbroken: dict[str, Files],
@@ -309,7 +309,7 @@ def test_a_full_disk(
     assert files_of(target) == unbroken["native"]
 
 
-def test_after_a_failed_sync_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sync_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that could not be written is told of once, perhaps to another thread's sync."""
     journal, output = ConversionJournal(tmp_path / JOURNAL, "x"), TargetOutput(tmp_path, [])
     journal.start()
@@ -335,7 +335,9 @@ TAKEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", TAKEN)
-def test_a_name_that_is_taken(what: str, source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
+def test_existing_target_is_rejected(
+    what: str, source: Path, unbroken: dict[str, Files], tmp_path: Path
+) -> None:
     """Before anything is written, or when everything is."""
     target = tmp_path / "t"
     TAKEN[what](target)
@@ -359,13 +361,13 @@ def test_a_name_that_is_taken(what: str, source: Path, unbroken: dict[str, Files
     assert files_of(other) == unbroken["zips"]
 
 
-def test_an_empty_folder_is_a_free_name(source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
+def test_empty_folder_is_accepted_as_target(source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     conversion(source, tmp_path / "t", "zips").run()
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
-def test_a_place_where_nothing_can_be_made(source: Path, tmp_path: Path) -> None:
+def test_unwritable_target_folder_is_rejected(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file.*: Not a directory[\s\S]*make it readable and writable"):
         conversion(source, tmp_path / "file" / "t", "zips").run()
@@ -396,7 +398,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, int], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_source(damage: str, tmp_path: Path) -> None:
+def test_damaged_source_is_rejected(damage: str, tmp_path: Path) -> None:
     """Damaged after it was opened, so that only reading can see it."""
     source = written(tmp_path / "source")
     piece = open_source(source).catalog.pieces[TensorKey(EXP_AVG_SQ, "t3")][1]
@@ -445,7 +447,7 @@ def replaced(path: Path) -> None:
         (replaced, ConversionPhase.PREPARE),
     ],
 )
-def test_a_source_that_changes_while_it_is_read(
+def test_source_changed_during_conversion_is_rejected(
     change: Callable[[Path], None], at: ConversionPhase, tmp_path: Path
 ) -> None:
     source = written(tmp_path / "source")
@@ -459,7 +461,7 @@ def test_a_source_that_changes_while_it_is_read(
     assert without_hashes(source, tmp_path / "t").run() is False, "what was read of the other is not taken"
 
 
-def test_a_source_beside_which_something_changes(tmp_path: Path) -> None:
+def test_unrelated_changes_next_to_source_are_ignored(tmp_path: Path) -> None:
     """What is not read may change: a run saves its next checkpoint into the same folder, and the target itself may lie there."""
     source = written(tmp_path / "source")
     made = without_hashes(source, source / "t", on_phase=lambda phase: (source / f"new-{phase}").touch())
@@ -546,13 +548,13 @@ class Watch:
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_nothing_has_a_name_before_it_is_durable(
+def test_rename_follows_sync(
     kind: str, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Watch(monkeypatch, conversion(source, tmp_path / "t", kind)).run() == set()
 
 
-def test_control_what_is_not_synced_is_seen(
+def test_control_detects_missing_sync(
     source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

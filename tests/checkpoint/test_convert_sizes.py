@@ -62,7 +62,7 @@ def converted(folder: Path, storages: list[Storage], tensors: dict[TensorKey, St
 
 # The storage of ``a`` ends at a 32-bit size or beyond; that of ``b`` starts beyond.
 @pytest.mark.parametrize("numbytes", [GIB_4 - 8, GIB_4 - 4, GIB_4, GIB_4 + 400])
-def test_storages_beyond_4_gib(tmp_path: Path, numbytes: int) -> None:
+def test_storages_beyond_4_gib_use_zip64(tmp_path: Path, numbytes: int) -> None:
     big, small = Storage("0", "int32", numbytes // 4), Storage("1", "int32", 9)
     tensors = {A: StoredTensor(big, big.numel - 12, (3, 4), (4, 1)), B: StoredTensor(small, 2, (7,), (1,))}
     path = converted(tmp_path, [big, small], tensors)
@@ -120,7 +120,7 @@ SHAPES = ((0,), (0, 5), (5, 0, 3), (), (1,), (1, 1, 1), (2, 3))
 
 
 @pytest.mark.parametrize("layout", ["columns", "replicated"])
-def test_tensors_of_nothing_and_of_one(tmp_path: Path, layout: str) -> None:
+def test_empty_and_one_element_tensors(tmp_path: Path, layout: str) -> None:
     named = {TensorKey(WEIGHT, f"t{number}"): torch.randn(shape) for number, shape in enumerate(SHAPES)}
     source = open_source(save(tmp_path / "s", 1, shards_of(named, LAYOUTS[layout], 3)))
     for name, info in (
@@ -141,7 +141,7 @@ def test_tensors_of_nothing_and_of_one(tmp_path: Path, layout: str) -> None:
         assert sorted(tuple(tensor.shape) for tensor in stored.values()) == sorted(SHAPES)
 
 
-def test_tensors_of_nothing_and_of_one_in_a_file_of_torch_save(tmp_path: Path) -> None:
+def test_empty_and_one_element_tensors_in_torch_save(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, f"t{number}"): torch.randn(shape) for number, shape in enumerate(SHAPES)}
     source = open_source(save(tmp_path / "s", 1, shards_of(named, LAYOUTS["replicated"], 2)))
     stored = {

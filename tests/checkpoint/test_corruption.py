@@ -95,7 +95,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_refused_by_name_and_the_one_before_offered(run: Path, name: str) -> None:
+def test_damage_is_reported_with_previous_checkpoint(run: Path, name: str) -> None:
     damage, file, seen = DAMAGES[name]
     folder = run / "checkpoints" / "step-00000003"
     damage(folder)
@@ -112,7 +112,7 @@ def test_damage_is_refused_by_name_and_the_one_before_offered(run: Path, name: s
         whole(open_reader(run))
 
 
-def test_only_whole_checkpoints_are_offered(run: Path) -> None:
+def test_only_complete_checkpoints_are_suggested(run: Path) -> None:
     flip(run / "checkpoints" / "step-00000003" / PART, -5)
     truncate(run / "checkpoints" / "step-00000002" / PART)
     with pytest.raises(CheckpointError, match=r"resume=.*step-00000001"):
@@ -122,7 +122,7 @@ def test_only_whole_checkpoints_are_offered(run: Path) -> None:
         whole(open_reader(run))
 
 
-def test_an_entry_that_cannot_be_is_refused(run: Path) -> None:
+def test_invalid_manifest_entry_is_rejected(run: Path) -> None:
     """A manifest with a right hash is still not believed: it might name files outside the folder."""
     folder = run / "checkpoints" / "step-00000003"
     for key, value in (
@@ -140,13 +140,13 @@ def test_an_entry_that_cannot_be_is_refused(run: Path) -> None:
             open_reader(folder)
 
 
-def test_another_namespace_is_refused(run: Path) -> None:
+def test_other_namespace_is_rejected(run: Path) -> None:
     assert open_reader(run, namespace=NAMESPACE).namespace == NAMESPACE
     with pytest.raises(CheckpointError, match=r"namespace=test/1[\s\S]*llama/1"):
         open_reader(run, namespace="llama/1")
 
 
-def test_every_flipped_byte_is_found(run: Path) -> None:
+def test_verify_detects_every_flipped_byte(run: Path) -> None:
     """In headers, in data, in the manifest, at many places each: verify names the file."""
     folder = run / "checkpoints" / "step-00000003"
     for file in ("part-00000.safetensors", "manifest.json"):
@@ -169,7 +169,7 @@ def _same_json(a: bytes, b: bytes) -> bool:
         return False
 
 
-def test_values_that_cannot_be_are_found(tmp_path: Path) -> None:
+def test_verify_detects_implausible_values(tmp_path: Path) -> None:
     exact = torch.randn(40, 30)
     sound = {
         TensorKey(WEIGHT, "w"): exact.bfloat16(),

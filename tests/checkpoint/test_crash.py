@@ -100,7 +100,7 @@ MOMENTS = [
 ]
 
 
-def test_killed_in_each_phase(run: Run) -> None:
+def test_save_killed_in_each_phase_keeps_previous_checkpoint(run: Run) -> None:
     for victim, phase, nth in MOMENTS:
         run.check(deep=False)
         phases = run.attempt_killed(victim, (phase, nth))
@@ -116,7 +116,7 @@ def test_killed_in_each_phase(run: Run) -> None:
     assert len(left) <= 2, f"more than the data and the locks of the last save stay: {left}"
 
 
-def test_killed_at_random_moments(run: Run) -> None:
+def test_killed_at_random_times_resumes(run: Run) -> None:
     print(f"CRASH_SEED={SEED}")
     moments = random.Random(SEED)
     in_a_save = 0

@@ -75,17 +75,17 @@ def check(case: Case, saved: Saves) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_what_pytorch_saved(case: Case, saved: Saves) -> None:
+def test_read_dcp_saved_by_pytorch(case: Case, saved: Saves) -> None:
     check(case, saved)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL, ids=str)
-def test_every_way_to_save(case: Case, saved: Saves) -> None:
+def test_read_every_dcp_variant(case: Case, saved: Saves) -> None:
     check(case, saved)
 
 
-def test_the_model_must_be_said_and_fit(saved: Saves, tmp_path: Path) -> None:
+def test_model_is_required_and_must_match(saved: Saves, tmp_path: Path) -> None:
     folder = shutil.copytree(saved.of(QUICK[1])[0], tmp_path / "alone" / "deeper" / "here" / "copy")
     with pytest.raises(InputError, match="does not say what model"):
         open_source(folder)
@@ -105,7 +105,7 @@ def names() -> dict[str, torch.Tensor]:
     return {spec.name: torch.randn(spec.shape) for spec in families.get("llama").parameters(shape)}
 
 
-def test_state_by_number_is_refused(tmp_path: Path) -> None:
+def test_optimizer_state_by_number_is_rejected(tmp_path: Path) -> None:
     weights = names()
     checkpoint.save(
         {"model": weights, "optim": {"state": {"0": {"exp_avg": torch.zeros(3)}}}},
@@ -116,7 +116,7 @@ def test_state_by_number_is_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "x", plan_of("llama").shape)
 
 
-def test_steps_that_disagree_are_refused(tmp_path: Path) -> None:
+def test_disagreeing_steps_are_rejected(tmp_path: Path) -> None:
     weights = names()
     state = {
         name: {"exp_avg": torch.zeros_like(value), "step": torch.tensor(3.0)}
@@ -130,14 +130,14 @@ def test_steps_that_disagree_are_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "x", plan_of("llama").shape)
 
 
-def test_two_models_in_one_are_refused(tmp_path: Path) -> None:
+def test_two_models_in_one_checkpoint_are_rejected(tmp_path: Path) -> None:
     weights = names()
     checkpoint.save({"model": weights, "average": weights}, checkpoint_id=str(tmp_path / "x"), no_dist=True)
     with pytest.raises(CheckpointError, match="has both"):
         open_source(tmp_path / "x", plan_of("llama").shape)
 
 
-def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
+def test_tied_weight_becomes_copy(tmp_path: Path) -> None:
     from toolkit import families
 
     shape = plan_of("qwen2").shape
@@ -157,7 +157,7 @@ def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
     assert not differing(open_source(tmp_path / "head", shape), {embedding: head})
 
 
-def test_metadata_that_is_written_is_pytorchs(tmp_path: Path) -> None:
+def test_written_metadata_loads_in_pytorch(tmp_path: Path) -> None:
     """PyTorch reads what this toolkit writes, and this toolkit what either wrote."""
     tensors = {
         "a": ChunkedTensor(
@@ -187,7 +187,7 @@ def test_metadata_that_is_written_is_pytorchs(tmp_path: Path) -> None:
         dcp_metadata.load_metadata(tmp_path)
 
 
-def test_metadata_of_a_hole_is_refused() -> None:
+def test_incomplete_chunks_are_rejected() -> None:
     blob = Blob("x", 0, 1)
     whole = ChunkedTensor(
         "float32", (4,), (TensorChunk(Box((0,), (3,)), blob), TensorChunk(Box((3,), (1,)), blob))

@@ -152,7 +152,7 @@ def check(case: Cell, saved: Saves) -> CheckpointSource:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_what_deepspeed_saved(case: Cell, saved: Saves) -> None:
+def test_read_deepspeed_checkpoint(case: Cell, saved: Saves) -> None:
     check(case, saved)
 
 
@@ -179,7 +179,7 @@ def changed_over(folder: Path, path: Path) -> Path:
     return path
 
 
-def test_ranks_changed_over_are_refused(saved: Saves, tmp_path: Path) -> None:
+def test_swapped_rank_files_are_rejected(saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[4])
     with pytest.raises(
         CheckpointError,
@@ -188,7 +188,7 @@ def test_ranks_changed_over_are_refused(saved: Saves, tmp_path: Path) -> None:
         open_source(changed_over(folder, tmp_path / "changed"), QUICK[4].plan().shape)
 
 
-def test_control_ranks_changed_over(saved: Saves, tmp_path: Path, any_name: None) -> None:
+def test_control_swapped_ranks_change_tensors(saved: Saves, tmp_path: Path, any_name: None) -> None:
     """A reader that took the files of two ranks for each other's would give other tensors: the comparison sees it."""
     folder, held, *_ = saved.of(QUICK[4])
     changed_over(folder, tmp_path / "changed")
@@ -196,7 +196,7 @@ def test_control_ranks_changed_over(saved: Saves, tmp_path: Path, any_name: None
     assert len(differing(found, held)) > len(held) // 2
 
 
-def test_verify_finds_ranks_changed_over(saved: Saves, tmp_path: Path, any_name: None) -> None:
+def test_verify_detects_swapped_rank_files(saved: Saves, tmp_path: Path, any_name: None) -> None:
     """If the model's weights are saved too, they differ from their masters."""
     folder, *_ = saved.of(QUICK[1])
     changed_over(folder, tmp_path / "changed")
@@ -219,7 +219,7 @@ def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_deepspeed_cannot_save_this_toolkits_experts(pool: RankPool, tmp_path: Path) -> None:
+def test_deepspeed_rejects_toolkit_experts(pool: RankPool, tmp_path: Path) -> None:
     """So there are no such files to be read. Its saver asks every layer of experts for what only its own layers have."""
     with pytest.raises(RanksFailed, match="expert_group_name"):
         pool.run(saves.save, cell(1, 2, 1, "mixtral", parallel__expert=2), tmp_path, ranks=2)
@@ -237,13 +237,13 @@ DIFFERENTIAL_FULL = [
 
 
 @pytest.mark.parametrize("case", DIFFERENTIAL, ids=str)
-def test_deepspeeds_own_tools(case: Cell, saved: Saves, tmp_path: Path) -> None:
+def test_read_output_of_deepspeed_tools(case: Cell, saved: Saves, tmp_path: Path) -> None:
     check_tools(case, saved, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", DIFFERENTIAL_FULL, ids=str)
-def test_deepspeeds_own_tools_everywhere(case: Cell, saved: Saves, tmp_path: Path) -> None:
+def test_read_output_of_deepspeed_tools_in_every_layout(case: Cell, saved: Saves, tmp_path: Path) -> None:
     check_tools(case, saved, tmp_path)
 
 
@@ -280,7 +280,7 @@ def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_pa
 
 
 @pytest.mark.full
-def test_universal_with_a_tensor_axis_that_was_not_told(saved: Saves, tmp_path: Path) -> None:
+def test_universal_with_unrecorded_tensor_axis(saved: Saves, tmp_path: Path) -> None:
     """DeepSpeed's converter puts every tensor rank's part below the other where nothing says how they were cut: shapes tell."""
     case = cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2)
     folder, *_ = saved.of(case)
@@ -321,13 +321,13 @@ def check_resumed(case: Cell, saved: Saves) -> None:
 # ---- what is wrong is told
 
 
-def test_a_model_must_be_said(saved: Saves) -> None:
+def test_deepspeed_model_is_required(saved: Saves) -> None:
     folder, *_ = saved.of(QUICK[0])
     with pytest.raises(InputError, match="give the model"):
         open_source(folder)
 
 
-def test_a_config_beside_says_the_model(saved: Saves, tmp_path: Path) -> None:
+def test_model_is_found_in_nearby_config(saved: Saves, tmp_path: Path) -> None:
     """As transformers' Trainer saves: it is DeepSpeed's checkpoint all the same, with optimizer state."""
     folder, held, *_ = saved.of(QUICK[3])
     shape = QUICK[3].plan().shape
@@ -340,7 +340,7 @@ def test_a_config_beside_says_the_model(saved: Saves, tmp_path: Path) -> None:
     assert (source.format, source.catalog.tensors.keys()) == ("deepspeed", held.keys())
 
 
-def test_another_model_is_refused(saved: Saves) -> None:
+def test_other_model_is_rejected(saved: Saves) -> None:
     folder, *_ = saved.of(QUICK[0])
     with pytest.raises(CheckpointError, match="no parameter of llama"):
         open_source(folder, tiny_plan("llama").shape)
@@ -354,7 +354,7 @@ def test_another_model_is_refused(saved: Saves) -> None:
     "file", ["bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
 )
 @pytest.mark.parametrize("how", ["missing", "short"])
-def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Path) -> None:
+def test_damaged_files_are_reported_by_name(file: str, how: str, saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[4])
     shutil.copytree(folder, tmp_path / "damaged")
     path = tmp_path / "damaged" / TAG / file
@@ -368,7 +368,7 @@ def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Pa
         open_source(tmp_path / "damaged", QUICK[4].plan().shape)
 
 
-def test_ranks_that_do_not_belong_together(saved: Saves, tmp_path: Path, any_name: None) -> None:
+def test_files_of_different_runs_are_rejected(saved: Saves, tmp_path: Path, any_name: None) -> None:
     """A rank's file of another layout in its place: sizes tell."""
     folder, *_ = saved.of(QUICK[4])
     other, *_ = saved.of(QUICK[3])
@@ -379,7 +379,7 @@ def test_ranks_that_do_not_belong_together(saved: Saves, tmp_path: Path, any_nam
         open_source(tmp_path / "mixed", QUICK[4].plan().shape)
 
 
-def test_experts_of_deepspeed_are_refused(saved: Saves, tmp_path: Path) -> None:
+def test_deepspeed_experts_are_rejected(saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[0])
     shutil.copytree(folder, tmp_path / "experts")
     (tmp_path / "experts" / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
@@ -387,7 +387,7 @@ def test_experts_of_deepspeed_are_refused(saved: Saves, tmp_path: Path) -> None:
         open_source(tmp_path / "experts", QUICK[0].plan().shape)
 
 
-def test_a_cut_that_is_none_is_refused() -> None:
+def test_invalid_tensor_cut_is_rejected() -> None:
     shape = tiny_plan("gpt2").shape
     assert shape is not None
     part = names.build_name_table(shape)["transformer.h.0.attn.c_attn.weight"]
@@ -402,7 +402,7 @@ def test_a_cut_that_is_none_is_refused() -> None:
         names.rank_boxes(part, "x", [(40, 64), (40, 64)], Path("x"))
 
 
-def test_reading_needs_neither_deepspeed_nor_torch() -> None:
+def test_reading_imports_neither_deepspeed_nor_torch() -> None:
     import subprocess
     import sys
 
@@ -413,7 +413,7 @@ def test_reading_needs_neither_deepspeed_nor_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_training_opens_it_by_its_namespace(saved: Saves) -> None:
+def test_training_checks_namespace(saved: Saves) -> None:
     folder, held, *_ = saved.of(QUICK[0])
     reader: StateReader = open_reader(folder, "gpt2/1", QUICK[0].plan().shape)
     assert {key.state for key in reader.tensors} == {key.state for key in held}

@@ -33,7 +33,7 @@ from toolkit.families import get
 @pytest.mark.parametrize(
     "layout", [Layout(1, data=2), Layout(3, data=2, tensor=2), Layout(1, pipeline=2)], ids=str
 )
-def test_with_its_manifest_every_byte_is_checked(layout: Layout, tmp_path: Path) -> None:
+def test_manifest_of_target_detects_changed_bytes(layout: Layout, tmp_path: Path) -> None:
     """Every byte of tensors is hashed, those that are written twice too."""
     source = open_source(tiny_checkpoint(tmp_path / "source", mixed=True))
     target = deepspeed_target.lay_out(source, layout.config())
@@ -73,14 +73,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_what_is_refused(rule: str, tmp_path: Path) -> None:
+def test_unsupported_targets_are_rejected(rule: str, tmp_path: Path) -> None:
     config = REFUSED[rule]
     config.optim = TargetOptimConfig(lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
     with pytest.raises(CheckpointError, match=rule):
         deepspeed_target.lay_out(open_source(tiny_checkpoint(tmp_path)), config)
 
 
-def test_settings_of_the_optimizer_are_said_or_asked_for(tmp_path: Path) -> None:
+def test_optimizer_settings_are_required(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path))
     config = TargetConfig(optim=TargetOptimConfig(lr=1e-3))
     with pytest.raises(
@@ -104,7 +104,7 @@ def saying(source: CheckpointSource, optim: Mapping[str, Any] | None) -> Checkpo
     )
 
 
-def test_a_model_that_is_not_known(tmp_path: Path) -> None:
+def test_unknown_model_is_rejected(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path, says_model=False))
     with pytest.raises(InputError, match="does not describe its model"):
         deepspeed_target.lay_out(source, TargetConfig())
@@ -116,7 +116,7 @@ def test_a_model_that_is_not_known(tmp_path: Path) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_path: Path) -> None:
+def test_every_element_is_written_once(layout: Layout, precision: Precision, tmp_path: Path) -> None:
     """Of a model and ranks that no test could run: pieces cover every tensor once, and no two lie in the same bytes."""
     source = fabricated(
         tmp_path,

@@ -81,13 +81,13 @@ ALTERED = {"bf16-stage-0": saves.fuse, "bf16-optimizer": saves.forget_shapes}
 
 
 @pytest.mark.parametrize("name", ["round-robin", "frozen-3"])
-def test_what_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_user_program_checkpoints(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_plain(name, pool, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(PLAIN.keys() - {"round-robin", "frozen-3"}))
-def test_all_that_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_all_user_program_checkpoints(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_plain(name, pool, tmp_path)
 
 
@@ -116,14 +116,14 @@ def check_plain(name: str, pool: RankPool, folder: Path) -> None:
                 assert same_bits(tensor.float(), weights[key.name].float()), key
 
 
-def test_groups_without_names_in_another_order_are_refused(pool: RankPool, tmp_path: Path) -> None:
+def test_unnamed_groups_in_other_order_are_rejected(pool: RankPool, tmp_path: Path) -> None:
     plan = tiny_plan("llama", **ODD)
     pool.run(saves.save_plain, plan, tmp_path, {}, (), True, ranks=1)
     with pytest.raises(CheckpointError, match="order of names"):
         open_source(tmp_path, plan.shape)
 
 
-def test_names_of_groups() -> None:
+def test_infer_group_names() -> None:
     shapes = {"a": (2, 3), "b": (3,), "c": (2, 3), "d": (5,)}
     assert infer_group_names(shapes, [[(2, 3), (2, 3)], [(3,), (5,)]]) == [["a", "c"], ["b", "d"]]
     assert infer_group_names(shapes, [[(2, 3), (3,), (2, 3), None]]) == [["a", "b", "c", "d"]]
@@ -158,7 +158,7 @@ def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: 
 
 
 @pytest.mark.full
-def test_what_the_converter_scrambles_is_refused(
+def test_scrambled_universal_checkpoint_is_rejected(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And it is scrambled: read in spite of that, most parameters are not those of the checkpoint that it was made from."""
@@ -180,7 +180,7 @@ def test_what_the_converter_scrambles_is_refused(
 
 
 @pytest.mark.parametrize("scheduler", ["WarmupDecayLR", "LambdaLR", "CosineAnnealingLR"])
-def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(
+def test_lr_scheduler_resumes_from_converted_checkpoint(
     scheduler: str, pool: RankPool, tmp_path: Path
 ) -> None:
     """The learning rates are exactly those of the program that never stopped. Control: they change from step to step."""
@@ -226,7 +226,7 @@ def partly_frozen(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 @pytest.mark.parametrize("form", [TargetFormat.deepspeed, TargetFormat.universal, TargetFormat.megatron])
-def test_frozen_parameters_are_refused_with_remedies_that_work(
+def test_frozen_parameters_are_rejected_with_working_remedies(
     form: TargetFormat, partly_frozen: CheckpointSource, tmp_path: Path
 ) -> None:
     """Some of them are parts of Megatron-core's fused tensors."""
@@ -295,7 +295,7 @@ def test_zero3_in_bf16_stays_bf16(pool: RankPool, tmp_path: Path) -> None:
     )
 
 
-def test_amsgrads_third_state_is_never_dropped_in_silence(pool: RankPool, tmp_path: Path) -> None:
+def test_amsgrad_third_state_is_never_dropped(pool: RankPool, tmp_path: Path) -> None:
     plan = tiny_plan("llama", **EVEN)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "amsgrad": True}}
     pool.run(
@@ -338,13 +338,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["tied"])
-def test_a_pipeline_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_pipeline_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_layers(name, pool, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"tied"}))
-def test_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_layers(name, pool, tmp_path)
 
 

@@ -140,13 +140,13 @@ def name(value: object) -> str | None:
 
 
 @pytest.mark.parametrize(("family", "layout", "more"), QUICK, ids=name)
-def test_deepspeed_opens_it_and_goes_on(
+def test_deepspeed_resumes_from_written_checkpoint(
     family: str, layout: Layout, more: Mapping[str, Any], runs: Runs, pool: RankPool, tmp_path: Path
 ) -> None:
     check(pool, runs.of(family, None, tuple(more.items())), layout, family, tmp_path, **more)
 
 
-def test_bf16_goes_on_to_the_bit(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+def test_bf16_resumes_bitwise(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     """Two ranks of the same stage compute the same in the same order."""
     layout = Layout(1, data=2)
     trained = runs.of("qwen2", layout, tuple(BF16.items()))
@@ -154,14 +154,14 @@ def test_bf16_goes_on_to_the_bit(runs: Runs, pool: RankPool, tmp_path: Path) -> 
     check(pool, trained, layout, "qwen2", tmp_path, **BF16)
 
 
-def test_bf16_in_another_stage_is_the_same_state(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+def test_bf16_state_is_equal_in_other_stage(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     trained, layout = runs.of("qwen2", Layout(1, data=2), tuple(BF16.items())), Layout(3, data=2)
     path = convert(trained.source, layout.target(trained.source), tmp_path / "written")
     opened, *_ = pool.run(go_on, layout.plan("qwen2", **BF16), path, ranks=2)
     check_state(opened, trained)
 
 
-def test_control_without_moments(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+def test_control_missing_moments_change_losses(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     trained, layout = runs.of("qwen2"), Layout(2, data=4)
     path = convert(trained.source, layout.target(trained.source, optimizer=False), tmp_path / "written")
     opened, *_ = pool.run(go_on, layout.plan("qwen2"), path, ranks=4)
@@ -328,7 +328,7 @@ def test_universal_in_bf16(stage: int, runs: Runs, pool: RankPool, tmp_path: Pat
     check_universal(pool, runs.of("gpt2", layout, tuple(BF16.items())), layout, "gpt2", tmp_path, **BF16)
 
 
-def test_the_counter_that_universal_notes_speak_of(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
+def test_universal_note_about_step_counter(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     """DeepSpeed's own defect: if this fails, it is mended, and the note and this test can go."""
     trained, layout = runs.of("qwen2"), Layout(3, data=2)
     path = convert(
@@ -339,6 +339,6 @@ def test_the_counter_that_universal_notes_speak_of(runs: Runs, pool: RankPool, t
     assert furthest(opened.results, trained.went_on) > 10 * TOLERANCE
 
 
-def test_universal_needs_the_optimizer(runs: Runs) -> None:
+def test_universal_requires_optimizer_state(runs: Runs) -> None:
     with pytest.raises(CheckpointError, match="has no optimizer state"):
         universal_target.lay_out(runs.of("qwen2").source, TargetConfig(optimizer=False))

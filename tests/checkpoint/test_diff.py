@@ -50,7 +50,7 @@ def outcomes(found: CheckpointDiff) -> dict[str, DiffOutcome]:
     return {f"{one.pair.left or '-'} {one.pair.right or '-'}": one.outcome for one in found.tensors}
 
 
-def test_the_same_in_another_layout_is_equal(tmp_path: Path) -> None:
+def test_other_layout_is_equal(tmp_path: Path) -> None:
     named = adam(mixed=True)
     native = open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3)))
     for number, settings in enumerate(({"ranks": 5}, {"replicated": ("w",)}, {"turned": ("w",)})):
@@ -67,7 +67,7 @@ def test_the_same_in_another_layout_is_equal(tmp_path: Path) -> None:
         )
 
 
-def test_a_run_and_its_folder_for_transformers(tmp_path: Path) -> None:
+def test_diff_run_and_export(tmp_path: Path) -> None:
     source = with_optimizer("mixtral", tmp_path / "same")
     folder = converted(tmp_path, "mixtral")
     assert diff(source.folder, folder).equal
@@ -78,7 +78,7 @@ def test_a_run_and_its_folder_for_transformers(tmp_path: Path) -> None:
     assert set(SCALARS) >= {"step", "optimizer_step"}
 
 
-def test_the_weight_of_an_fp32_run_is_the_master_of_a_bf16_run(tmp_path: Path) -> None:
+def test_fp32_weight_matches_bf16_master(tmp_path: Path) -> None:
     wide, narrow = made(tmp_path / "fp32", adam(mixed=False)), made(tmp_path / "bf16", adam(mixed=True))
     found = diff_sources(wide, narrow)
     assert found.equal
@@ -97,7 +97,7 @@ def test_the_weight_of_an_fp32_run_is_the_master_of_a_bf16_run(tmp_path: Path) -
     }
 
 
-def test_an_export_has_less_than_its_run(tmp_path: Path) -> None:
+def test_diff_export_lacks_optimizer(tmp_path: Path) -> None:
     run, rounded = (
         made(tmp_path / "run", adam(mixed=True)),
         made(tmp_path / "export", {KEY: values().bfloat16()}),
@@ -120,7 +120,7 @@ def test_an_export_has_less_than_its_run(tmp_path: Path) -> None:
     assert "exp_avg:w: only on the right" in diff_sources(rounded, run).lines()
 
 
-def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
+def test_differing_values_are_counted_and_measured(tmp_path: Path) -> None:
     a = values()
     a[0, 0], a[5, 5], a[11, 9] = 2.0, 0.0, 8.0
     b = a.clone()
@@ -148,7 +148,7 @@ def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
         (3e38, -3e38, (1, 2.0)),
     ],
 )
-def test_numbers_that_are_none(
+def test_nan_and_infinity_are_compared(
     tmp_path: Path, mine: float, theirs: float, expected: tuple[int, float]
 ) -> None:
     a, b = values(), values()
@@ -184,7 +184,7 @@ def test_shapes_dtypes_and_integers(tmp_path: Path) -> None:
     assert found[TensorKey(WEIGHT, "mask")].outcome is DiffOutcome.EQUAL
 
 
-def test_what_training_resumes_from_is_compared_too(tmp_path: Path) -> None:
+def test_scalars_are_compared(tmp_path: Path) -> None:
     sources = [
         made(tmp_path / f"{number}", {KEY: values()}, scalars=scalars)
         for number, scalars in enumerate(
@@ -204,7 +204,7 @@ def test_what_training_resumes_from_is_compared_too(tmp_path: Path) -> None:
     assert found.lines()[-1].endswith("of what else training resumes from, 1 differ")
 
 
-def test_many_differences_are_summed_up(tmp_path: Path) -> None:
+def test_many_differences_are_summarized(tmp_path: Path) -> None:
     left = made(tmp_path / "a", {TensorKey(WEIGHT, f"t{number}"): values(number) for number in range(30)})
     right = made(
         tmp_path / "b", {TensorKey(WEIGHT, f"t{number}"): values(number + 1) for number in range(30)}
@@ -217,7 +217,7 @@ def test_many_differences_are_summed_up(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_compared(tmp_path: Path) -> None:
+def test_other_families_cannot_be_compared(tmp_path: Path) -> None:
     left, right = made(tmp_path / "a", adam(mixed=True)), made(tmp_path / "b", adam(mixed=True))
     with pytest.raises(InputError, match=r"test/1[\s\S]*llama/1"):
         diff_sources(left, replace(right, namespace="llama/1"))

@@ -73,7 +73,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_opens_the_export_with_the_same_logits(tmp_path: Path, name: str, tied: bool) -> None:
+def test_transformers_loads_export_with_equal_logits(tmp_path: Path, name: str, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
     shape = tiny(name, tie_word_embeddings=tied)
@@ -97,7 +97,7 @@ def test_transformers_opens_the_export_with_the_same_logits(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
+def test_read_folder_saved_by_transformers(tmp_path: Path, name: str) -> None:
     shape = tiny(name)
     model = model_of(shape)
     model.bfloat16().save_pretrained(tmp_path, max_shard_size="30KB")
@@ -115,7 +115,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
+def test_export_replaces_only_an_export(tmp_path: Path) -> None:
     shape = tiny("llama")
     source = open_source(saved(model_of(shape), shape, tmp_path / "run"), shape)
     tokenizer = tmp_path / "tokenizer"
@@ -142,7 +142,7 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", [ConversionPhase.PREPARE, ConversionPhase.UNITS, ConversionPhase.RENAME])
-def test_an_export_that_fails_leaves_the_earlier_one(
+def test_failed_export_keeps_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: ConversionPhase
 ) -> None:
     shape = tiny("llama")
@@ -171,7 +171,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["export", "run"]
 
 
-def test_a_model_of_ones_own_is_exported_as_its_state_dict(tmp_path: Path) -> None:
+def test_custom_model_is_exported_as_state_dict(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     named = {TensorKey(WEIGHT, "layer.w"): torch.randn(5, 4), TensorKey(WEIGHT, "count"): torch.tensor(3)}
@@ -182,7 +182,7 @@ def test_a_model_of_ones_own_is_exported_as_its_state_dict(tmp_path: Path) -> No
     assert torch.equal(found["layer.w"], named[TensorKey(WEIGHT, "layer.w")])
 
 
-def test_foreign_folders_are_refused(tmp_path: Path) -> None:
+def test_foreign_folders_are_rejected(tmp_path: Path) -> None:
     shape = tiny("llama")
     model_of(shape).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -118,7 +118,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert {name: back.catalog.scalars[name] for name in SCALARS} == SCALARS
 
 
-def test_what_an_fp32_run_and_what_muon_keeps(tmp_path: Path) -> None:
+def test_fp32_and_muon_states_are_stored(tmp_path: Path) -> None:
     for number, settings in enumerate(({"mixed": False}, {"momentum": True})):
         source = with_optimizer("llama", tmp_path / f"{number}" / "same", **settings)
         folder = converted(tmp_path / f"{number}", "llama", **settings)
@@ -131,7 +131,7 @@ def test_what_an_fp32_run_and_what_muon_keeps(tmp_path: Path) -> None:
         )
 
 
-def test_weights_alone_are_of_no_step(tmp_path: Path) -> None:
+def test_weights_only_have_no_step(tmp_path: Path) -> None:
     source = with_optimizer("llama", tmp_path / "run")
     folder = write(
         source,
@@ -155,7 +155,7 @@ def test_weights_alone_are_of_no_step(tmp_path: Path) -> None:
             assert torch.equal(tensor, whole(source.reader())[TensorKey(MASTER, key.name)]), "of the masters"
 
 
-def test_a_model_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
+def test_unknown_model_must_be_given(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, "w"): torch.ones(3)}
     source = open_source(save(tmp_path, 1, shards_of(named, LAYOUTS["flat"], 1)))
     lay_out(source, TargetConfig(format=TargetFormat.huggingface))
@@ -165,7 +165,7 @@ def test_a_model_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
         lay_out(replace(open_source(folder), shape=None), TargetConfig(format=TargetFormat.huggingface))
 
 
-def test_people_change_settings_and_tokenizers(tmp_path: Path) -> None:
+def test_settings_and_tokenizer_files_may_change(tmp_path: Path) -> None:
     """What a manifest lies beside is still the folder that it was: its tensors are known, its settings are anybody's."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
@@ -182,7 +182,7 @@ def test_people_change_settings_and_tokenizers(tmp_path: Path) -> None:
         open_source(folder)
 
 
-def test_norms_in_fp32_among_weights_of_16_bits_stay_what_they_are(tmp_path: Path) -> None:
+def test_fp32_norms_among_16_bit_weights_keep_dtype(tmp_path: Path) -> None:
     shape = tiny("llama")
     values = {spec.name: torch.randn(spec.shape) for spec in families.get("llama").parameters(shape)}
     named = {
@@ -230,7 +230,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+def test_damage_is_reported_by_file(tmp_path: Path, damage: str) -> None:
     folder = converted(tmp_path, "llama")
     (folder / manifest.FOREIGN_NAME).unlink()
     change, match = DAMAGES[damage]
@@ -241,7 +241,7 @@ def test_damage_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     assert finding.where.startswith("optimizer/")
 
 
-def test_half_of_a_moment_is_refused(tmp_path: Path) -> None:
+def test_incomplete_moment_is_rejected(tmp_path: Path) -> None:
     """Mixtral's experts are tensors of their own on the hub, and one in memory."""
     from safetensors.torch import load_file, save_file
 
@@ -260,7 +260,7 @@ def test_half_of_a_moment_is_refused(tmp_path: Path) -> None:
 # ---- training
 
 
-def test_a_run_resumes_from_it_to_the_bit(tmp_path: Path) -> None:
+def test_run_resumes_bitwise(tmp_path: Path) -> None:
     plan = tiny_plan("llama", precision__name=Precision.bf16)
     assert plan.shape is not None
 
@@ -303,7 +303,7 @@ def test_a_run_resumes_from_it_to_the_bit(tmp_path: Path) -> None:
     assert reader.scalars == {}
 
 
-def test_a_model_that_the_checkpoint_is_not_of_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_other_model_is_rejected(tmp_path: Path) -> None:
     """Whatever is written: sizes that the user said wrong would cut tensors, or be recorded beside them."""
     source = with_optimizer("llama", tmp_path / "run")
     wrong = replace(source, shape=tiny("llama", num_key_value_heads=4))

@@ -85,7 +85,7 @@ def compare_copies(source: CheckpointSource) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_what_megatron_saved(case: Cell, megatron_saved: Saves) -> None:
+def test_read_megatron_checkpoint(case: Cell, megatron_saved: Saves) -> None:
     check(case, megatron_saved)
 
 
@@ -95,7 +95,7 @@ def test_every_layout(case: Cell, megatron_saved: Saves) -> None:
     check(case, megatron_saved)
 
 
-def test_the_model_is_that_of_megatron_lms_arguments(megatron_saved: Saves) -> None:
+def test_model_is_derived_from_megatron_lm_arguments(megatron_saved: Saves) -> None:
     folder, _ = megatron_saved.of(LLAMA_TP)
     source = open_source(folder)
     assert source.shape == LLAMA_TP.plan.shape
@@ -106,7 +106,7 @@ def test_the_model_is_that_of_megatron_lms_arguments(megatron_saved: Saves) -> N
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_arguments_tell_families_apart(family: str) -> None:
+def test_arguments_distinguish_families(family: str) -> None:
     from toolkit.checkpoint.formats.megatron.args import read_model_shape
 
     case = cell(family)
@@ -118,13 +118,13 @@ def test_arguments_tell_families_apart(family: str) -> None:
     assert read_model_shape({**args, "normalization": "L2Norm"}) is None
 
 
-def test_a_model_that_nobody_says_is_asked_for(megatron_saved: Saves, tmp_path: Path) -> None:
+def test_megatron_model_is_required(megatron_saved: Saves, tmp_path: Path) -> None:
     folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "alone" / "deeper" / "here" / "copy")
     with pytest.raises(InputError, match="does not say what model"):
         open_source(folder)
 
 
-def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
+def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
     """Whole tensors of every key by PyTorch's own loader, cut up by the families' tables in memory."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -176,9 +176,7 @@ def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
 # ---- what is refused
 
 
-def test_other_kinds_of_the_distributed_optimizer_are_refused_by_name(
-    megatron_saved: Saves, tmp_path: Path
-) -> None:
+def test_other_sharding_types_are_rejected(megatron_saved: Saves, tmp_path: Path) -> None:
     case = QWEN2_BF16
     megatron_saved.pool.run(
         work.train, case.plan, tmp_path / "x", {"sharding_type": "dp_reshardable"}, ranks=case.ranks
@@ -187,7 +185,7 @@ def test_other_kinds_of_the_distributed_optimizer_are_refused_by_name(
         opened(case, tmp_path / "x")
 
 
-def test_another_model_is_refused_by_name(megatron_saved: Saves) -> None:
+def test_other_model_is_reported(megatron_saved: Saves) -> None:
     folder, _ = megatron_saved.of(GPT2_3D)
     shape = GPT2_3D.plan.shape
     assert shape is not None
@@ -213,7 +211,7 @@ def test_another_model_is_refused_by_name(megatron_saved: Saves) -> None:
         ("steps", "all parameters have taken the same steps"),
     ],
 )
-def test_damage_is_refused_by_name(megatron_saved: Saves, tmp_path: Path, damage: str, said: str) -> None:
+def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damage: str, said: str) -> None:
     folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "copy")
     iteration = folder / f"iter_{STOP:07d}"
     file = max(iteration.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -255,7 +253,7 @@ OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 6000))
 @pytest.mark.parametrize(
     "precision", [BF16, pytest.param(None, marks=pytest.mark.full)], ids=["bf16", "fp32"]
 )
-def test_upstreams_corrupt_state_is_refused(megatron_saved: Saves, tmp_path: Path, precision: Any) -> None:
+def test_known_upstream_corruption_is_rejected(megatron_saved: Saves, tmp_path: Path, precision: Any) -> None:
     """Several buckets under overlap_grad_reduce: Megatron-core 0.16 writes state that is not the optimizer's, with a warning."""
     layout = megatron("llama", data=2, zero=1, label="overlap", own=OVERLAP)
     case = Cell(layout, precision or LLAMA_TP.precision)
@@ -288,7 +286,7 @@ RESUMED = [(LLAMA_TP, megatron("llama", pipeline=2, vocabulary=LLAMA_TP.layout.v
 
 
 @pytest.mark.parametrize(("case", "into"), RESUMED, ids=["llama"])
-def test_training_goes_on_in_another_layout(case: Cell, into: Layout, megatron_saved: Saves) -> None:
+def test_training_resumes_in_other_layout(case: Cell, into: Layout, megatron_saved: Saves) -> None:
     folder, held = megatron_saved.of(case)
     plan = into.plan(Case.ADAM)
     assert plan.shape == case.plan.shape
@@ -302,7 +300,7 @@ def test_training_goes_on_in_another_layout(case: Cell, into: Layout, megatron_s
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_keys_that_are_written_are_understood(family: str) -> None:
+def test_written_keys_can_be_parsed(family: str) -> None:
     shape = cell(family).plan.shape
     assert shape is not None
     for tensor in families.get(family).megatron(shape):
@@ -322,7 +320,7 @@ def test_keys_that_are_written_are_understood(family: str) -> None:
                 assert key.whole_shape(tensor.shape, shape) == (*slot.counts, *tensor.shape)
 
 
-def test_keys_of_halves_and_of_strangers() -> None:
+def test_parse_half_keys_and_unknown_keys() -> None:
     gate, up = (
         parse_key(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}")
         for half in "wv"
@@ -336,7 +334,7 @@ def test_keys_of_halves_and_of_strangers() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [Precision.fp32, BF16])
-def test_momentum_of_sgd(megatron_saved: Saves, precision: Precision) -> None:
+def test_sgd_momentum_is_read(megatron_saved: Saves, precision: Precision) -> None:
     settings = {
         "optim__name": OptimizerName.sgd,
         "optim__momentum": 0.9,

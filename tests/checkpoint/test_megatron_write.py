@@ -114,7 +114,7 @@ FULL = [
 
 
 @pytest.mark.parametrize(("case", "opens"), QUICK, ids=str)
-def test_megatron_opens_it_and_goes_on(
+def test_megatron_resumes_from_written_checkpoint(
     case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path
 ) -> None:
     check(case, opens, megatron_saved, tmp_path)
@@ -122,7 +122,9 @@ def test_megatron_opens_it_and_goes_on(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "opens"), FULL, ids=str)
-def test_every_pair(case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path) -> None:
+def test_megatron_resumes_for_every_layout_pair(
+    case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path
+) -> None:
     check(case, opens, megatron_saved, tmp_path)
 
 
@@ -142,7 +144,7 @@ def check(case: Cell, opens: Cell, saved: Saves, path: Path) -> None:
     }
 
 
-def test_control_zeroed_moments(megatron_saved: Saves, tmp_path: Path) -> None:
+def test_control_zeroed_moments_change_losses(megatron_saved: Saves, tmp_path: Path) -> None:
     folder, held = megatron_saved.of(QWEN2_BF16)
     written = write(opened(QWEN2_BF16, folder), in_layout(QWEN2_BF16), tmp_path / "written")
     forget(written / f"iter_{STOP:07d}")
@@ -175,7 +177,7 @@ def forget(iteration: Path) -> None:
                 file.write(head.replace(old, new) + bytes(numbytes) + tail.replace(old, new))
 
 
-def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path: Path) -> None:
+def test_every_key_of_megatron_is_written(megatron_saved: Saves, tmp_path: Path) -> None:
     """By PyTorch's own loader: each tensor that Megatron-core saved stands in ours under its key, to the bit, and each object too."""
     case = LLAMA_TP
     folder, _ = megatron_saved.of(case)
@@ -199,7 +201,7 @@ def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path
         assert not differing, {name: (group[name], mine[name]) for name in differing}
 
 
-def test_chunks_are_those_of_the_asked_tensor_ranks(tmp_path: Path) -> None:
+def test_chunks_match_requested_tensor_ranks(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
     found = dcp_metadata.load_metadata(written / "iter_0000003").tensors
@@ -216,7 +218,7 @@ def test_chunks_are_those_of_the_asked_tensor_ranks(tmp_path: Path) -> None:
     assert (written / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "3"
 
 
-def test_files_do_not_grow_beyond_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_split_at_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_target, "FILE_BYTES", 100_000)
     source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
     written = write(source, asked(tensor=2, optim=SETTINGS), tmp_path / "written")
@@ -271,20 +273,20 @@ def read(source: CheckpointSource, key: TensorKey, into: torch.Tensor) -> None:
         (asked(expert=2, optim=SETTINGS), r"target\.parallel\.expert=2"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(config: TargetConfig, said: str, tmp_path: Path) -> None:
+def test_invalid_layouts_are_rejected(config: TargetConfig, said: str, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     with pytest.raises(CheckpointError, match=said):
         megatron_target.lay_out(source, config)
 
 
-def test_settings_that_nobody_says_are_asked_for(tmp_path: Path) -> None:
+def test_missing_optimizer_settings_are_requested(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     silent = {name: value for name, value in source.catalog.scalars.items() if name != OPTIM}
     with pytest.raises(CheckpointError, match=r"target\.optim\.lr"):
         megatron_target.lay_out(replace(source, catalog=replace(source.catalog, scalars=silent)), asked())
 
 
-def test_other_optimizers_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_optimizers_are_rejected(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     catalog = source.catalog
     kept: dict[Any, Any] = {
@@ -298,7 +300,7 @@ def test_other_optimizers_are_refused_by_name(tmp_path: Path) -> None:
         )
 
 
-def test_published_weights_are_a_release(tmp_path: Path) -> None:
+def test_published_weights_become_release(tmp_path: Path) -> None:
     """Of no step, as Megatron-LM's own converters write them."""
     source = replace(open_source(tiny_checkpoint(tmp_path / "run")), step=None)
     written = write(source, asked(tensor=2, optimizer=False), tmp_path / "written")
@@ -308,7 +310,7 @@ def test_published_weights_are_a_release(tmp_path: Path) -> None:
     assert {key.state for key in again.catalog.tensors} == {WEIGHT}
 
 
-def test_the_loss_scale_of_fp16(tmp_path: Path) -> None:
+def test_fp16_loss_scale_is_written(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
     scaler = {"cur_scale": 1024.0, "cur_iter": 7, "last_overflow_iter": 3, "cur_hysteresis": 1}
     source = replace(

@@ -55,7 +55,7 @@ def peak(work: Callable[[Path], None], folder: Path) -> int:
 
 
 @pytest.mark.parametrize("name", CHORES)
-def test_memory_does_not_grow(tmp_path: Path, small_rooms: None, name: str) -> None:
+def test_traced_memory_is_bounded(tmp_path: Path, small_rooms: None, name: str) -> None:
     """Masters of half a megabyte, 2 and 8, through rooms of 64 KiB. How far two threads overlap is chance, the bound is not."""
     folders = [checkpoints(tmp_path / f"{rows}", rows) for rows in (512, 2048, 8192)]
     CHORES[name](checkpoints(tmp_path / "imports", 512))
@@ -64,7 +64,7 @@ def test_memory_does_not_grow(tmp_path: Path, small_rooms: None, name: str) -> N
     assert max(peaks) < 16 * ROOM, "the largest master is 128 rooms"
 
 
-def test_what_reads_a_file_whole_is_seen_to_grow(tmp_path: Path) -> None:
+def test_control_reading_whole_file_grows_memory(tmp_path: Path) -> None:
     """The control."""
 
     def read(folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_what_reads_a_file_whole_is_seen_to_grow(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CHORES)
-def test_resident_memory_does_not_grow(tmp_path: Path, name: str) -> None:
+def test_resident_memory_is_bounded(tmp_path: Path, name: str) -> None:
     """Masters of 32, 128 and 512 MiB and their weights, by two workers, of which each may take 128 MB. The smallest is done before both
     have filled their rooms: that it takes no more is all that can be said of it."""
     found = []

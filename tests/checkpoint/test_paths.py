@@ -63,7 +63,7 @@ def sign(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", ["files", "entries", "copies"])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_forged_manifest_names_nothing_outside(kind: str, where: str, native: Path, tmp_path: Path) -> None:
+def test_manifest_cannot_name_outside_files(kind: str, where: str, native: Path, tmp_path: Path) -> None:
     folder = tmp_path / native.name
     folder.mkdir()
     content = json.loads((native / manifest.NAME).read_text())
@@ -77,7 +77,7 @@ def test_a_forged_manifest_names_nothing_outside(kind: str, where: str, native: 
 @pytest.mark.parametrize(
     "kind", [kind for kind in HOSTILE if kind != "absolute"]
 )  # a whole path is what resume=PATH leaves
-def test_a_runs_pointer_leads_to_no_other_folder(kind: str, native: Path, tmp_path: Path) -> None:
+def test_latest_cannot_name_outside_folder(kind: str, native: Path, tmp_path: Path) -> None:
     """A relative name of a checkpoint outside is not followed, as one that is not there is not."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "outside").symlink_to(native)
@@ -85,7 +85,7 @@ def test_a_runs_pointer_leads_to_no_other_folder(kind: str, native: Path, tmp_pa
     assert newest_checkpoint(tmp_path / "checkpoints") is None
 
 
-def test_a_runs_pointer_does_not_follow_a_link_to_another_folder(native: Path, tmp_path: Path) -> None:
+def test_latest_does_not_follow_outside_links(native: Path, tmp_path: Path) -> None:
     (tmp_path / native.name).symlink_to(native)
     (tmp_path / POINTER).write_text(native.name)
     with pytest.raises(CheckpointError, match="is a link to"):
@@ -94,7 +94,7 @@ def test_a_runs_pointer_does_not_follow_a_link_to_another_folder(native: Path, t
 
 @pytest.mark.parametrize("vendor_kind", TRACKERS)
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("half a surrogate pair", "empty")])
-def test_a_vendors_tracker_names_nothing_outside(
+def test_tracker_cannot_name_outside_folder(
     kind: str, vendor_kind: str, native: Path, tmp_path: Path
 ) -> None:
     """What it names outside is a checkpoint, so only the check of its name stands in between."""
@@ -117,7 +117,7 @@ def test_a_vendors_tracker_names_nothing_outside(
 
 
 @pytest.mark.parametrize("vendor_kind", VENDORS)
-def test_a_link_out_of_a_vendors_checkpoint_is_refused(
+def test_vendor_checkpoint_with_outside_link_is_rejected(
     vendor_kind: str, native: Path, tmp_path: Path
 ) -> None:
     folder = vendor(vendor_kind, native, tmp_path / "saved")
@@ -129,7 +129,7 @@ def test_a_link_out_of_a_vendors_checkpoint_is_refused(
         open_source(folder, tiny_shape())
 
 
-def test_a_link_out_of_a_native_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_native_checkpoint_with_outside_link_is_rejected(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "checkpoints")
     shard = next(folder.glob("*.safetensors"))
     shard.rename(tmp_path / "elsewhere")
@@ -140,7 +140,7 @@ def test_a_link_out_of_a_native_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["index", "optimizer"])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hugging_face_index_names_nothing_outside(
+def test_hugging_face_index_cannot_name_outside_files(
     kind: str, where: str, native: Path, tmp_path: Path
 ) -> None:
     folder = vendor("huggingface", native, tmp_path / "saved")
@@ -166,9 +166,7 @@ def test_a_hugging_face_index_names_nothing_outside(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "half a surrogate pair"])
-def test_a_distributed_checkpoints_metadata_names_nothing_outside(
-    kind: str, native: Path, tmp_path: Path
-) -> None:
+def test_dcp_metadata_cannot_name_outside_files(kind: str, native: Path, tmp_path: Path) -> None:
     folder = next(path for path in vendor("megatron", native, tmp_path / "saved").iterdir() if path.is_dir())
     name = HOSTILE[kind]
     metadata = pickle.loads((folder / METADATA).read_bytes())
@@ -195,9 +193,7 @@ def test_a_distributed_checkpoints_metadata_names_nothing_outside(
         )
     ],
 )
-def test_a_universal_checkpoints_parameter_names_nothing_outside(
-    kind: str, native: Path, tmp_path: Path
-) -> None:
+def test_universal_parameter_cannot_name_outside_files(kind: str, native: Path, tmp_path: Path) -> None:
     folder = next(path for path in vendor("universal", native, tmp_path / "saved").iterdir() if path.is_dir())
     for path in folder.glob("*_model_states.pt"):
         content = torch.load(path, weights_only=False)
@@ -207,7 +203,7 @@ def test_a_universal_checkpoints_parameter_names_nothing_outside(
         open_source(folder, tiny_shape())
 
 
-def test_an_export_does_not_copy_a_tokenizer_through_a_link(native: Path, tmp_path: Path) -> None:
+def test_export_does_not_copy_linked_tokenizer(native: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()

@@ -93,7 +93,7 @@ def no_storage(dtype: str, key: str, numel: int) -> Storage:
 
 
 @pytest.mark.timeout(60)
-def test_hostile_pickles_are_refused_in_little_memory() -> None:
+def test_hostile_pickles_are_rejected_in_bounded_memory() -> None:
     """In a process of its own: some of them ended the interpreter."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
@@ -119,7 +119,7 @@ class Anything:
         self.size = 3
 
 
-def test_what_checkpoints_hold_is_read_as_before() -> None:
+def test_plain_values_are_unpickled() -> None:
     module = OrderedDict({"a": 1})
     module._metadata = {"version": 1}  # type: ignore[attr-defined]  # as torch's modules have it
     nested: Any = 0
@@ -162,7 +162,7 @@ def test_what_checkpoints_hold_is_read_as_before() -> None:
     ],
     ids=str,
 )
-def test_a_view_outside_its_storage_is_refused(view: dict[str, Any], tmp_path: Path) -> None:
+def test_view_outside_storage_is_rejected(view: dict[str, Any], tmp_path: Path) -> None:
     storage = Storage("0", "float32", 4)
     right = {"offset": 0, "shape": (2, 2), "strides": (2, 1)}
 
@@ -193,7 +193,7 @@ def rewritten(file: Path, *, compress: int = zipfile.ZIP_STORED, twice: bool = F
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_compressed_and_doubled_records_are_refused(tmp_path: Path) -> None:
+def test_compressed_and_duplicate_records_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     bomb = {"a": "0" * 10**7}
     for name, changes in {
@@ -211,7 +211,7 @@ def test_compressed_and_doubled_records_are_refused(tmp_path: Path) -> None:
             torch_zip.load(tmp_path, "a.pt")
 
 
-def test_a_count_in_a_tensor_is_checked(tmp_path: Path) -> None:
+def test_number_in_tensor_is_validated(tmp_path: Path) -> None:
     """The optimizer's step may be a tensor of one element, which is read apart from the others."""
     torch.save(
         {"step": torch.tensor(7.0), "two": torch.ones(2), "nan": torch.tensor(float("nan"))},

@@ -60,7 +60,7 @@ class Calls:
 
 @pytest.mark.parametrize("precision", [None, Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_figures_are_those_of_the_conversion(
+def test_plan_matches_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool, precision: Precision | None
 ) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "a", mixed=mixed))
@@ -85,7 +85,7 @@ def changed(source: Catalog, key: TensorKey, pieces: tuple[TensorPiece, ...]) ->
     return replace(source, pieces={**source.pieces, key: pieces})
 
 
-def test_what_is_not_covered_once_is_found(tmp_path: Path) -> None:
+def test_plan_detects_coverage_errors(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "a"))
     target = lay_out(source, TargetConfig())
     plan_reshard(source.catalog, target)
@@ -111,7 +111,7 @@ def native_target(source: CheckpointSource) -> CheckpointTarget:
     return native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
 
 
-def test_zero_3_of_64_ranks_and_a_rank_that_is_missing() -> None:
+def test_plan_zero3_of_64_ranks_with_missing_rank() -> None:
     source = described.zero3("llama-3-8b", ranks=64)
     plan = plan_reshard(source.catalog, native_target(source))
     parameters = 8_030_261_248
@@ -128,7 +128,7 @@ def test_zero_3_of_64_ranks_and_a_rank_that_is_missing() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("missing", [None, 517])
-def test_405_b_parameters_from_1024_ranks(missing: int | None) -> None:
+def test_plan_405b_parameters_from_1024_ranks(missing: int | None) -> None:
     """In under a minute of one core's time and 2 GB. Measured: see docs/resharding.md."""
     found = planned("llama-3.1-405b", 1024, missing)
     print(found)

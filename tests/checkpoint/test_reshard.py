@@ -102,7 +102,7 @@ def test_any_layout_loads_any_other(
 
 
 @pytest.mark.parametrize("target", sorted(LAYOUTS))
-def test_digest_has_no_layout(tmp_path: Path, small_blocks: None, target: str) -> None:
+def test_digest_is_independent_of_layout(tmp_path: Path, small_blocks: None, target: str) -> None:
     named = {
         TensorKey(state, name): random_tensor((13, 11), torch.float32, seed)
         for seed, (state, name) in enumerate(itertools.product((WEIGHT, EXP_AVG), "ab"))
@@ -121,7 +121,7 @@ def test_digest_has_no_layout(tmp_path: Path, small_blocks: None, target: str) -
     )
 
 
-def test_blocks_of_full_size(tmp_path: Path) -> None:
+def test_tensors_larger_than_a_block(tmp_path: Path) -> None:
     """Three blocks and a bit, replicated and column-split, without shrinking anything."""
     key = TensorKey(WEIGHT, "w")
     named = {
@@ -135,7 +135,7 @@ def test_blocks_of_full_size(tmp_path: Path) -> None:
             assert all(same_bits(shard.data, cut(named[shard.key], shard.box)) for shard in rank)
 
 
-def test_replicas_share_the_writing(tmp_path: Path, small_blocks: None) -> None:
+def test_replicas_share_writing(tmp_path: Path, small_blocks: None) -> None:
     named = {TensorKey(WEIGHT, f"{n}"): random_tensor((4 + n, 5), torch.float32, n) for n in range(8)}
     named |= {TensorKey(WEIGHT, f"scalar{n}"): random_tensor((), torch.float32, n) for n in range(32)}
     path = save(tmp_path, 1, shards_of(named, LAYOUTS["replicated"], 4))
@@ -146,7 +146,7 @@ def test_replicas_share_the_writing(tmp_path: Path, small_blocks: None) -> None:
     assert len(content["entries"]) == 8 * 4 + 32, "a holder's part of a matrix is whole rows: one piece"
 
 
-def test_a_read_touches_its_bytes_only(
+def test_read_touches_only_required_bytes(
     tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = TensorKey(WEIGHT, "w")
@@ -166,7 +166,7 @@ def test_a_read_touches_its_bytes_only(
     assert sum(read) <= 64 + 16 + 64  # the ends of two pieces
 
 
-def test_states_that_are_not_stored(tmp_path: Path) -> None:
+def test_missing_states_are_derived(tmp_path: Path) -> None:
     weight, master, moment = TensorKey(WEIGHT, "w"), TensorKey(MASTER, "w"), TensorKey(EXP_AVG, "w")
     exact = random_tensor((5, 3), torch.float32, 1)
 
@@ -191,7 +191,7 @@ def test_states_that_are_not_stored(tmp_path: Path) -> None:
         read(mixed, moment, torch.float32)
 
 
-def test_wrong_names_and_shapes_are_all_named(tmp_path: Path) -> None:
+def test_all_wrong_names_and_shapes_are_reported(tmp_path: Path) -> None:
     stored = {TensorKey(WEIGHT, name): torch.zeros(4, 2) for name in ("a", "b")}
     reader = open_reader(save(tmp_path, 1, shards_of(stored, LAYOUTS["flat"], 2)))
     asked = {
@@ -208,7 +208,7 @@ def test_wrong_names_and_shapes_are_all_named(tmp_path: Path) -> None:
     assert "remedy" in text
 
 
-def test_other_libraries_open_the_files(tmp_path: Path) -> None:
+def test_safetensors_opens_data_files(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     weight, master = TensorKey(WEIGHT, "a"), TensorKey(MASTER, "a")
@@ -229,7 +229,7 @@ def test_other_libraries_open_the_files(tmp_path: Path) -> None:
     assert same_bits(found["weight:a:0,0"], named[weight])
 
 
-def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
+def test_incomplete_save_is_not_committed(tmp_path: Path) -> None:
     key = TensorKey(WEIGHT, "w")
     tensor = torch.arange(12.0).view(4, 3)
 

@@ -59,7 +59,7 @@ def value(path: Path | None) -> float:
     return float(whole(open_reader(path))[KEY][0])
 
 
-def test_retention_keeps_the_last_the_multiples_and_the_pointed(tmp_path: Path) -> None:
+def test_retention_keeps_last_multiples_and_pointed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=20)
     for step in range(10, 70, 10):
         save_alone(store, step, state(step))
@@ -70,7 +70,7 @@ def test_retention_keeps_the_last_the_multiples_and_the_pointed(tmp_path: Path) 
     assert not list(tmp_path.glob(".*")), "nothing temporary stays"
 
 
-def test_retention_decides_by_step_and_wholeness() -> None:
+def test_retention_uses_step_and_completeness() -> None:
     def removed(steps: list[int], whole: list[int] | None = None, **options: int) -> list[int]:
         options = {"saved": max(steps), "keep_last": 1, "keep_every": 0, **options}
         return directory.removable_steps(steps, steps if whole is None else whole, **options)
@@ -85,7 +85,7 @@ def test_retention_decides_by_step_and_wholeness() -> None:
     assert removed([10, 20, 30, 40], saved=20) == [10]  # what lies ahead is left alone
 
 
-def test_what_a_crash_leaves_is_no_disagreement(tmp_path: Path) -> None:
+def test_crash_leftovers_are_consistent(tmp_path: Path) -> None:
     """A temporary folder; a checkpoint that got its name before the pointer was written; a first one without any pointer."""
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     save_alone(store, 1, state(1))
@@ -98,7 +98,7 @@ def test_what_a_crash_leaves_is_no_disagreement(tmp_path: Path) -> None:
     assert value(tmp_path) == value(tmp_path / "checkpoints") == 2
 
 
-def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
+def test_two_deaths_before_pointer_resume(tmp_path: Path) -> None:
     class Death(BaseException):
         pass
 
@@ -117,7 +117,7 @@ def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
     "pointer",
     ["step-00000009", "", "../step-00000001", "nonsense", "/no/such", "step-00000001", "\0", "x" * 5000],
 )
-def test_a_pointer_that_disagrees_with_the_folders_is_refused(pointer: str, tmp_path: Path) -> None:
+def test_inconsistent_pointer_is_rejected(pointer: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
@@ -130,7 +130,7 @@ def test_a_pointer_that_disagrees_with_the_folders_is_refused(pointer: str, tmp_
     assert value(tmp_path / "checkpoints" / "step-00000003") == 3
 
 
-def test_a_folder_that_lost_its_manifest_is_refused(tmp_path: Path) -> None:
+def test_folder_without_manifest_is_rejected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
@@ -148,7 +148,7 @@ def test_a_folder_that_lost_its_manifest_is_refused(tmp_path: Path) -> None:
         open_reader(tmp_path / "checkpoints" / "step-00000003")
 
 
-def test_a_folder_of_another_step_than_its_name_is_refused(tmp_path: Path) -> None:
+def test_folder_named_after_other_step_is_rejected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
@@ -158,7 +158,7 @@ def test_a_folder_of_another_step_than_its_name_is_refused(tmp_path: Path) -> No
         open_reader(tmp_path)
 
 
-def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
+def test_going_back_moves_later_checkpoints_aside(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
     for step in (1, 2, 3, 4):
         save_alone(store, step, state(step))
@@ -173,7 +173,7 @@ def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
     assert value(tmp_path / "run") == 30, "not the one of the steps that were left"
 
 
-def test_going_to_a_checkpoint_that_lies_elsewhere_lasts_until_the_next_save(tmp_path: Path) -> None:
+def test_pointer_to_outside_checkpoint_lasts_until_next_save(tmp_path: Path) -> None:
     store, other = (
         CheckpointStore(tmp_path / "run" / "checkpoints"),
         CheckpointStore(tmp_path / "other" / "checkpoints"),
@@ -188,14 +188,14 @@ def test_going_to_a_checkpoint_that_lies_elsewhere_lasts_until_the_next_save(tmp
     assert copied.exists()
 
 
-def test_nothing_there_is_said(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match=r"holds no checkpoint|is not there"):
             open_reader(path)
     assert CheckpointStore(tmp_path / "absent").newest() is None
 
 
-def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Path) -> None:
+def test_background_save_equals_blocking_save(tmp_path: Path) -> None:
     go = threading.Event()
 
     def hold(phase: SavePhase) -> None:
@@ -228,7 +228,7 @@ def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Pat
     assert float(whole(open_reader(store.newest() or path))[TensorKey(WEIGHT, "a")].abs().max()) == 0
 
 
-def test_an_error_in_the_background_surfaces_once(tmp_path: Path) -> None:
+def test_background_error_is_raised_once(tmp_path: Path) -> None:
     def fail(phase: SavePhase) -> None:
         raise OSError(errno.EIO, "the disk says no")
 
@@ -241,7 +241,7 @@ def test_an_error_in_the_background_surfaces_once(tmp_path: Path) -> None:
     assert store.save(2, state(2), {}, **options).wait() == tmp_path / "step-00000002"
 
 
-def test_the_same_step_again(tmp_path: Path) -> None:
+def test_saving_same_step_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = save_alone(store, 5, state(1))
     inode = path.stat().st_ino
@@ -260,7 +260,7 @@ def test_the_same_step_again(tmp_path: Path) -> None:
         CheckpointStore(tmp_path).save(5, state(4), {}, namespace="other/1", rank=0, ranks=1, attempt=4)
 
 
-def test_a_rank_without_anything_reports_too(tmp_path: Path) -> None:
+def test_rank_without_shards_reports(tmp_path: Path) -> None:
     path = save(tmp_path, 1, [state(1), [], []])
     assert value(path) == 1
     assert verify(path) == []
@@ -277,7 +277,7 @@ def test_scalars_step_and_versions_are_recorded(tmp_path: Path) -> None:
     assert content["software"]["torch"] == torch.__version__
 
 
-def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_precedes_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill cannot show what a power failure would: so the order of syncs and renames is looked at itself."""
     events: list[str] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
@@ -316,7 +316,7 @@ def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
+def test_silent_rank_is_reported_after_timeout(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, timeout_seconds=0.3)
     with pytest.raises(SaveFailed, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):
         store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=3, attempt=1)
@@ -346,9 +346,7 @@ CheckpointStore(sys.argv[1], on_phase=die).save(1, [shard], {}, namespace="test/
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(
-    dies: int, tmp_path: Path
-) -> None:
+def test_killed_rank_fails_save_on_other_ranks(dies: int, tmp_path: Path) -> None:
     """Without a time-out of the save (30 minutes), and without a launcher that sends signals."""
     other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])
     shard = Shard(KEY, (128,), Box((64 * (1 - dies),), (64,)), torch.zeros(64))
@@ -360,7 +358,7 @@ def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(
     assert directory.newest_checkpoint(tmp_path) is None
 
 
-def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:
     for name in (".tmp-step-00000003-attempt-001-4", ".removed-step-00000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part-00000.safetensors").write_bytes(b"half")
@@ -373,7 +371,7 @@ def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
     [(errno.ENOSPC, CheckpointError), (errno.EACCES, CheckpointError), (errno.EIO, SaveFailed)],
     ids=["full", "forbidden", "broken"],
 )
-def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(
+def test_write_error_keeps_previous_checkpoint(
     number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a person has to mend is a mistake, on all ranks; whatever else a file system says may pass, and is a failure on all."""
@@ -420,7 +418,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True, timeout=10)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path) -> None:
+def test_full_disk_keeps_previous_checkpoint(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints", keep_last=1)
     first = save_alone(store, 1, state(1, 100_000))
     with pytest.raises(CheckpointError, match="No space left on device") as caught:

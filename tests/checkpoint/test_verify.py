@@ -53,7 +53,7 @@ def said(source: CheckpointSource, workers: int = 2) -> list[str]:
     return [str(finding) for finding in verify_source(source, workers=workers)]
 
 
-def test_a_sound_checkpoint_has_no_findings_and_every_byte_is_told_of(tmp_path: Path) -> None:
+def test_intact_checkpoint_has_no_findings(tmp_path: Path) -> None:
     named = sound()
     for source in (
         of_vendor(tmp_path / "vendor"),
@@ -74,7 +74,7 @@ def test_a_sound_checkpoint_has_no_findings_and_every_byte_is_told_of(tmp_path: 
 
 
 @pytest.mark.parametrize("turned", [(), ("w",)])
-def test_a_weight_that_is_not_its_master_is_found(tmp_path: Path, turned: tuple[str, ...]) -> None:
+def test_verify_detects_weight_that_differs_from_master(tmp_path: Path, turned: tuple[str, ...]) -> None:
     """What megatron-core 0.16.1 wrote with more than one bucket: the optimizer's state is another's, nothing says so."""
     source = of_ranks(tmp_path / "a", sound(), replicated=("norm",), turned=turned)
     write_at(source, TensorKey(MASTER, "w"), 77, struct.pack("<f", 3.0))
@@ -84,7 +84,7 @@ def test_a_weight_that_is_not_its_master_is_found(tmp_path: Path, turned: tuple[
     ]
 
 
-def test_another_parameters_optimizer_state_is_found(tmp_path: Path) -> None:
+def test_verify_detects_other_parameters_state(tmp_path: Path) -> None:
     named = sound(("a", "b", "c"))
     for state in (MASTER, EXP_AVG, EXP_AVG_SQ):
         named[TensorKey(state, "a")], named[TensorKey(state, "b")] = (
@@ -104,13 +104,15 @@ def test_another_parameters_optimizer_state_is_found(tmp_path: Path) -> None:
         (WEIGHT, b"\x80\x7f", "1 values are not finite, in rank1.pt"),
     ],
 )
-def test_values_that_no_sound_run_has_are_found(tmp_path: Path, state: str, raw: bytes, seen: str) -> None:
+def test_verify_detects_nonfinite_and_negative_values(
+    tmp_path: Path, state: str, raw: bytes, seen: str
+) -> None:
     source = of_vendor(tmp_path / "a")
     write_at(source, TensorKey(state, "w"), 100, raw)
     assert said(source) == [f"{state}:w: {seen}"]
 
 
-def test_a_replicated_copy_that_differs_is_found(tmp_path: Path) -> None:
+def test_verify_detects_differing_replica(tmp_path: Path) -> None:
     for turned in ((), ("w",)):
         source = of_ranks(
             tmp_path / f"{len(turned)}", sound(), ranks=3, replicated=("w", "norm"), turned=turned
@@ -123,13 +125,13 @@ def test_a_replicated_copy_that_differs_is_found(tmp_path: Path) -> None:
         ]
 
 
-def test_a_copy_that_cannot_be_is_found_in_its_own_file(tmp_path: Path) -> None:
+def test_verify_reports_file_of_invalid_copy(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
     write_at(source, TensorKey(EXP_AVG_SQ, "norm"), 5, struct.pack("<f", -1.0), copy=True)
     assert said(source) == ["exp_avg_sq:norm: an average of squares is negative, in rank1.pt"]
 
 
-def test_tied_tensors_that_were_saved_twice_and_differ_are_found(tmp_path: Path) -> None:
+def test_verify_detects_differing_tied_tensors(tmp_path: Path) -> None:
     shape = tiny("llama", tie_word_embeddings=True)
     model_of(shape).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -155,7 +157,9 @@ def test_tied_tensors_that_were_saved_twice_and_differ_are_found(tmp_path: Path)
         ({"step": 1, "optimizer_step": 2}, ["steps disagree: the optimizer counts 2 of 1"]),
     ],
 )
-def test_steps_that_disagree_are_found(tmp_path: Path, scalars: dict[str, object], seen: list[str]) -> None:
+def test_verify_detects_disagreeing_steps(
+    tmp_path: Path, scalars: dict[str, object], seen: list[str]
+) -> None:
     assert [
         finding.what for finding in verify_source(of_ranks(tmp_path / "a", sound(), scalars=scalars))
     ] == seen
@@ -165,7 +169,7 @@ def test_steps_that_disagree_are_found(tmp_path: Path, scalars: dict[str, object
     ]
 
 
-def test_a_checkpoint_under_another_steps_name_is_found(tmp_path: Path) -> None:
+def test_verify_detects_wrong_folder_step(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, shards_of(sound(), LAYOUTS["flat"], 2))
     folder.rename(tmp_path / "step-00000005")
     assert [finding.what for finding in verify(tmp_path / "step-00000005")] == [
@@ -176,7 +180,7 @@ def test_a_checkpoint_under_another_steps_name_is_found(tmp_path: Path) -> None:
 # ---- places
 
 
-def test_elements_that_no_file_has_or_two_have_are_found(tmp_path: Path) -> None:
+def test_verify_detects_missing_and_duplicate_elements(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
     key, other, third = TensorKey(WEIGHT, "w"), TensorKey(EXP_AVG, "w"), TensorKey(MASTER, "w")
     pieces = dict(source.catalog.pieces)
@@ -190,14 +194,14 @@ def test_elements_that_no_file_has_or_two_have_are_found(tmp_path: Path) -> None
     ]
 
 
-def test_states_of_different_shapes_are_found(tmp_path: Path) -> None:
+def test_verify_detects_different_shapes(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(MASTER, "w"): torch.ones(4, 6)}
     assert said(of_ranks(tmp_path / "a", named)) == [
         "weight:w: its states differ in shape: weight (4, 5), master (4, 6)"
     ]
 
 
-def test_files_that_are_cut_short_or_missing_are_found(tmp_path: Path) -> None:
+def test_verify_detects_truncated_and_missing_files(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
     (source.folder / "rank1.pt").write_bytes((source.folder / "rank1.pt").read_bytes()[:1000])
     assert {finding.where for finding in verify_source(source)} == {"rank1.pt"}
@@ -212,7 +216,7 @@ def test_files_that_are_cut_short_or_missing_are_found(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-def test_findings_are_the_same_from_any_number_of_threads(tmp_path: Path) -> None:
+def test_findings_are_independent_of_threads(tmp_path: Path) -> None:
     source = of_ranks(tmp_path / "a", sound(tuple("abcdefgh")))
     for number, name in enumerate("abcdefgh"):
         write_at(source, TensorKey(MASTER, name), 13 * number, struct.pack("<f", 100.0))
@@ -238,7 +242,7 @@ def flipped(source: CheckpointSource, key: TensorKey, element: int) -> int:
     return found
 
 
-def test_flipped_bits(tmp_path: Path) -> None:
+def test_verify_flipped_bits(tmp_path: Path) -> None:
     """With hashes or checksums every bit is found. Without, in bf16 with Adam: all of a weight's, the half of a master's that its weight is
     made of, the sign of a second moment, and the one bit that makes a number of 1..2 infinite. The rest nobody can see."""
     named = {TensorKey(state, "w"): torch.full((4, 3), 1.0) for state in STATES}
@@ -290,7 +294,7 @@ def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) 
     assert [finding.where for finding in verify(folder)] == ["optimizer/state.json"]
 
 
-def test_tensors_without_elements_are_sound(tmp_path: Path) -> None:
+def test_empty_tensors_are_valid(tmp_path: Path) -> None:
     source = of_ranks(
         tmp_path / "a",
         {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(WEIGHT, "none"): torch.ones(0, 5)},

@@ -48,19 +48,19 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str
     ],
     ids=["more steps", "back to a checkpoint", "another evaluation", "export"],
 )
-def test_a_finished_run_with_something_left_to_do_starts(tmp_path: Path, given: RunConfig) -> None:
+def test_finished_run_with_new_evaluation_starts(tmp_path: Path, given: RunConfig) -> None:
     check_remaining_work(given, ended(tmp_path / "run"))
 
 
-def test_a_run_that_failed_after_its_last_save_starts(tmp_path: Path) -> None:
+def test_run_failed_after_last_save_starts(tmp_path: Path) -> None:
     check_remaining_work(config(), ended(tmp_path / "run", RunState.FAILED))
 
 
-def test_a_run_whose_last_step_was_not_saved_starts(tmp_path: Path) -> None:
+def test_run_without_last_save_starts(tmp_path: Path) -> None:
     check_remaining_work(config(), ended(tmp_path / "run", saved=8))
 
 
-def test_a_first_start_has_everything_to_do(tmp_path: Path) -> None:
+def test_first_start_is_needed(tmp_path: Path) -> None:
     check_remaining_work(config(), RunDirectory(tmp_path / "run"))
 
 
@@ -82,7 +82,7 @@ def trained(path: Path, before: RunConfig) -> RunDirectory:
     return directory
 
 
-def test_a_longer_run_whose_learning_rate_jumps_is_warned_of_with_both_values(tmp_path: Path) -> None:
+def test_changed_learning_rate_gives_warning(tmp_path: Path) -> None:
     directory = trained(tmp_path / "run", scheduled(100, None))
     warning = schedule_warning(scheduled(200, None), directory)
     assert warning is not None
@@ -95,10 +95,10 @@ def test_a_longer_run_whose_learning_rate_jumps_is_warned_of_with_both_values(tm
     assert f"run.fork={directory.path} schedule.decay=70" in warning.remedy
 
 
-def test_a_fixed_decay_gives_no_warning(tmp_path: Path) -> None:
+def test_fixed_decay_gives_no_warning(tmp_path: Path) -> None:
     directory = trained(tmp_path / "run", scheduled(100, 270))
     assert schedule_warning(scheduled(200, 270), directory) is None
 
 
-def test_a_first_start_gives_no_warning_about_its_schedule(tmp_path: Path) -> None:
+def test_first_start_gives_no_schedule_warning(tmp_path: Path) -> None:
     assert schedule_warning(scheduled(200, None), RunDirectory(tmp_path / "run")) is None

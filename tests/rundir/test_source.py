@@ -23,7 +23,7 @@ from toolkit.rundir.source import SourceKind, StateSource, resolve_source
 from toolkit.rundir.status import RunState, Status
 
 
-def test_sources(tmp_path: Path) -> None:
+def test_resolve_source(tmp_path: Path) -> None:
     newest, other = tmp_path / "newest", tmp_path / "other"
     other.mkdir()
     assert resolve_source(config(), None) == StateSource(SourceKind.INITIAL)
@@ -45,14 +45,14 @@ def test_sources(tmp_path: Path) -> None:
         ({"fork": Path("/"), "resume": "/"}, None, ConfigError, "one state"),
     ],
 )
-def test_refused_sources(
+def test_invalid_sources_are_rejected(
     keys: dict[str, object], newest: str | None, error: type[UserError], named: str
 ) -> None:
     with pytest.raises(error, match=named):
         resolve_source(config(**keys), Path(newest) if newest else None)  # type: ignore[arg-type]
 
 
-def test_never_refuses_a_directory_with_checkpoints_before_anything_starts(tmp_path: Path) -> None:
+def test_resume_never_rejects_existing_checkpoints(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     assert directory.begin(config(resume="never"), PLAN) == 2
     directory.release()
@@ -118,7 +118,7 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_a_run_that_lost_files_asks_where_to_continue(what: str, tmp_path: Path) -> None:
+def test_run_with_lost_files_is_rejected(what: str, tmp_path: Path) -> None:
     directory = trained(tmp_path)
     assert directory.newest_agreed() == NewestCheckpoint(directory.checkpoints / step_name(30))
     lose, seen = LOSSES[what]
@@ -170,7 +170,7 @@ def _made(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("what", LEFT)
-def test_what_a_crash_leaves_is_continued(what: str, tmp_path: Path) -> None:
+def test_crash_leftovers_are_resumed(what: str, tmp_path: Path) -> None:
     directory = trained(tmp_path)
     leave, step = LEFT[what]
     leave(directory)
@@ -180,7 +180,7 @@ def test_what_a_crash_leaves_is_continued(what: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_status_is_rejected(tmp_path: Path) -> None:
     directory = trained(tmp_path)
     for text in ("{", "[]", '{"state": "asleep"}', '{"state": "done", "attempt": 1, "more": 1}'):
         directory.status_file.write_text(text)
@@ -188,7 +188,7 @@ def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             directory.check(config())
 
 
-def test_resuming_from_another_run_is_a_fork(tmp_path: Path) -> None:
+def test_resume_from_other_run_is_rejected(tmp_path: Path) -> None:
     other = begun(tmp_path / "other", seed=1)
     saved = checkpoint(other)
     for path in (saved, other.path):
@@ -215,7 +215,7 @@ def test_a_run_with_steps_of_its_own_cannot_become_a_fork(tmp_path: Path) -> Non
         run.begin(config(fork=parent.path), PLAN)
 
 
-def test_a_fork_apart_from_its_parent(tmp_path: Path) -> None:
+def test_fork_in_parent_folder_is_rejected(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     saved = checkpoint(directory)
     for path in (directory.path, saved):
@@ -224,7 +224,7 @@ def test_a_fork_apart_from_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["resume", "run.fork"])
-def test_a_path_that_the_operating_system_refuses_is_named_by_its_key(key: str) -> None:
+def test_invalid_path_is_reported_with_key(key: str) -> None:
     long = "a" * 300
     given = config(resume=long) if key == "resume" else config(fork=Path(long))
     with pytest.raises(InputError, match="File name too long") as refused:
@@ -235,7 +235,7 @@ def test_a_path_that_the_operating_system_refuses_is_named_by_its_key(key: str) 
 # ---- a run by its name
 
 
-def test_a_name_stands_for_the_one_run_that_has_it(tmp_path: Path) -> None:
+def test_run_name_resolves_to_directory(tmp_path: Path) -> None:
     hop = begun(tmp_path / "hop-0123abcd")
     begun(tmp_path / "hop-on-0123abcd")
     (tmp_path / "hop-deadbeef").mkdir()  # no run
@@ -246,7 +246,7 @@ def test_a_name_stands_for_the_one_run_that_has_it(tmp_path: Path) -> None:
     assert resolve_source(config(fork=tmp_path / "hop"), None) == StateSource(SourceKind.FORK, hop.path)
 
 
-def test_what_exists_stands_for_itself(tmp_path: Path) -> None:
+def test_existing_path_is_returned(tmp_path: Path) -> None:
     begun(tmp_path / "hop-0123abcd")
     own = begun(tmp_path / "hop")
     assert find_run(own.path, "source") == own.path
@@ -254,7 +254,7 @@ def test_what_exists_stands_for_itself(tmp_path: Path) -> None:
     assert find_run(tmp_path / "none" / "other", "source") == tmp_path / "none" / "other"
 
 
-def test_a_name_of_several_runs_is_refused_with_all_of_them(tmp_path: Path) -> None:
+def test_ambiguous_run_name_is_rejected(tmp_path: Path) -> None:
     one, other = begun(tmp_path / "hop-0123abcd"), begun(tmp_path / "hop-89abcdef")
     with pytest.raises(InputError, match="2 runs") as refused:
         find_run(tmp_path / "hop", "source")

@@ -17,7 +17,7 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 
-def test_the_last_word_keeps_step_and_checkpoint(tmp_path: Path) -> None:
+def test_finish_keeps_step_and_checkpoint(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     directory.write_status(
         Status(state=RunState.RUNNING, attempt=1, step=7, checkpoint="checkpoints/step-00000005")
@@ -55,7 +55,7 @@ def test_no_status_before_a_run(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path).status() is None
 
 
-def test_only_the_end_of_a_run_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_final_status_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run under way writes its status every second."""
     directory = begun(tmp_path)
     synced: list[int] = []
@@ -66,7 +66,7 @@ def test_only_the_end_of_a_run_waits_for_the_disk(tmp_path: Path, monkeypatch: p
     assert len(synced) == 2
 
 
-def test_the_end_of_an_attempt_tells_the_goodput_of_the_run(tmp_path: Path) -> None:
+def test_finish_records_goodput(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     write_times(
         directory.attempt_folder(1),
