@@ -1,4 +1,4 @@
-"""Files are whole or absent.
+"""Files are complete or absent.
 
 pytest tests/test_files.py
 """
@@ -40,7 +40,7 @@ def test_failed_write_keeps_old_content(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_sync_order(durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot show what a power failure would: so the order itself is looked at."""
+    """A kill cannot simulate a power failure, so the order is checked."""
     events: list[str] = []
     replace = Path.replace
 
@@ -59,7 +59,7 @@ def test_sync_order(durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
-    """As the main thread and the thread that is about to end the process both write the status."""
+    """For example, the main thread and a thread that is about to end the process both write the status."""
     path, failures = tmp_path / "status.json", []
     contents = {bytes([number]) * SIZE for number in range(4)}
 

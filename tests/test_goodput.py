@@ -1,4 +1,4 @@
-"""What a run's time went into, over attempts: useful steps, steps run again, and every other cause.
+"""How a run's time was spent over all attempts: useful steps, repeated steps, and other causes.
 
 pytest tests/test_goodput.py
 """

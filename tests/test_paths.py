@@ -1,4 +1,4 @@
-"""Names that files and stores give stay in their folder.
+"""File names from outside stay in their folder.
 
 pytest tests/test_paths.py
 """

@@ -1,6 +1,7 @@
-"""What the tests of memory have done: on ``folder / "run"`` and ``folder / "other"``. Imports no torch, as the tool does not.
+"""Programs for the memory tests, on ``folder / "run"`` and ``folder / "other"``. Imports no torch, like the
+tool itself.
 
-python -m tests.checkpoint.chores NAME FOLDER      prints the most memory that was resident (bytes)
+python -m tests.checkpoint.chores NAME FOLDER      prints the peak resident memory (bytes)
 """
 
 from __future__ import annotations

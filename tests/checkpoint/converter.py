@@ -1,4 +1,4 @@
-"""A conversion in a process of its own, which the tests of faults kill. Imports no torch, so that a fork of it is cheap."""
+"""A conversion in a separate process, which fault tests kill. Imports no torch, so that forks are cheap."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRITE, REPLACE, RENAMED = "write", "replace", "renamed"
 
 @dataclass
 class Told:
-    """What a conversion did. ``writes`` are (file, byte, length) of what was written of tensors."""
+    """The result of a conversion. ``writes`` are (file, byte, length) of written tensor data."""
 
     resumed: bool = False
     refusal: str = ""
@@ -38,8 +38,10 @@ class Told:
 
 
 def zips(source: CheckpointSource) -> CheckpointTarget:
-    """A file of torch.save for each tensor, in folders of two levels, each with a second copy of its first row: checksums, gaps that
-    are zero, and pieces that are copies."""
+    """Lay out one torch.save file per tensor in nested folders, each with a second copy of its first row.
+
+    This covers checksums, gaps filled with zeros, and pieces that are copies.
+    """
     files: list[TargetFile] = []
     pieces: dict[TensorKey, list[TensorPiece]] = {}
     copies: dict[TensorKey, list[TensorPiece]] = {}
@@ -85,7 +87,7 @@ def conversion(source: Path, target: Path, kind: str, **more: Any) -> Conversion
 
 
 def small() -> None:
-    """Small tiles and syncs, in this process."""
+    """Use small tiles and syncs in this process."""
     convert.SYNC_BYTES, fill.TILE_BYTES = SYNC_BYTES, TILE_BYTES
 
 
@@ -97,11 +99,15 @@ def work(
     wait_at: str | None,
     pipe: Connection,
 ) -> None:
-    """Convert, and tell how it went.
+    """Convert, and send the result.
 
     Args:
-        kill_at: die, as by ``kill -9``, at the n-th (from 0) of these moments.
-        wait_at: say so and wait for an answer at the first of these moments.
+        source: The source.
+        target: The target.
+        kind: A key of ``TARGETS``.
+        kill_at: Die as by ``kill -9`` at the n-th (from 0) occurrence of this moment.
+        wait_at: Report the first occurrence of this moment and wait for an answer.
+        pipe: Connection to the test.
     """
     small()
     told, waits, seen = (

@@ -1,4 +1,4 @@
-"""How the tests of DeepSpeed's checkpoints compare, and the sizes of their models."""
+"""Comparisons and model sizes of the DeepSpeed checkpoint tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVEN: dict[str, Any] = {
 
 
 def assembled(source: CheckpointSource, like: State) -> State:
-    """The tensors of ``like`` as the source gives them, in their dtypes."""
+    """Read the tensors of ``like`` from the source, in their dtypes."""
     found = {key: torch.empty_like(tensor) for key, tensor in like.items()}
     source.reader().read(
         [Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()]
@@ -33,7 +33,7 @@ def differing(found: State, held: State) -> list[str]:
 
 
 def compare_copies(source: CheckpointSource) -> None:
-    """What stands twice is equal."""
+    """Check that copies are equal."""
     values = whole(source.reader())
     for key in source.catalog.copies:
         for piece in source.catalog.copies[key]:

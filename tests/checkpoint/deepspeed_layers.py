@@ -1,7 +1,7 @@
-"""A user's own pipeline: transformers' blocks as layers of DeepSpeed's ``PipelineModule``, by hand also with a tensor axis.
+"""A user's own pipeline for test_deepspeed_users.py: transformers blocks as layers of ``PipelineModule``,
+optionally with tensor ranks.
 
-For test_deepspeed_users.py. What its parameters are is written out here once more, so that the reader's guess has something to be held
-against.
+The expected parameters are written out here independently of the reader.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def save_layers(
     rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], tensor: int = 1
 ) -> State:
-    """Three steps of a pipeline of two stages, DeepSpeed's own checkpoint, and what it holds."""
+    """Three steps of a two-stage pipeline, DeepSpeed's checkpoint, and its state."""
     deepspeed = compat.load(Device.CPU, rank)
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -136,7 +136,7 @@ def layers_of(shape: ModelShape) -> Iterator[Any]:
 
 
 def cut(net: Any) -> None:
-    """DeepSpeed's own tensor-parallel layers in the blocks."""
+    """Replace layers of the blocks by DeepSpeed's tensor-parallel layers."""
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 
     set_autotp_mode(training=True)
@@ -152,7 +152,7 @@ def cut(net: Any) -> None:
 
 
 def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, ranks: int) -> state.Place:
-    """By hand: layer 0 is the embedding, then blocks, the norm, the output layer."""
+    """The expected mapping: layer 0 is the embedding, then blocks, the norm, the output layer."""
     local = tuple(parameter.shape)
     if name.startswith("tied_modules.embed."):
         canonical = "model.embed_tokens.weight"

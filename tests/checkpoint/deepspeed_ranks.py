@@ -1,4 +1,4 @@
-"""DeepSpeed runs for the tests of its files, and what ranks do in them: train and save, open by DeepSpeed's own loader, go on."""
+"""DeepSpeed runs for tests of its files: train and save, load with DeepSpeed's loader, continue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Opened:
-    """What an engine held after loading, on rank 0, and how it went on."""
+    """Rank 0's state after loading, and the steps that follow."""
 
     state: dict[TensorKey, torch.Tensor]
     scalars: dict[str, object]
@@ -83,7 +83,7 @@ class Opened:
 
 
 def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult]:
-    """``STOP`` steps, a native checkpoint; the results of ``MORE`` steps that go on as if nothing had been."""
+    """``STOP`` steps, a native checkpoint, and ``MORE`` uninterrupted steps."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     step_all(engine, plan, range(STOP), rank=rank)
@@ -105,11 +105,13 @@ def go_on(
     universal: bool = False,
     own_counters: bool = True,
 ) -> Opened:
-    """What DeepSpeed opens at ``folder``, and ``MORE`` steps from there.
+    """Load ``folder`` with DeepSpeed, then train ``MORE`` steps.
 
     Args:
-        again: where DeepSpeed saves it again, before it goes on.
-        own_counters: as ``universal_target.NOTES`` tells users of ZeRO 3 to do.
+        layout: The run.
+        folder: The checkpoint.
+        again: Folder where DeepSpeed saves it again before it continues.
+        own_counters: Apply the workaround of ``universal.target.NOTES`` for ZeRO 3.
     """
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     vendor_load(engine, folder, universal=universal)

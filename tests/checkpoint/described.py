@@ -1,6 +1,7 @@
-"""Checkpoints that exist as descriptions only: sizes and ranks, no files. Pieces are made when they are asked for.
+"""Checkpoints without files, described by sizes and ranks. Pieces are created on access.
 
-python -m tests.checkpoint.described llama-3.1-405b 1024 None       plans ZeRO-3 -> TP8 x PP16 x DP8; prints figures
+python -m tests.checkpoint.described llama-3.1-405b 1024 None       plans ZeRO-3 -> TP8 x PP16 x DP8; prints
+figures
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ def refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
 
 
 def zero3(model: str, ranks: int, missing: int | None = None) -> CheckpointSource:
-    """A 16-bit run's optimizer files of ZeRO 3: masters and moments, a flat buffer of each state in each rank's file.
+    """The ZeRO 3 optimizer files of a 16-bit run: a flat buffer of masters and of each moment in each rank's
+    file.
 
     Args:
-        missing: a rank whose file is not there.
+        missing: A rank whose file is missing.
     """
     config = PUBLISHED[model]
     family = families.get(str(config.family))

@@ -1,4 +1,4 @@
-"""Checkpoints as vendors write them, made by hand: files of torch.save, a rank each, without hashes or a manifest."""
+"""Vendor-like checkpoints built by hand: a torch.save file per rank, without hashes or a manifest."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def of_ranks(
     step: int = 1,
     checksums: bool = False,
 ) -> CheckpointSource:
-    """Tensors are cut along their first dim; those whose names are in ``replicated`` stand whole in every file, those in ``turned``
-    with their dims changed over."""
+    """Cut tensors along their first dim; those in ``replicated`` are whole in every file, those in
+    ``turned`` are transposed.
+    """
     folder.mkdir(parents=True)
     for rank in range(ranks):
         torch.save(
@@ -64,7 +65,7 @@ def read(
     step: int,
     checksums: bool = False,
 ) -> CheckpointSource:
-    """``checksums``: what the files' zip directories say of their records is known, and every changed byte is found by it."""
+    """``checksums``: use the CRC-32 of the zip directories, which detects every changed byte."""
     pieces: dict[TensorKey, tuple[TensorPiece, ...]] = {}
     copies: dict[TensorKey, tuple[TensorPiece, ...]] = {}
     for rank in range(ranks):
@@ -105,7 +106,7 @@ def _rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 def write_at(
     source: CheckpointSource, key: TensorKey, element: int, raw: bytes, *, copy: bool = False
 ) -> TensorPiece:
-    """Overwrite a flat element of ``key`` in its file (of its first copy): what a disk or a bug does, unseen."""
+    """Overwrite a flat element of ``key`` in its file (of its first copy), as a disk or a bug would."""
     for piece in (source.catalog.copies if copy else source.catalog.pieces)[key]:
         values = torch.arange(torch.Size(piece.global_shape).numel()).reshape(piece.global_shape)
         inside = values[
@@ -122,7 +123,7 @@ def write_at(
 
 
 def read_at(source: CheckpointSource, key: TensorKey, element: int) -> bytes:
-    """The bytes of a flat element of a tensor that is cut along its first dim."""
+    """Return the bytes of a flat element of a tensor that is cut along its first dim."""
     for piece in source.catalog.pieces[key]:
         row = torch.Size(piece.global_shape[1:]).numel()
         at = element - piece.box.offset[0] * row

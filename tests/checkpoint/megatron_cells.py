@@ -1,4 +1,4 @@
-"""Layouts that tests of Megatron-core's files go through, and what each of them saved: made once, when first asked for."""
+"""Layouts of the Megatron-core tests, and their checkpoints, created on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout, the run's precision, and how Megatron-core is asked to save."""
+    """A layout, the run's precision, and how Megatron-core saves."""
 
     layout: Layout
     precision: Precision = Precision.fp32
@@ -64,7 +64,7 @@ def cell(
 
 
 class Saves:
-    """What each cell saved: the folder, what the engine held then, and how it went on."""
+    """Checkpoints of each cell: the folder, the engine's state, and the steps that follow."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self.pool, self._folder = pool, folder
@@ -78,7 +78,7 @@ class Saves:
 
 
 def differing(source: CheckpointSource, state: State) -> list[str]:
-    """Tensors of ``state`` that the source has otherwise, in their dtypes."""
+    """Return the tensors of ``state`` that differ in the source."""
     found = {key: torch.empty_like(tensor) for key, tensor in state.items()}
     source.reader().read(
         [Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()]
@@ -87,7 +87,7 @@ def differing(source: CheckpointSource, state: State) -> list[str]:
 
 
 def apart(ours: list[StepResult], theirs: list[StepResult]) -> float:
-    """Of losses and gradient norms."""
+    """Differences of losses and gradient norms."""
     return max(
         max(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in zip(ours, theirs, strict=True)
     )

@@ -1,12 +1,12 @@
-"""Random corruptions of checkpoints of every format that is read: none is loaded with wrong values or in place of a newer one in
-silence, and each error is one for people.
+"""Corrupt checkpoints of every format at random: none loads wrong values or an older state silently, and
+errors are user errors.
 
     pytest tests/checkpoint/test_campaign.py
     pytest tests/checkpoint/test_campaign.py -m full                          600 corruptions
-    CORRUPTION_SEED=7 pytest tests/checkpoint/test_campaign.py -m full -s     of another seed, with the counts
+    CORRUPTION_SEED=7 pytest tests/checkpoint/test_campaign.py -m full -s     with another seed, prints counts
 
-Some damage cannot be seen, and folders are not damaged so: changed values in safetensors files without this toolkit's manifest, and files
-of a universal checkpoint that change places, since none of them says which parameter it is of.
+Undetectable damage is excluded: changed values in safetensors files without this toolkit's manifest, and
+swapped files of a universal checkpoint, because none of them records its parameter.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Kind:
     """A folder to be damaged.
 
     Attributes:
-        model: what the user says that it is of.
-        damages: names of ``DAMAGES`` that can be seen in such a folder.
-        run: it is a run's directory.
+        model: Model options that the user gives.
+        damages: Names of ``DAMAGES`` that can be detected in such a folder.
+        run: It is a run directory.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Kind:
 
 
 def native_run(folder: Path) -> Kind:
-    """A run that was killed after its third save. Values differ from step to step."""
+    """Create a run that was killed after its third save. Values differ between steps."""
     named: dict[TensorKey, torch.Tensor] = {}
     attempt = folder / "attempts" / "001"
     attempt.mkdir(parents=True)
@@ -171,7 +171,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Kind]:
 
 
 def load(folder: Path, kind: Kind) -> dict[TensorKey, torch.Tensor]:
-    """As a start of training takes it over: the tensors of its model, in its shapes and dtypes."""
+    """Load as a training start does: the tensors of the model, in its shapes and dtypes."""
     if kind.run:
         found = RunDirectory(folder).newest_agreed()
         if found.disagreements:
@@ -185,7 +185,7 @@ def load(folder: Path, kind: Kind) -> dict[TensorKey, torch.Tensor]:
 
 
 def outcome(folder: Path, kind: Kind) -> str:
-    """REFUSED, HARMLESS (the right values), or what is wrong."""
+    """Return REFUSED, HARMLESS (the right values), or a description of the error."""
     try:
         verify(folder, kind.model, workers=1)
     except UserError:
@@ -203,7 +203,7 @@ def outcome(folder: Path, kind: Kind) -> str:
 
 
 def campaign(kinds: Mapping[str, Kind], each: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
-    """How often each outcome came, and the damages that were not refused as they should be."""
+    """Return the number of each outcome, and the damages that were not handled correctly."""
     counts: Counter[str] = Counter()
     bad: list[str] = []
     for name, kind in kinds.items():
@@ -238,7 +238,7 @@ def test_load_detects_six_hundred_corruptions(kinds: Mapping[str, Kind], tmp_pat
 
 
 def test_campaign_detects_wrong_load(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
-    """The control: a value that changed in a file without hashes."""
+    """Control: a changed value in a file without hashes."""
     kind = kinds["huggingface"]
     folder = Path(shutil.copytree(kind.folder, tmp_path / "copy"))
     file = folder / "model.safetensors"

@@ -1,11 +1,12 @@
-"""What one engine's own functions saved, the other's own functions load after a conversion, and training goes on as if nobody had
-stopped; there and back again leaves every bit.
+"""Save with one engine's own functions, convert, load with another's, and continue training as if
+uninterrupted.
 
     pytest tests/checkpoint/test_continuation.py
     pytest tests/checkpoint/test_continuation.py -m full      every layout from and into four others
 
-Four steps, the vendor's save (``local``: this toolkit's), a conversion, the vendor's load in the other layout, six steps. The yardstick
-is ``local``, which does not stop. With zeroed moments the same must leave the tolerance.
+Four steps, the vendor's save (``local``: this toolkit's), a conversion, the vendor's load in the other
+layout, six steps. The reference is an uninterrupted ``local`` run. Converting there and back preserves every
+bit. The control zeroes the moments, which must exceed the tolerance.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ LOCAL = Cell(engine=EngineName.local, family="llama")
 
 @dataclass(frozen=True)
 class Layout:
-    """Who trains, and in which format that stands on disk."""
+    """An engine with its layout, and the format of its checkpoints."""
 
     cell: Cell
     form: TargetFormat
@@ -153,7 +154,7 @@ def convert(source: CheckpointSource, layout: Layout, path: Path) -> CheckpointS
 
 
 class Saved:
-    """What each layout's vendor saved after four steps, made when first asked for."""
+    """Vendors' checkpoints of each layout after four steps, created on demand."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
@@ -191,7 +192,7 @@ def apart(
     unbroken: list[StepResult],
     forget: bool = False,
 ) -> tuple[float, float]:
-    """How far losses and gradient norms are from those of the run that did not stop."""
+    """Return how far losses and gradient norms are from those of the uninterrupted run."""
     layout = LAYOUTS[name]
     convert(source, layout, path)
     by_rank = pool.run(go_on, layout, path, forget, ranks=layout.cell.ranks)

@@ -1,4 +1,4 @@
-"""The executor of conversions: any pieces to any pieces, hashed and checksummed, in tiles.
+"""Conversions of any pieces to any pieces, with hashes and checksums, in tiles.
 
 pytest tests/checkpoint/test_convert.py
 """
@@ -113,7 +113,7 @@ def test_convert_native_to_native(tmp_path: Path, small_blocks: None, layout: st
 
 
 def test_casts_match_torch(tmp_path: Path, small_blocks: None) -> None:
-    """bfloat16 rounds to even, and fp32 is not lost where both are made of it."""
+    """bfloat16 rounds to even, and fp32 is preserved if both are written."""
     tensor = torch.cat(
         [values_of((300,), 1), torch.tensor([0.0, -0.0, 1e-40, 65520.0, 3.3895e38, 1.00390625, 1.01171875])]
     )
@@ -134,7 +134,7 @@ def test_casts_match_torch(tmp_path: Path, small_blocks: None) -> None:
 
 
 def test_other_16_bit_dtype_is_cast_from_master(tmp_path: Path) -> None:
-    """Through the stored bfloat16 three bits of each value would be lost."""
+    """A cast from the stored bfloat16 would lose three bits of each value."""
     master, weight = TensorKey(MASTER, "w"), TensorKey(WEIGHT, "w")
     tensor = values_of((300,), 1)
     named = {master: tensor, weight: tensor.bfloat16()}
@@ -193,7 +193,9 @@ def test_weight_that_differs_from_master_is_rejected(tmp_path: Path) -> None:
 
 
 def a_file() -> CheckpointTarget:
-    """One file of torch.save with a storage that two tensors share, one of them transposed, and padding after them."""
+    """Lay out a torch.save file with a storage that two tensors share, one of them transposed, and padding
+    after them.
+    """
     key, other = TensorKey(WEIGHT, "a"), TensorKey(WEIGHT, "b")
     storage = Storage("0", "float32", 13 * 11 + 7 + 6)
     empty = Storage("1", "int64", 0)
@@ -308,7 +310,7 @@ def test_checksums_of_ranges_combine_to_whole() -> None:
 
 
 def test_differing_copy_is_rejected(tmp_path: Path, small_blocks: None) -> None:
-    """What a layout stores twice: replicated over ranks, tied, or a weight that is its own master and stored as both."""
+    """Copies are replicated over ranks, tied, or a weight that is its own master and stored as both."""
     key, other = TensorKey(WEIGHT, "w"), TensorKey(WEIGHT, "norm")
     named = {key: values_of((40, 3), 1), other: values_of((50,), 2)}
     source = fabricate.of_ranks(tmp_path / "a", named, replicated=["norm"])
@@ -324,7 +326,7 @@ def test_differing_copy_is_rejected(tmp_path: Path, small_blocks: None) -> None:
 def test_conversion_reads_each_byte_once(
     tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """Although a tile ends in the middle of a block, and each tile takes a little of every piece that is cut by columns."""
+    """Tiles end inside blocks, and each tile needs a small part of every piece that is cut by columns."""
     named = {TensorKey(WEIGHT, name): values_of((37, 90), seed) for seed, name in enumerate("ab")}
     source = open_source(save(tmp_path / "a", 3, shards_of(named, LAYOUTS[layout], 4)))
     lengths: list[int] = []

@@ -1,7 +1,8 @@
-"""Conversions that are killed, run out of room, or lose their source: they go on or refuse by name, and no target is ever wrong.
+"""Conversions that are killed, run out of disk space or lose their source resume or fail cleanly; a target is
+never wrong.
 
 pytest tests/checkpoint/test_convert_faults.py
-CRASH_SEED=7 pytest tests/checkpoint/test_convert_faults.py      the random moments of another seed
+CRASH_SEED=7 pytest tests/checkpoint/test_convert_faults.py      random kill times with another seed
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Files = dict[str, bytes]
 
 
 def written(folder: Path, seed: int = 3) -> Path:
-    """A checkpoint of this toolkit, of three ranks: each tensor lies in three files."""
+    """A native checkpoint of three ranks: each tensor is in three files."""
     generator = torch.Generator().manual_seed(seed)
     named = {
         TensorKey(state, f"t{number}"): torch.randn(shape, generator=generator).square()
@@ -63,7 +64,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
-    """The files of each kind of target, of conversions that nothing disturbed."""
+    """The files of each kind of target after an undisturbed conversion."""
     folder = tmp_path_factory.mktemp("unbroken")
     expected = compute_digest(open_source(source).reader())
     for kind in TARGETS:
@@ -74,13 +75,13 @@ def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several syncs a conversion, in this process as in those that are killed."""
+    """Several syncs per conversion, in this process as in those that are killed."""
     monkeypatch.setattr(convert, "SYNC_BYTES", converter.SYNC_BYTES)
     monkeypatch.setattr(fill, "TILE_BYTES", converter.TILE_BYTES)
 
 
 class Attempt:
-    """A conversion in a process of its own."""
+    """A conversion in a separate process."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Attempt:
 
 
 def recorded(made: Conversion) -> set[str]:
-    """Tensors of the source that the journal of an attempt calls done."""
+    """Return the source tensors that the journal of an attempt records as finished."""
     path = made.temporary / JOURNAL
     lines = path.read_bytes().splitlines(keepends=True)[1:] if path.exists() else []
     return {json.loads(line)["unit"] for line in lines if line.endswith(b"\n")}
@@ -136,8 +137,9 @@ MOMENTS = [
 def test_killed_conversion_resumes_in_each_phase(
     kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
-    """There is no target, or a whole one; the same command goes on, writes no byte again that is recorded as durable, and ends with
-    the files of a conversion that nobody killed."""
+    """The target is missing or complete. The same command resumes, does not rewrite durable bytes, and
+    produces the same files as an undisturbed conversion.
+    """
     went_on = 0
     for number, moment in enumerate(MOMENTS):
         target = tmp_path / str(number)
@@ -250,7 +252,7 @@ def test_leftovers_of_another_conversion_are_discarded(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A disk of 512 KB; None where we may not mount one."""
+    """A disk of 512 KB, or None if mounting is not permitted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -264,7 +266,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> None:
-    """``Output.name`` fails from its n-th call on."""
+    """Make ``TargetOutput.name`` fail from its n-th call."""
     method, calls = getattr(TargetOutput, name), iter(range(10**6))
 
     def fail(output: TargetOutput, *arguments: Any) -> Any:
@@ -285,7 +287,7 @@ def test_full_disk_is_reported_and_resumable(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is refused by name, and goes on when there is room. A disk that is not there is played by writes that fail."""
+    """Without permission to mount a small disk, failing writes stand in for it."""
     target = (small_disk if where == "disk" and small_disk else tmp_path) / "t"
     ballast = target.parent / "ballast"
     with monkeypatch.context() as patch:
@@ -310,7 +312,7 @@ def test_full_disk_is_reported_and_resumable(
 
 
 def test_failed_sync_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that could not be written is told of once, perhaps to another thread's sync."""
+    """The kernel reports a failed page write only once, possibly to another thread's sync."""
     journal, output = ConversionJournal(tmp_path / JOURNAL, "x"), TargetOutput(tmp_path, [])
     journal.start()
     made = conversion(written(tmp_path / "source"), tmp_path / "t", "zips")
@@ -338,7 +340,7 @@ TAKEN: dict[str, Callable[[Path], object]] = {
 def test_existing_target_is_rejected(
     what: str, source: Path, unbroken: dict[str, Files], tmp_path: Path
 ) -> None:
-    """Before anything is written, or when everything is."""
+    """It appears before anything is written, or after everything is."""
     target = tmp_path / "t"
     TAKEN[what](target)
     with pytest.raises(CheckpointError, match="t is there already"):
@@ -399,7 +401,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, int], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_source_is_rejected(damage: str, tmp_path: Path) -> None:
-    """Damaged after it was opened, so that only reading can see it."""
+    """It is damaged after it was opened, so that only reading detects it."""
     source = written(tmp_path / "source")
     piece = open_source(source).catalog.pieces[TensorKey(EXP_AVG_SQ, "t3")][1]
     made = conversion(source, tmp_path / "t", "zips")
@@ -412,7 +414,7 @@ def test_damaged_source_is_rejected(damage: str, tmp_path: Path) -> None:
 
 
 def without_hashes(source: Path, target: Path, **more: Any) -> Conversion:
-    """Of a checkpoint such as the vendors write: nothing tells that a byte is wrong."""
+    """Open a checkpoint without hashes, as vendors write them."""
     found = open_source(source)
     pieces = {
         key: tuple(replace(piece, hashes=()) for piece in of_key)
@@ -429,7 +431,7 @@ def without_hashes(source: Path, target: Path, **more: Any) -> Conversion:
 
 
 def rewritten(path: Path) -> None:
-    """In place, as by a run that saves again."""
+    """Rewrite in place, as a run that saves again."""
     flip(path, -1)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**6))
 
@@ -462,7 +464,7 @@ def test_source_changed_during_conversion_is_rejected(
 
 
 def test_unrelated_changes_next_to_source_are_ignored(tmp_path: Path) -> None:
-    """What is not read may change: a run saves its next checkpoint into the same folder, and the target itself may lie there."""
+    """A run may save its next checkpoint into the same folder, and the target itself may be there."""
     source = written(tmp_path / "source")
     made = without_hashes(source, source / "t", on_phase=lambda phase: (source / f"new-{phase}").touch())
     made.run()
@@ -473,7 +475,7 @@ def test_unrelated_changes_next_to_source_are_ignored(tmp_path: Path) -> None:
 
 
 class Watch:
-    """What a conversion asked of the system, in order."""
+    """The system calls of a conversion, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, made: Conversion) -> None:
         self.made, self.wrong = made, set[str]()

@@ -1,7 +1,8 @@
-"""Tensors and files of sizes at which formats change: nothing, one element, more than 4 GiB, more records than a zip can count.
+"""Tensors and files at sizes where formats change: empty, one element, over 4 GiB, more records than a zip
+counts in 16 bits.
 
 pytest tests/checkpoint/test_convert_sizes.py
-pytest tests/checkpoint/test_convert_sizes.py -m full      checksums of 4 GiB too
+pytest tests/checkpoint/test_convert_sizes.py -m full      checksums over 4 GiB too
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RECORDS_BESIDE = 3  # data.pkl, byteorder, version
 
 
 def converted(folder: Path, storages: list[Storage], tensors: dict[TensorKey, StoredTensor]) -> Path:
-    """A file of torch.save with these storages, all zero but for ``VALUES``, each where its tensor is: on disk only what is not zero."""
+    """Write a torch.save file with these storages, zero except ``VALUES``. The file is sparse on disk."""
     source = open_source(save(folder / "source", 1, shards_of(VALUES, LAYOUTS["flat"], 2)))
     layout = torch_zip.lay_out("x.pt", {key.name: tensor for key, tensor in tensors.items()}, storages)
     pieces, infos = {}, {}

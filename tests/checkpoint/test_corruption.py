@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints are refused by name, and the one before is offered.
+"""Damaged and foreign checkpoints are rejected with their file, and the previous checkpoint is suggested.
 
 pytest tests/checkpoint/test_corruption.py
 """
@@ -123,7 +123,7 @@ def test_only_complete_checkpoints_are_suggested(run: Path) -> None:
 
 
 def test_invalid_manifest_entry_is_rejected(run: Path) -> None:
-    """A manifest with a right hash is still not believed: it might name files outside the folder."""
+    """A manifest with a correct hash is still validated: it might name files outside the folder."""
     folder = run / "checkpoints" / "step-00000003"
     for key, value in (
         ("file", "../step-00000002/part-00000.safetensors"),
@@ -147,7 +147,7 @@ def test_other_namespace_is_rejected(run: Path) -> None:
 
 
 def test_verify_detects_every_flipped_byte(run: Path) -> None:
-    """In headers, in data, in the manifest, at many places each: verify names the file."""
+    """Bytes of headers, data and manifest; verify names the file."""
     folder = run / "checkpoints" / "step-00000003"
     for file in ("part-00000.safetensors", "manifest.json"):
         original = (folder / file).read_bytes()

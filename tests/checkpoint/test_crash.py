@@ -1,7 +1,7 @@
-"""Writers killed with -9: the newest complete checkpoint always loads and is what was saved at its step.
+"""Writers killed with -9: the newest complete checkpoint always loads and has the state of its step.
 
 pytest tests/checkpoint/test_crash.py
-CRASH_SEED=7 pytest tests/checkpoint/test_crash.py      the random moments of another seed
+CRASH_SEED=7 pytest tests/checkpoint/test_crash.py      random kill times with another seed
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
 
 @dataclass
 class Run:
-    """One run's attempts, each two processes."""
+    """The attempts of one run, each with two processes."""
 
     folder: Path
     context: ForkServerContext
@@ -37,7 +37,9 @@ class Run:
     def attempt_killed(
         self, victim: int, kill_at: tuple[SavePhase, int] | None, after_seconds: float = 0
     ) -> list[int]:
-        """Start both writers and let one be killed; the launcher then ends the other. Returns in which phase each was."""
+        """Start both writers and let one be killed; the launcher then ends the other. Returns the phase of
+        each.
+        """
         self.attempt += 1
         where = [self.context.Value("i", writer.OUTSIDE, lock=False) for _ in range(writer.RANKS)]
         ranks = []
@@ -68,7 +70,9 @@ class Run:
             time.sleep(0.001)
 
     def check(self, *, deep: bool = True) -> int | None:
-        """The newest loads and equals its step's state; steps never go back. Returns the step."""
+        """Check that the newest checkpoint has its step's state and that steps never decrease. Returns the
+        step.
+        """
         newest = checkpoint_folder.newest_checkpoint(self.folder)
         if newest is None:
             assert not self.steps_seen, "checkpoints were there and are gone"

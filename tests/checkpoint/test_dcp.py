@@ -1,4 +1,4 @@
-"""Distributed checkpoints that PyTorch itself saved, read to the bit.
+"""Read distributed checkpoints that PyTorch saved, bitwise.
 
 pytest tests/checkpoint/test_dcp.py
 pytest tests/checkpoint/test_dcp.py -m full
@@ -158,7 +158,7 @@ def test_tied_weight_becomes_copy(tmp_path: Path) -> None:
 
 
 def test_written_metadata_loads_in_pytorch(tmp_path: Path) -> None:
-    """PyTorch reads what this toolkit writes, and this toolkit what either wrote."""
+    """PyTorch reads what this toolkit writes, and this toolkit reads both."""
     tensors = {
         "a": ChunkedTensor(
             "bfloat16",

@@ -1,4 +1,5 @@
-"""Checkpoints that DeepSpeed itself saved, read to the bit: against the engine's own memory and against DeepSpeed's own tools.
+"""Read checkpoints that DeepSpeed saved, bitwise equal to the engine's memory and to the output of
+DeepSpeed's tools.
 
 pytest tests/checkpoint/test_deepspeed_read.py
 pytest tests/checkpoint/test_deepspeed_read.py -m full      every stage, precision, family and axis
@@ -52,14 +53,14 @@ def pool() -> Iterator[RankPool]:
 
 
 class Saves:
-    """What each cell saved, made when first asked for: the folder, and what the engine held."""
+    """Checkpoints of each cell with the engine's state, created on demand."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self.pool, self._folder = pool, folder
         self._made: dict[str, tuple[Path, State, dict[str, object], Trace]] = {}
 
     def of(self, case: Cell) -> tuple[Path, State, dict[str, object], Trace]:
-        """The folder; the state and scalars that the engine had; how it went on."""
+        """Return the folder, the engine's state and scalars, and the steps that follow."""
         if str(case) not in self._made:
             self._made[str(case)] = self._make(case)
         return self._made[str(case)]
@@ -164,13 +165,13 @@ def test_every_layout(case: Cell, saved: Saves) -> None:
 
 @pytest.fixture
 def any_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read under whatever names, as those that were saved to open files are."""
+    """Files that were saved to open file objects may have any name."""
     load = torch_zip.load
     monkeypatch.setattr(torch_zip, "load", lambda *args, named=False: load(*args))
 
 
 def changed_over(folder: Path, path: Path) -> Path:
-    """A copy in which the first two ranks' files have each other's names. They are refused by the names in their records."""
+    """Copy a checkpoint with the files of the first two ranks swapped. The names in their records reveal it."""
     shutil.copytree(folder, path)
     one, other = (path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
     aside = one.rename(path / "aside")
@@ -189,7 +190,7 @@ def test_swapped_rank_files_are_rejected(saved: Saves, tmp_path: Path) -> None:
 
 
 def test_control_swapped_ranks_change_tensors(saved: Saves, tmp_path: Path, any_name: None) -> None:
-    """A reader that took the files of two ranks for each other's would give other tensors: the comparison sees it."""
+    """Control: a reader that swapped two ranks' files would give other tensors."""
     folder, held, *_ = saved.of(QUICK[4])
     changed_over(folder, tmp_path / "changed")
     found = assembled(open_source(tmp_path / "changed", QUICK[4].plan().shape), held)
@@ -197,7 +198,7 @@ def test_control_swapped_ranks_change_tensors(saved: Saves, tmp_path: Path, any_
 
 
 def test_verify_detects_swapped_rank_files(saved: Saves, tmp_path: Path, any_name: None) -> None:
-    """If the model's weights are saved too, they differ from their masters."""
+    """The model's weights, if saved, differ from their masters."""
     folder, *_ = saved.of(QUICK[1])
     changed_over(folder, tmp_path / "changed")
     found = verify(tmp_path / "changed", QUICK[1].plan().shape)
@@ -205,7 +206,7 @@ def test_verify_detects_swapped_rank_files(saved: Saves, tmp_path: Path, any_nam
 
 
 def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
-    """Through the executor: masters of ZeRO 3 become weights of 16 bits and themselves."""
+    """ZeRO 3 masters become 16-bit weights and masters."""
     folder, held, *_ = saved.of(QUICK[4])
     source = open_source(folder, QUICK[4].plan().shape)
     target = native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
@@ -220,7 +221,7 @@ def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_deepspeed_rejects_toolkit_experts(pool: RankPool, tmp_path: Path) -> None:
-    """So there are no such files to be read. Its saver asks every layer of experts for what only its own layers have."""
+    """DeepSpeed's saver requires attributes of its own expert layers, so such files cannot exist."""
     with pytest.raises(RanksFailed, match="expert_group_name"):
         pool.run(saves.save, cell(1, 2, 1, "mixtral", parallel__expert=2), tmp_path, ranks=2)
 
@@ -248,7 +249,7 @@ def test_read_output_of_deepspeed_tools_in_every_layout(case: Cell, saved: Saves
 
 
 def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
-    """zero_to_fp32's weights and ds_to_universal's everything are what is read here; the universal folder reads as the other."""
+    """The outputs of zero_to_fp32 and ds_to_universal equal what is read here."""
     made, held, *_ = saved.of(case)
     shape = case.plan().shape
     source = open_source(made, shape)
@@ -270,7 +271,7 @@ def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_path: Path) -> None:
-    """Without the weights of 16 bits: the converter copies no layers."""
+    """The converter copies no layers, so 16-bit weights are missing."""
     case = cell(1, 4, 1, "gpt2", **ODD, **precision, parallel__pipeline=2)
     folder, held, *_ = saved.of(case)
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
@@ -281,7 +282,7 @@ def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_pa
 
 @pytest.mark.full
 def test_universal_with_unrecorded_tensor_axis(saved: Saves, tmp_path: Path) -> None:
-    """DeepSpeed's converter puts every tensor rank's part below the other where nothing says how they were cut: shapes tell."""
+    """DeepSpeed's converter concatenates tensor ranks if the cut is not recorded; shapes reveal it."""
     case = cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2)
     folder, *_ = saved.of(case)
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
@@ -304,7 +305,7 @@ def test_training_goes_on_everywhere(case: Cell, saved: Saves) -> None:
 
 
 def check_resumed(case: Cell, saved: Saves) -> None:
-    """Six steps as if it had never stopped; with zeroed moments not."""
+    """Six steps match an uninterrupted run; with zeroed moments they do not."""
     folder, _, _, went_on = saved.of(case)
     again, forgot = (
         saved.pool.run(saves.resume, case, folder, forget, ranks=case.ranks)[0] for forget in (False, True)
@@ -328,7 +329,7 @@ def test_deepspeed_model_is_required(saved: Saves) -> None:
 
 
 def test_model_is_found_in_nearby_config(saved: Saves, tmp_path: Path) -> None:
-    """As transformers' Trainer saves: it is DeepSpeed's checkpoint all the same, with optimizer state."""
+    """As transformers' Trainer saves: a DeepSpeed checkpoint with optimizer state."""
     folder, held, *_ = saved.of(QUICK[3])
     shape = QUICK[3].plan().shape
     assert shape is not None
@@ -369,7 +370,7 @@ def test_damaged_files_are_reported_by_name(file: str, how: str, saved: Saves, t
 
 
 def test_files_of_different_runs_are_rejected(saved: Saves, tmp_path: Path, any_name: None) -> None:
-    """A rank's file of another layout in its place: sizes tell."""
+    """A rank's file of another layout is detected by its sizes."""
     folder, *_ = saved.of(QUICK[4])
     other, *_ = saved.of(QUICK[3])
     shutil.copytree(folder, tmp_path / "mixed")

@@ -1,4 +1,5 @@
-"""Layouts that are written in DeepSpeed's formats: what is refused, that every element has its place, that every byte is checked.
+"""Targets in DeepSpeed's formats: what is rejected, that every element is written once and every byte is
+hashed.
 
 pytest tests/checkpoint/test_deepspeed_target.py
 """
@@ -34,7 +35,7 @@ from toolkit.families import get
     "layout", [Layout(1, data=2), Layout(3, data=2, tensor=2), Layout(1, pipeline=2)], ids=str
 )
 def test_manifest_of_target_detects_changed_bytes(layout: Layout, tmp_path: Path) -> None:
-    """Every byte of tensors is hashed, those that are written twice too."""
+    """Every byte of tensors is hashed, including copies."""
     source = open_source(tiny_checkpoint(tmp_path / "source", mixed=True))
     target = deepspeed_target.lay_out(source, layout.config())
     Conversion(source.catalog, target, tmp_path / "t", origin=source.origin(), refuse=source.refuse).run()
@@ -117,7 +118,7 @@ def test_unknown_model_is_rejected(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 def test_every_element_is_written_once(layout: Layout, precision: Precision, tmp_path: Path) -> None:
-    """Of a model and ranks that no test could run: pieces cover every tensor once, and no two lie in the same bytes."""
+    """For models and ranks too large to run: pieces cover every tensor once, without overlapping bytes."""
     source = fabricated(
         tmp_path,
         ModelConfig(
@@ -150,7 +151,7 @@ def test_every_element_is_written_once(layout: Layout, precision: Precision, tmp
 
 
 def fabricated(folder: Path, model: ModelConfig) -> CheckpointSource:
-    """A source of which everything is known and no byte is there."""
+    """Return a source with metadata only."""
     family = get(str(model.family))
     shape = family.resolve_shape(model)
     tensors = {

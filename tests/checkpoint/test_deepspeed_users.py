@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed as its users call it, without this toolkit's engines: their own settings, groups, pipelines, AutoTP.
+"""Checkpoints of DeepSpeed without this toolkit's engines: users' settings, groups, pipelines, AutoTP.
 
 pytest tests/checkpoint/test_deepspeed_users.py
 pytest tests/checkpoint/test_deepspeed_users.py -m full
@@ -161,7 +161,7 @@ def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: 
 def test_scrambled_universal_checkpoint_is_rejected(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is scrambled: read in spite of that, most parameters are not those of the checkpoint that it was made from."""
+    """Control: if it is read anyway, most parameters differ from the original checkpoint."""
     plan = tiny_plan("llama", **ODD)
     settings = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
     held = pool.run(saves.save_plain, plan, tmp_path / "saved", settings, ranks=2)[0]
@@ -183,7 +183,7 @@ def test_scrambled_universal_checkpoint_is_rejected(
 def test_lr_scheduler_resumes_from_converted_checkpoint(
     scheduler: str, pool: RankPool, tmp_path: Path
 ) -> None:
-    """The learning rates are exactly those of the program that never stopped. Control: they change from step to step."""
+    """Learning rates equal those of the uninterrupted program. Control: they change from step to step."""
     plan = tiny_plan("llama", **EVEN)
     rates, losses = pool.run(saves.scheduled, plan, scheduler, tmp_path / "saved", ranks=2)[0]
     converted(tmp_path / "saved", tmp_path / "native", plan, TargetConfig())
@@ -259,7 +259,7 @@ def test_frozen_parameters_are_rejected_with_working_remedies(
 
 
 def test_zero3_in_bf16_stays_bf16(pool: RankPool, tmp_path: Path) -> None:
-    """Its files hold the fp32 masters alone, and so do universal folders made of it, DeepSpeed's and this toolkit's."""
+    """ZeRO 3 files and universal checkpoints made from them have fp32 masters only."""
     plan = tiny_plan("llama", **EVEN)
     pool.run(
         saves.save_plain,

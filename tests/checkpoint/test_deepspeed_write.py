@@ -1,9 +1,10 @@
-"""What is written in DeepSpeed's formats, DeepSpeed itself opens, holds bit by bit, and trains on from as if nothing had stopped.
+"""DeepSpeed loads written checkpoints bitwise, and continues training as if uninterrupted.
 
     pytest tests/checkpoint/test_deepspeed_write.py
     pytest tests/checkpoint/test_deepspeed_write.py -m full     every stage and layout of every family
 
-Settings of the parity tests (lr 1e-3, eps 1e-4). The control is a checkpoint without moments: it must leave the tolerance.
+Settings of the parity tests (lr 1e-3, eps 1e-4). The control is a checkpoint without moments, which must
+exceed the tolerance.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Trained:
 
 
 class Runs:
-    """Tiny trainings, each made when first asked for."""
+    """Tiny training runs, created on demand."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
@@ -71,7 +72,7 @@ class Runs:
     def _make(
         self, family: str, layout: Layout | None = None, more: tuple[tuple[str, Any], ...] = ()
     ) -> Trained:
-        """On ``layout``; None: the local engine."""
+        """Train on ``layout``; None: the local engine."""
         plan = tiny_plan(family, **dict(more)) if layout is None else layout.plan(family, **dict(more))
         folder = self._folder / f"{family}-{layout}-{len(more)}"
         results = self._pool.run(train, plan, folder, ranks=plan.axes.size)[0]
@@ -101,8 +102,9 @@ def check_state(opened: Opened, trained: Trained) -> None:
 
 
 def check_read(path: Path, trained: Trained, layout: Layout, *more: str) -> None:
-    """By our own reader, which nobody told of the writer. In 16 bits ZeRO 3 and universal folders have masters and no weights; of samples
-    nothing is believed where DeepSpeed counts tensor ranks as data ranks."""
+    """Read the files without the manifest. In 16 bits, ZeRO 3 and universal checkpoints have masters only;
+    sample counts are ignored if DeepSpeed counted tensor ranks as data ranks.
+    """
     again = open_source(path, trained.source.shape)
     found, scalars = whole(again.reader()), trained.source.catalog.scalars
     for key in trained.tensors.keys() - found.keys():
@@ -232,7 +234,7 @@ SAID_ONCE = "shared_params"  # DeepSpeed says it in the file of its first rank a
 
 
 def check_files(ours: Path, theirs: Path) -> None:
-    """The same files with the same content, but for what is known and harmless."""
+    """The files have the same content, except for known harmless differences."""
     names = {
         path.relative_to(theirs)
         for path in theirs.rglob("*")
@@ -303,7 +305,7 @@ def check_universal(
 def test_one_universal_folder_serves_all_stages(
     layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path
 ) -> None:
-    """``check_state`` says that what must not decay still does not, at ZeRO 3 too."""
+    """``check_state`` also checks weight decay, at ZeRO 3 too."""
     check_universal(pool, runs.of("qwen2"), layout, "qwen2", tmp_path)
 
 
@@ -329,7 +331,7 @@ def test_universal_in_bf16(stage: int, runs: Runs, pool: RankPool, tmp_path: Pat
 
 
 def test_universal_note_about_step_counter(runs: Runs, pool: RankPool, tmp_path: Path) -> None:
-    """DeepSpeed's own defect: if this fails, it is mended, and the note and this test can go."""
+    """DeepSpeed's own defect: if this test fails, it was fixed, and the note and this test can be removed."""
     trained, layout = runs.of("qwen2"), Layout(3, data=2)
     path = convert(
         trained.source, universal_target.lay_out(trained.source, TargetConfig()), tmp_path / "written"

@@ -1,4 +1,4 @@
-"""Two checkpoints are compared by what they hold, whatever their formats and layouts.
+"""Compare the content of checkpoints of any formats and layouts.
 
 pytest tests/checkpoint/test_diff.py
 """
@@ -27,7 +27,7 @@ KEY = TensorKey(WEIGHT, "w")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is several tiles."""
+    """Use small tiles, so that a tensor has several."""
     monkeypatch.setattr(tile_reader, "TILE_BYTES", 256)
 
 

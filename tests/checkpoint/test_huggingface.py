@@ -1,4 +1,4 @@
-"""Folders that transformers opens, and that come back as a Reader.
+"""Folders that transformers loads, and that a reader reads back.
 
 pytest tests/checkpoint/test_huggingface.py
 """
@@ -44,7 +44,7 @@ def tiny(name: str, **changes: Any) -> ModelShape:
 
 
 def model_of(shape: ModelShape) -> Any:
-    """The family's own model in transformers, with random weights that differ everywhere."""
+    """The family's model in transformers, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = families.get(shape.family).hugging_face_config(shape)

@@ -1,4 +1,5 @@
-"""Adam's state in safetensors beside the weights: transformers opens the folder, training resumes from it.
+"""Adam's state in safetensors next to the weights: transformers loads the folder, and training resumes from
+it.
 
 pytest tests/checkpoint/test_huggingface_optimizer.py
 """
@@ -49,7 +50,9 @@ SCALARS = {
 def with_optimizer(
     name: str, folder: Path, *, mixed: bool = True, momentum: bool = False
 ) -> CheckpointSource:
-    """A run's checkpoint of step 7 on two ranks. ``momentum``: as Muon keeps it, one moment of matrices and two of the rest."""
+    """A run's checkpoint of step 7 on two ranks. ``momentum``: as in Muon, one moment of matrices and two
+    of other parameters.
+    """
     shape = tiny(name)
     weights = model_of(shape).state_dict()
     values = {spec.name: weights[spec.name] for spec in families.get(name).parameters(shape)}
@@ -166,7 +169,7 @@ def test_unknown_model_must_be_given(tmp_path: Path) -> None:
 
 
 def test_settings_and_tokenizer_files_may_change(tmp_path: Path) -> None:
-    """What a manifest lies beside is still the folder that it was: its tensors are known, its settings are anybody's."""
+    """The manifest covers tensors only."""
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     source = with_optimizer("llama", tmp_path / "run")
@@ -242,7 +245,7 @@ def test_damage_is_reported_by_file(tmp_path: Path, damage: str) -> None:
 
 
 def test_incomplete_moment_is_rejected(tmp_path: Path) -> None:
-    """Mixtral's experts are tensors of their own on the hub, and one in memory."""
+    """Mixtral's experts are separate tensors on the hub, and one in memory."""
     from safetensors.torch import load_file, save_file
 
     folder = converted(tmp_path, "mixtral")
@@ -304,7 +307,7 @@ def test_run_resumes_bitwise(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_other_model_is_rejected(tmp_path: Path) -> None:
-    """Whatever is written: sizes that the user said wrong would cut tensors, or be recorded beside them."""
+    """For every target format: wrong sizes would cut tensors or be recorded."""
     source = with_optimizer("llama", tmp_path / "run")
     wrong = replace(source, shape=tiny("llama", num_key_value_heads=4))
     for written in (TargetFormat.native, TargetFormat.huggingface, TargetFormat.universal):

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-core itself saved, read to the bit: against the engine's own memory and against PyTorch's own loader.
+"""Read checkpoints that Megatron-core saved, bitwise equal to the engine's memory and to PyTorch's loader.
 
 pytest tests/checkpoint/test_megatron_read.py
 pytest tests/checkpoint/test_megatron_read.py -m full      every family, axis, kind of optimizer and of keys
@@ -73,7 +73,7 @@ def check(case: Cell, saved: Saves) -> CheckpointSource:
 
 
 def compare_copies(source: CheckpointSource) -> None:
-    """What is stored twice is equal: in fp32 the distributed optimizer's weights are the model's."""
+    """Copies are equal: in fp32 the distributed optimizer's weights are the model's."""
     for key in source.catalog.copies:
         ours = {(piece.box, piece.transposed): piece for piece in source.catalog.pieces[key]}
         for copy in source.catalog.copies[key]:
@@ -125,7 +125,7 @@ def test_megatron_model_is_required(megatron_saved: Saves, tmp_path: Path) -> No
 
 
 def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
-    """Whole tensors of every key by PyTorch's own loader, cut up by the families' tables in memory."""
+    """PyTorch's loader reads whole tensors, which the families' tables cut in memory."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -254,7 +254,9 @@ OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 6000))
     "precision", [BF16, pytest.param(None, marks=pytest.mark.full)], ids=["bf16", "fp32"]
 )
 def test_known_upstream_corruption_is_rejected(megatron_saved: Saves, tmp_path: Path, precision: Any) -> None:
-    """Several buckets under overlap_grad_reduce: Megatron-core 0.16 writes state that is not the optimizer's, with a warning."""
+    """With several buckets under overlap_grad_reduce, Megatron-core 0.16 writes wrong optimizer state,
+    with a warning.
+    """
     layout = megatron("llama", data=2, zero=1, label="overlap", own=OVERLAP)
     case = Cell(layout, precision or LLAMA_TP.precision)
     folder, held = megatron_saved.of(case)

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-core opens itself, of what it saved in another layout: by its own loader, to the bit, and training goes on.
+"""Megatron-core's loader loads converted checkpoints of other layouts bitwise, and training continues.
 
 pytest tests/checkpoint/test_megatron_write.py
 pytest tests/checkpoint/test_megatron_write.py -m full      every family, axis and kind of optimizer
@@ -62,7 +62,7 @@ def asked(
 
 
 def write(source: CheckpointSource, config: TargetConfig, path: Path) -> Path:
-    """Without this toolkit's manifest, so that nothing but Megatron-core's own files says what is there."""
+    """Write without this toolkit's manifest, so that only Megatron-core's files describe the content."""
     target = megatron_target.lay_out(source, config)
     Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
     (path / manifest.FOREIGN_NAME).unlink()
@@ -153,7 +153,7 @@ def test_control_zeroed_moments_change_losses(megatron_saved: Saves, tmp_path: P
 
 
 def forget(iteration: Path) -> None:
-    """Zero every moment, and put each file's checksums right by saving its tensors anew in their places."""
+    """Zero every moment, and correct the checksums by saving its tensors again at the same offsets."""
     import zlib
 
     metadata = dcp_metadata.load_metadata(iteration)
@@ -178,7 +178,7 @@ def forget(iteration: Path) -> None:
 
 
 def test_every_key_of_megatron_is_written(megatron_saved: Saves, tmp_path: Path) -> None:
-    """By PyTorch's own loader: each tensor that Megatron-core saved stands in ours under its key, to the bit, and each object too."""
+    """PyTorch's loader finds every tensor and object that Megatron-core saved, bitwise equal."""
     case = LLAMA_TP
     folder, _ = megatron_saved.of(case)
     written = write(opened(case, folder), in_layout(case), tmp_path / "written")
@@ -301,7 +301,7 @@ def test_other_optimizers_are_rejected(tmp_path: Path) -> None:
 
 
 def test_published_weights_become_release(tmp_path: Path) -> None:
-    """Of no step, as Megatron-LM's own converters write them."""
+    """Without a step, as Megatron-LM's converters write them."""
     source = replace(open_source(tiny_checkpoint(tmp_path / "run")), step=None)
     written = write(source, asked(tensor=2, optimizer=False), tmp_path / "written")
     assert (written / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "release"

@@ -1,4 +1,5 @@
-"""What a checkpoint's manifest, index, pickle or pointer names stays in its folder: each reader refuses every hostile name.
+"""Names in a checkpoint's manifest, index, pickle or pointer stay in its folder: every reader rejects hostile
+names.
 
 pytest tests/checkpoint/test_paths.py
 """
@@ -47,7 +48,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vendor(kind: str, native: Path, folder: Path) -> Path:
-    """A checkpoint as a vendor writes it: without the manifest that this toolkit writes beside it."""
+    """A checkpoint without this toolkit's manifest, as a vendor writes it."""
     source = open_source(native)
     target = VENDORS[kind](source, TargetConfig(format=TargetFormat[kind]))
     Conversion(source.catalog, target, folder, origin=source.origin(), refuse=source.refuse).run()
@@ -56,7 +57,7 @@ def vendor(kind: str, native: Path, folder: Path) -> Path:
 
 
 def sign(content: dict[str, Any]) -> dict[str, Any]:
-    """As an attacker does: the hash of a manifest needs no key."""
+    """Recompute the hash, as an attacker can: it needs no key."""
     content.pop("content_hash", None)
     return {**content, "content_hash": manifest._content_hash(content)}
 
@@ -78,7 +79,7 @@ def test_manifest_cannot_name_outside_files(kind: str, where: str, native: Path,
     "kind", [kind for kind in HOSTILE if kind != "absolute"]
 )  # a whole path is what resume=PATH leaves
 def test_latest_cannot_name_outside_folder(kind: str, native: Path, tmp_path: Path) -> None:
-    """A relative name of a checkpoint outside is not followed, as one that is not there is not."""
+    """A relative name of an outside checkpoint is treated like a missing one."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "outside").symlink_to(native)
     (tmp_path / "checkpoints" / POINTER).write_text(HOSTILE[kind].encode("utf-8", "replace").decode())
@@ -97,7 +98,7 @@ def test_latest_does_not_follow_outside_links(native: Path, tmp_path: Path) -> N
 def test_tracker_cannot_name_outside_folder(
     kind: str, vendor_kind: str, native: Path, tmp_path: Path
 ) -> None:
-    """What it names outside is a checkpoint, so only the check of its name stands in between."""
+    """The outside folder is a checkpoint, so only the check of its name prevents reading it."""
     outside = vendor(vendor_kind, native, tmp_path / "outside")
     tag = next(path for path in outside.iterdir() if path.is_dir())
     here = tmp_path / "here"

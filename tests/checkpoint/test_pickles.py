@@ -1,4 +1,4 @@
-"""Files of torch.save that somebody forged: each is refused, in little time and memory, and changes nothing.
+"""Forged torch.save files are rejected quickly, in little memory, and without side effects.
 
 pytest tests/checkpoint/test_pickles.py
 """
@@ -94,7 +94,7 @@ def no_storage(dtype: str, key: str, numel: int) -> Storage:
 
 @pytest.mark.timeout(60)
 def test_hostile_pickles_are_rejected_in_bounded_memory() -> None:
-    """In a process of its own: some of them ended the interpreter."""
+    """Runs in a separate process, because some of them crashed the interpreter."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
         "import pickle\nfrom tests.checkpoint.test_pickles import HOSTILE, no_storage\n"
@@ -113,7 +113,7 @@ def test_hostile_pickles_are_rejected_in_bounded_memory() -> None:
 
 
 class Anything:
-    """Of the program that saved."""
+    """A class of the saving program."""
 
     def __init__(self) -> None:
         self.size = 3
@@ -181,7 +181,7 @@ def test_view_outside_storage_is_rejected(view: dict[str, Any], tmp_path: Path) 
 
 
 def rewritten(file: Path, *, compress: int = zipfile.ZIP_STORED, twice: bool = False) -> None:
-    """The same records, by Python's zipfile."""
+    """The same records, written by Python's zipfile."""
     with zipfile.ZipFile(file) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(file, "w", compress) as archive:
@@ -212,7 +212,7 @@ def test_compressed_and_duplicate_records_are_rejected(tmp_path: Path) -> None:
 
 
 def test_number_in_tensor_is_validated(tmp_path: Path) -> None:
-    """The optimizer's step may be a tensor of one element, which is read apart from the others."""
+    """The optimizer's step may be a tensor of one element, which is read separately."""
     torch.save(
         {"step": torch.tensor(7.0), "two": torch.ones(2), "nan": torch.tensor(float("nan"))},
         tmp_path / "a.pt",

@@ -1,4 +1,4 @@
-"""What a conversion will do is proven and counted before a byte moves.
+"""A plan proves and counts what a conversion will do.
 
 pytest tests/checkpoint/test_plan_reshard.py
 pytest tests/checkpoint/test_plan_reshard.py -m full        405 B parameters from 1,024 ranks
@@ -34,7 +34,7 @@ from toolkit.errors import CheckpointError
 
 
 class Calls:
-    """What a conversion asks of the system."""
+    """System calls of a conversion."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads = self.bytes_read = self.bytes_written = 0
@@ -129,7 +129,7 @@ def test_plan_zero3_of_64_ranks_with_missing_rank() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("missing", [None, 517])
 def test_plan_405b_parameters_from_1024_ranks(missing: int | None) -> None:
-    """In under a minute of one core's time and 2 GB. Measured: see docs/resharding.md."""
+    """In under a minute of one core and 2 GB. Measurements: docs/resharding.md."""
     found = planned("llama-3.1-405b", 1024, missing)
     print(found)
     if missing is not None:
@@ -142,7 +142,7 @@ def test_plan_405b_parameters_from_1024_ranks(missing: int | None) -> None:
 
 
 def planned(model: str, ranks: int, missing: int | None) -> Mapping[str, str]:
-    """What a process of its own says of the plan."""
+    """The output of a planning process."""
     arguments = [model, str(ranks), str(missing)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.described", *arguments],

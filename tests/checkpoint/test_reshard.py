@@ -1,4 +1,4 @@
-"""What one layout saves, any other loads, bit by bit.
+"""Any layout loads what any other saved, bitwise.
 
 pytest tests/checkpoint/test_reshard.py
 """
@@ -36,7 +36,7 @@ DTYPES = (
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 64 bytes and splitting from 32 on: small tensors take every path that large ones take."""
+    """Use blocks of 64 bytes and split from 32, so that small tensors take every code path."""
     for module in (catalog, blocks, executor, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     monkeypatch.setattr(planner, "SPLIT_BYTES", 32)
@@ -122,7 +122,7 @@ def test_digest_is_independent_of_layout(tmp_path: Path, small_blocks: None, tar
 
 
 def test_tensors_larger_than_a_block(tmp_path: Path) -> None:
-    """Three blocks and a bit, replicated and column-split, without shrinking anything."""
+    """More than three blocks, replicated and split by columns, at the real block size."""
     key = TensorKey(WEIGHT, "w")
     named = {
         key: random_tensor((1031, 6143), torch.bfloat16, 5),

@@ -1,4 +1,4 @@
-"""benchmarks/reshard.py measures what it says: every contender makes what it is asked for, and the figures are theirs.
+"""benchmarks/reshard.py: every contender writes the requested target, and its figures are reported.
 
 pytest tests/checkpoint/test_reshard_benchmark.py
 pytest tests/checkpoint/test_reshard_benchmark.py -m full      with the vendors' tools

@@ -1,4 +1,4 @@
-"""Commit, retention, background, and what happens when the disk is full.
+"""Commit, retention, background saves, and full disks.
 
 pytest tests/checkpoint/test_store.py
 """
@@ -86,7 +86,9 @@ def test_retention_uses_step_and_completeness() -> None:
 
 
 def test_crash_leftovers_are_consistent(tmp_path: Path) -> None:
-    """A temporary folder; a checkpoint that got its name before the pointer was written; a first one without any pointer."""
+    """A temporary folder; a checkpoint renamed before the pointer was written; a first checkpoint without
+    a pointer.
+    """
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     save_alone(store, 1, state(1))
     pointer = tmp_path / "checkpoints" / "latest"
@@ -278,7 +280,7 @@ def test_scalars_step_and_versions_are_recorded(tmp_path: Path) -> None:
 
 
 def test_sync_precedes_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot show what a power failure would: so the order of syncs and renames is looked at itself."""
+    """A kill cannot simulate a power failure, so the order of syncs and renames is checked."""
     events: list[str] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
@@ -347,7 +349,7 @@ CheckpointStore(sys.argv[1], on_phase=die).save(1, [shard], {}, namespace="test/
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_killed_rank_fails_save_on_other_ranks(dies: int, tmp_path: Path) -> None:
-    """Without a time-out of the save (30 minutes), and without a launcher that sends signals."""
+    """Without waiting for the timeout (30 minutes), and without signals from a launcher."""
     other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])
     shard = Shard(KEY, (128,), Box((64 * (1 - dies),), (64,)), torch.zeros(64))
     began = time.monotonic()
@@ -374,7 +376,9 @@ def test_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:
 def test_write_error_keeps_previous_checkpoint(
     number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a person has to mend is a mistake, on all ranks; whatever else a file system says may pass, and is a failure on all."""
+    """What the user must fix is a user error on all ranks; other file system errors are failures on all
+    ranks.
+    """
     named = {KEY: torch.arange(4096.0)}
     stores = [CheckpointStore(tmp_path, timeout_seconds=20) for _ in range(2)]
     ranks = shards_of(named, LAYOUTS["flat"], 2)
@@ -403,7 +407,7 @@ def test_write_error_keeps_previous_checkpoint(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB, where mounting is permitted."""
+    """A file system of 1 MB, if mounting is permitted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = shutil.which("mount")

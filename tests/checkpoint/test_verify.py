@@ -1,4 +1,4 @@
-"""Every kind of silent corruption, planted, is found and named; what cannot be seen is known, too.
+"""verify reports every kind of silent corruption; undetectable damage is asserted too.
 
 pytest tests/checkpoint/test_verify.py
 """
@@ -28,12 +28,12 @@ STATES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is several tiles."""
+    """Use small tiles, so that a tensor has several."""
     monkeypatch.setattr(tile_reader, "TILE_BYTES", 256)
 
 
 def sound(names: tuple[str, ...] = ("w", "norm")) -> dict[TensorKey, torch.Tensor]:
-    """A run in bf16 with Adam: ``w`` [12, 10], ``norm`` [12]."""
+    """A bf16 run with Adam: ``w`` [12, 10], ``norm`` [12]."""
     named: dict[TensorKey, torch.Tensor] = {}
     for number, name in enumerate(names):
         generator = torch.Generator().manual_seed(number)
@@ -75,7 +75,7 @@ def test_intact_checkpoint_has_no_findings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("turned", [(), ("w",)])
 def test_verify_detects_weight_that_differs_from_master(tmp_path: Path, turned: tuple[str, ...]) -> None:
-    """What megatron-core 0.16.1 wrote with more than one bucket: the optimizer's state is another's, nothing says so."""
+    """megatron-core 0.16.1 wrote this with several buckets: another parameter's optimizer state."""
     source = of_ranks(tmp_path / "a", sound(), replicated=("norm",), turned=turned)
     write_at(source, TensorKey(MASTER, "w"), 77, struct.pack("<f", 3.0))
     write_at(source, TensorKey(WEIGHT, "w"), 119, b"\x00\x3f")
@@ -228,7 +228,7 @@ def test_findings_are_independent_of_threads(tmp_path: Path) -> None:
 
 
 def flipped(source: CheckpointSource, key: TensorKey, element: int) -> int:
-    """Of the bits of one element, how many are found where they are flipped, one at a time."""
+    """Return how many flipped bits of one element are detected, one at a time."""
     raw = read_at(source, key, element)
     found = 0
     for bit in range(8 * len(raw)):
@@ -243,8 +243,10 @@ def flipped(source: CheckpointSource, key: TensorKey, element: int) -> int:
 
 
 def test_verify_flipped_bits(tmp_path: Path) -> None:
-    """With hashes or checksums every bit is found. Without, in bf16 with Adam: all of a weight's, the half of a master's that its weight is
-    made of, the sign of a second moment, and the one bit that makes a number of 1..2 infinite. The rest nobody can see."""
+    """With hashes or checksums every bit is detected. Without, in bf16 with Adam: all bits of a weight,
+    the upper half of its master, the sign of a second moment, and the bit that makes a number of 1..2
+    infinite.
+    """
     named = {TensorKey(state, "w"): torch.full((4, 3), 1.0) for state in STATES}
     named[TensorKey(WEIGHT, "w")] = named[TensorKey(WEIGHT, "w")].bfloat16()
     of_vendor = of_ranks(tmp_path / "vendor", named)
@@ -274,7 +276,7 @@ def test_verify_flipped_bits(tmp_path: Path) -> None:
 
 
 def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) -> None:
-    """A first moment's lowest bit: only a hash can know."""
+    """Only a hash detects a first moment's lowest bit."""
     from tests.checkpoint.test_huggingface_optimizer import converted
 
     folder = converted(tmp_path, "llama")

@@ -1,4 +1,4 @@
-"""One writing rank of the crash tests, as a process of its own. Its state is a function of the step alone."""
+"""One writing rank of the crash tests, in a separate process. Its state depends on the step only."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def write(
     """Save the steps after the newest checkpoint's, until killed.
 
     Args:
-        where: shared integer, told the phase that this rank is in.
-        kill_at: die, as by ``kill -9``, when this phase is entered for the n-th time (from 0).
+        where: Shared integer that is set to the rank's phase.
+        kill_at: Die as by ``kill -9`` when this phase is entered for the n-th time (from 0).
     """
     torch.set_num_threads(1)
     entered: dict[SavePhase, int] = {}

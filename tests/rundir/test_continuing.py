@@ -1,4 +1,4 @@
-"""A start of a run that has begun before: whether it has anything to do, and whether its learning rate jumps.
+"""A start in an existing run: whether there is anything to do, and whether its learning rate changes.
 
 pytest tests/rundir/test_continuing.py
 """

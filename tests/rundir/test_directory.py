@@ -1,4 +1,4 @@
-"""The folder of a run: attempts, identity, and starts that nobody typed.
+"""The folder of a run: attempts, identity, and automatic restarts.
 
 pytest tests/rundir/test_directory.py
 """
@@ -55,7 +55,9 @@ def test_folder_with_other_files_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry", ["lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"])
 def test_prepared_folder_is_accepted(tmp_path: Path, entry: str) -> None:
-    """A killed start leaves its lock, a submitted job its folder; a new disk has lost+found; checkpoints may have been copied there."""
+    """A killed start leaves its lock, a submitted job its folder, a new disk lost+found; checkpoints may
+    have been copied there.
+    """
     if entry in ("lock", ".gitkeep"):
         (tmp_path / entry).touch()
     else:
@@ -92,7 +94,7 @@ def test_lock_holder_opens_next_attempt(tmp_path: Path) -> None:
 
 
 def test_resume_option_applies_to_first_attempt_only(tmp_path: Path) -> None:
-    """After resume=PATH has been followed, going there again would lose what was done since."""
+    """Following resume=PATH again would lose later steps."""
     directory = begun(tmp_path)
     went, never = config(resume="/a/checkpoint"), config(resume="never")
     assert directory.continued(went, 1) == went, "it never got to train"

@@ -1,4 +1,4 @@
-"""One writer of a folder at a time.
+"""One process at a time uses a folder.
 
 pytest tests/rundir/test_lock.py
 """

@@ -1,4 +1,4 @@
-"""Rows of steps that run again.
+"""Rows of repeated steps.
 
 pytest tests/rundir/test_rows.py
 """

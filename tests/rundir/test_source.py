@@ -1,4 +1,4 @@
-"""Where a run's state comes from.
+"""The state that a run starts from.
 
 pytest tests/rundir/test_source.py
 """

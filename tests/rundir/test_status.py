@@ -1,4 +1,4 @@
-"""status.json: how a run stands, and the last word of an attempt.
+"""status.json: a run's status, and the recorded end of an attempt.
 
 pytest tests/rundir/test_status.py
 """
@@ -56,7 +56,7 @@ def test_no_status_before_a_run(tmp_path: Path) -> None:
 
 
 def test_only_final_status_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run under way writes its status every second."""
+    """A running run writes its status every second."""
     directory = begun(tmp_path)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
