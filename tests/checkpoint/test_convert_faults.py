@@ -192,7 +192,7 @@ def test_killed_at_random_times_resumes(
                 assert {**files_of(target), JOURNAL: b""} == {**unbroken["zips"], JOURNAL: b""}
                 break
         told = Attempt(forks, source, target, "zips").told()
-        assert told.refusal == "" or "is there already" in told.refusal
+        assert told.refusal == "" or "already exists" in told.refusal
         assert files_of(target) == unbroken["zips"]
     assert killed, f"no kill fell into a conversion: CRASH_SEED={SEED} proves nothing"
 
@@ -202,7 +202,7 @@ def test_finished_target_is_not_written_again(
 ) -> None:
     Attempt(forks, source, tmp_path / "t", "zips", kill_at=(ConversionPhase.DONE, 0)).die()
     assert files_of(tmp_path / "t") == unbroken["zips"]
-    assert "t is there already" in Attempt(forks, source, tmp_path / "t", "zips").told().refusal
+    assert "t already exists" in Attempt(forks, source, tmp_path / "t", "zips").told().refusal
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
@@ -301,7 +301,7 @@ def test_full_disk_is_reported_and_resumable(
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             made.run()
     [problem] = caught.value.problems
-    assert "free room there (the whole target takes 0.00010" in problem.remedy
+    assert "free disk space there (the whole target takes 0.00010" in problem.remedy
     assert str(made.temporary) in problem.remedy
     assert not target.exists()
     done = recorded(made)
@@ -316,7 +316,7 @@ def test_failed_sync_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     journal, output = ConversionJournal(tmp_path / JOURNAL, "x"), TargetOutput(tmp_path, [])
     journal.start()
     made = conversion(written(tmp_path / "source"), tmp_path / "t", "zips")
-    done = convert._Done(journal)
+    done = convert._WrittenUnits(journal)
     with monkeypatch.context() as patch:
         failing(patch, "sync", 0, errno.EIO)
         done.add(made.units[0], [WrittenPiece((), ())], [])
@@ -343,7 +343,7 @@ def test_existing_target_is_rejected(
     """It appears before anything is written, or after everything is."""
     target = tmp_path / "t"
     TAKEN[what](target)
-    with pytest.raises(CheckpointError, match="t is there already"):
+    with pytest.raises(CheckpointError, match="t already exists"):
         conversion(source, target, "zips").run()
     assert not (tmp_path / ".t.resharding").exists()
     other = tmp_path / "u"
@@ -353,7 +353,7 @@ def test_existing_target_is_rejected(
         "zips",
         on_phase=lambda phase: TAKEN[what](other) if phase is ConversionPhase.RENAME else None,
     )
-    with pytest.raises(CheckpointError, match="u is there already"):
+    with pytest.raises(CheckpointError, match="u already exists"):
         made.run()
     if other.is_dir() and not other.is_symlink():
         shutil.rmtree(other)

@@ -73,12 +73,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "foreign manifest": (
         lambda folder: (folder / "manifest.json").write_text('{"format": 3}'),
         "manifest.json",
-        "not a manifest of this",
+        "not a manifest that this",
     ),
     "a list": (
         lambda folder: (folder / "manifest.json").write_text("[1]"),
         "manifest.json",
-        "not a manifest of this",
+        "not a manifest that this",
     ),
     "another version": (
         rewrite(lambda content: content.update(format_version=2)),
@@ -136,7 +136,7 @@ def test_invalid_manifest_entry_is_rejected(run: Path) -> None:
         del content["content_hash"]
         content["content_hash"] = manifest._content_hash(content)
         (folder / "manifest.json").write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match="an entry that cannot be"):
+        with pytest.raises(CheckpointError, match="an invalid entry"):
             open_reader(folder)
 
 

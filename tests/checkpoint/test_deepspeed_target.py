@@ -62,8 +62,8 @@ def test_manifest_of_target_detects_changed_bytes(layout: Layout, tmp_path: Path
 
 
 REFUSED = {
-    "files of an expert axis": TargetConfig(parallel=TargetParallelConfig(expert=2)),
-    "one axis beside data": TargetConfig(parallel=TargetParallelConfig(tensor=2, pipeline=2)),
+    "files for expert parallelism": TargetConfig(parallel=TargetParallelConfig(expert=2)),
+    "data parallelism with one other axis": TargetConfig(parallel=TargetParallelConfig(tensor=2, pipeline=2)),
     "has ZeRO 0 or 1": TargetConfig(zero=TargetZeroStage.stage2, parallel=TargetParallelConfig(pipeline=2)),
     "each stage has a layer": TargetConfig(parallel=TargetParallelConfig(pipeline=3)),
     "loss scaler": TargetConfig(precision=Precision.fp16),
@@ -86,7 +86,7 @@ def test_optimizer_settings_are_required(tmp_path: Path) -> None:
     config = TargetConfig(optim=TargetOptimConfig(lr=1e-3))
     with pytest.raises(
         CheckpointError,
-        match=r"write target.optim.betas=... target.optim.eps=... target.optim.weight_decay=..., as",
+        match=r"write target.optim.betas=... target.optim.eps=... target.optim.weight_decay=...",
     ):
         deepspeed_target.lay_out(saying(source, None), config)
     target = deepspeed_target.lay_out(

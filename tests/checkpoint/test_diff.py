@@ -59,7 +59,7 @@ def test_other_layout_is_equal(tmp_path: Path) -> None:
         found = diff_sources(native, other, advance=lambda done, total, told=told: told.append((done, total)))
         assert found.equal
         assert [one.outcome for one in found.tensors] == [DiffOutcome.EQUAL] * 4
-        assert found.lines() == [f"equal: 4 of 4 tensors are the same in {native.folder} and {other.folder}"]
+        assert found.lines() == [f"equal: 4 of 4 tensors are equal in {native.folder} and {other.folder}"]
         assert (
             {total for _, total in told}
             == {sum(done for done, _ in told)}
@@ -200,7 +200,7 @@ def test_scalars_are_compared(tmp_path: Path) -> None:
     assert found.scalars == (("optimizer_step", 3, None),)
     assert not found.equal
     assert found.lines()[0] == "optimizer_step: 3 on the left, None on the right"
-    assert found.lines()[-1].startswith("not equal: 1 of 1 tensors are the same")
+    assert found.lines()[-1].startswith("not equal: 1 of 1 tensors are equal")
     assert found.lines()[-1].endswith("of what else training resumes from, 1 differ")
 
 
@@ -213,7 +213,7 @@ def test_many_differences_are_summarized(tmp_path: Path) -> None:
     assert len(lines) == 7
     assert lines[5:] == [
         "and 25 more: values",
-        f"not equal: 0 of 30 tensors are the same in {left.folder} and {right.folder}",
+        f"not equal: 0 of 30 tensors are equal in {left.folder} and {right.folder}",
     ]
 
 

@@ -220,7 +220,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a truncated file": (
         lambda folder: first(folder).write_bytes(first(folder).read_bytes()[:-8]),
-        "bytes, but its header says",
+        "bytes, but its header describes",
     ),
     "no states": (json_of({"states": None}), "has no scalars or no states"),
     "files elsewhere": (

@@ -120,7 +120,7 @@ def test_arguments_distinguish_families(family: str) -> None:
 
 def test_megatron_model_is_required(megatron_saved: Saves, tmp_path: Path) -> None:
     folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "alone" / "deeper" / "here" / "copy")
-    with pytest.raises(InputError, match="does not say what model"):
+    with pytest.raises(InputError, match="does not describe its model"):
         open_source(folder)
 
 
@@ -316,9 +316,9 @@ def test_written_keys_can_be_parsed(family: str) -> None:
                 assert key is not None
                 assert (key.state, key.weight, key.half) == (state, slot.key, None)
                 (member,) = key.members(
-                    Box((*slot.place, *(0 for _ in tensor.shape)), (*(1 for _ in slot.place), *tensor.shape))
+                    Box((*slot.index, *(0 for _ in tensor.shape)), (*(1 for _ in slot.index), *tensor.shape))
                 )
-                assert member == (tensor.name, (0,) * len(slot.place), Box.whole(tensor.shape))
+                assert member == (tensor.name, (0,) * len(slot.index), Box.whole(tensor.shape))
                 assert key.whole_shape(tensor.shape, shape) == (*slot.counts, *tensor.shape)
 
 

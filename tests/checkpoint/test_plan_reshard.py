@@ -93,7 +93,7 @@ def test_plan_detects_coverage_errors(tmp_path: Path) -> None:
     (piece,) = source.catalog.pieces[key]
     wrong: list[tuple[tuple[TensorPiece, ...], str]] = [
         ((), "no piece contains it"),
-        ((piece, piece), "both hold"),
+        ((piece, piece), "both contain"),
         ((replace(piece, end=piece.end - 4),), "bytes of part-00000.safetensors for"),
     ]
     for pieces, found in wrong:

@@ -203,7 +203,7 @@ def test_all_wrong_names_and_shapes_are_reported(tmp_path: Path) -> None:
         reader.read(shards_of(asked, LAYOUTS["first_only"], 1)[0])
     text = str(caught.value)
     assert "weight:a has shape (4, 2)" in text
-    assert "(4, 3) in the model that is asked for" in text
+    assert "(4, 3) in the requested model" in text
     assert "no weight of c, d" in text
     assert "remedy" in text
 
@@ -239,7 +239,7 @@ def test_incomplete_save_is_not_committed(tmp_path: Path) -> None:
     doubles = [Shard(key, (4, 3), Box((2, 0), (2, 3)), tensor[2:].double())]
     wrong = {
         "9 of 12 elements": [half(0, 2), half(3, 4)],
-        "both hold": [half(0, 3), half(2, 4)],
+        "both contain": [half(0, 3), half(2, 4)],
         "float64": [half(0, 2), doubles],
     }
     for attempt, (reason, ranks) in enumerate(wrong.items()):

@@ -190,7 +190,7 @@ def test_verify_detects_missing_and_duplicate_elements(tmp_path: Path) -> None:
     assert said(replace(source, catalog=replace(source.catalog, pieces=pieces))) == [
         "weight:w: 60 of 120 elements are stored",
         "master:w: no file contains it",
-        "exp_avg:w: rank0.pt and rank0.pt both hold Box(offset=(0, 0), shape=(6, 10))",
+        "exp_avg:w: rank0.pt and rank0.pt both contain Box(offset=(0, 0), shape=(6, 10))",
     ]
 
 
@@ -212,7 +212,7 @@ def test_verify_detects_truncated_and_missing_files(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     [finding] = verify(tmp_path / "hub")
     assert finding.where == "model.safetensors"
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         verify(tmp_path)
 
 

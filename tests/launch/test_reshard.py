@@ -75,7 +75,7 @@ def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Capt
     }
     assert reader.scalars == before.scalars
     err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
-    assert "is there already" in err
+    assert "already exists" in err
 
 
 def test_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -134,7 +134,7 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
     ("typed", "shows"),
     [
         (("source=/no/such", "action=inspect"), "/no/such is not there"),
-        (("source={empty}", "action=inspect"), "holds no checkpoint"),
+        (("source={empty}", "action=inspect"), "contains no checkpoint"),
         (
             ("source={checkpoint}", "target={empty}/x", "target.zero=stage3"),
             "native takes target.precision, target.optimizer",

@@ -150,7 +150,7 @@ class CheckpointDiff:
         numbers = f"; {len(self.scalars)} scalars differ" if self.scalars else ""
         return [
             *lines,
-            f"{verdict}: {len(equal)} of {len(self.tensors)} tensors are the equal in {self.left} and "
+            f"{verdict}: {len(equal)} of {len(self.tensors)} tensors are equal in {self.left} and "
             f"{self.right}{numbers}",
         ]
 

@@ -102,7 +102,7 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
                 "target.format",
                 f"target.format={config.format.name}",
                 "this format can be read but not written",
-                f"write form of {', '.join(['native', *(form.name for form in WRITERS)])}",
+                f"write one of {', '.join(['native', *(form.name for form in WRITERS)])}",
             )
         )
     target: CheckpointTarget = import_module(f"toolkit.checkpoint.formats.{WRITERS[config.format]}").lay_out(

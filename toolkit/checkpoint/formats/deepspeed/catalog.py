@@ -111,7 +111,7 @@ def _finish(
                 raise DamagedFile(
                     "",
                     f"{folder} has {numel} of {spec.numel} elements of {key}, as {', '.join(sorted(dtypes))}",
-                    "the files of all ranks contain every element once, in content dtype",
+                    "the files of all ranks contain every element once, in one dtype",
                 )
             tensors[key], read[key] = TensorInfo(dtypes.pop(), spec.shape), held
             if more:
