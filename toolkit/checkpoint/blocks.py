@@ -77,20 +77,20 @@ class VerifiedRecords:
     """Archive records whose CRC-32 has been verified; shared by threads."""
 
     def __init__(self) -> None:
-        self._right: set[ArchiveRecord] = set()
-        self._checking: dict[ArchiveRecord, threading.Lock] = {}
+        self._verified: set[ArchiveRecord] = set()
+        self._locks: dict[ArchiveRecord, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def verify_once(self, record: ArchiveRecord, check: Callable[[ArchiveRecord], None]) -> None:
         """Call ``check`` for a record unless it has passed before. Raises what ``check`` raises."""
-        if record in self._right:
+        if record in self._verified:
             return
         with self._lock:
-            checking = self._checking.setdefault(record, threading.Lock())
-        with checking:
-            if record not in self._right:
+            record_lock = self._locks.setdefault(record, threading.Lock())
+        with record_lock:
+            if record not in self._verified:
                 check(record)
-                self._right.add(record)
+                self._verified.add(record)
 
 
 class CheckpointFiles:

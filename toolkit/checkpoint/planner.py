@@ -234,16 +234,15 @@ def check_available(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tup
         elif DTYPES[tensors[key].dtype].is_float != DTYPES[dtype].is_float:
             shapes[requested] = Problem(
                 "resume",
-                f"{requested} is {tensors[key].dtype} in {folder} and {dtype} in the model that is "
-                "requested for",
+                f"{requested} is {tensors[key].dtype} in {folder} and {dtype} in the requested model",
                 "integers are not converted to floating point, nor floating point to integers",
                 "use another checkpoint, or start without it",
             )
         elif tensors[key].shape != global_shape:
             shapes[requested] = Problem(
                 "resume",
-                f"{requested} has shape {tensors[key].shape} in {folder} and {global_shape} in the model "
-                "that is requested for",
+                f"{requested} has shape {tensors[key].shape} in {folder} and {global_shape} in the "
+                "requested model",
                 "a checkpoint is loaded into a model of the same shapes",
                 "set the model's sizes to the checkpoint's, or start without it",
             )
