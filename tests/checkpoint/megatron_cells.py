@@ -13,7 +13,7 @@ from tests.checkpoint import megatron_ranks as work
 from tests.checkpoint.layouts import same_bits
 from tests.checkpoint.megatron_ranks import Held, State
 from toolkit.checkpoint.shard import Box, Shard
-from toolkit.checkpoint.source import CheckpointSource
+from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
@@ -141,3 +141,27 @@ FULL = (
     cell("mixtral", data=2, zero=1),
     cell("mixtral", pipeline=2, data=2, expert=2),
 )
+
+
+def opened(case: Cell, folder: Path) -> CheckpointSource:
+    return open_source(folder, case.plan.shape)
+
+
+def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    about = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(of.size, dtype=of.properties.dtype)
+        for key, of in about.items()
+        if isinstance(of, TensorStorageMetadata)
+    }
+    checkpoint.load(
+        found,
+        storage_reader=FileSystemReader(str(folder)),
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    return found

@@ -133,7 +133,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", ["zips", pytest.param("native", marks=pytest.mark.full)])
 def test_killed_conversion_resumes_in_each_phase(
     kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:

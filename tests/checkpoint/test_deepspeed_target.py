@@ -116,7 +116,7 @@ def test_unknown_model_is_rejected(tmp_path: Path) -> None:
     [Layout(1, data=64), Layout(3, data=150), Layout(2, data=8, tensor=8), Layout(1, data=4, pipeline=5)],
     ids=str,
 )
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@pytest.mark.parametrize("precision", [pytest.param(Precision.fp32, marks=pytest.mark.full), Precision.bf16])
 def test_every_element_is_written_once(layout: Layout, precision: Precision, tmp_path: Path) -> None:
     """For models and ranks too large to run: pieces cover every tensor once, without overlapping bytes."""
     source = fabricated(

@@ -129,8 +129,8 @@ def check(pool: RankPool, trained: Trained, layout: Layout, family: str, folder:
 QUICK = [
     ("qwen2", Layout(0, data=2), {}),
     ("qwen2", Layout(2, data=4), {}),
-    ("gpt2", Layout(1, data=2), {}),
-    ("qwen3", Layout(1, data=4), ODD),
+    pytest.param("gpt2", Layout(1, data=2), {}, marks=pytest.mark.full),
+    pytest.param("qwen3", Layout(1, data=4), ODD, marks=pytest.mark.full),
     ("qwen3", Layout(3, data=4, sub_group=50), ODD),
     ("qwen2", Layout(1, pipeline=2), {}),
     ("llama", Layout(3, tensor=2), {}),
@@ -301,7 +301,9 @@ def check_universal(
     return opened
 
 
-@pytest.mark.parametrize("layout", [Layout(2, data=2), Layout(3, data=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(Layout(2, data=2), marks=pytest.mark.full), Layout(3, data=2)], ids=str
+)
 def test_one_universal_folder_serves_all_stages(
     layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path
 ) -> None:

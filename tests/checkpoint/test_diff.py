@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.checkpoint.fabricate import of_ranks
+from tests.checkpoint.huggingface_folders import SCALARS, converted, with_optimizer
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from tests.checkpoint.test_huggingface_optimizer import SCALARS, converted, with_optimizer
 from toolkit.checkpoint import manifest, tile_reader
 from toolkit.checkpoint.offline.diff import CheckpointDiff, DiffOutcome, diff, diff_sources
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey

@@ -29,8 +29,10 @@ from tests.checkpoint.megatron_cells import (
     Cell,
     Saves,
     apart,
+    by_pytorch,
     cell,
     differing,
+    opened,
 )
 from tests.checkpoint.megatron_ranks import SAMPLES, STOP
 from toolkit import families
@@ -46,10 +48,6 @@ from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.matrix import Case, megatron
 from toolkit.testing.matrix import Cell as Layout
-
-
-def opened(case: Cell, folder: Path) -> CheckpointSource:
-    return open_source(folder, case.plan.shape)
 
 
 def check(case: Cell, saved: Saves) -> CheckpointSource:
@@ -151,26 +149,6 @@ def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
                 part.view(stacked[tensor.layer, tensor.expert]),
                 held.state[TensorKey(EXP_AVG, part.canonical)][place],
             )
-
-
-def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    about = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    found = {
-        key: torch.empty(of.size, dtype=of.properties.dtype)
-        for key, of in about.items()
-        if isinstance(of, TensorStorageMetadata)
-    }
-    checkpoint.load(
-        found,
-        storage_reader=FileSystemReader(str(folder)),
-        planner=DefaultLoadPlanner(flatten_state_dict=False),
-        no_dist=True,
-    )
-    return found
 
 
 # ---- what is refused

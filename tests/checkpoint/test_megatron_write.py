@@ -25,10 +25,11 @@ from tests.checkpoint.megatron_cells import (
     Cell,
     Saves,
     apart,
+    by_pytorch,
     cell,
+    opened,
 )
 from tests.checkpoint.megatron_ranks import STOP
-from tests.checkpoint.test_megatron_read import by_pytorch, opened
 from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata

@@ -347,7 +347,7 @@ CheckpointStore(sys.argv[1], on_phase=die).save(1, [shard], {}, namespace="test/
 """
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_killed_rank_fails_save_on_other_ranks(dies: int, tmp_path: Path) -> None:
     """Without waiting for the timeout (30 minutes), and without signals from a launcher."""
     other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])

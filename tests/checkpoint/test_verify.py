@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.fabricate import of_ranks, read_at, write_at
+from tests.checkpoint.huggingface_folders import converted, model_of, tiny
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from tests.checkpoint.test_huggingface import model_of, tiny
 from toolkit.checkpoint import manifest, tile_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
 from toolkit.checkpoint.source import CheckpointSource, open_source
@@ -277,8 +277,6 @@ def test_verify_flipped_bits(tmp_path: Path) -> None:
 
 def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) -> None:
     """Only a hash detects a first moment's lowest bit."""
-    from tests.checkpoint.test_huggingface_optimizer import converted
-
     folder = converted(tmp_path, "llama")
     assert verify(folder) == []
     found = manifest.load(folder, manifest.FOREIGN_NAME)
