@@ -68,7 +68,7 @@ def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
             for _ in range(50):
                 write_whole(path, content, durable=False)
                 assert path.read_bytes() in contents
-        except BaseException as error:  # noqa: BLE001 - told by the test
+        except BaseException as error:  # noqa: BLE001 - the test checks it
             failures.append(error)
 
     threads = [threading.Thread(target=write, args=(content,)) for content in contents]

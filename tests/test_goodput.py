@@ -30,7 +30,8 @@ from toolkit.goodput import (
     write_times,
 )
 
-# 10 s of starting, 20 steps of 2 s, two saves of 3 s, an evaluation of 4 s, 1 s of logging, and 5 s after the last step.
+# 10 s of starting, 20 steps of 2 s, two saves of 3 s, an evaluation of 4 s, 1 s of logging, 5 s after the
+# last step.
 FIRST = Attempt(
     AttemptTimes(
         began=1000,
@@ -161,7 +162,7 @@ def test_incomplete_files_are_skipped(tmp_path: Path) -> None:
     assert found is not None
     assert found.saves == FIRST.saves
     assert found.times == replace(FIRST.times, state="failed", reason="rank 1")
-    end_times(tmp_path, 1099.0, state="failed", reason="the parent knows", anew=True)
+    end_times(tmp_path, 1099.0, state="failed", reason="the parent knows", overwrite=True)
     again = read_attempt(tmp_path)
     assert again is not None
     assert (again.times.ended, again.times.reason) == (1099.0, "the parent knows")

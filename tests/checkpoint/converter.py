@@ -22,14 +22,15 @@ from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.errors import CheckpointError
 
-# Small enough for many tiles a tensor and many syncs a conversion.
+# Small enough for many tiles per tensor and many syncs per conversion.
 SYNC_BYTES, TILE_BYTES = 20_000, 8_000
-# Moments beside the phases: a write of a tile; the manifest is written and not yet there; the folder has its name.
+# Moments in addition to the phases: a write of a tile, before the manifest is renamed, after the folder is
+# renamed.
 WRITE, REPLACE, RENAMED = "write", "replace", "renamed"
 
 
 @dataclass
-class Told:
+class ConversionOutcome:
     """The result of a conversion. ``writes`` are (file, byte, length) of written tensor data."""
 
     resumed: bool = False
@@ -110,8 +111,8 @@ def work(
         pipe: Connection to the test.
     """
     small()
-    told, waits, seen = (
-        Told(),
+    outcome, waits, seen = (
+        ConversionOutcome(),
         [wait_at],
         {moment: count() for moment in (*ConversionPhase, WRITE, REPLACE, RENAMED)},
     )
@@ -130,7 +131,7 @@ def work(
         write(output, name, begin, data[: len(data) // 2])  # a kill may cut a write short
         at(WRITE)
         write(output, name, begin, data)
-        told.writes.append((name, begin, len(data)))
+        outcome.writes.append((name, begin, len(data)))
 
     def telling_replace(path: Path, to: Path) -> Path:
         at(REPLACE)
@@ -143,7 +144,7 @@ def work(
 
     TargetOutput.write, Path.replace, convert.sync_folder = telling_write, telling_replace, telling_sync  # type: ignore[method-assign]
     try:
-        told.resumed = conversion(source, target, kind, on_phase=at).run()
+        outcome.resumed = conversion(source, target, kind, on_phase=at).run()
     except CheckpointError as error:
-        told.refusal = str(error)
-    pipe.send(told)
+        outcome.refusal = str(error)
+    pipe.send(outcome)

@@ -87,9 +87,9 @@ def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     step_all(engine, plan, range(STOP), rank=rank)
-    said = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
+    engine_scalars = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
     CheckpointStore(folder).save(
-        STOP, engine.shards(), said, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1
+        STOP, engine.shards(), engine_scalars, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1
     ).wait()
     results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
@@ -120,9 +120,9 @@ def go_on(
             state["step"] = state["step"].clone()
     if again is not None:
         vendor_save(engine, again)
-    ds, state, said = engine._ds, gather(engine.shards(), rank, ranks), engine.scalars()
+    ds, state, engine_scalars = engine._ds, gather(engine.shards(), rank, ranks), engine.scalars()
     counts = (ds.global_steps, ds.global_samples, ds.skipped_steps)
     decays = [group["weight_decay"] for group in ds.optimizer.param_groups]
     results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
-    return Opened(state, said, counts, decays, results)
+    return Opened(state, engine_scalars, counts, decays, results)

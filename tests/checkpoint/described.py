@@ -100,7 +100,8 @@ def main(model: str, ranks: str, missing: str) -> None:
     )
     print(f"read={plan.bytes_read}\nreads={plan.reads}\nwritten={plan.target_bytes}\nwrites={plan.writes}")
     print(
-        f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}\ncpu_seconds={time.process_time() - began:.1f}"
+        f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}"
+        f"\ncpu_seconds={time.process_time() - began:.1f}"
     )
     print(f"peak_bytes={resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}")
 

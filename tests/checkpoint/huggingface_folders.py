@@ -1,4 +1,5 @@
-"""Tiny models of transformers, and folders with their optimizer state, for the tests of the Hugging Face format."""
+"""Tiny models of transformers, and folders with their optimizer state, for the tests of the Hugging
+Face format."""
 
 from __future__ import annotations
 

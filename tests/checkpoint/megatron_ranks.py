@@ -1,4 +1,5 @@
-"""Functions of the ranks in Megatron-core tests: train and save, load with Megatron-core's loader, continue."""
+"""Functions of the ranks in Megatron-core tests: train and save, load with Megatron-core's loader,
+continue."""
 
 from __future__ import annotations
 

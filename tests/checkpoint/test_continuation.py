@@ -162,7 +162,7 @@ class Saved:
 
     def _make(self, name: str) -> CheckpointSource:
         layout, folder = LAYOUTS[name], self._folder / name
-        if layout.form is TargetFormat.huggingface:  # nobody else writes it with an optimizer's state
+        if layout.form is TargetFormat.huggingface:  # no vendor writes this format with optimizer state
             return convert(self.of("native"), layout, folder)
         self._pool.run(train, layout, folder, ranks=layout.cell.ranks)
         return open_source(folder, layout.cell.plan(CASE).shape)

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from tests.checkpoint import converter
-from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, Told, conversion
+from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, ConversionOutcome, conversion
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from toolkit.checkpoint.offline import convert, fill
 from toolkit.checkpoint.offline.convert import JOURNAL, Conversion, ConversionPhase
@@ -100,11 +100,11 @@ class Attempt:
         self.process.start()
         theirs.close()
 
-    def told(self) -> Told:
+    def outcome(self) -> ConversionOutcome:
         assert self.pipe.poll(30), "no answer in 30 s"
-        told: Told = self.pipe.recv()
+        outcome: ConversionOutcome = self.pipe.recv()
         self.process.join(30)
-        return told
+        return outcome
 
     def die(self) -> None:
         self.process.join(30)
@@ -150,9 +150,9 @@ def test_killed_conversion_resumes_in_each_phase(
         made = conversion(source, target, kind)
         done = recorded(made)
         pieces = {str(unit.source): unit.pieces(made.target) for unit in made.units}
-        told = Attempt(forks, source, target, kind).told()
-        assert told.refusal == ""
-        assert told.resumed == (bool(done) or moment[0] == RENAMED), moment
+        outcome = Attempt(forks, source, target, kind).outcome()
+        assert outcome.refusal == ""
+        assert outcome.resumed == (bool(done) or moment[0] == RENAMED), moment
         if moment[0] == RENAMED:
             done = set(pieces)
         left = {
@@ -162,9 +162,9 @@ def test_killed_conversion_resumes_in_each_phase(
             for piece in of_unit
             for at in range(piece.begin, piece.end)
         }
-        assert sum(length for _, _, length in told.writes) == len(left), moment
+        assert sum(length for _, _, length in outcome.writes) == len(left), moment
         assert {
-            (file, at) for file, begin, length in told.writes for at in range(begin, begin + length)
+            (file, at) for file, begin, length in outcome.writes for at in range(begin, begin + length)
         } == left, moment
         assert files_of(target) == unbroken[kind], moment
         assert not made.temporary.exists()
@@ -191,8 +191,8 @@ def test_killed_at_random_times_resumes(
             if target.exists():
                 assert {**files_of(target), JOURNAL: b""} == {**unbroken["zips"], JOURNAL: b""}
                 break
-        told = Attempt(forks, source, target, "zips").told()
-        assert told.refusal == "" or "already exists" in told.refusal
+        outcome = Attempt(forks, source, target, "zips").outcome()
+        assert outcome.refusal == "" or "already exists" in outcome.refusal
         assert files_of(target) == unbroken["zips"]
     assert killed, f"no kill fell into a conversion: CRASH_SEED={SEED} proves nothing"
 
@@ -202,7 +202,7 @@ def test_finished_target_is_not_written_again(
 ) -> None:
     Attempt(forks, source, tmp_path / "t", "zips", kill_at=(ConversionPhase.DONE, 0)).die()
     assert files_of(tmp_path / "t") == unbroken["zips"]
-    assert "t already exists" in Attempt(forks, source, tmp_path / "t", "zips").told().refusal
+    assert "t already exists" in Attempt(forks, source, tmp_path / "t", "zips").outcome().refusal
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
@@ -215,20 +215,30 @@ def test_second_process_on_one_target_is_rejected(
     with pytest.raises(CheckpointError, match=r"another process is writing .*\.t\.resharding"):
         conversion(source, tmp_path / "t", "zips").run()
     first.pipe.send(None)
-    assert first.told().refusal == ""
+    assert first.outcome().refusal == ""
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
 OTHERS: dict[str, Callable[[Path, Path], Conversion]] = {
     "another target": lambda source, target: conversion(source, target, "native"),
     "looked at": lambda source, target: conversion(source, target, "zips", examine=False),
-    "another source": lambda source, target: conversion(written(source.parents[1] / "other", 4), target, "zips"),
-    "a changed source": lambda source, target: (shutil.rmtree(source), written(source.parent, 4), conversion(source, target, "zips"))[2],
-    "a file gone": lambda source, target: ((target.with_name(".t.resharding") / "part-0" / "of" / "0.pt").unlink(),
-                                           conversion(source, target, "zips"))[1],
-    "a file cut": lambda source, target: (os.truncate(target.with_name(".t.resharding") / "part-1" / "of" / "3.pt", 300),
-                                          conversion(source, target, "zips"))[1],
-}  # fmt: skip
+    "another source": lambda source, target: conversion(
+        written(source.parents[1] / "other", 4), target, "zips"
+    ),
+    "a changed source": lambda source, target: (
+        shutil.rmtree(source),
+        written(source.parent, 4),
+        conversion(source, target, "zips"),
+    )[2],
+    "a file gone": lambda source, target: (
+        (target.with_name(".t.resharding") / "part-0" / "of" / "0.pt").unlink(),
+        conversion(source, target, "zips"),
+    )[1],
+    "a file cut": lambda source, target: (
+        os.truncate(target.with_name(".t.resharding") / "part-1" / "of" / "3.pt", 300),
+        conversion(source, target, "zips"),
+    )[1],
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -332,7 +342,7 @@ TAKEN: dict[str, Callable[[Path], object]] = {
     "a file": lambda path: path.write_text("mine"),
     "a folder": lambda path: (path.mkdir(), (path / "mine").touch()),
     "a link": lambda path: path.symlink_to(path.with_name("elsewhere")),
-    "a journal of nobody": lambda path: (path.mkdir(), (path / JOURNAL).write_text('{"identity": "mine"}\n')),
+    "another journal": lambda path: (path.mkdir(), (path / JOURNAL).write_text('{"identity": "mine"}\n')),
 }
 
 

@@ -187,7 +187,8 @@ def test_verify_detects_implausible_values(tmp_path: Path) -> None:
 
     assert found(0, WEIGHT, 3, float(sound[TensorKey(WEIGHT, "w")].view(-1)[3])) == []
     assert found(1, WEIGHT, 3, 9.5) == [
-        "weight:w: 1 of 1200 values are not their master weights, cast to bfloat16; the first is in part-00001.safetensors"
+        "weight:w: 1 of 1200 values are not their master weights, cast to bfloat16; the first is in "
+        "part-00001.safetensors"
     ]
     assert found(2, MASTER, 1199, float("nan"))[0].startswith("master:w: 1 values are not finite")
     assert found(3, EXP_AVG_SQ, 5, -1e-30)[0].startswith("exp_avg_sq:w: an average of squares is negative")

@@ -97,7 +97,8 @@ def run(tmp_path: Path, forks: ForkServerContext) -> Run:
     return Run(tmp_path / "checkpoints", forks)
 
 
-# Entered n times: in the first save, and when others are there to be lost. A save enters PIECES 1 + pieces times.
+# Entered n times: in the first save, and when earlier checkpoints could be lost. A save enters PIECES 1 +
+# pieces times.
 MOMENTS = [
     *((0, phase, nth) for phase in SavePhase for nth in (0, 3)),
     *((1, phase, nth) for phase in (SavePhase.PIECES, SavePhase.FSYNC) for nth in (0, 3)),

@@ -30,7 +30,8 @@ from toolkit.testing.dist import RankPool
 from toolkit.testing.tiny import tiny_plan
 
 Case = tuple[str, int, bool, bool, str]
-# (family, ranks, FSDP, flat names of the optimizer's state, the model's name in what is saved): tied and untied, odd sizes.
+# (family, ranks, FSDP, flattened optimizer names, name of the model in the saved dict): tied and untied, odd
+# sizes.
 QUICK: tuple[Case, ...] = (("qwen2", 2, True, True, "model"), ("gpt2", 1, False, False, "app.model"))
 FULL: tuple[Case, ...] = (
     ("mixtral", 2, True, False, "model"),

@@ -171,7 +171,10 @@ def any_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed_over(folder: Path, path: Path) -> Path:
-    """Copy a checkpoint with the files of the first two ranks swapped. The names in their records reveal it."""
+    """Copy a checkpoint with the files of the first two ranks swapped.
+
+    The names in their records reveal it.
+    """
     shutil.copytree(folder, path)
     one, other = (path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
     aside = one.rename(path / "aside")
@@ -319,7 +322,7 @@ def check_resumed(case: Cell, saved: Saves) -> None:
     assert apart(forgot) > 10 * TOLERANCE, apart(forgot)
 
 
-# ---- what is wrong is told
+# ---- errors
 
 
 def test_deepspeed_model_is_required(saved: Saves) -> None:
@@ -408,7 +411,8 @@ def test_reading_imports_neither_deepspeed_nor_torch() -> None:
     import sys
 
     code = (
-        "import sys, toolkit.checkpoint.formats.deepspeed.source, toolkit.checkpoint.formats.universal.source\n"
+        "import sys, toolkit.checkpoint.formats.deepspeed.source, "
+        "toolkit.checkpoint.formats.universal.source\n"
         "assert not {'torch', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -200,7 +200,8 @@ def test_lr_scheduler_resumes_from_converted_checkpoint(
     assert more == pytest.approx(losses, abs=1e-5)
     assert len(set(rates)) == len(rates)
     assert re.search(
-        r"2 parameter groups, .*: 16 tensors of more than one dim with weight_decay=0.1, then 5 tensors of one dim with "
+        r"2 parameter groups, .*: 16 tensors of more than one dim with weight_decay=0.1, then 5 tensors of "
+        r"one dim with "
         r"weight_decay=0; lr=\S+ betas=\[0.9, 0.999\] eps=0.0001",
         target.notes[0],
     )

@@ -51,7 +51,7 @@ BF16: Mapping[str, Any] = {"precision__name": Precision.bf16}
 
 def convert(source: CheckpointSource, target: CheckpointTarget, path: Path) -> Path:
     assert not Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
-    (path / manifest.FOREIGN_NAME).unlink()  # nobody but DeepSpeed's own files says anything
+    (path / manifest.FOREIGN_NAME).unlink()  # only DeepSpeed's files describe the content
     return path
 
 

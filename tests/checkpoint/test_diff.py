@@ -55,14 +55,16 @@ def test_other_layout_is_equal(tmp_path: Path) -> None:
     native = open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3)))
     for number, settings in enumerate(({"ranks": 5}, {"replicated": ("w",)}, {"turned": ("w",)})):
         other = made(tmp_path / f"{number}", named, **settings)
-        told: list[tuple[int, int]] = []
-        found = diff_sources(native, other, advance=lambda done, total, told=told: told.append((done, total)))
+        progress: list[tuple[int, int]] = []
+        found = diff_sources(
+            native, other, advance=lambda done, total, progress=progress: progress.append((done, total))
+        )
         assert found.equal
         assert [one.outcome for one in found.tensors] == [DiffOutcome.EQUAL] * 4
         assert found.lines() == [f"equal: 4 of 4 tensors are equal in {native.folder} and {other.folder}"]
         assert (
-            {total for _, total in told}
-            == {sum(done for done, _ in told)}
+            {total for _, total in progress}
+            == {sum(done for done, _ in progress)}
             == {2 * sum(t.nbytes for t in named.values())}
         )
 

@@ -176,7 +176,7 @@ def test_other_model_is_reported(megatron_saved: Saves) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         ("metadata", r"\.metadata cannot be read"),
         ("missing", "is missing"),
@@ -189,7 +189,7 @@ def test_other_model_is_reported(megatron_saved: Saves) -> None:
         ("steps", "all parameters have taken the same steps"),
     ],
 )
-def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damage: str, said: str) -> None:
+def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damage: str, message: str) -> None:
     folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "copy")
     iteration = folder / f"iter_{STOP:07d}"
     file = max(iteration.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -218,7 +218,7 @@ def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damag
         with (iteration / blob.file).open("r+b") as stream:
             stream.seek(blob.end - 22)
             stream.write(bytes(22))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         differing(opened(GPT2_3D, folder), megatron_saved.of(GPT2_3D)[1].state)
 
 

@@ -267,16 +267,16 @@ def read(source: CheckpointSource, key: TensorKey, into: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (asked(tensor=3, optim=SETTINGS), r"target\.parallel\.tensor=3"),
         (asked(pipeline=3, optim=SETTINGS), r"target\.parallel\.pipeline=3"),
         (asked(expert=2, optim=SETTINGS), r"target\.parallel\.expert=2"),
     ],
 )
-def test_invalid_layouts_are_rejected(config: TargetConfig, said: str, tmp_path: Path) -> None:
+def test_invalid_layouts_are_rejected(config: TargetConfig, message: str, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         megatron_target.lay_out(source, config)
 
 

@@ -322,7 +322,7 @@ def test_silent_rank_is_reported_after_timeout(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, timeout_seconds=0.3)
     with pytest.raises(SaveFailed, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):
         store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=3, attempt=1)
-    with pytest.raises(SaveFailed, match="rank 0 could not save step 1"):  # and the late one is told at once
+    with pytest.raises(SaveFailed, match="rank 0 could not save step 1"):  # the late rank fails at once
         CheckpointStore(tmp_path, timeout_seconds=20).save(
             1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1
         )
@@ -343,7 +343,8 @@ def die(phase):
         os.kill(os.getpid(), signal.SIGKILL)
 
 shard = Shard(TensorKey(WEIGHT, "w"), (128,), Box((64 * rank,), (64,)), torch.zeros(64))
-CheckpointStore(sys.argv[1], on_phase=die).save(1, [shard], {}, namespace="test/1", rank=rank, ranks=2, attempt=1)
+store = CheckpointStore(sys.argv[1], on_phase=die)
+store.save(1, [shard], {}, namespace="test/1", rank=rank, ranks=2, attempt=1)
 """
 
 

@@ -49,7 +49,7 @@ def of_vendor(folder: Path) -> CheckpointSource:
     return of_ranks(folder, sound(), replicated=("norm",))
 
 
-def said(source: CheckpointSource, workers: int = 2) -> list[str]:
+def describe_findings(source: CheckpointSource, workers: int = 2) -> list[str]:
     return [str(finding) for finding in verify_source(source, workers=workers)]
 
 
@@ -60,12 +60,17 @@ def test_intact_checkpoint_has_no_findings(tmp_path: Path) -> None:
         of_ranks(tmp_path / "turned", named, replicated=("norm",), turned=("w",)),
         open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3))),
     ):
-        told: list[tuple[int, int]] = []
-        assert verify_source(source, advance=lambda done, total, told=told: told.append((done, total))) == []
+        progress: list[tuple[int, int]] = []
+        assert (
+            verify_source(
+                source, advance=lambda done, total, progress=progress: progress.append((done, total))
+            )
+            == []
+        )
         copies = sum(piece.end - piece.begin for of_key in source.catalog.copies.values() for piece in of_key)
         assert (
-            {total for _, total in told}
-            == {sum(done for done, _ in told)}
+            {total for _, total in progress}
+            == {sum(done for done, _ in progress)}
             == {sum(t.nbytes for t in named.values()) + copies}
         )
 
@@ -79,7 +84,7 @@ def test_verify_detects_weight_that_differs_from_master(tmp_path: Path, turned: 
     source = of_ranks(tmp_path / "a", sound(), replicated=("norm",), turned=turned)
     write_at(source, TensorKey(MASTER, "w"), 77, struct.pack("<f", 3.0))
     write_at(source, TensorKey(WEIGHT, "w"), 119, b"\x00\x3f")
-    assert said(source) == [
+    assert describe_findings(source) == [
         "weight:w: 2 of 120 values are not their master weights, cast to bfloat16; the first is in rank1.pt"
     ]
 
@@ -109,7 +114,7 @@ def test_verify_detects_nonfinite_and_negative_values(
 ) -> None:
     source = of_vendor(tmp_path / "a")
     write_at(source, TensorKey(state, "w"), 100, raw)
-    assert said(source) == [f"{state}:w: {seen}"]
+    assert describe_findings(source) == [f"{state}:w: {seen}"]
 
 
 def test_verify_detects_differing_replica(tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_verify_detects_differing_replica(tmp_path: Path) -> None:
         )
         write_at(source, TensorKey(EXP_AVG, "norm"), 5, struct.pack("<f", 1.25), copy=True)
         write_at(source, TensorKey(WEIGHT, "w"), 11, b"\x00\x3e", copy=True)
-        assert said(source) == [
+        assert describe_findings(source) == [
             "weight:w: 1 of 120 values differ between rank0.pt and rank1.pt",
             "exp_avg:norm: 1 of 12 values differ between rank0.pt and rank1.pt",
         ]
@@ -128,7 +133,7 @@ def test_verify_detects_differing_replica(tmp_path: Path) -> None:
 def test_verify_reports_file_of_invalid_copy(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
     write_at(source, TensorKey(EXP_AVG_SQ, "norm"), 5, struct.pack("<f", -1.0), copy=True)
-    assert said(source) == ["exp_avg_sq:norm: an average of squares is negative, in rank1.pt"]
+    assert describe_findings(source) == ["exp_avg_sq:norm: an average of squares is negative, in rank1.pt"]
 
 
 def test_verify_detects_differing_tied_tensors(tmp_path: Path) -> None:
@@ -142,7 +147,8 @@ def test_verify_detects_differing_tied_tensors(tmp_path: Path) -> None:
     tensors["lm_head.weight"][3, 4] += 1
     save_file(tensors, file, {"format": "pt"})
     assert [str(finding) for finding in verify(tmp_path)] == [
-        "weight:model.embed_tokens.weight: 1 of 2144 values differ between model.safetensors and model.safetensors"
+        "weight:model.embed_tokens.weight: 1 of 2144 values differ between model.safetensors and "
+        "model.safetensors"
     ]
 
 
@@ -173,7 +179,8 @@ def test_verify_detects_wrong_folder_step(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, shards_of(sound(), LAYOUTS["flat"], 2))
     folder.rename(tmp_path / "step-00000005")
     assert [finding.what for finding in verify(tmp_path / "step-00000005")] == [
-        "steps disagree: the checkpoint is of step 1, its scalars are of step 1, its folder's name is of step 5"
+        "steps disagree: the checkpoint is of step 1, its scalars are of step 1, its folder's name is of "
+        "step 5"
     ]
 
 
@@ -187,7 +194,7 @@ def test_verify_detects_missing_and_duplicate_elements(tmp_path: Path) -> None:
     pieces[key] = pieces[key][:1]
     pieces[other] = (*pieces[other], pieces[other][0])
     pieces[third] = ()
-    assert said(replace(source, catalog=replace(source.catalog, pieces=pieces))) == [
+    assert describe_findings(replace(source, catalog=replace(source.catalog, pieces=pieces))) == [
         "weight:w: 60 of 120 elements are stored",
         "master:w: no file contains it",
         "exp_avg:w: rank0.pt and rank0.pt both contain Box(offset=(0, 0), shape=(6, 10))",
@@ -196,7 +203,7 @@ def test_verify_detects_missing_and_duplicate_elements(tmp_path: Path) -> None:
 
 def test_verify_detects_different_shapes(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(MASTER, "w"): torch.ones(4, 6)}
-    assert said(of_ranks(tmp_path / "a", named)) == [
+    assert describe_findings(of_ranks(tmp_path / "a", named)) == [
         "weight:w: its states differ in shape: weight (4, 5), master (4, 6)"
     ]
 
@@ -220,8 +227,8 @@ def test_findings_are_independent_of_threads(tmp_path: Path) -> None:
     source = of_ranks(tmp_path / "a", sound(tuple("abcdefgh")))
     for number, name in enumerate("abcdefgh"):
         write_at(source, TensorKey(MASTER, name), 13 * number, struct.pack("<f", 100.0))
-    assert said(source, 1) == said(source, 5)
-    assert len(said(source, 1)) == 8
+    assert describe_findings(source, 1) == describe_findings(source, 5)
+    assert len(describe_findings(source, 1)) == 8
 
 
 # ---- one flipped bit: what is found with hashes, and what without
@@ -300,4 +307,4 @@ def test_empty_tensors_are_valid(tmp_path: Path) -> None:
         {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(WEIGHT, "none"): torch.ones(0, 5)},
     )
     assert source.catalog.tensors[TensorKey(WEIGHT, "none")] == TensorInfo("float32", (0, 5))
-    assert said(source) == []
+    assert describe_findings(source) == []

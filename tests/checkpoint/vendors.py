@@ -57,7 +57,8 @@ def vendor_save_megatron(
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # It would start a process for a queue that this one alone reads and writes, which nobody ends where ranks are ended.
+    # Otherwise it starts a process for a queue that only this process uses, and which is left behind when
+    # ranks are ended.
     filesystem_async._results_queue = Queue()
     iteration = folder / ITERATION.format(step)
     if dist.get_rank() == 0:

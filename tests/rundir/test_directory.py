@@ -82,7 +82,7 @@ def test_os_errors_have_rule_and_remedy(tmp_path: Path, name: str) -> None:
     assert "run.dir=FOLDER" in problem.remedy
 
 
-# ---- starts that nobody typed
+# ---- automatic restarts
 
 
 def test_lock_holder_opens_next_attempt(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ def test_second_live_run_is_rejected(tmp_path: Path) -> None:
 
 
 def test_lock_of_killed_owner_is_released(tmp_path: Path) -> None:
-    code = "import os, sys; from tests.rundir.runs import *; RunDirectory(sys.argv[1]).begin(config(), PLAN); os.kill(os.getpid(), 9)"
+    code = (
+        "import os, sys; from tests.rundir.runs import *; RunDirectory(sys.argv[1]).begin(config(), "
+        "PLAN); os.kill(os.getpid(), 9)"
+    )
     root = Path(__file__).parents[2]
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, timeout=60, check=False)
     assert killed.returncode == -9
