@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.checkpoint_folder import NewestCheckpoint, disagreement_error, find_newest, moved_steps, step_of
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError, ExitCode, InputError, Problem, file_errors
+from toolkit.errors import ConfigError, ExitCode, Problem, file_errors
 from toolkit.files import write_whole
 from toolkit.goodput import (
     SAVES,
@@ -25,12 +25,13 @@ from toolkit.goodput import (
     read_times,
     write_times,
 )
-from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rows import last_row
 from toolkit.rundir.lock import acquire_lock
 from toolkit.rundir.rows import move_rows
 from toolkit.rundir.source import (
+    OTHER_FOLDER,
     SourceKind,
+    check_folder,
     check_fork,
     check_identity,
     check_same_run,
@@ -40,45 +41,6 @@ from toolkit.rundir.source import (
 from toolkit.rundir.status import RunState, Status, read_status, write_status
 
 LOST_END = "all its processes ended before one of them could record why (killed, or the machine failed)"
-OTHER_FOLDER = "write run.dir=FOLDER, one that this user can make and write"
-# Entries that a folder may contain before the first attempt: from this toolkit, a killed start, or a file
-# system.
-BEFORE = {"lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"}
-
-
-def check_folder(path: Path) -> None:
-    """Check that a run can use ``path``. Raises InputError for a file, and for a folder that contains
-    something other than a run.
-    """
-    for part in path.parts:
-        if (size := len(os.fsencode(part))) > MOST_NAME_BYTES:
-            raise InputError(
-                Problem(
-                    "run.dir",
-                    f"run.dir={str(path)[:80]}... has a name of {size} bytes",
-                    f"a folder's name has at most {MOST_NAME_BYTES} bytes",
-                    "write a shorter run.name or run.dir=FOLDER",
-                )
-            )
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise InputError(
-            Problem("run.dir", f"run.dir={path} is not a folder", "a run has its own folder", OTHER_FOLDER)
-        )
-    if (path / "attempts").is_dir() or (path / "status.json").is_file():
-        return
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in BEFORE)
-    if foreign:
-        more = f" and {len(foreign) - 3} more" if foreign[3:] else ""
-        raise InputError(
-            Problem(
-                "run.dir",
-                f"run.dir={path} contains {', '.join(foreign[:3])}{more}, and no run",
-                "a run needs a folder that is new, empty or its own",
-                f"write run.dir={path / 'NEW'}",
-            )
-        )
 
 
 class RunDirectory:

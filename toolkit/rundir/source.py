@@ -5,13 +5,20 @@ parent.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
 from toolkit.errors import CheckpointError, ConfigError, InputError, Problem, file_errors
+from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rundir.find import find_run
+
+OTHER_FOLDER = "write run.dir=FOLDER, one that this user can make and write"
+# Entries that a folder may contain before the first attempt: from this toolkit, a killed start, or a file
+# system.
+BEFORE = {"lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"}
 
 
 class SourceKind(StrEnum):
@@ -81,6 +88,41 @@ def _existing(key: str, value: str) -> Path:
             )
         )
     return path
+
+
+def check_folder(path: Path) -> None:
+    """Check that a run can use ``path``. Raises InputError for a file, and for a folder that contains
+    something other than a run.
+    """
+    for part in path.parts:
+        if (size := len(os.fsencode(part))) > MOST_NAME_BYTES:
+            raise InputError(
+                Problem(
+                    "run.dir",
+                    f"run.dir={str(path)[:80]}... has a name of {size} bytes",
+                    f"a folder's name has at most {MOST_NAME_BYTES} bytes",
+                    "write a shorter run.name or run.dir=FOLDER",
+                )
+            )
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise InputError(
+            Problem("run.dir", f"run.dir={path} is not a folder", "a run has its own folder", OTHER_FOLDER)
+        )
+    if (path / "attempts").is_dir() or (path / "status.json").is_file():
+        return
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in BEFORE)
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if foreign[3:] else ""
+        raise InputError(
+            Problem(
+                "run.dir",
+                f"run.dir={path} contains {', '.join(foreign[:3])}{more}, and no run",
+                "a run needs a folder that is new, empty or its own",
+                f"write run.dir={path / 'NEW'}",
+            )
+        )
 
 
 def check_identity(config: RunConfig, file: Path) -> None:

@@ -25,6 +25,7 @@ from toolkit.checkpoint.offline.output import PieceWriter, Segment, TargetOutput
 from toolkit.checkpoint.planner import (
     PieceRead,
     ReadPlanner,
+    ReadTarget,
     SpanIndex,
     build_span_index,
     check_available,
@@ -32,7 +33,6 @@ from toolkit.checkpoint.planner import (
     shift_box,
     source_key,
 )
-from toolkit.checkpoint.planner import ReadTarget as Wanted
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.target import CheckpointTarget
 from toolkit.checkpoint.tile_reader import element_offset, split_into_tiles
@@ -235,7 +235,7 @@ class UnitWriter:
                 continue
             other = self._buffer("second", copy.dtype, common)
             read_piece(
-                PieceRead(copy, (Wanted(Shard(key, copy.global_shape, common, other), common),)),
+                PieceRead(copy, (ReadTarget(Shard(key, copy.global_shape, common, other), common),)),
                 files,
                 self._block(),
                 check,

@@ -11,10 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 from toolkit import families
-from toolkit.checkpoint import verify as looking
 from toolkit.checkpoint.formats import native
-from toolkit.checkpoint.offline import diff as comparing
 from toolkit.checkpoint.offline.convert import Conversion
+from toolkit.checkpoint.offline.diff import diff as diff_checkpoints
 from toolkit.checkpoint.offline.inspect import describe, summarize_keys
 from toolkit.checkpoint.offline.plan import ReshardPlan, plan_reshard
 from toolkit.checkpoint.planner import check_available
@@ -22,6 +21,7 @@ from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.target import CheckpointTarget
 from toolkit.checkpoint.target_tensors import choose_weights_dtype, select_target_tensors
+from toolkit.checkpoint.verify import verify as verify_checkpoint
 from toolkit.config.reshard import ReshardConfig, TargetConfig, TargetFormat
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, Problem
@@ -304,7 +304,7 @@ def inspect(config: ReshardConfig) -> list[str]:
 def verify(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]]:
     """Verify ``source``. Returns the exit code and the findings as lines."""
     assert config.source is not None
-    findings = looking.verify(
+    findings = verify_checkpoint(
         config.source,
         requested_shape(config.model),
         workers=config.workers,
@@ -322,7 +322,7 @@ def diff(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]
     """
     assert config.source is not None
     assert config.target.path is not None
-    found = comparing.diff(
+    found = diff_checkpoints(
         config.source,
         config.target.path,
         requested_shape(config.model),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import functools
 import json
-import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +19,7 @@ from toolkit.checkpoint import directory, manifest
 from toolkit.checkpoint.blocks import CheckpointFiles, verify_piece
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
 from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.online.presence import has_died, hold_presence
 from toolkit.checkpoint.online.writing import WriteItem, write_data_file
 from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
 from toolkit.errors import CheckpointError, Problem
@@ -112,7 +110,7 @@ def run_save(save: RankSave) -> None:
         if save.rank == 0:
             _clean(save)
         save.temporary.mkdir(parents=True, exist_ok=True)
-        with _presence(save.presence(save.rank)) if save.ranks > 1 else nullcontext():
+        with hold_presence(save.presence(save.rank)) if save.ranks > 1 else nullcontext():
             _write_part(save)
             if save.rank == 0:
                 _commit(save, _gather(save))
@@ -205,7 +203,7 @@ def _wait(
         if now > deadline:
             raise _failed(save, f"{missing()} within {save.timeout_seconds:.0f} s of saving step {save.step}")
         if now > next_look:
-            dead = [rank for rank in awaited() if _has_died(save.presence(rank))]
+            dead = [rank for rank in awaited() if has_died(save.presence(rank))]
             if dead and not ready():  # a rank that finished its part exits too
                 raise _failed(
                     save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved"
@@ -213,57 +211,6 @@ def _wait(
             next_look = now + LOOK_SECONDS
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
-
-
-@contextmanager
-def _presence(file: Path) -> Iterator[None]:
-    """Hold a lock on ``file``, which the kernel releases when this process dies, so that waiting ranks
-    notice.
-
-    The file is renamed to its name after it is locked. Without file locks only the timeout remains.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unnamed = file.with_name(f".{file.name}")
-    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, _boot_id())
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            unnamed.unlink()
-        else:
-            unnamed.rename(file)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _has_died(presence: Path) -> bool:
-    """Return whether the process that created ``presence`` has died.
-
-    False if unknown: it has not started, has finished its part, or runs on another machine whose locks are
-    not visible here.
-    """
-    try:
-        descriptor = os.open(presence, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        if os.read(descriptor, 64) != _boot_id():
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
-
-
-@functools.cache
-def _boot_id() -> bytes:
-    """An id that all processes of a machine share until it reboots."""
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 # ---- rank 0
