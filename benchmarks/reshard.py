@@ -148,7 +148,7 @@ def make_dcp(source: Path, target: Path) -> None:
 
 def convert(source: CheckpointSource, target: Path, form: TargetFormat, **more: Any) -> None:
     laid_out = reshard.lay_out(source, TargetConfig(format=form, **more))
-    Conversion(source.catalog, laid_out, target, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, laid_out, target).run()
 
 
 def copied(source: Path, target: Path) -> None:

@@ -22,7 +22,7 @@ from toolkit.checkpoint.verify import verify
 def convert(folder: Path) -> None:
     source = open_source(folder / "run")
     target = native.lay_out(source, select_target_tensors(source, None, optimizer=True))
-    Conversion(source.catalog, target, folder / "out", origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, folder / "out").run()
 
 
 def write_for_transformers(folder: Path) -> None:

@@ -82,9 +82,7 @@ TARGETS: dict[str, Callable[[CheckpointSource], CheckpointTarget]] = {"zips": zi
 
 def conversion(source: Path, target: Path, kind: str, **more: Any) -> Conversion:
     found = open_source(source)
-    return Conversion(
-        found.catalog, TARGETS[kind](found), target, origin=found.origin(), refuse=found.refuse, **more
-    )
+    return Conversion(found, TARGETS[kind](found), target, **more)
 
 
 def small() -> None:

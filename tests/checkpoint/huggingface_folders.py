@@ -77,7 +77,7 @@ def with_optimizer(
 
 
 def write(source: CheckpointSource, target: CheckpointTarget, folder: Path) -> Path:
-    Conversion(source.catalog, target, folder, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, folder).run()
     return folder
 
 

@@ -99,7 +99,7 @@ def native_run(folder: Path) -> Kind:
 
 def converted(folder: Path, source: Path, config: TargetConfig) -> Path:
     found = open_source(source)
-    Conversion(found.catalog, lay_out(found, config), folder, origin="", refuse=found.refuse).run()
+    Conversion(found, lay_out(found, config), folder).run()
     return folder
 
 

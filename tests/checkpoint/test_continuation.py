@@ -144,7 +144,7 @@ def go_on(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> 
 
 def convert(source: CheckpointSource, layout: Layout, path: Path) -> CheckpointSource:
     target = reshard.lay_out(source, layout.config)
-    Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, path).run()
     (path / target.manifest).rename(
         path.with_name(f"{path.name}-manifest")
     )  # so that the format's own reader reads it

@@ -53,9 +53,7 @@ def values_of(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.floa
 
 
 def run(source: CheckpointSource, target: CheckpointTarget, path: Path, **kwargs: Any) -> Conversion:
-    conversion = Conversion(
-        source.catalog, target, path, origin=source.origin(), refuse=source.refuse, **kwargs
-    )
+    conversion = Conversion(source, target, path, **kwargs)
     conversion.run()
     return conversion
 

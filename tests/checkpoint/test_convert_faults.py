@@ -250,9 +250,7 @@ def test_leftovers_of_another_conversion_are_discarded(
     assert recorded(conversion(source, tmp_path / "t", "zips")), "there was something to take"
     made = OTHERS[other](source, tmp_path / "t")
     assert made.run() is False
-    again = Conversion(
-        made.source, made.target, tmp_path / "again", origin="again", refuse=open_source(source).refuse
-    )
+    again = Conversion(made.source, made.target, tmp_path / "again")
     again.run()
     assert files_of(tmp_path / "t") == files_of(tmp_path / "again")
 
@@ -431,12 +429,7 @@ def without_hashes(source: Path, target: Path, **more: Any) -> Conversion:
         for key, of_key in found.catalog.pieces.items()
     }
     return Conversion(
-        replace(found.catalog, pieces=pieces),
-        TARGETS["zips"](found),
-        target,
-        origin=found.origin(),
-        refuse=found.refuse,
-        **more,
+        replace(found, catalog=replace(found.catalog, pieces=pieces)), TARGETS["zips"](found), target, **more
     )
 
 

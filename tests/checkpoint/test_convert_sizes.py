@@ -57,7 +57,7 @@ def converted(folder: Path, storages: list[Storage], tensors: dict[TensorKey, St
         identity="x",
         manifest="m.json",
     )
-    Conversion(source.catalog, target, folder / "t", origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, folder / "t").run()
     return folder / "t" / "x.pt"
 
 
@@ -129,9 +129,7 @@ def test_empty_and_one_element_tensors(tmp_path: Path, layout: str) -> None:
         ("halves", {key: TensorInfo("bfloat16", tuple(value.shape)) for key, value in named.items()}),
     ):
         target = native.lay_out(source, info)
-        Conversion(
-            source.catalog, target, tmp_path / name, origin=source.origin(), refuse=source.refuse
-        ).run()
+        Conversion(source, target, tmp_path / name).run()
         assert verify(tmp_path / name) == []
         found = whole(open_reader(tmp_path / name))
         assert {key: tensor.shape for key, tensor in found.items()} == {
@@ -172,7 +170,7 @@ def test_empty_and_one_element_tensors_in_torch_save(tmp_path: Path) -> None:
         identity="x",
         manifest="m.json",
     )
-    Conversion(source.catalog, target, tmp_path / "t", origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, tmp_path / "t").run()
     with zipfile.ZipFile(tmp_path / "t" / "x.pt") as archive:
         assert archive.testzip() is None
     found = torch.load(tmp_path / "t" / "x.pt", weights_only=True)

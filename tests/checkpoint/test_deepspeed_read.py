@@ -213,9 +213,7 @@ def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
     folder, held, *_ = saved.of(QUICK[4])
     source = open_source(folder, QUICK[4].plan().shape)
     target = native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
-    Conversion(
-        source.catalog, target, tmp_path / "native", origin=source.origin(), refuse=source.refuse
-    ).run()
+    Conversion(source, target, tmp_path / "native").run()
     made = open_source(tmp_path / "native")
     assert made.catalog.tensors.keys() == held.keys()
     assert not differing(assembled(made, held), held)

@@ -38,7 +38,7 @@ def test_manifest_of_target_detects_changed_bytes(layout: Layout, tmp_path: Path
     """Every byte of tensors is hashed, including copies."""
     source = open_source(tiny_checkpoint(tmp_path / "source", mixed=True))
     target = deepspeed_target.lay_out(source, layout.config())
-    Conversion(source.catalog, target, tmp_path / "t", origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, tmp_path / "t").run()
     assert verify(tmp_path / "t") == []
     found = open_source(tmp_path / "t")
     assert (found.format, found.shape, found.step) == ("deepspeed", source.shape, source.step)

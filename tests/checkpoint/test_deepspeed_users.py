@@ -210,7 +210,7 @@ def test_lr_scheduler_resumes_from_converted_checkpoint(
 def converted(path: Path, target: Path, plan: RunPlan, config: TargetConfig) -> CheckpointTarget:
     source = open_source(path, plan.shape)
     laid = lay_out(source, config)
-    Conversion(source.catalog, laid, target, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, laid, target).run()
     return laid
 
 
@@ -249,13 +249,7 @@ def test_frozen_parameters_are_rejected_with_working_remedies(
     ):
         target = lay_out(partly_frozen, config)
         plan_reshard(partly_frozen.catalog, target)
-        Conversion(
-            partly_frozen.catalog,
-            target,
-            tmp_path / config.format.name,
-            origin=partly_frozen.origin(),
-            refuse=partly_frozen.refuse,
-        ).run()
+        Conversion(partly_frozen, target, tmp_path / config.format.name).run()
     assert open_source(tmp_path / "native").catalog.tensors.keys() == partly_frozen.catalog.tensors.keys()
 
 

@@ -50,7 +50,7 @@ BF16: Mapping[str, Any] = {"precision__name": Precision.bf16}
 
 
 def convert(source: CheckpointSource, target: CheckpointTarget, path: Path) -> Path:
-    assert not Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
+    assert not Conversion(source, target, path).run()
     (path / manifest.FOREIGN_NAME).unlink()  # only DeepSpeed's files describe the content
     return path
 

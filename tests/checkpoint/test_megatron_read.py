@@ -251,11 +251,7 @@ def test_known_upstream_corruption_is_rejected(megatron_saved: Saves, tmp_path: 
 
 def convert(source: CheckpointSource, path: Path) -> None:
     Conversion(
-        source.catalog,
-        native.lay_out(source, select_target_tensors(source, None, optimizer=True)),
-        path,
-        origin=source.origin(),
-        refuse=source.refuse,
+        source, native.lay_out(source, select_target_tensors(source, None, optimizer=True)), path
     ).run()
 
 

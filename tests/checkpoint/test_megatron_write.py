@@ -65,7 +65,7 @@ def asked(
 def write(source: CheckpointSource, config: TargetConfig, path: Path) -> Path:
     """Write without this toolkit's manifest, so that only Megatron-core's files describe the content."""
     target = megatron_target.lay_out(source, config)
-    Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, path).run()
     (path / manifest.FOREIGN_NAME).unlink()
     return path
 

@@ -51,7 +51,7 @@ def vendor(kind: str, native: Path, folder: Path) -> Path:
     """A checkpoint without this toolkit's manifest, as a vendor writes it."""
     source = open_source(native)
     target = VENDORS[kind](source, TargetConfig(format=TargetFormat[kind]))
-    Conversion(source.catalog, target, folder, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, folder).run()
     (folder / manifest.FOREIGN_NAME).unlink()
     return folder
 

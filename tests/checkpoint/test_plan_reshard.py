@@ -67,9 +67,7 @@ def test_plan_matches_conversion(
     target = lay_out(source, TargetConfig(precision=precision))
     plan = plan_reshard(source.catalog, target)
     calls = Calls(monkeypatch)
-    conversion = Conversion(
-        source.catalog, target, tmp_path / "b", origin=source.origin(), refuse=source.refuse, workers=1
-    )
+    conversion = Conversion(source, target, tmp_path / "b", workers=1)
     conversion.run()
     assert (plan.reads, plan.bytes_read) == (calls.reads, calls.bytes_read)
     assert plan.bytes_written + plan.fixed_bytes == calls.bytes_written

@@ -28,7 +28,7 @@ def written(run: Path, path: Path, form: TargetFormat, *, optimizer: bool = True
     """The newest checkpoint of ``run`` in another format, as the vendor would have left it: without our manifest."""
     source = open_source(run)
     target = lay_out(source, TargetConfig(format=form, optimizer=optimizer))
-    Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, path).run()
     (path / manifest.FOREIGN_NAME).unlink(missing_ok=True)
     return path
 

@@ -22,11 +22,12 @@ import xxhash
 import toolkit
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.blocks import UNFINISHED, CheckpointFiles, read_stamps
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Catalog, DamagedFile, TensorPiece
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
 from toolkit.checkpoint.executor import parallel_map
 from toolkit.checkpoint.offline.fill import ConversionUnit, UnitWriter, WrittenPiece, plan_units
 from toolkit.checkpoint.offline.journal import ConversionJournal, is_journal_for
 from toolkit.checkpoint.offline.output import Segment, TargetOutput
+from toolkit.checkpoint.source import CheckpointSource
 from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
@@ -52,12 +53,9 @@ class Conversion:
     """One conversion to the folder ``path``.
 
     Args:
-        source: Catalog to read.
+        source: Checkpoint to read. A killed conversion continues only if its files are unchanged.
         target: Description of what to write.
         path: Folder to create.
-        origin: Identity of the source, such as its path and the sizes and times of its files. A killed
-            conversion continues only if it is unchanged.
-        refuse: Creates the error for a damaged source.
         workers: Number of threads.
         examine, advance: See ``UnitWriter``.
         on_phase: Called with each phase.
@@ -65,25 +63,23 @@ class Conversion:
 
     def __init__(
         self,
-        source: Catalog,
+        source: CheckpointSource,
         target: CheckpointTarget,
         path: Path,
         *,
-        origin: str,
-        refuse: Callable[[Path, DamagedFile], CheckpointError],
         workers: int = 2,
         examine: bool = True,
         advance: Callable[[int], None] = lambda numbytes: None,
         on_phase: Callable[[ConversionPhase], None] = lambda phase: None,
     ) -> None:
         self.source, self.target, self.path = source, target, path
-        self.units, self.unused = plan_units(source, target)
+        self.units, self.unused = plan_units(source.catalog, target)
         self.temporary = path.with_name(f".{path.name}{UNFINISHED}")
         self._stamps = read_stamps(source.folder)
-        decides = (toolkit.__version__, origin, target.format, target.identity, BLOCK_BYTES, examine)
+        decides = (toolkit.__version__, source.origin(), target.format, target.identity, BLOCK_BYTES, examine)
         self._identity = xxhash.xxh3_128_hexdigest("\n".join(map(str, decides)).encode())
-        self._refuse, self._workers, self._on_phase = refuse, workers, on_phase
-        self._filler = UnitWriter(source, target, examine=examine, advance=advance)
+        self._workers, self._on_phase = workers, on_phase
+        self._filler = UnitWriter(source.catalog, target, examine=examine, advance=advance)
 
     @property
     def source_bytes(self) -> int:
@@ -124,7 +120,7 @@ class Conversion:
         except OSError as error:
             raise self._write_error(error) from error
         except DamagedFile as damage:
-            raise self._refuse(self.source.folder, damage) from damage
+            raise self.source.refuse(self.source.folder, damage) from damage
         finally:
             output.close()
             journal.close()

@@ -136,11 +136,9 @@ def convert(config: ReshardConfig, progress: Progress) -> ConversionResult:
     source = open_requested(config)
     target = lay_out(source, config.target)
     conversion = Conversion(
-        source.catalog,
+        source,
         target,
         path,
-        origin=source.origin(),
-        refuse=source.refuse,
         workers=config.workers,
         examine=config.examine,
         advance=lambda numbytes: task.advance(numbytes),

@@ -308,9 +308,7 @@ def export(
     for left in (temporary, old):  # left by a killed attempt
         if left.exists():
             shutil.rmtree(left)
-    conversion = Conversion(
-        source.catalog, target, temporary, origin=source.origin(), refuse=source.refuse, examine=False
-    )
+    conversion = Conversion(source, target, temporary, examine=False)
     try:
         conversion.run()
     except BaseException:
