@@ -96,7 +96,7 @@ def test_repeated_steps_and_waiting_are_lost() -> None:
     assert found.lost[WAITING] == 30
     assert found.useful_seconds + sum(found.lost.values()) == found.wall_seconds
     assert tuple(found.lost) == CAUSES
-    assert "goodput 50.0%: of 2:40 over 2 attempts, 1:20 went into steps that stand" in format_goodput(found)
+    assert "goodput 50.0%: of 2:40 over 2 attempts, 1:20 went into useful steps" in format_goodput(found)
     assert "waiting 0:30, starting 0:20" in format_goodput(found)
 
 

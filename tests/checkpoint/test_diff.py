@@ -203,7 +203,7 @@ def test_scalars_are_compared(tmp_path: Path) -> None:
     assert not found.equal
     assert found.lines()[0] == "optimizer_step: 3 on the left, None on the right"
     assert found.lines()[-1].startswith("not equal: 1 of 1 tensors are equal")
-    assert found.lines()[-1].endswith("of what else training resumes from, 1 differ")
+    assert found.lines()[-1].endswith("scalars that differ: 1")
 
 
 def test_many_differences_are_summarized(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_pointer_to_outside_checkpoint_lasts_until_next_save(tmp_path: Path) -> 
 
 def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=r"contains no checkpoint|is not there"):
+        with pytest.raises(CheckpointError, match=r"contains no checkpoint|does not exist"):
             open_reader(path)
     assert CheckpointStore(tmp_path / "absent").newest() is None
 

@@ -40,16 +40,16 @@ MISTAKES = (
     ("+workers=3", "workers", "changed without a plus", "write workers=3"),
     ("workers=0", "workers", "at least 1", "workers=1"),
     ("target.parallel.tensor=0", "target.parallel.tensor", "at least 1", "write target.parallel.tensor=1"),
-    ("model.target=my.Model", "model.target", "no names but those of the checkpoint", "leave it out"),
+    ("model.target=my.Model", "model.target", "only the names in its checkpoint", "remove it"),
     # keys that nothing uses
     (
         "target.zero=stage3",
         "target.zero",
         "native takes target.precision, target.optimizer",
-        "leave it out: it decides nothing",
+        "remove it: it has no effect",
     ),
-    ("target.zero=stage1", "target.zero", "native takes", "leave it out"),  # though it is the default
-    ("target.parallel={tensor: 2}", "target.parallel", "native takes", "leave it out"),
+    ("target.zero=stage1", "target.zero", "native takes", "remove it"),  # though it is the default
+    ("target.parallel={tensor: 2}", "target.parallel", "native takes", "remove it"),
     ("rate=1.5", "rate", "action=convert uses source, target, workers, examine, model", "another action"),
 )
 

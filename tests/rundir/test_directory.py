@@ -46,7 +46,7 @@ def test_other_run_is_rejected_without_writing(tmp_path: Path) -> None:
 def test_folder_with_other_files_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "src").mkdir()
-    with pytest.raises(InputError, match=r"holds notes\.txt, src, and no run") as refused:
+    with pytest.raises(InputError, match=r"contains notes\.txt, src, and no run") as refused:
         RunDirectory(tmp_path).begin(config(), PLAN)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "src"]
     remedy = refused.value.problems[0].remedy.rpartition("run.dir=")[2]

@@ -39,7 +39,7 @@ def test_resolve_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "newest", "error", "named"),
     [
-        ({"resume": "never"}, "step-10", ConfigError, "refuses to continue"),
+        ({"resume": "never"}, "step-10", ConfigError, "does not continue"),
         ({"resume": "/no/such"}, None, InputError, "resume=/no/such"),
         ({"fork": Path("/no/such")}, None, InputError, "run.fork=/no/such"),
         ({"fork": Path("/"), "resume": "/"}, None, ConfigError, "one state"),
@@ -57,7 +57,7 @@ def test_resume_never_rejects_existing_checkpoints(tmp_path: Path) -> None:
     assert directory.begin(config(resume="never"), PLAN) == 2
     directory.release()
     checkpoint(directory)
-    with pytest.raises(ConfigError, match="refuses to continue"):
+    with pytest.raises(ConfigError, match="does not continue"):
         directory.begin(config(resume="never"), PLAN)
 
 
@@ -92,7 +92,7 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
     ),
     "the newest checkpoint and the pointer": (
         lambda run: (shutil.rmtree(run.checkpoints / step_name(30)), (run.checkpoints / "latest").unlink()),
-        "status.json says that step 30 was saved",
+        "status.json records that step 30 was saved",
     ),
     "the newest checkpoint, with an older pointer and no status": (
         lambda run: (
@@ -100,11 +100,11 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
             (run.checkpoints / "latest").write_text(step_name(20)),
             run.status_file.write_text(""),
         ),
-        "saves.jsonl says that step 30 was saved",
+        "saves.jsonl records that step 30 was saved",
     ),
     "all checkpoints": (
         lambda run: shutil.rmtree(run.checkpoints),
-        "status.json says that step 30 was saved",
+        "status.json records that step 30 was saved",
     ),
     "everything but the rows": (
         lambda run: (

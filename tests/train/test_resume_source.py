@@ -111,4 +111,4 @@ def test_text_is_generated_with_the_weights_of_another_format(
     assert main([*words, "--weights", str(path)]) == 0
     assert capsys.readouterr().out == first
     assert main([*words, "--weights", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is not there" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_a_run_on_a_mixture_that_changes(
     assert resumed.rows() == whole.rows()
     assert same(resumed.state(), whole.state())
 
-    with pytest.raises(UserError, match=r"holds another run \(data\.phases: "):
+    with pytest.raises(UserError, match=r"contains another run \(data\.phases: "):
         Start(tmp_path / "parts", path, config=mixture_of(folders, []))
 
 

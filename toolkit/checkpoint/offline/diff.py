@@ -147,7 +147,7 @@ class CheckpointDiff:
             f"{a} ({of_a}) of the left is {b} ({of_b}) of the right" for a, b, of_a, of_b in correspondences
         ]
         verdict = "equal" if self.equal else "not equal"
-        numbers = f"; {len(self.scalars)} scalars differ" if self.scalars else ""
+        numbers = f"; scalars that differ: {len(self.scalars)}" if self.scalars else ""
         return [
             *lines,
             f"{verdict}: {len(equal)} of {len(self.tensors)} tensors are equal in {self.left} and "
