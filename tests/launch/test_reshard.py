@@ -277,16 +277,16 @@ def test_every_target_is_sound_and_comes_back_the_same(target: str, tmp_path: Pa
     }
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *TARGETS[target])
-    assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
+    assert "is intact" in said(capsys, f"source={tmp_path}/out", "action=verify")
     said(capsys, f"source={tmp_path}/out", f"target={tmp_path}/back", "target.format=native")
-    assert "is sound" in said(capsys, f"source={tmp_path}/back", "action=verify")
+    assert "is intact" in said(capsys, f"source={tmp_path}/back", "action=verify")
     assert compute_digest(open_reader(tmp_path / "back")) == compute_digest(open_reader(checkpoint))
 
 
 def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
-    assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
+    assert "is intact" in said(capsys, f"source={tmp_path}/out", "action=verify")
     assert "equal: 63 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff")
     file = tmp_path / "out" / "part-00000.safetensors"
     data = bytearray(file.read_bytes())
