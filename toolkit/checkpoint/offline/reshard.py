@@ -196,7 +196,7 @@ def describe_result(result: ConversionResult) -> list[str]:
     return [
         *lines,
         *_dropped(result.unused, result.source),
-        *(f"mind       {note}" for note in result.target.notes),
+        *(f"note       {note}" for note in result.target.notes),
     ]
 
 
@@ -229,7 +229,7 @@ def plan(config: ReshardConfig) -> list[str]:
         f"{found.tensors} tensors",
         *_numbers(found, config.workers, rate, how),
         *_dropped(found.unused, source),
-        *(f"mind       {note}" for note in target.notes),
+        *(f"note       {note}" for note in target.notes),
         "proven     every element of the source is stored once, every byte of the target is written once",
     ]
 
