@@ -99,7 +99,10 @@ def test_plan_detects_coverage_errors(tmp_path: Path) -> None:
             plan_reshard(changed(source.catalog, key, pieces), target)
     (made,) = target.pieces[key]
     other = replace(made, begin=made.begin + 4, end=made.end + 4)
-    wrong = [((other,), "belongs to two pieces"), ((replace(made, file="x"),), "x has pieces but is not a file")]
+    wrong = [
+        ((other,), "belongs to two pieces"),
+        ((replace(made, file="x"),), "x has pieces but is not a file"),
+    ]
     for pieces, found in wrong:
         with pytest.raises(CheckpointError, match=found):
             plan_reshard(source.catalog, replace(target, pieces={**target.pieces, key: pieces}))

@@ -101,8 +101,8 @@ class ReshardConfig:
     """A checkpoint in any format, or a path that leads to one: a run's folder, or a folder with a tracker
     file (latest, ...)."""
     action: ReshardAction = ReshardAction.convert
-    """convert; plan (bytes, reads, memory, time; moves nothing); inspect (describe source); verify (check every
-    byte of source); diff (compare source with target, tensor by tensor)."""
+    """convert; plan (bytes, reads, memory, time; moves nothing); inspect (describe source); verify (check
+    every byte of source); diff (compare source with target, tensor by tensor)."""
     target: TargetConfig = field(default_factory=TargetConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     workers: int = 2
