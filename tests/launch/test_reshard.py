@@ -125,7 +125,7 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
     assert "measured by copying" in out
     assert "proven     every element" in out
     assert "at 2 GB/s, as stated" in said(capsys, *words, "rate=2")
-    assert "unknown: write target=PATH" in said(capsys, words[0], words[2])
+    assert "unknown: set target=PATH" in said(capsys, words[0], words[2])
     assert files_below(checkpoint.parent) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -139,7 +139,7 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
             ("source={checkpoint}", "target={empty}/x", "target.zero=stage3"),
             "native takes target.precision, target.optimizer",
         ),
-        (("source={checkpoint}", "target={empty}/x", "model.hidden_size=64"), "write model=FAMILY too"),
+        (("source={checkpoint}", "target={empty}/x", "model.hidden_size=64"), "add model=FAMILY"),
         (
             ("source={checkpoint}", "target={empty}/x", "model=llama", "model.num_attention_heads=5"),
             "divisible by model.num_attention_heads",
