@@ -22,7 +22,7 @@ from toolkit import families
 from toolkit.checkpoint.shard import Box
 from toolkit.engine.deepspeed import compat, state
 from toolkit.engine.deepspeed import load as moving
-from toolkit.engine.deepspeed import pipeline_compat as mends
+from toolkit.engine.deepspeed import pipeline_compat
 from toolkit.families.base import ModelShape
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.parity import gather
@@ -85,7 +85,7 @@ def save_layers(
     engine, *_ = deepspeed.initialize(
         model=net, model_parameters=groups_of(net, shuffled=False), config=config, dist_init_required=False
     )
-    mends.keep_no_times(engine)
+    pipeline_compat.keep_no_times(engine)
     generator = torch.Generator().manual_seed(rank // tensor)
     for _ in range(STOP):
         ids = torch.randint(0, shape.vocab_size, (2, 8), generator=generator)
@@ -110,8 +110,8 @@ def save_layers(
     ]
     found = gather(shards, rank, ranks)
     engine.destroy()
-    mends.forget_step(engine)
-    mends.forget_grid()
+    pipeline_compat.forget_step(engine)
+    pipeline_compat.forget_grid()
     compat.forget_axes()
     return found
 
