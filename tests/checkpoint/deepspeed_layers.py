@@ -20,9 +20,8 @@ from torch.nn import functional
 from tests.checkpoint.deepspeed_saves import BASE, STOP, TAG, State, groups_of
 from toolkit import families
 from toolkit.checkpoint.shard import Box
-from toolkit.engine.deepspeed import compat, state
+from toolkit.engine.deepspeed import compat, pipeline_compat, state
 from toolkit.engine.deepspeed import load as moving
-from toolkit.engine.deepspeed import pipeline_compat
 from toolkit.families.base import ModelShape
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.parity import gather
