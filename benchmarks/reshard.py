@@ -43,12 +43,18 @@ from typing import Any
 import numpy as np
 
 from toolkit import families
-from toolkit.checkpoint.catalog import Catalog, Piece, byte_length
+from toolkit.checkpoint.catalog import Catalog, TensorPiece, byte_length
 from toolkit.checkpoint.offline import reshard
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, WEIGHT, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source, vendors_refusal
-from toolkit.config.reshard import Format, Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource, foreign_damage_error, open_source
+from toolkit.config.reshard import (
+    TargetConfig,
+    TargetFormat,
+    TargetOptimConfig,
+    TargetParallelConfig,
+    TargetZeroStage,
+)
 from toolkit.families.base import ModelShape
 
 BYTES_PER_PARAMETER = 12
@@ -98,21 +104,23 @@ def make_native(folder: Path, parameters: float) -> int:
         for key, info in tensors.items():
             numbytes = byte_length(info.dtype, info.shape)
             pieces[key] = (
-                Piece(key, info.dtype, info.shape, Box.whole(info.shape), noise.name, at, at + numbytes),
+                TensorPiece(
+                    key, info.dtype, info.shape, Box.whole(info.shape), noise.name, at, at + numbytes
+                ),
             )
             for first in range(0, numbytes // 4, NOISE_ELEMENTS):
                 count = min(NOISE_ELEMENTS, numbytes // 4 - first)
                 file.write(np.square(random.standard_normal(count, np.float32)).data)
             at += numbytes
-    source = Source(
+    source = CheckpointSource(
         format="noise",
         catalog=Catalog(folder, tensors, pieces, {"step": 10, "optimizer_step": 10, "consumed_samples": 80}),
         namespace=families.get_family(shape.family).namespace,
         step=10,
         shape=shape,
-        refuse=vendors_refusal,
+        refuse=foreign_damage_error,
     )
-    convert(source, folder / NATIVE, Format.native)
+    convert(source, folder / NATIVE, TargetFormat.native)
     noise.unlink()
     return sum(spec.numel for spec in specs)
 
@@ -138,9 +146,9 @@ def make_dcp(source: Path, target: Path) -> None:
 # ---- jobs
 
 
-def convert(source: Source, target: Path, form: Format, **more: Any) -> None:
+def convert(source: CheckpointSource, target: Path, form: TargetFormat, **more: Any) -> None:
     laid_out = reshard.lay_out(source, TargetConfig(format=form, **more))
-    Conversion(source.catalog, laid_out, target, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, laid_out, target).run()
 
 
 def copied(source: Path, target: Path) -> None:
@@ -175,12 +183,14 @@ def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
 
         return load_and_save
     if name == "zero3-megatron":
-        import toolkit.checkpoint.formats.megatron_target  # noqa: F401
+        import toolkit.checkpoint.formats.megatron.target  # noqa: F401
 
-        return lambda: convert(open_source(source), target, Format.megatron, zero=Stage.stage1)
+        return lambda: convert(
+            open_source(source), target, TargetFormat.megatron, zero=TargetZeroStage.stage1
+        )
     return {
         "cp": lambda: copied(source, target),
-        "native": lambda: convert(open_source(source), target, Format.native),
+        "native": lambda: convert(open_source(source), target, TargetFormat.native),
     }[name]
 
 
@@ -269,8 +279,8 @@ def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
         convert(
             open_source(work / NATIVE),
             work / ZERO3,
-            Format.deepspeed,
-            zero=Stage.stage3,
+            TargetFormat.deepspeed,
+            zero=TargetZeroStage.stage3,
             parallel=TargetParallelConfig(data=RANKS),
             optim=settings,
         )

@@ -46,28 +46,28 @@ def main(arguments: Sequence[str]) -> int:
 def carry_out(overrides: Sequence[str]) -> ExitCode:
     """Print what was done or found. Raises UserError with every problem."""
     from toolkit.config.compose import compose_reshard
-    from toolkit.config.reshard import Action
+    from toolkit.config.reshard import ReshardAction
     from toolkit.progress import Progress
 
     config = compose_reshard(overrides)
     assert config.source is not None, "compose_reshard refuses a source that is null"
     config.source = str(find_run(config.source, "source"))
-    if config.action is Action.diff and config.target.path is not None:
+    if config.action is ReshardAction.diff and config.target.path is not None:
         config.target.path = str(find_run(config.target.path, "target"))
     from toolkit.checkpoint.offline import reshard
 
     code = ExitCode.DONE
     with Progress() as progress:
         match config.action:
-            case Action.convert:
-                lines = reshard.words_of(reshard.convert(config, progress))
-            case Action.plan:
+            case ReshardAction.convert:
+                lines = reshard.describe_result(reshard.convert(config, progress))
+            case ReshardAction.plan:
                 lines = reshard.plan(config)
-            case Action.inspect:
+            case ReshardAction.inspect:
                 lines = reshard.inspect(config)
-            case Action.verify:
+            case ReshardAction.verify:
                 code, lines = reshard.verify(config, progress)
-            case Action.diff:
+            case ReshardAction.diff:
                 code, lines = reshard.diff(config, progress)
     print("\n".join(lines))
     return code

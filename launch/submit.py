@@ -19,7 +19,7 @@ from pathlib import Path
 
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
-from toolkit.rundir.continuing import NothingToDo, check_work
+from toolkit.rundir.continuing import NothingToDo, check_remaining_work
 from toolkit.rundir.directory import RunDirectory
 
 DRY_RUN = "dry_run"
@@ -68,7 +68,7 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
     check_target(plan.config.model)
     for warning in plan.warnings:
         print(f"{warning.severity}: {warning}", file=sys.stderr)
-    check_work(plan.config, RunDirectory(plan.run_dir))
+    check_remaining_work(plan.config, RunDirectory(plan.run_dir))
     job = make_job(plan, TRAIN)
     backend = backends.of(job.config.cluster.where)
     if dry_run:

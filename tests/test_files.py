@@ -1,4 +1,4 @@
-"""Files are whole or absent.
+"""Files are complete or absent.
 
 pytest tests/test_files.py
 """
@@ -16,7 +16,7 @@ from toolkit.files import write_whole
 SIZE = 1 << 16
 
 
-def test_the_last_content_is_there_and_nothing_beside(tmp_path: Path) -> None:
+def test_write_whole_leaves_only_last_content(tmp_path: Path) -> None:
     write_whole(tmp_path / "a.json", "1")
     write_whole(tmp_path / "a.json", "zw\u00f6lf")
     write_whole(tmp_path / "b.bin", b"\0\xff", durable=False)
@@ -26,9 +26,7 @@ def test_the_last_content_is_there_and_nothing_beside(tmp_path: Path) -> None:
     }
 
 
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_keeps_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_whole(tmp_path / "a.json", "old")
 
     def no_room(descriptor: int) -> None:
@@ -41,8 +39,8 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_beside(
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_what_is_synced_and_when(durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot show what a power failure would: so the order itself is looked at."""
+def test_sync_order(durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill cannot simulate a power failure, so the order is checked."""
     events: list[str] = []
     replace = Path.replace
 
@@ -60,8 +58,8 @@ def test_what_is_synced_and_when(durable: bool, tmp_path: Path, monkeypatch: pyt
     assert events == (["sync text", "rename", "sync folder"] if durable else ["rename"])
 
 
-def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """As the main thread and the thread that is about to end the process both write the status."""
+def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
+    """For example, the main thread and a thread that is about to end the process both write the status."""
     path, failures = tmp_path / "status.json", []
     contents = {bytes([number]) * SIZE for number in range(4)}
 
@@ -70,7 +68,7 @@ def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
             for _ in range(50):
                 write_whole(path, content, durable=False)
                 assert path.read_bytes() in contents
-        except BaseException as error:  # noqa: BLE001 - told by the test
+        except BaseException as error:  # noqa: BLE001 - the test checks it
             failures.append(error)
 
     threads = [threading.Thread(target=write, args=(content,)) for content in contents]

@@ -1,4 +1,4 @@
-"""What a run's time went into, over attempts: useful steps, steps run again, and every other cause.
+"""How a run's time was spent over all attempts: useful steps, repeated steps, and other causes.
 
 pytest tests/test_goodput.py
 """
@@ -20,9 +20,9 @@ from toolkit.goodput import (
     STARTING,
     WAITING,
     Attempt,
-    Save,
-    Times,
-    add_save,
+    AttemptTimes,
+    SaveRecord,
+    append_save,
     compute_goodput,
     end_times,
     format_goodput,
@@ -30,9 +30,10 @@ from toolkit.goodput import (
     write_times,
 )
 
-# 10 s of starting, 20 steps of 2 s, two saves of 3 s, an evaluation of 4 s, 1 s of logging, and 5 s after the last step.
+# 10 s of starting, 20 steps of 2 s, two saves of 3 s, an evaluation of 4 s, 1 s of logging, 5 s after the
+# last step.
 FIRST = Attempt(
-    Times(
+    AttemptTimes(
         began=1000,
         seen=1066,
         ended=1066,
@@ -45,11 +46,14 @@ FIRST = Attempt(
         evaluating=4,
         active=1061,
     ),
-    (Save(step=8, seconds=3, bytes=100, stepping=16), Save(step=16, seconds=3, bytes=100, stepping=32)),
+    (
+        SaveRecord(step=8, seconds=3, bytes=100, stepping=16),
+        SaveRecord(step=16, seconds=3, bytes=100, stepping=32),
+    ),
 )
 # From step 16, 30 s later: 24 steps, to the end.
 SECOND = Attempt(
-    Times(
+    AttemptTimes(
         began=1096,
         seen=1160,
         ended=1160,
@@ -64,7 +68,7 @@ SECOND = Attempt(
 )
 
 
-def test_a_run_without_a_fault_has_lost_what_is_not_a_step() -> None:
+def test_goodput_of_undisturbed_run() -> None:
     found = compute_goodput([FIRST])
     assert found is not None
     assert found.wall_seconds == 66
@@ -83,7 +87,7 @@ def test_a_run_without_a_fault_has_lost_what_is_not_a_step() -> None:
     assert found.start_seconds == (12,)
 
 
-def test_steps_that_were_run_again_are_of_no_use_and_time_between_attempts_counts() -> None:
+def test_repeated_steps_and_waiting_are_lost() -> None:
     found = compute_goodput([FIRST, SECOND])
     assert found is not None
     assert found.wall_seconds == 160
@@ -92,11 +96,11 @@ def test_steps_that_were_run_again_are_of_no_use_and_time_between_attempts_count
     assert found.lost[WAITING] == 30
     assert found.useful_seconds + sum(found.lost.values()) == found.wall_seconds
     assert tuple(found.lost) == CAUSES
-    assert "goodput 50.0%: of 2:40 over 2 attempts, 1:20 went into steps that stand" in format_goodput(found)
+    assert "goodput 50.0%: of 2:40 over 2 attempts, 1:20 went into useful steps" in format_goodput(found)
     assert "waiting 0:30, starting 0:20" in format_goodput(found)
 
 
-def test_what_has_no_checkpoint_when_a_run_ends_will_be_lost() -> None:
+def test_steps_after_last_checkpoint_are_lost() -> None:
     kept, stands, nothing = (
         compute_goodput([FIRST], kept=16),
         compute_goodput([FIRST]),
@@ -109,7 +113,7 @@ def test_what_has_no_checkpoint_when_a_run_ends_will_be_lost() -> None:
     assert nothing.lost[REPEATED] == 40
 
 
-def test_going_back_behind_an_older_attempt_loses_of_both() -> None:
+def test_going_back_loses_steps_of_both_attempts() -> None:
     third = replace(
         SECOND,
         times=replace(
@@ -122,12 +126,12 @@ def test_going_back_behind_an_older_attempt_loses_of_both() -> None:
     assert found.lost[REPEATED] == 24 + 48
 
 
-def test_between_saves_work_is_in_proportion_to_steps() -> None:
+def test_work_is_interpolated_between_saves() -> None:
     assert [FIRST.work(step) for step in (0, 4, 8, 12, 16, 18, 20, 99)] == [0, 8, 16, 24, 32, 36, 40, 40]
 
 
-def test_an_attempt_that_never_trained_is_a_start_and_one_that_died_lived_until_it_was_seen() -> None:
-    never = Attempt(Times(began=1070, seen=1075, ended=1090))
+def test_attempts_without_training_or_end() -> None:
+    never = Attempt(AttemptTimes(began=1070, seen=1075, ended=1090))
     killed = Attempt(replace(FIRST.times, ended=None, seen=1064))
     found = compute_goodput([killed, never, SECOND])
     assert found is not None
@@ -137,7 +141,7 @@ def test_an_attempt_that_never_trained_is_a_start_and_one_that_died_lived_until_
     assert found.start_seconds == (12, 12)
 
 
-def test_clocks_that_go_back_lose_nothing() -> None:
+def test_negative_clock_differences_count_as_zero() -> None:
     early = replace(SECOND, times=replace(SECOND.times, began=1050))
     found = compute_goodput([FIRST, early])
     assert found is not None
@@ -146,10 +150,10 @@ def test_clocks_that_go_back_lose_nothing() -> None:
     assert compute_goodput([]) is None
 
 
-def test_files_hold_it_and_torn_ones_are_passed_over(tmp_path: Path) -> None:
+def test_incomplete_files_are_skipped(tmp_path: Path) -> None:
     write_times(tmp_path, replace(FIRST.times, ended=None))
     for save in FIRST.saves:
-        add_save(tmp_path, save)
+        append_save(tmp_path, save)
     with (tmp_path / "saves.jsonl").open("a") as file:
         file.write('{"step": 24, "seco')
     end_times(tmp_path, 1066.0, state="failed", reason="rank 1")
@@ -158,7 +162,7 @@ def test_files_hold_it_and_torn_ones_are_passed_over(tmp_path: Path) -> None:
     assert found is not None
     assert found.saves == FIRST.saves
     assert found.times == replace(FIRST.times, state="failed", reason="rank 1")
-    end_times(tmp_path, 1099.0, state="failed", reason="the parent knows", anew=True)
+    end_times(tmp_path, 1099.0, state="failed", reason="the parent knows", overwrite=True)
     again = read_attempt(tmp_path)
     assert again is not None
     assert (again.times.ended, again.times.reason) == (1099.0, "the parent knows")

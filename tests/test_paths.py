@@ -1,4 +1,4 @@
-"""Names that files and stores give stay in their folder.
+"""File names from outside stay in their folder.
 
 pytest tests/test_paths.py
 """
@@ -14,7 +14,7 @@ from toolkit.paths import UnsafePath, check_links, inside, relative_name
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_name_is_refused(kind: str, tmp_path: Path) -> None:
+def test_hostile_name_is_rejected(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UnsafePath):
         relative_name(HOSTILE[kind])
     with pytest.raises(UnsafePath):
@@ -22,7 +22,7 @@ def test_a_hostile_name_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [None, 3, ["a"], {"a": 1}, b"a"])
-def test_what_is_no_text_is_refused(name: object) -> None:
+def test_non_text_name_is_rejected(name: object) -> None:
     with pytest.raises(UnsafePath, match="not text"):
         relative_name(name)
 
@@ -30,7 +30,7 @@ def test_what_is_no_text_is_refused(name: object) -> None:
 @pytest.mark.parametrize(
     "name", ["a", "a/b.bin", "..a", "a..b/c", "déjà vu.txt", "a b", "a" * 255, "model.layers.0.weight"]
 )
-def test_an_ordinary_name_is_kept(name: str, tmp_path: Path) -> None:
+def test_ordinary_name_is_accepted(name: str, tmp_path: Path) -> None:
     assert relative_name(name) == name
     assert inside(tmp_path, name) == tmp_path / name
 
@@ -43,7 +43,7 @@ def test_the_message_is_short_and_names_what_was_seen(tmp_path: Path) -> None:
         relative_name("../x")
 
 
-def test_a_link_may_lead_within_its_folder_only(tmp_path: Path) -> None:
+def test_link_must_stay_in_folder(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / "folder").mkdir(parents=True)
     outside.mkdir()
@@ -63,7 +63,7 @@ def test_a_link_may_lead_within_its_folder_only(tmp_path: Path) -> None:
     assert inside(tmp_path / "alias", "good") == tmp_path / "alias" / "good"
 
 
-def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(tmp_path: Path) -> None:
+def test_hub_snapshot_may_link_to_blobs(tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()

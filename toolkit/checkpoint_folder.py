@@ -1,13 +1,15 @@
-"""The names in a run's ``checkpoints`` folder, and which checkpoint is the newest.
+"""Names in a run's ``checkpoints`` folder, and which checkpoint is the newest.
 
-    checkpoints/latest                 one line, the name of the newest: written last, atomically. After resume=PATH, until the
-                                       next save, the checkpoint at PATH: by its absolute path if it lies elsewhere
-    checkpoints/step-00000123/         complete: it got this name by a rename, after its bytes were durable
+    checkpoints/latest                 one line with the name of the newest checkpoint, written last and
+    atomically. After
+                                       resume=PATH, until the next save, the checkpoint at PATH: an absolute
+                                       path if elsewhere
+    checkpoints/step-00000123/         complete: renamed to this after its bytes were durable
     checkpoints/.tmp-...               being written, or left by an attempt that died
     checkpoints/.removed-...           being removed
 
-A crash leaves a temporary folder, or a single complete checkpoint that ``latest`` does not name yet. Everything else that does not fit
-together means that files were lost or moved, and then a person has to choose. Imports no torch.
+A crash leaves a temporary folder, or one complete checkpoint that ``latest`` does not name yet. Any other
+inconsistency means that files were lost or moved, and the user must choose. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ POINTER = "latest"
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
 REMOVED = ".removed-"
-AGREE = "latest, the folders of checkpoints, status.json, saves.jsonl and metrics.jsonl agree on the newest checkpoint of a run"
+AGREE = (
+    "latest, the folders of checkpoints, status.json, saves.jsonl and metrics.jsonl agree on the newest "
+    "checkpoint of a run"
+)
 _STEP = re.compile(r"step-(\d{8,18})")
 
 
@@ -33,18 +38,20 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """None for a folder that is not named as a checkpoint of a step."""
+    """Return the step of a folder named after one, otherwise None."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
-def committed(directory: Path) -> dict[int, Path]:
-    """Checkpoints by step, in rising order: folders with a step's name and a manifest. Damaged ones are among them."""
+def committed_checkpoints(directory: Path) -> dict[int, Path]:
+    """Return checkpoints by step, in ascending order: folders with a step's name and a manifest, including
+    damaged ones.
+    """
     return {step: folder for step, folder in step_folders(directory).items() if (folder / MANIFEST).is_file()}
 
 
 def step_folders(directory: Path) -> dict[int, Path]:
-    """All folders with a step's name, by step, in rising order, with or without a manifest."""
+    """Return all folders with a step's name, by step in ascending order, with or without a manifest."""
     if not directory.is_dir():
         return {}
     steps = {
@@ -56,28 +63,30 @@ def step_folders(directory: Path) -> dict[int, Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest checkpoint of a folder, as far as its files agree on one.
+class NewestCheckpoint:
+    """The newest checkpoint of a folder.
 
     Attributes:
-        checkpoint: None: there is none.
-        disagreements: what does not fit together, as sentences; then ``checkpoint`` is the best of what is left.
+        checkpoint: None if there is none.
+        disagreements: Inconsistencies, as sentences. If there are any, ``checkpoint`` is the best remaining
+            one.
     """
 
     checkpoint: Path | None
     disagreements: tuple[str, ...] = ()
 
 
-def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> Newest:
-    """Which checkpoint of ``directory`` is the newest.
+def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> NewestCheckpoint:
+    """Find the newest checkpoint of ``directory``.
 
     Args:
-        claims: steps that the run's other files say were saved, by the name of the file.
+        directory: The run's ``checkpoints`` folder.
+        claims: Saved steps that the run's other files record, by name of the file.
     """
     while True:
         pointer, folders = read_pointer(directory), step_folders(directory)
         complete = {step: folder for step, folder in folders.items() if (folder / MANIFEST).is_file()}
-        if read_pointer(directory) == pointer:  # else a run saved meanwhile
+        if read_pointer(directory) == pointer:  # otherwise a run has saved meanwhile
             break
     if (
         pointer is not None
@@ -85,26 +94,28 @@ def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> New
         and step_of(Path(pointer)) is None
         and not Path(pointer).is_absolute()
     ):
-        pointer = None  # DeepSpeed's, whose folders have names of its own
-    chosen, wrong = _pointed(directory, pointer, complete)
+        pointer = None  # DeepSpeed's pointer, whose folders have other names
+    chosen, disagreements = _follow_pointer(directory, pointer, complete)
     step = step_of(chosen) if chosen is not None else -1
-    if step is not None:  # None: a checkpoint elsewhere, under a name that says no step
+    if step is not None:  # None: a checkpoint elsewhere, whose name has no step
         broken = [
             folder.name for number, folder in folders.items() if number > step and number not in complete
         ]
-        wrong += [f"{name} has no {MANIFEST}" for name in broken if pointer != name]
-        wrong += [
-            f"{who} says that step {claimed} was saved"
-            for who, claimed in (claims or {}).items()
+        disagreements += [f"{name} has no {MANIFEST}" for name in broken if pointer != name]
+        disagreements += [
+            f"{file} records that step {claimed} was saved"
+            for file, claimed in (claims or {}).items()
             if claimed > step
         ]
-    return Newest(chosen, tuple(wrong))
+    return NewestCheckpoint(chosen, tuple(disagreements))
 
 
-def _pointed(
+def _follow_pointer(
     directory: Path, pointer: str | None, complete: Mapping[int, Path]
 ) -> tuple[Path | None, list[str]]:
-    """What ``latest`` leads to, and what is wrong with it. Without ``latest``: the last of the complete checkpoints."""
+    """Return the checkpoint that ``latest`` leads to, and its inconsistencies. Without ``latest``: the
+    last complete checkpoint.
+    """
     fallback = complete[max(complete)] if complete else None
     if pointer is None:
         return fallback, []
@@ -117,61 +128,64 @@ def _pointed(
         missing = (
             f"{folder.name} has no {MANIFEST}"
             if _is_folder(folder) and step_of(folder) is not None
-            else "which is not there"
+            else "which does not exist"
         )
         return fallback, [f"{POINTER} names {pointer[:200]!r}, {missing}"]
     if not _is_folder(folder):
-        return fallback, [f"{POINTER} names {pointer[:200]!r}, which is not there"]
+        return fallback, [f"{POINTER} names {pointer[:200]!r}, which does not exist"]
     step = step_of(folder)
     later = [number for number in complete if step is not None and number > step]
     if len(later) > 1:
         return fallback, [f"{POINTER} names {folder.name}, and {len(later)} later checkpoints are complete"]
-    # One later checkpoint: the process died after the rename of the folder and before it wrote the pointer.
+    # One later checkpoint: the process died between renaming the folder and writing the pointer.
     return (complete[later[0]] if later else folder), []
 
 
-def newest(directory: Path) -> Path | None:
-    """The newest checkpoint of the folder; None if there is none. A damaged one is refused when it is opened.
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Return the newest checkpoint of the folder, or None. Damage is detected when it is opened.
 
     Raises:
-        CheckpointError: the files of the folder do not agree on one.
+        CheckpointError: The folder's files disagree.
     """
     found = find_newest(directory)
     if found.disagreements:
-        raise disagreement(directory, found)
+        raise disagreement_error(directory, found)
     return found.checkpoint
 
 
-def disagreement(directory: Path, found: Newest) -> CheckpointError:
-    """The error for files that do not agree, which says what is there and how to choose."""
-    there = [folder.name for folder in committed(directory).values()]
+def disagreement_error(directory: Path, found: NewestCheckpoint) -> CheckpointError:
+    """Return the error for files that disagree, with what exists and how to choose."""
+    names = [folder.name for folder in committed_checkpoints(directory).values()]
     listed = (
-        f"complete in {directory}: {', '.join(there)}"
-        if there
+        f"complete in {directory}: {', '.join(names)}"
+        if names
         else f"no complete checkpoint is in {directory}"
     )
     if found.checkpoint is not None:
-        remedy = f"name a checkpoint by its path; in training, resume={found.checkpoint} continues from it"
+        remedy = f"give the path of a checkpoint; in training, resume={found.checkpoint} continues from it"
     else:
-        remedy = "bring the checkpoints back from a copy; in training, resume=PATH continues from a checkpoint elsewhere"
+        remedy = (
+            "restore the checkpoints from a backup; in training, resume=PATH continues from a "
+            "checkpoint elsewhere"
+        )
     return CheckpointError(
         Problem(
             "resume",
             f"{'; '.join(found.disagreements)}; {listed}",
             AGREE,
-            f"{remedy}, and resume=never trains from the beginning (what is left of the checkpoints moves to attempts/)",
+            f"{remedy}, and resume=never trains from the beginning (remaining checkpoints move to attempts/)",
         )
     )
 
 
 def read_pointer(directory: Path) -> str | None:
-    """The line of ``latest``; None without the file."""
+    """Return the line of ``latest``, or None without the file."""
     path = directory / POINTER
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
 
 
-def steps_moved(attempts: Path) -> Iterator[int]:
-    """Steps of the checkpoints that ``resume=PATH`` and ``resume=never`` have moved to the run's attempts."""
+def moved_steps(attempts: Path) -> Iterator[int]:
+    """Yield steps of the checkpoints that ``resume=PATH`` and ``resume=never`` have moved to attempts."""
     for folder in attempts.glob("*/checkpoints/step-*"):
         if (step := step_of(folder)) is not None:
             yield step
@@ -180,5 +194,5 @@ def steps_moved(attempts: Path) -> Iterator[int]:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # an impossible file name
         return False

@@ -1,7 +1,8 @@
-"""Files that are whole or absent, whoever is killed and whenever the machine stops.
+"""Write files atomically: they are complete or absent even if a process is killed or the machine stops.
 
-write_whole(path, "text")                     there and whole, even after a power failure
-write_whole(path, "text", durable=False)      whole for every process; after a power failure perhaps the old one, or none
+write_whole(path, "text")                     complete, even after a power failure
+write_whole(path, "text", durable=False)      complete for every process; a power failure may restore the old
+content or none
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """``path`` holds its old content until it holds all of ``content``.
+    """Replace the content of ``path`` atomically.
 
-    A temporary file in the same folder is written, synced and renamed over ``path``; then the folder is synced, since a rename
-    lasts only when the folder's own entry is on disk. Each call has a temporary file of its own: two writers of one path,
-    threads or machines, do not disturb each other, and the last rename stays. A killed writer may leave its own behind, hidden
-    and ending in ``.writing``.
+    The content is written to a temporary file in the same folder, synced and renamed over ``path``; then the
+    folder is synced, which makes the rename durable. Each call uses its own temporary file, so concurrent
+    writers do not interfere, and the last rename wins. A killed writer may leave a hidden file ending in
+    ``.writing``.
 
     Args:
-        durable: without it nothing is synced, which saves two waits for the disk (milliseconds, on a busy one much more). That
-            is enough against the death of any process, and right for what a power failure makes worthless anyway: the status of
-            a run under way, messages between processes that live now, what can be made again (caches, plots).
+        path: The file.
+        content: The new content.
+        durable: If false, nothing is synced, which saves two waits for the disk (milliseconds or much more).
+            That is safe if any process dies, and suitable for content that a power failure makes worthless:
+            the status of a running run, messages between processes, caches, plots.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.writing")
     try:
@@ -39,14 +42,14 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
 
 
 def user_cache() -> Path:
-    """Where this user keeps what can be made or fetched again."""
+    """Return the folder for this user's cached files."""
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "deepspeed-megatron-toolkit"
     )
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable: what was made, renamed or removed there."""
+    """Make files that were created, renamed or removed in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

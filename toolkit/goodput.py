@@ -1,12 +1,12 @@
-"""What each start of a run did with its time, and which share of all of it was of use: goodput.
+"""Goodput: how each start of a run spent its time, and the share of the total that was useful.
 
-    attempts/NNN/times.json     of one start: when it began, what its seconds went into, when it ended
-    attempts/NNN/saves.jsonl    its saves: how long each took, and how much of its work each keeps
+    attempts/NNN/times.json     one start: when it began, how its time was spent, when it ended
+    attempts/NNN/saves.jsonl    its saves: duration, and how much of its work each preserves
 
-Goodput is useful time / wall time, over all attempts. Useful is the time of the steps that stand in the end: a step that a later attempt
-ran again was of no use. The wall's time begins with the first start, and goes on between attempts. How well a step uses its GPUs is
-another question, which MFU answers. Times are of the clocks of the machines that wrote them; where those differ, a negative time counts
-as none.
+Goodput is useful time / wall time over all attempts. Useful is the time of steps that are part of the final
+result: a step that a later attempt repeated was not useful. Wall time starts with the first attempt and
+continues between attempts. MFU measures how well a step uses its GPUs. Times come from the clocks of the
+machines that wrote them; a negative difference counts as zero.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from toolkit.progress import duration
 
 TIMES, SAVES = "times.json", "saves.jsonl"
 
-# Where time is lost, in the order in which people are told.
-REPEATED = "repeated"  # steps that were run again, or will have to be
-STARTING = "starting"  # from a start to its first step: composing, data, engine, loading
-SAVING = "saving"  # training stood still for it
+# Causes of lost time, in the order in which they are reported.
+REPEATED = "repeated"  # steps that were or must be repeated
+STARTING = "starting"  # from a start to its first step: configuration, data, engine, loading
+SAVING = "saving"  # training paused for a save
 EVALUATION = "evaluation"
-ENDING = "ending"  # after an attempt's last step: what follows training, a hang, the death of ranks
-WAITING = "waiting"  # between the end of an attempt and the next start: a queue, a person, a back-off
-OTHER = "other"  # between steps: logging, plots, probes
-TOLD_SHARE = 0.002  # of the wall's time: less is not worth a word
+ENDING = "ending"  # after an attempt's last step: finalization, a hang, the death of ranks
+WAITING = "waiting"  # between attempts: a queue, manual restart, a back-off
+OTHER = "other"
+MIN_REPORTED_SHARE = 0.002  # of the wall time: smaller losses are not reported
 CAUSES = (REPEATED, STARTING, SAVING, EVALUATION, ENDING, WAITING, OTHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """One save that became complete. Of rank 0, as the others are waited for.
+class SaveRecord:
+    """One completed save, as measured on rank 0, which waits for the others.
 
     Attributes:
-        step: optimizer steps that it keeps.
-        seconds: from its beginning to its commit, in the background too.
-        bytes: that this rank wrote.
-        stepping: seconds of this attempt's steps up to it.
+        step: Completed optimizer steps that it preserves.
+        seconds: From start to commit, also in the background.
+        bytes: Written by this rank.
+        stepping: Seconds of this attempt's steps up to the save.
     """
 
     step: int
@@ -53,19 +53,20 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Of one attempt. Moments are seconds since 1970.
+class AttemptTimes:
+    """The times of one attempt. Moments are seconds since 1970.
 
     Attributes:
-        seen: when this was written last: so long it lived at least.
-        ended: None while it runs, and where it died without a word.
-        first: steps that were done when it began to train; None: it did not get there.
-        first_step: when its first step was done, which has compilation and warm-up in it.
-        starting: seconds until that step began, without evaluations; None: it did not come so far.
-        step: steps done at last.
-        stepping, saving, evaluating: seconds of its steps, and that it stood still for saves and for evaluations.
-        active: when its last step, save or evaluation was done.
-        state, reason: how it ended, as ``status.json`` had it then.
+        began: Start of the attempt.
+        seen: Last write of this record, so the attempt lived at least until then.
+        ended: None while it runs, or if it died without recording its end.
+        first: Completed steps when it began to train; None if it did not.
+        first_step: End of its first step, which includes compilation and warm-up.
+        starting: Seconds until that step began, without evaluations; None if it did not begin.
+        step: Last completed step.
+        stepping, saving, evaluating: Seconds of steps, of pauses for saves, and of evaluations.
+        active: End of its last step, save or evaluation.
+        state, reason: How it ended, as in ``status.json``.
     """
 
     began: float
@@ -88,17 +89,17 @@ class Times:
 
     @property
     def start_seconds(self) -> float | None:
-        """From its start to the end of its first step."""
+        """Seconds from the start to the end of the first step."""
         return None if self.first_step is None else max(0.0, self.first_step - self.began)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    times: Times
-    saves: tuple[Save, ...] = ()
+    times: AttemptTimes
+    saves: tuple[SaveRecord, ...] = ()
 
     def work(self, step: int) -> float:
-        """Seconds of its steps up to ``step``: measured at its saves, between them in proportion to steps."""
+        """Return the seconds of steps up to ``step``: measured at saves, interpolated between them."""
         times = self.times
         if times.first is None or times.step is None or step <= times.first:
             return 0.0
@@ -109,17 +110,22 @@ class Attempt:
             *((save.step, save.stepping) for save in self.saves),
             (times.step, times.stepping),
         ]
-        below = max(known_one for known_one in known if known_one[0] <= step)
-        above = min(known_one for known_one in known if known_one[0] > step)
+        below = max(point for point in known if point[0] <= step)
+        above = min(point for point in known if point[0] > step)
         return below[1] + (above[1] - below[1]) * (step - below[0]) / (above[0] - below[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """
+    """Goodput of a run.
+
     Attributes:
-        lost: seconds by cause, of CAUSES; with ``useful_seconds`` they add up to ``wall_seconds`` where clocks agree.
-        start_seconds: from each start to the end of its first step, of the attempts that made one.
+        wall_seconds: Seconds from the first start.
+        useful_seconds: Seconds of useful steps.
+        lost: Seconds by cause, see CAUSES; together with ``useful_seconds`` they add up to ``wall_seconds``
+            if clocks agree.
+        attempts: Number of attempts.
+        start_seconds: For each attempt that made a step, seconds from its start to the end of that step.
     """
 
     wall_seconds: float
@@ -133,7 +139,7 @@ class Goodput:
         return min(1.0, self.useful_seconds / self.wall_seconds) if self.wall_seconds > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in ``status.json``."""
+        """Return the entry of ``status.json``."""
         return {
             "share": round(self.share, 4),
             "wall_seconds": round(self.wall_seconds, 3),
@@ -145,36 +151,36 @@ class Goodput:
 
 
 def compute_goodput(attempts: Sequence[Attempt], *, kept: int | None = None) -> Goodput | None:
-    """Of a run, as far as it has come; None where nothing has begun.
+    """Compute a run's goodput so far; None if no attempt has begun.
 
     Args:
-        attempts: in their order.
-        kept: the newest checkpoint's step where the run has ended before its last one: later steps will have to be run again. None:
-            it is under way, or done, and all of its last attempt's steps stand.
+        attempts: In order.
+        kept: Step of the newest checkpoint if the run ended before its last step, so that later steps must be
+            repeated. None: the run continues or is complete, and all steps of its last attempt count.
     """
     if not attempts:
         return None
     lost = dict.fromkeys(CAUSES, 0.0)
     useful = 0.0
-    stands = [
+    limits = [
         min(after)
         if (after := [later.times.first for later in attempts[number + 1 :] if later.times.first is not None])
         else kept
         for number in range(len(attempts))
     ]
-    for attempt, limit in zip(attempts, stands, strict=True):
+    for attempt, limit in zip(attempts, limits, strict=True):
         times = attempt.times
         work = times.stepping if limit is None else attempt.work(limit)
         useful += work
         lost[REPEATED] += times.stepping - work
         whole = max(0.0, times.end - times.began)
-        told = {SAVING: times.saving, EVALUATION: times.evaluating}
+        losses = {SAVING: times.saving, EVALUATION: times.evaluating}
         if times.starting is None:
-            told[STARTING] = max(0.0, whole - times.saving - times.evaluating)
+            losses[STARTING] = max(0.0, whole - times.saving - times.evaluating)
         else:
-            told |= {STARTING: times.starting, ENDING: max(0.0, times.end - (times.active or times.end))}
-            told[OTHER] = max(0.0, whole - times.stepping - sum(told.values()))
-        for cause, seconds in told.items():
+            losses |= {STARTING: times.starting, ENDING: max(0.0, times.end - (times.active or times.end))}
+            losses[OTHER] = max(0.0, whole - times.stepping - sum(losses.values()))
+        for cause, seconds in losses.items():
             lost[cause] += seconds
     for one, following in pairwise(attempts):
         lost[WAITING] += max(0.0, following.times.began - one.times.end)
@@ -190,44 +196,46 @@ def compute_goodput(attempts: Sequence[Attempt], *, kept: int | None = None) -> 
 
 
 def format_goodput(total: Goodput) -> str:
-    """To people."""
-    told = ", ".join(
+    """Describe goodput in one line."""
+    losses = ", ".join(
         f"{cause} {duration(seconds)}"
-        for cause, seconds in sorted(total.lost.items(), key=lambda one: -one[1])
-        if seconds >= max(1.0, TOLD_SHARE * total.wall_seconds)
+        for cause, seconds in sorted(total.lost.items(), key=lambda item: -item[1])
+        if seconds >= max(1.0, MIN_REPORTED_SHARE * total.wall_seconds)
     )
     over = f" over {total.attempts} attempts" if total.attempts > 1 else ""
     return (
-        f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, {duration(total.useful_seconds)} went into steps that "
-        f"stand{f'; the rest: {told}' if told else ''}"
+        f"goodput {total.share:.1%}: of {duration(total.wall_seconds)}{over}, "
+        f"{duration(total.useful_seconds)} went into useful "
+        f"steps{f'; the rest: {losses}' if losses else ''}"
     )
 
 
 # ---- files
 
 
-def write_times(folder: Path, times: Times, *, durable: bool = False) -> None:
-    """Into an attempt's folder. While it runs nothing is synced, as of ``status.json``."""
+def write_times(folder: Path, times: AttemptTimes, *, durable: bool = False) -> None:
+    """Write the times to an attempt's folder; not synced while the attempt runs."""
     write_whole(folder / TIMES, json.dumps(asdict(times)) + "\n", durable=durable)
 
 
-def read_times(folder: Path) -> Times | None:
-    """None where there is none, as of older versions, or a power failure left half of it."""
-    found = _object(_text(folder / TIMES)) or {}
-    known = {field.name: found[field.name] for field in fields(Times) if field.name in found}
-    words = {"state", "reason"}
-    must = {"began", "seen", "stepping", "saving", "evaluating"}
-    right = all(
-        isinstance(value, str if name in words else int | float) or (value is None and name not in must)
+def read_times(folder: Path) -> AttemptTimes | None:
+    """Return None if the file is missing (older versions) or incomplete after a power failure."""
+    found = _parse_object(_text(folder / TIMES)) or {}
+    known = {field.name: found[field.name] for field in fields(AttemptTimes) if field.name in found}
+    text_fields = {"state", "reason"}
+    required = {"began", "seen", "stepping", "saving", "evaluating"}
+    valid = all(
+        isinstance(value, str if name in text_fields else int | float)
+        or (value is None and name not in required)
         for name, value in known.items()
     )
-    return Times(**known) if right and {"began", "seen"} <= known.keys() else None
+    return AttemptTimes(**known) if valid and {"began", "seen"} <= known.keys() else None
 
 
-def end_times(folder: Path, now: float, *, state: str, reason: str | None, anew: bool = False) -> None:
-    """The attempt has ended. ``anew``: even where an end is recorded."""
+def end_times(folder: Path, now: float, *, state: str, reason: str | None, overwrite: bool = False) -> None:
+    """Record the end of an attempt, unless an end is recorded and ``overwrite`` is false."""
     times = read_times(folder)
-    if times is not None and (times.ended is None or anew):
+    if times is not None and (times.ended is None or overwrite):
         write_times(
             folder,
             replace(times, ended=now, seen=max(now, times.seen), state=state, reason=reason),
@@ -235,7 +243,7 @@ def end_times(folder: Path, now: float, *, state: str, reason: str | None, anew:
         )
 
 
-def add_save(folder: Path, save: Save) -> None:
+def append_save(folder: Path, save: SaveRecord) -> None:
     with (folder / SAVES).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(save)) + "\n")
 
@@ -245,24 +253,24 @@ def read_attempt(folder: Path) -> Attempt | None:
     return None if times is None else Attempt(times, tuple(read_saves(folder)))
 
 
-def read_saves(folder: Path) -> Iterator[Save]:
-    """Whole rows; a torn one is passed over."""
-    names = {field.name for field in fields(Save)}
+def read_saves(folder: Path) -> Iterator[SaveRecord]:
+    """Yield complete rows; an incomplete one is skipped."""
+    names = {field.name for field in fields(SaveRecord)}
     for line in _text(folder / SAVES).splitlines():
-        row = _object(line)
+        row = _parse_object(line)
         if (
             row is not None
             and row.keys() == names
             and all(isinstance(value, int | float) for value in row.values())
         ):
-            yield Save(**row)
+            yield SaveRecord(**row)
 
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _parse_object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text or "null")
     except ValueError:

@@ -1,9 +1,9 @@
-"""Names of files that come from a manifest, an index, a pickle or a listing: checked before anything is opened or written.
+r"""Validate file names from a manifest, an index, a pickle or a listing before they are used.
 
-    file = inside(folder, content["file"])      # raises UnsafePath for "/etc/passwd", "../x", "C:\\x", a link to another place
+    file = inside(folder, content["file"])  # raises UnsafePath for "/etc/passwd", "../x", an outside link
 
-A name that this toolkit did not choose may come from another machine. It is a relative path in its normal form with forward slashes, and
-what it names lies in the folder that it is relative to, links included.
+A valid name is a normalized relative path with forward slashes, and its target is in the folder that it is
+relative to, also after links are followed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 MOST_NAME_BYTES, MOST_PATH_BYTES = (
     255,
     4096,
-)  # of a component and of a whole path on Linux; the path's end is a NUL byte
+)  # limits of Linux for a component and a path, whose end is a NUL byte
 SHOWN = 80
 
 
 class UnsafePath(ValueError):
-    """A name that a file or a store gave and that does not stay in its folder. The text says what it is and which rule it breaks."""
+    """A name that leads out of its folder or is malformed. The message has the name and the rule."""
 
 
 def relative_name(name: object) -> str:
-    """``name``, which is a relative path below some folder. Looks at no file system: for names in a store, and for those in a manifest.
+    """Return ``name`` if it is a valid relative path. Accesses no file system.
 
     Raises:
-        UnsafePath: it is no text, empty, absolute, too long, not in its normal form (``a//b``, ``./a``), or has ``..``, a drive letter, a
-            backslash or a NUL byte.
+        UnsafePath: It is not text, empty, absolute, too long, not normalized (``a//b``, ``./a``), or contains
+            ``..``, a drive letter, a backslash or a NUL byte.
     """
     broken = _broken_rule(name) if isinstance(name, str) else f"is a {type(name).__name__}, not text"
     if broken is not None:
@@ -39,7 +39,7 @@ def relative_name(name: object) -> str:
 
 @lru_cache(maxsize=65536)
 def _broken_rule(name: str) -> str | None:
-    """What is wrong with ``name``; None if nothing is."""
+    """Return what is wrong with ``name``, or None."""
     parts = name.split("/")
     if not name:
         return "is empty"
@@ -55,24 +55,25 @@ def _broken_rule(name: str) -> str | None:
         return "is not in its normal form"
     try:
         longest, whole = max(len(os.fsencode(part)) for part in parts), len(os.fsencode(name))
-    except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
+    except UnicodeEncodeError:  # JSON may contain an unpaired surrogate
         return "has characters that no file name can have"
     return f"is too long: {whole} bytes" if longest > MOST_NAME_BYTES or whole >= MOST_PATH_BYTES else None
 
 
 def check_links(root: Path, *, skip: Collection[str] = ()) -> None:
-    """Links below ``root`` stay below it, but for those in hidden folders.
+    """Check that links below ``root`` stay below it, except in hidden folders.
 
     Args:
-        skip: folders directly in ``root`` that are not looked at.
+        root: The folder.
+        skip: Entries of ``root`` that are skipped.
 
     Raises:
-        UnsafePath: see :func:`inside`; for the first link that does not.
+        UnsafePath: See :func:`inside`; for the first such link.
     """
-    for place, folders, files in os.walk(root):
-        at_top = Path(place) == root
+    for parent, folders, files in os.walk(root):
+        at_top = Path(parent) == root
         for name in (*folders, *files):
-            path = Path(place, name)
+            path = Path(parent, name)
             if path.is_symlink() and not (at_top and name in skip):
                 inside(root, path.relative_to(root).as_posix())
         folders[:] = [name for name in folders if not name.startswith(".") and not (at_top and name in skip)]
@@ -84,17 +85,18 @@ def _shown(name: object) -> str:
 
 
 def inside(root: Path, name: object) -> Path:
-    """The path of the file or folder ``name`` below ``root``. It need not exist; if it does, links on the way to it stay below ``root``.
+    """Return the path ``name`` below ``root``, which need not exist. Links on the way must stay below
+    ``root``.
 
-    A folder of the Hugging Face hub's cache is ``snapshots/REVISION``, whose files are links into ``blobs`` beside ``snapshots``: these
-    count as below it.
+    In the Hugging Face hub's cache, files of ``snapshots/REVISION`` are links to ``blobs`` next to
+    ``snapshots``, which are allowed.
 
     Raises:
-        UnsafePath: see :func:`relative_name`; or a link leads to another place.
+        UnsafePath: See :func:`relative_name`; or a link leads out of the folder.
     """
     path = root / relative_name(name)
     home, real = Path(os.path.realpath(root)), Path(os.path.realpath(path))
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(real.is_relative_to(one) for one in homes):
+    if not any(real.is_relative_to(home) for home in homes):
         raise UnsafePath(f"the path {_shown(name)} is a link to {real}, outside {root}")
     return path

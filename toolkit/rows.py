@@ -1,4 +1,6 @@
-"""Files of rows, one JSON object a line, as monitor/sinks/jsonl.py writes them: read while a run goes on, or after it was torn off."""
+"""Read JSONL files, as ``monitor/sinks/jsonl.py`` writes them, also during a run or after an interrupted
+write.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-TAIL = 1 << 16  # bytes: a hundred rows and more
+TAIL = 1 << 16  # bytes: more than a hundred rows
 
 
 def read_rows(
     path: Path, advance: Callable[[float], object] = lambda characters: None, every: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """The whole rows of a file; none where it is not there. A line that a stopped machine tore is passed over.
+    """Yield the complete rows of a file; nothing if it does not exist. Incomplete lines are skipped.
 
     Args:
-        advance: is told how many characters (bytes, where texts are ASCII) each line has; for a display of progress.
-        every: which of the rows are wanted: the first, and each so many after it. The others are not parsed, which is most of the work.
+        path: The file.
+        advance: Called with the number of characters of each line, for progress.
+        every: Yield the first row and every n-th after it. The others are not parsed, which saves most of the
+            time.
     """
     if not path.exists():
         return
@@ -31,7 +35,7 @@ def read_rows(
 
 
 def last_row(path: Path) -> dict[str, Any] | None:
-    """The last whole row of a file, without reading the others; None where there is none."""
+    """Return the last complete row of a file without reading the others; None if there is none."""
     if not path.exists():
         return None
     size, tail = path.stat().st_size, TAIL
@@ -41,7 +45,7 @@ def last_row(path: Path) -> dict[str, Any] | None:
             lines = file.read().split(b"\n")
         whole = (
             lines[:-1] if tail >= size else lines[1:-1]
-        )  # what follows the last line end is torn; the first line may be cut
+        )  # text after the last newline is incomplete; the first line may be cut
         found = next((row for line in reversed(whole) if (row := parse_row(line)) is not None), None)
         if found is not None or tail >= size:
             return found
@@ -49,12 +53,13 @@ def last_row(path: Path) -> dict[str, Any] | None:
 
 
 def float_of(value: float | None) -> float:
-    """A row's figure. One that is not finite stands as ``null`` in the file, and is NaN here."""
+    """Return a row's value; ``null`` in the file, which stands for a value that is not finite, becomes
+    NaN."""
     return math.nan if value is None else float(value)
 
 
 def parse_row(line: str | bytes) -> dict[str, Any] | None:
-    """None for a line that is torn, or no object."""
+    """Return None for an incomplete line or one that is not an object."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,6 +1,7 @@
-"""What the tests of memory have done: on ``folder / "run"`` and ``folder / "other"``. Imports no torch, as the tool does not.
+"""Programs for the memory tests, on ``folder / "run"`` and ``folder / "other"``. Imports no torch, like the
+tool itself.
 
-python -m tests.checkpoint.chores NAME FOLDER      prints the most memory that was resident (bytes)
+python -m tests.checkpoint.chores NAME FOLDER      prints the peak resident memory (bytes)
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.checkpoint.formats import native
-from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.formats.huggingface.target import export
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.diff import diff
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.states import tensors_of
+from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.checkpoint.verify import verify
 
 
 def convert(folder: Path) -> None:
     source = open_source(folder / "run")
-    target = native.lay_out(source, tensors_of(source, None, optimizer=True))
-    Conversion(source.catalog, target, folder / "out", origin=source.origin(), refuse=source.refuse).run()
+    target = native.lay_out(source, select_target_tensors(source, None, optimizer=True))
+    Conversion(source, target, folder / "out").run()
 
 
 def write_for_transformers(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Fixtures shared by the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def forks() -> ForkServerContext:
-    """Processes forked from a server that has imported torch once and runs no threads. A test process has one such server, so it is
-    told here of everything that such processes do."""
+    """A fork server that imports torch once and runs no threads. A test process has one server, which
+    preloads every module needed.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.checkpoint.writer", "tests.checkpoint.converter"])
     return context
@@ -26,14 +27,14 @@ def forks() -> ForkServerContext:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Ranks, for what needs engines."""
+    """Ranks for tests that need engines."""
     with rank_pool(4) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def megatron_saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    """What Megatron-core saved of each layout, made once for all files of tests that look at it."""
+    """Megatron-core's checkpoints of each layout, shared by all test modules."""
     from tests.checkpoint.megatron_cells import Saves
 
     return Saves(pool, tmp_path_factory.mktemp("megatron"))

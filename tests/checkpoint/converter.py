@@ -1,4 +1,4 @@
-"""A conversion in a process of its own, which the tests of faults kill. Imports no torch, so that a fork of it is cheap."""
+"""A conversion in a separate process, which fault tests kill. Imports no torch, so that forks are cheap."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.catalog import Piece
+from toolkit.checkpoint.catalog import TensorPiece
 from toolkit.checkpoint.formats import native, torch_zip
-from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
+from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor, row_major
 from toolkit.checkpoint.offline import convert, fill
-from toolkit.checkpoint.offline.convert import Conversion, Phase
-from toolkit.checkpoint.offline.output import Output
+from toolkit.checkpoint.offline.convert import Conversion, ConversionPhase
+from toolkit.checkpoint.offline.output import TargetOutput
 from toolkit.checkpoint.shard import Box, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.target import Target, TargetFile
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.errors import CheckpointError
 
-# Small enough for many tiles a tensor and many syncs a conversion.
+# Small enough for many tiles per tensor and many syncs per conversion.
 SYNC_BYTES, TILE_BYTES = 20_000, 8_000
-# Moments beside the phases: a write of a tile; the manifest is written and not yet there; the folder has its name.
+# Moments in addition to the phases: a write of a tile, before the manifest is renamed, after the folder is
+# renamed.
 WRITE, REPLACE, RENAMED = "write", "replace", "renamed"
 
 
 @dataclass
-class Told:
-    """What a conversion did. ``writes`` are (file, byte, length) of what was written of tensors."""
+class ConversionOutcome:
+    """The result of a conversion. ``writes`` are (file, byte, length) of written tensor data."""
 
     resumed: bool = False
     refusal: str = ""
     writes: list[tuple[str, int, int]] = field(default_factory=list)
 
 
-def zips(source: Source) -> Target:
-    """A file of torch.save for each tensor, in folders of two levels, each with a second copy of its first row: checksums, gaps that
-    are zero, and pieces that are copies."""
+def zips(source: CheckpointSource) -> CheckpointTarget:
+    """Lay out one torch.save file per tensor in nested folders, each with a second copy of its first row.
+
+    This covers checksums, gaps filled with zeros, and pieces that are copies.
+    """
     files: list[TargetFile] = []
-    pieces: dict[TensorKey, list[Piece]] = {}
-    copies: dict[TensorKey, list[Piece]] = {}
+    pieces: dict[TensorKey, list[TensorPiece]] = {}
+    copies: dict[TensorKey, list[TensorPiece]] = {}
     for number, (key, info) in enumerate(source.catalog.tensors.items()):
         name, whole = f"part-{number % 2}/of/{number}.pt", Box.whole(info.shape)
         row = Box(whole.offset, (1, *info.shape[1:]))
@@ -54,10 +57,10 @@ def zips(source: Source) -> Target:
         layout = torch_zip.lay_out(name, value, [first, second])
         files.append(layout.file)
         begin, other = layout.storages["0"] + 12, layout.storages["1"]
-        pieces[key] = [Piece(key, info.dtype, info.shape, whole, name, begin, begin + 4 * whole.numel)]
-        copies[key] = [Piece(key, info.dtype, info.shape, row, name, other, other + 4 * row.numel)]
+        pieces[key] = [TensorPiece(key, info.dtype, info.shape, whole, name, begin, begin + 4 * whole.numel)]
+        copies[key] = [TensorPiece(key, info.dtype, info.shape, row, name, other, other + 4 * row.numel)]
     files.append(TargetFile("latest", 5, {0: b"iter\n"}))
-    return Target(
+    return CheckpointTarget(
         format="zips",
         namespace=source.namespace,
         step=source.step or 0,
@@ -70,22 +73,20 @@ def zips(source: Source) -> Target:
     )
 
 
-def natives(source: Source) -> Target:
+def natives(source: CheckpointSource) -> CheckpointTarget:
     return native.lay_out(source, dict(source.catalog.tensors), file_bytes=100_000)
 
 
-TARGETS: dict[str, Callable[[Source], Target]] = {"zips": zips, "native": natives}
+TARGETS: dict[str, Callable[[CheckpointSource], CheckpointTarget]] = {"zips": zips, "native": natives}
 
 
 def conversion(source: Path, target: Path, kind: str, **more: Any) -> Conversion:
     found = open_source(source)
-    return Conversion(
-        found.catalog, TARGETS[kind](found), target, origin=found.origin(), refuse=found.refuse, **more
-    )
+    return Conversion(found, TARGETS[kind](found), target, **more)
 
 
 def small() -> None:
-    """Small tiles and syncs, in this process."""
+    """Use small tiles and syncs in this process."""
     convert.SYNC_BYTES, fill.TILE_BYTES = SYNC_BYTES, TILE_BYTES
 
 
@@ -97,14 +98,22 @@ def work(
     wait_at: str | None,
     pipe: Connection,
 ) -> None:
-    """Convert, and tell how it went.
+    """Convert, and send the result.
 
     Args:
-        kill_at: die, as by ``kill -9``, at the n-th (from 0) of these moments.
-        wait_at: say so and wait for an answer at the first of these moments.
+        source: The source.
+        target: The target.
+        kind: A key of ``TARGETS``.
+        kill_at: Die as by ``kill -9`` at the n-th (from 0) occurrence of this moment.
+        wait_at: Report the first occurrence of this moment and wait for an answer.
+        pipe: Connection to the test.
     """
     small()
-    told, waits, seen = Told(), [wait_at], {moment: count() for moment in (*Phase, WRITE, REPLACE, RENAMED)}
+    outcome, waits, seen = (
+        ConversionOutcome(),
+        [wait_at],
+        {moment: count() for moment in (*ConversionPhase, WRITE, REPLACE, RENAMED)},
+    )
 
     def at(moment: str) -> None:
         if kill_at == (moment, next(seen[moment])):
@@ -114,13 +123,13 @@ def work(
             pipe.send(moment)
             pipe.recv()
 
-    write, replace, sync_folder = Output.write, Path.replace, convert.sync_folder
+    write, replace, sync_folder = TargetOutput.write, Path.replace, convert.sync_folder
 
-    def telling_write(output: Output, name: str, begin: int, data: memoryview) -> None:
+    def telling_write(output: TargetOutput, name: str, begin: int, data: memoryview) -> None:
         write(output, name, begin, data[: len(data) // 2])  # a kill may cut a write short
         at(WRITE)
         write(output, name, begin, data)
-        told.writes.append((name, begin, len(data)))
+        outcome.writes.append((name, begin, len(data)))
 
     def telling_replace(path: Path, to: Path) -> Path:
         at(REPLACE)
@@ -131,9 +140,9 @@ def work(
             at(RENAMED)
         sync_folder(folder)
 
-    Output.write, Path.replace, convert.sync_folder = telling_write, telling_replace, telling_sync  # type: ignore[method-assign]
+    TargetOutput.write, Path.replace, convert.sync_folder = telling_write, telling_replace, telling_sync  # type: ignore[method-assign]
     try:
-        told.resumed = conversion(source, target, kind, on_phase=at).run()
+        outcome.resumed = conversion(source, target, kind, on_phase=at).run()
     except CheckpointError as error:
-        told.refusal = str(error)
-    pipe.send(told)
+        outcome.refusal = str(error)
+    pipe.send(outcome)

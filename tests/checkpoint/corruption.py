@@ -1,6 +1,6 @@
-"""Random damage to checkpoints, from a seed: what disks, people and forgers do to files.
+"""Seeded random damage to checkpoints, as by disks, users and attackers.
 
-A damage is a function of (folder, random) that changes one thing below the folder and says what.
+A damage is a function of (folder, random) that changes one thing below the folder and returns a description.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def truncate(folder: Path, random: Random) -> str:
 
 
 def zero(folder: Path, random: Random) -> str:
-    """As after a power failure: a page that was never written."""
+    """A page that was never written, as after a power failure."""
     file = random.choice(files_of(folder))
     content = bytearray(file.read_bytes())
     begin = random.randrange(len(content)) // PAGE * PAGE
@@ -89,7 +89,7 @@ def delete_folder(folder: Path, random: Random) -> str:
 
 
 def swap(folder: Path, random: Random) -> str:
-    """Two files change places: those of one kind, if there are several."""
+    """Swap two files, of the same kind if possible."""
     file = random.choice(files_of(folder))
     alike = [other for other in files_of(folder) if other != file and other.suffix == file.suffix]
     if not alike:
@@ -102,7 +102,7 @@ def swap(folder: Path, random: Random) -> str:
 
 
 def forge(folder: Path, random: Random) -> str:
-    """One value of a file of JSON becomes another; a manifest gets the hash that fits."""
+    """Change one value of a JSON file; a manifest gets a matching hash."""
     files = [file for file in files_of(folder) if file.suffix == ".json"]
     if not files:
         return flip(folder, random)
@@ -127,7 +127,7 @@ def _places(content: Any) -> Any:
 
 
 def point(folder: Path, random: Random) -> str:
-    """A pointer or tracker names something else."""
+    """Change the name in a pointer or tracker."""
     files = [file for file in files_of(folder) if file.name.startswith("latest")]
     if not files:
         return delete_folder(folder, random)

@@ -1,4 +1,6 @@
-"""What ranks do in test_dcp.py: a model of transformers under torch alone, saved as PyTorch's documents say."""
+"""Functions of the ranks in test_dcp.py: a transformers model under plain torch, saved as PyTorch
+documents it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ State = dict[TensorKey, torch.Tensor]
 
 
 def save(rank: int, ranks: int, plan: RunPlan, folder: Path, sharded: bool, flat: bool, under: str) -> State:
-    """``dcp.save`` of ``get_state_dict`` after three steps of AdamW; what was held then, whole.
+    """``dcp.save`` of ``get_state_dict`` after three steps of AdamW. Returns the whole state.
 
     Args:
-        sharded: by FSDP 2.
+        sharded: Use FSDP 2.
         flat: ``flatten_optimizer_state_dict``.
-        under: the name that the script gives the model in what it saves.
+        under: Name of the model in the saved dict.
     """
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

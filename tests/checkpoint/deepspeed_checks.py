@@ -1,4 +1,4 @@
-"""How the tests of DeepSpeed's checkpoints compare, and the sizes of their models."""
+"""Comparisons and model sizes of the DeepSpeed checkpoint tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tests.checkpoint.deepspeed_saves import State
 from tests.checkpoint.layouts import same_bits, whole
 from toolkit.checkpoint.shard import Box, Shard
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.source import CheckpointSource
 
 # Nothing is a multiple of anything, and norms of heads have two elements.
 ODD: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 37}
@@ -19,8 +19,8 @@ EVEN: dict[str, Any] = {
 }  # as a tensor axis of two asks
 
 
-def assembled(source: Source, like: State) -> State:
-    """The tensors of ``like`` as the source gives them, in their dtypes."""
+def assembled(source: CheckpointSource, like: State) -> State:
+    """Read the tensors of ``like`` from the source, in their dtypes."""
     found = {key: torch.empty_like(tensor) for key, tensor in like.items()}
     source.reader().read(
         [Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()]
@@ -32,8 +32,8 @@ def differing(found: State, held: State) -> list[str]:
     return [str(key) for key in held if not same_bits(found[key], held[key])]
 
 
-def compare_copies(source: Source) -> None:
-    """What stands twice is equal."""
+def compare_copies(source: CheckpointSource) -> None:
+    """Check that copies are equal."""
     values = whole(source.reader())
     for key in source.catalog.copies:
         for piece in source.catalog.copies[key]:

@@ -1,4 +1,4 @@
-"""DeepSpeed runs for the tests of its files, and what ranks do in them: train and save, open by DeepSpeed's own loader, go on."""
+"""DeepSpeed runs for tests of its files: train and save, load with DeepSpeed's loader, continue."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from tests.checkpoint.vendors import vendor_load, vendor_save
-from toolkit.checkpoint.formats import deepspeed_target
+from toolkit.checkpoint.formats.deepspeed import target as deepspeed_target
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import TensorKey
-from toolkit.checkpoint.source import Source
-from toolkit.checkpoint.target import Target
-from toolkit.config.reshard import Stage, TargetConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.config.reshard import TargetConfig, TargetParallelConfig, TargetZeroStage
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
@@ -56,9 +56,9 @@ class Layout:
 
     def config(self, **more: Any) -> TargetConfig:
         parallel = TargetParallelConfig(data=self.data, tensor=self.tensor, pipeline=self.pipeline)
-        return TargetConfig(zero=Stage[f"stage{self.stage}"], parallel=parallel, **more)
+        return TargetConfig(zero=TargetZeroStage[f"stage{self.stage}"], parallel=parallel, **more)
 
-    def target(self, source: Source, **more: Any) -> Target:
+    def target(self, source: CheckpointSource, **more: Any) -> CheckpointTarget:
         given = {"sub_group": self.sub_group} if self.sub_group else {}
         return deepspeed_target.lay_out(source, self.config(**more), **given)
 
@@ -73,7 +73,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Opened:
-    """What an engine held after loading, on rank 0, and how it went on."""
+    """Rank 0's state after loading, and the steps that follow."""
 
     state: dict[TensorKey, torch.Tensor]
     scalars: dict[str, object]
@@ -83,13 +83,13 @@ class Opened:
 
 
 def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult]:
-    """``STOP`` steps, a native checkpoint; the results of ``MORE`` steps that go on as if nothing had been."""
+    """``STOP`` steps, a native checkpoint, and ``MORE`` uninterrupted steps."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     train_steps(engine, plan, range(STOP), rank=rank)
-    said = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
+    engine_scalars = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
     CheckpointStore(folder).save(
-        STOP, engine.shards(), said, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1
+        STOP, engine.shards(), engine_scalars, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1
     ).wait()
     results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
@@ -105,11 +105,13 @@ def go_on(
     universal: bool = False,
     own_counters: bool = True,
 ) -> Opened:
-    """What DeepSpeed opens at ``folder``, and ``MORE`` steps from there.
+    """Load ``folder`` with DeepSpeed, then train ``MORE`` steps.
 
     Args:
-        again: where DeepSpeed saves it again, before it goes on.
-        own_counters: as ``universal_target.NOTES`` tells users of ZeRO 3 to do.
+        layout: The run.
+        folder: The checkpoint.
+        again: Folder where DeepSpeed saves it again before it continues.
+        own_counters: Apply the workaround of ``universal.target.NOTES`` for ZeRO 3.
     """
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     vendor_load(engine, folder, universal=universal)
@@ -118,9 +120,9 @@ def go_on(
             state["step"] = state["step"].clone()
     if again is not None:
         vendor_save(engine, again)
-    ds, state, said = engine._ds, gather_tensors(engine.shards(), rank, ranks), engine.scalars()
+    ds, state, engine_scalars = engine._ds, gather_tensors(engine.shards(), rank, ranks), engine.scalars()
     counts = (ds.global_steps, ds.global_samples, ds.skipped_steps)
     decays = [group["weight_decay"] for group in ds.optimizer.param_groups]
     results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
-    return Opened(state, said, counts, decays, results)
+    return Opened(state, engine_scalars, counts, decays, results)

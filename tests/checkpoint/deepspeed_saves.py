@@ -1,4 +1,6 @@
-"""What ranks do in tests of DeepSpeed's checkpoints: train, save as DeepSpeed saves, and tell what the engine itself holds."""
+"""Functions of the ranks in DeepSpeed checkpoint tests: train, save with DeepSpeed, and return the
+engine's state.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ TAG = "global_step3"
 def save(
     rank: int, ranks: int, cell: Cell, folder: Path, further: int = 0
 ) -> tuple[State, dict[str, object], RunTrace]:
-    """DeepSpeed's own checkpoint after three steps; the state and scalars then, and how it went on."""
+    """DeepSpeed's checkpoint after three steps, with state and scalars, and the steps that follow."""
     engine = make(cell, rank)
     steps(engine, cell, rank, 0, STOP)
     vendor_save(engine, folder)
@@ -58,11 +60,11 @@ def save_plain(
     frozen: Sequence[str] = (),
     shuffled: bool = False,
 ) -> State:
-    """The same from DeepSpeed as a user calls it: a model of transformers, and DeepSpeed's own dictionary.
+    """The same with DeepSpeed as users call it: a transformers model and a DeepSpeed dictionary.
 
     Args:
-        frozen: parameters that are not trained.
-        shuffled: the optimizer is given its parameters in another order than the model's.
+        frozen: Parameters that are not trained.
+        shuffled: The optimizer gets its parameters in another order than the model's.
     """
     deepspeed = patches.import_deepspeed(Device.CPU, rank)
     model = hugging_face(plan)
@@ -108,12 +110,13 @@ SCHEDULED_LR = 1e-3
 def scheduled(
     rank: int, ranks: int, plan: RunPlan, scheduler: str, folder: Path, begin: Path | None = None
 ) -> tuple[list[float], list[float]]:
-    """Learning rates and losses of the ``MORE`` steps after the first ``STOP``, of a user's program with a learning-rate scheduler.
+    """Learning rates and losses of ``MORE`` steps after ``STOP``, in a user's program with a learning-rate
+    scheduler.
 
     Args:
-        scheduler: a name in DeepSpeed's or in torch's.
-        folder: where the program saves after ``STOP`` steps.
-        begin: continue from this checkpoint, as the program itself loads it, in place of the first steps.
+        scheduler: A name in DeepSpeed or torch.
+        folder: Where the program saves after ``STOP`` steps.
+        begin: Load this checkpoint instead of training the first steps.
     """
     deepspeed = patches.import_deepspeed(Device.CPU, rank)
     model, config, made = hugging_face(plan), {**BASE, "zero_optimization": {"stage": 1}}, None
@@ -154,8 +157,8 @@ def scheduled(
     return rates[-MORE:], losses[-MORE:]
 
 
-def unfused(optimizer: Any, places: Mapping[torch.Tensor, ParameterBox]) -> State:
-    """Of 16 bits without ZeRO: every rank has everything."""
+def unfused(optimizer: Any, places: Mapping[torch.Tensor, state.Place]) -> State:
+    """16 bits without ZeRO: every rank has all parameters."""
     found: State = {}
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
@@ -174,7 +177,7 @@ def unfused(optimizer: Any, places: Mapping[torch.Tensor, ParameterBox]) -> Stat
 
 
 def fuse(path: Path) -> None:
-    """As DeepSpeed writes the same with an optimizer of its own, which no CPU has: a flat buffer a group."""
+    """DeepSpeed's format with a fused optimizer, which needs a GPU: one flat buffer per group."""
     saved = torch.load(path, weights_only=False)
     optimizer = saved["optimizer"]
     states, groups = optimizer["optimizer_state_dict"]["state"], optimizer.pop("fp32_groups")
@@ -194,7 +197,7 @@ def fuse(path: Path) -> None:
 
 
 def forget_shapes(path: Path) -> None:
-    """As it is where ``BF16_Optimizer`` runs without ZeRO: shapes are saved for ZeRO alone."""
+    """As with ``BF16_Optimizer`` without ZeRO, which does not save shapes."""
     torch.save(torch.load(path, weights_only=False) | {"param_shapes": None}, path)
 
 
@@ -208,7 +211,7 @@ BASE: Mapping[str, Any] = {
 
 
 def hugging_face(plan: RunPlan) -> nn.Module:
-    """With equal random weights on all ranks."""
+    """Equal random weights on all ranks."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from toolkit import families
@@ -223,7 +226,7 @@ def hugging_face(plan: RunPlan) -> nn.Module:
 
 
 def groups_of(model: nn.Module, *, shuffled: bool) -> list[dict[str, Any]]:
-    """Biases and norms apart, as transformers' Trainer does it."""
+    """Separate groups for biases and norms, as in transformers' Trainer."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if shuffled:
         trained = trained[::-1]
@@ -234,7 +237,7 @@ def groups_of(model: nn.Module, *, shuffled: bool) -> list[dict[str, Any]]:
 
 
 def full_weights(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]:
-    """By DeepSpeed's own tool."""
+    """Use DeepSpeed's own tool."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with redirect_stdout(StringIO()):
@@ -243,7 +246,7 @@ def full_weights(rank: int, ranks: int, folder: Path) -> dict[str, torch.Tensor]
 
 
 def to_universal(rank: int, ranks: int, folder: Path, target: Path) -> None:
-    """By DeepSpeed's own tool."""
+    """Use DeepSpeed's own tool."""
     from deepspeed.checkpoint import ds_to_universal
 
     arguments = Namespace(
@@ -260,7 +263,7 @@ def to_universal(rank: int, ranks: int, folder: Path, target: Path) -> None:
 
 
 def save_autotp(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any]) -> None:
-    """DeepSpeed's own AutoTP over two ranks, as it cuts a model of transformers by itself."""
+    """DeepSpeed's AutoTP over two ranks, with its automatic cut of a transformers model."""
     deepspeed = patches.import_deepspeed(Device.CPU, rank)
     model = hugging_face(plan)
     config = {**BASE, **settings, "tensor_parallel": {"autotp_size": 2}}

@@ -1,6 +1,7 @@
-"""Checkpoints that exist as descriptions only: sizes and ranks, no files. Pieces are made when they are asked for.
+"""Checkpoints without files, described by sizes and ranks. Pieces are created on access.
 
-python -m tests.checkpoint.described llama-3.1-405b 1024 None       plans ZeRO-3 -> TP8 x PP16 x DP8; prints figures
+python -m tests.checkpoint.described llama-3.1-405b 1024 None       plans ZeRO-3 -> TP8 x PP16 x DP8; prints
+figures
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit import families
-from toolkit.checkpoint.catalog import DTYPES, Catalog, Damage, Made, Piece
-from toolkit.checkpoint.formats.deepspeed_geometry import Run, pieces_of_runs, runs_of_shares, share_numel
+from toolkit.checkpoint.catalog import DTYPES, Catalog, DamagedFile, LazyPieces, TensorPiece
+from toolkit.checkpoint.formats.deepspeed.geometry import FlatRun, run_pieces, share_numel, share_runs
 from toolkit.checkpoint.offline.plan import plan_reshard
 from toolkit.checkpoint.offline.reshard import lay_out
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source
-from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource
+from toolkit.config.reshard import TargetConfig, TargetFormat, TargetParallelConfig, TargetZeroStage
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families import PUBLISHED
@@ -27,15 +28,16 @@ STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
 OPTIM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
-def refuse(folder: Path, damage: Damage) -> CheckpointError:
+def refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
     return CheckpointError(Problem(damage.file, damage.seen, damage.rule, "none"))
 
 
-def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
-    """A 16-bit run's optimizer files of ZeRO 3: masters and moments, a flat buffer of each state in each rank's file.
+def zero3(model: str, ranks: int, missing: int | None = None) -> CheckpointSource:
+    """The ZeRO 3 optimizer files of a 16-bit run: a flat buffer of masters and of each moment in each rank's
+    file.
 
     Args:
-        missing: a rank whose file is not there.
+        missing: A rank whose file is missing.
     """
     config = PUBLISHED[model]
     family = families.get_family(str(config.family))
@@ -54,13 +56,13 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
     base = {state: 4096 + number * held * DTYPES["float32"].itemsize for number, state in enumerate(STATES)}
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
 
-    def runs(at: int, numel: int) -> Iterator[Run]:
-        return (run for run in runs_of_shares(at, numel, ranks) if run.rank != missing)
+    def runs(at: int, numel: int) -> Iterator[FlatRun]:
+        return (run for run in share_runs(at, numel, ranks) if run.rank != missing)
 
-    def make(key: TensorKey) -> tuple[Piece, ...]:
+    def make(key: TensorKey) -> tuple[TensorPiece, ...]:
         info = tensors[key]
         box = Box.whole(info.shape)
-        return pieces_of_runs(
+        return run_pieces(
             key,
             info.dtype,
             info.shape,
@@ -70,9 +72,12 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
         )
 
     catalog = Catalog(
-        Path("/described"), tensors, Made(tensors, make), {"step": 500, "optimizer_step": 500, "optim": OPTIM}
+        Path("/described"),
+        tensors,
+        LazyPieces(tensors, make),
+        {"step": 500, "optimizer_step": 500, "optim": OPTIM},
     )
-    return Source(
+    return CheckpointSource(
         format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse
     )
 
@@ -82,7 +87,7 @@ def main(model: str, ranks: str, missing: str) -> None:
     source = zero3(model, int(ranks), None if missing == "None" else int(missing))
     parallel = TargetParallelConfig(data=8, tensor=8, pipeline=16)
     config = TargetConfig(
-        format=Format.megatron, parallel=parallel, zero=Stage.stage1, precision=Precision.bf16
+        format=TargetFormat.megatron, parallel=parallel, zero=TargetZeroStage.stage1, precision=Precision.bf16
     )
     try:
         plan = plan_reshard(source.catalog, lay_out(source, config))
@@ -95,7 +100,8 @@ def main(model: str, ranks: str, missing: str) -> None:
     )
     print(f"read={plan.bytes_read}\nreads={plan.reads}\nwritten={plan.target_bytes}\nwrites={plan.writes}")
     print(
-        f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}\ncpu_seconds={time.process_time() - began:.1f}"
+        f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}"
+        f"\ncpu_seconds={time.process_time() - began:.1f}"
     )
     print(f"peak_bytes={resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}")
 

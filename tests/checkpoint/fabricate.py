@@ -1,4 +1,4 @@
-"""Checkpoints as vendors write them, made by hand: files of torch.save, a rank each, without hashes or a manifest."""
+"""Vendor-like checkpoints built by hand: a torch.save file per rank, without hashes or a manifest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from tests.checkpoint.layouts import NAMESPACE
-from toolkit.checkpoint.catalog import Catalog, Piece
+from toolkit.checkpoint.catalog import Catalog, TensorPiece
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.pickles import StoredTensor
+from toolkit.checkpoint.formats.stored_tensor import StoredTensor
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, vendors_refusal
+from toolkit.checkpoint.source import CheckpointSource, foreign_damage_error
 
 
 def of_ranks(
@@ -26,9 +26,10 @@ def of_ranks(
     scalars: Mapping[str, object] | None = None,
     step: int = 1,
     checksums: bool = False,
-) -> Source:
-    """Tensors are cut along their first dim; those whose names are in ``replicated`` stand whole in every file, those in ``turned``
-    with their dims changed over."""
+) -> CheckpointSource:
+    """Cut tensors along their first dim; those in ``replicated`` are whole in every file, those in
+    ``turned`` are transposed.
+    """
     folder.mkdir(parents=True)
     for rank in range(ranks):
         torch.save(
@@ -63,10 +64,10 @@ def read(
     scalars: Mapping[str, object] | None,
     step: int,
     checksums: bool = False,
-) -> Source:
-    """``checksums``: what the files' zip directories say of their records is known, and every changed byte is found by it."""
-    pieces: dict[TensorKey, tuple[Piece, ...]] = {}
-    copies: dict[TensorKey, tuple[Piece, ...]] = {}
+) -> CheckpointSource:
+    """``checksums``: use the CRC-32 of the zip directories, which detects every changed byte."""
+    pieces: dict[TensorKey, tuple[TensorPiece, ...]] = {}
+    copies: dict[TensorKey, tuple[TensorPiece, ...]] = {}
     for rank in range(ranks):
         saved = torch_zip.load(folder, f"rank{rank}.pt")
         for key, info in tensors.items():
@@ -76,14 +77,19 @@ def read(
             stored = saved[str(key)]
             if key.name in turned:
                 stored = StoredTensor(stored.storage, stored.offset, stored.shape[::-1], stored.strides[::-1])
-            found = tuple(torch_zip.pieces_of(stored, key, info.shape, box))
+            found = tuple(torch_zip.tensor_pieces(stored, key, info.shape, box))
             into = copies if whole and rank else pieces
             into[key] = into.get(key, ()) + (
                 found if checksums else tuple(replace(piece, record=None) for piece in found)
             )
     catalog = Catalog(folder, tensors, pieces, {"step": step} if scalars is None else scalars, copies)
-    return Source(
-        format="test", catalog=catalog, namespace=NAMESPACE, step=step, shape=None, refuse=vendors_refusal
+    return CheckpointSource(
+        format="test",
+        catalog=catalog,
+        namespace=NAMESPACE,
+        step=step,
+        shape=None,
+        refuse=foreign_damage_error,
     )
 
 
@@ -97,8 +103,10 @@ def _rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
-def write_at(source: Source, key: TensorKey, element: int, raw: bytes, *, copy: bool = False) -> Piece:
-    """Overwrite a flat element of ``key`` in its file (of its first copy): what a disk or a bug does, unseen."""
+def write_at(
+    source: CheckpointSource, key: TensorKey, element: int, raw: bytes, *, copy: bool = False
+) -> TensorPiece:
+    """Overwrite a flat element of ``key`` in its file (of its first copy), as a disk or a bug would."""
     for piece in (source.catalog.copies if copy else source.catalog.pieces)[key]:
         values = torch.arange(torch.Size(piece.global_shape).numel()).reshape(piece.global_shape)
         inside = values[
@@ -114,8 +122,8 @@ def write_at(source: Source, key: TensorKey, element: int, raw: bytes, *, copy: 
     raise AssertionError(f"{key} has no element {element}")
 
 
-def read_at(source: Source, key: TensorKey, element: int) -> bytes:
-    """The bytes of a flat element of a tensor that is cut along its first dim."""
+def read_at(source: CheckpointSource, key: TensorKey, element: int) -> bytes:
+    """Return the bytes of a flat element of a tensor that is cut along its first dim."""
     for piece in source.catalog.pieces[key]:
         row = torch.Size(piece.global_shape[1:]).numel()
         at = element - piece.box.offset[0] * row

@@ -1,6 +1,6 @@
-"""Fabricated ranks: one process, each rank a list of shards over the same named tensors.
+"""Simulated ranks in one process: each rank is a list of shards of the same tensors.
 
-A layout is a function (name, tensor, ranks) -> for each rank, its (box, replica, replicas). It says nothing of values.
+A layout is a function (name, tensor, ranks) -> for each rank, its (box, replica, replicas).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.shard import Box, Reader, Shard, TensorKey, flat_boxes
+from toolkit.checkpoint.shard import Box, Shard, StateReader, TensorKey, flat_boxes
 
 NAMESPACE = "test/1"
 
@@ -38,7 +38,7 @@ def flat(shape: Sequence[int], ranks: int) -> list[list[Held]]:
 
 
 def along(dim: int) -> Layout:
-    """A tensor-parallel split of unequal parts; a tensor without that dim is replicated."""
+    """A tensor-parallel split into unequal parts; a tensor without that dim is replicated."""
 
     def split(shape: Sequence[int], ranks: int) -> list[list[Held]]:
         if len(shape) <= dim:
@@ -59,7 +59,7 @@ def replicated(shape: Sequence[int], ranks: int) -> list[list[Held]]:
 
 
 def flat_in_pairs(shape: Sequence[int], ranks: int) -> list[list[Held]]:
-    """ZeRO within halves of the ranks, replicated over the halves; an odd rank holds nothing."""
+    """ZeRO within halves of the ranks, replicated over the halves; an odd rank has nothing."""
     if ranks < 2:
         return replicated(shape, ranks)
     half = ranks // 2
@@ -89,7 +89,9 @@ def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def shards_of(
     tensors: Mapping[TensorKey, torch.Tensor], layout: Layout, ranks: int, *, empty: bool = False
 ) -> list[list[Shard]]:
-    """Each rank's shards: views of the tensors (column splits are not contiguous), or room to load into."""
+    """Return each rank's shards: views of the tensors (column splits are not contiguous), or buffers to
+    load into.
+    """
     held: list[list[Shard]] = [[] for _ in range(ranks)]
     for key, tensor in tensors.items():
         for rank, items in enumerate(layout(tensor.shape, ranks)):
@@ -111,7 +113,7 @@ def save(
     scalars: Mapping[str, object] | None = None,
     background: bool = False,
 ) -> Path:
-    """All ranks save, each in a thread of its own, as its process would."""
+    """Save all ranks, each in its own thread."""
     stores = stores or [CheckpointStore(directory, keep_last=9, timeout_seconds=20) for _ in ranks]
     errors: list[BaseException] = []
 
@@ -140,8 +142,8 @@ def save(
     return directory / f"step-{step:08d}"
 
 
-def whole(reader: Reader, dtype: torch.dtype | None = None) -> dict[TensorKey, torch.Tensor]:
-    """Everything that a reader has, assembled."""
+def whole(reader: StateReader, dtype: torch.dtype | None = None) -> dict[TensorKey, torch.Tensor]:
+    """Read all tensors of a reader."""
     tensors = {
         key: torch.empty(info.shape, dtype=dtype or getattr(torch, info.dtype))
         for key, info in reader.tensors.items()
@@ -153,7 +155,7 @@ def whole(reader: Reader, dtype: torch.dtype | None = None) -> dict[TensorKey, t
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in every bit: NaNs too, and 0.0 is not -0.0."""
+    """Bitwise equality: NaN equals itself, 0.0 differs from -0.0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return bool(

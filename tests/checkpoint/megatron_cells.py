@@ -1,4 +1,4 @@
-"""Layouts that tests of Megatron-core's files go through, and what each of them saved: made once, when first asked for."""
+"""Layouts of the Megatron-core tests, and their checkpoints, created on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.checkpoint import megatron_ranks as work
 from tests.checkpoint.layouts import same_bits
 from tests.checkpoint.megatron_ranks import Held, State
 from toolkit.checkpoint.shard import Box, Shard
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout, the run's precision, and how Megatron-core is asked to save."""
+    """A layout, the run's precision, and how Megatron-core saves."""
 
     layout: Layout
     precision: Precision = Precision.fp32
@@ -64,7 +64,7 @@ def cell(
 
 
 class Saves:
-    """What each cell saved: the folder, what the engine held then, and how it went on."""
+    """Checkpoints of each cell: the folder, the engine's state, and the steps that follow."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self.pool, self._folder = pool, folder
@@ -77,8 +77,8 @@ class Saves:
         )[0]
 
 
-def differing(source: Source, state: State) -> list[str]:
-    """Tensors of ``state`` that the source has otherwise, in their dtypes."""
+def differing(source: CheckpointSource, state: State) -> list[str]:
+    """Return the tensors of ``state`` that differ in the source."""
     found = {key: torch.empty_like(tensor) for key, tensor in state.items()}
     source.reader().read(
         [Shard(key, tuple(tensor.shape), Box.whole(tensor.shape), tensor) for key, tensor in found.items()]
@@ -87,7 +87,7 @@ def differing(source: Source, state: State) -> list[str]:
 
 
 def apart(ours: list[StepResult], theirs: list[StepResult]) -> float:
-    """Of losses and gradient norms."""
+    """Differences of losses and gradient norms."""
     return max(
         max(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in zip(ours, theirs, strict=True)
     )
@@ -141,3 +141,27 @@ FULL = (
     cell("mixtral", data=2, zero=1),
     cell("mixtral", pipeline=2, data=2, expert=2),
 )
+
+
+def opened(case: Cell, folder: Path) -> CheckpointSource:
+    return open_source(folder, case.plan.shape)
+
+
+def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    about = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(of.size, dtype=of.properties.dtype)
+        for key, of in about.items()
+        if isinstance(of, TensorStorageMetadata)
+    }
+    checkpoint.load(
+        found,
+        storage_reader=FileSystemReader(str(folder)),
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    return found

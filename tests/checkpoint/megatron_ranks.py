@@ -1,4 +1,5 @@
-"""What ranks do in the tests of Megatron-core's files: train and save, open by Megatron-core's own loader, go on."""
+"""Functions of the ranks in Megatron-core tests: train and save, load with Megatron-core's loader,
+continue."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ State = dict[TensorKey, torch.Tensor]
 
 @dataclass(frozen=True)
 class Held:
-    """What an engine held, on rank 0, and how it went on."""
+    """Rank 0's state, and the steps that follow."""
 
     state: State
     scalars: dict[str, object]
@@ -37,7 +38,7 @@ class Held:
 def train(
     rank: int, ranks: int, plan: RunPlan, folder: Path, settings: dict[str, Any], with_args: bool = False
 ) -> Held:
-    """``STOP`` steps and Megatron-core's own checkpoint; then ``MORE`` steps that go on as if nothing had been."""
+    """``STOP`` steps and Megatron-core's checkpoint, then ``MORE`` uninterrupted steps."""
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     train_steps(engine, plan, range(STOP), rank=rank)
@@ -50,14 +51,14 @@ def train(
 
 
 def go_on(rank: int, ranks: int, plan: RunPlan, folder: Path) -> Held:
-    """What Megatron-core opens at ``folder``, and ``MORE`` steps from there."""
+    """Load ``folder`` with Megatron-core, then train ``MORE`` steps."""
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     vendor_load_megatron(engine, folder)
     return _further(engine, rank, ranks, plan)
 
 
 def resume(rank: int, ranks: int, plan: RunPlan, folder: Path, forget: bool = False) -> Held:
-    """The same through this toolkit's own reader, in any engine."""
+    """The same with this toolkit's reader, in any engine."""
     reader = open_reader(folder, model=plan.shape)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(WithoutMoments(reader) if forget else reader)
@@ -72,7 +73,7 @@ def _further(engine: Any, rank: int, ranks: int, plan: RunPlan) -> Held:
 
 
 def arguments(plan: RunPlan) -> Namespace:
-    """Of Megatron-LM's many, those that say what the model is."""
+    """Those of Megatron-LM's arguments that describe the model."""
     shape = plan.shape
     assert shape is not None
     assert plan.megatron is not None

@@ -1,12 +1,12 @@
-"""Random corruptions of checkpoints of every format that is read: none is loaded with wrong values or in place of a newer one in
-silence, and each error is one for people.
+"""Corrupt checkpoints of every format at random: none loads wrong values or an older state silently, and
+errors are user errors.
 
     pytest tests/checkpoint/test_campaign.py
     pytest tests/checkpoint/test_campaign.py -m full                          600 corruptions
-    CORRUPTION_SEED=7 pytest tests/checkpoint/test_campaign.py -m full -s     of another seed, with the counts
+    CORRUPTION_SEED=7 pytest tests/checkpoint/test_campaign.py -m full -s     with another seed, prints counts
 
-Some damage cannot be seen, and folders are not damaged so: changed values in safetensors files without this toolkit's manifest, and files
-of a universal checkpoint that change places, since none of them says which parameter it is of.
+Undetectable damage is excluded: changed values in safetensors files without this toolkit's manifest, and
+swapped files of a universal checkpoint, because none of them records its parameter.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import verify
-from toolkit.checkpoint_folder import disagreement
-from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
+from toolkit.checkpoint_folder import disagreement_error
+from toolkit.config.reshard import TargetConfig, TargetFormat, TargetParallelConfig, TargetZeroStage
 from toolkit.errors import UserError
 from toolkit.families.base import ModelShape
-from toolkit.goodput import Save, Times, add_save, write_times
+from toolkit.goodput import AttemptTimes, SaveRecord, append_save, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
@@ -55,9 +55,9 @@ class Kind:
     """A folder to be damaged.
 
     Attributes:
-        model: what the user says that it is of.
-        damages: names of ``DAMAGES`` that can be seen in such a folder.
-        run: it is a run's directory.
+        model: Model options that the user gives.
+        damages: Names of ``DAMAGES`` that can be detected in such a folder.
+        run: It is a run directory.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Kind:
 
 
 def native_run(folder: Path) -> Kind:
-    """A run that was killed after its third save. Values differ from step to step."""
+    """Create a run that was killed after its third save. Values differ between steps."""
     named: dict[TensorKey, torch.Tensor] = {}
     attempt = folder / "attempts" / "001"
     attempt.mkdir(parents=True)
@@ -89,8 +89,8 @@ def native_run(folder: Path) -> Kind:
             )
         ]
         saved, _ = [one.wait() for one in pending]
-        add_save(attempt, Save(step=step, seconds=1.0, bytes=1, stepping=1.0))
-    write_times(attempt, Times(began=1.0, seen=2.0, first=0))
+        append_save(attempt, SaveRecord(step=step, seconds=1.0, bytes=1, stepping=1.0))
+    write_times(attempt, AttemptTimes(began=1.0, seen=2.0, first=0))
     run = RunDirectory(folder)
     run.metrics_file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 4)))
     run.write_status(Status(state=RunState.RUNNING, attempt=1, step=3, checkpoint=str(saved)))
@@ -99,12 +99,12 @@ def native_run(folder: Path) -> Kind:
 
 def converted(folder: Path, source: Path, config: TargetConfig) -> Path:
     found = open_source(source)
-    Conversion(found.catalog, lay_out(found, config), folder, origin="", refuse=found.refuse).run()
+    Conversion(found, lay_out(found, config), folder).run()
     return folder
 
 
 def without_manifest(folder: Path) -> Path:
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     return folder
 
 
@@ -120,12 +120,16 @@ def dcp(folder: Path, held: Tensors) -> Path:
 
 
 TARGETS = {
-    "zero1": TargetConfig(format=Format.deepspeed, zero=Stage.stage1, parallel=TargetParallelConfig(data=2)),
-    "zero3": TargetConfig(format=Format.deepspeed, zero=Stage.stage3, parallel=TargetParallelConfig(data=2)),
-    "universal": TargetConfig(format=Format.universal),
-    "megatron": TargetConfig(format=Format.megatron, parallel=TargetParallelConfig(tensor=2)),
+    "zero1": TargetConfig(
+        format=TargetFormat.deepspeed, zero=TargetZeroStage.stage1, parallel=TargetParallelConfig(data=2)
+    ),
+    "zero3": TargetConfig(
+        format=TargetFormat.deepspeed, zero=TargetZeroStage.stage3, parallel=TargetParallelConfig(data=2)
+    ),
+    "universal": TargetConfig(format=TargetFormat.universal),
+    "megatron": TargetConfig(format=TargetFormat.megatron, parallel=TargetParallelConfig(tensor=2)),
 }
-HUGGING_FACE = TargetConfig(format=Format.huggingface, optimizer=True)
+HUGGING_FACE = TargetConfig(format=TargetFormat.huggingface, optimizer=True)
 KINDS: Mapping[str, Callable[[Path, Path, Tensors], Kind]] = {
     "native": lambda folder, source, held: native_run(folder),
     "zero1": lambda folder, source, held: Kind(
@@ -167,11 +171,11 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Kind]:
 
 
 def load(folder: Path, kind: Kind) -> dict[TensorKey, torch.Tensor]:
-    """As a start of training takes it over: the tensors of its model, in its shapes and dtypes."""
+    """Load as a training start does: the tensors of the model, in its shapes and dtypes."""
     if kind.run:
         found = RunDirectory(folder).newest_agreed()
         if found.disagreements:
-            raise disagreement(folder / "checkpoints", found)
+            raise disagreement_error(folder / "checkpoints", found)
     reader = open_source(folder, kind.model).reader()
     read = {key: torch.zeros_like(tensor) for key, tensor in kind.held.items()}
     reader.read(
@@ -181,7 +185,7 @@ def load(folder: Path, kind: Kind) -> dict[TensorKey, torch.Tensor]:
 
 
 def outcome(folder: Path, kind: Kind) -> str:
-    """REFUSED, HARMLESS (the right values), or what is wrong."""
+    """Return REFUSED, HARMLESS (the right values), or a description of the error."""
     try:
         verify(folder, kind.model, workers=1)
     except UserError:
@@ -199,7 +203,7 @@ def outcome(folder: Path, kind: Kind) -> str:
 
 
 def campaign(kinds: Mapping[str, Kind], each: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
-    """How often each outcome came, and the damages that were not refused as they should be."""
+    """Return the number of each outcome, and the damages that were not handled correctly."""
     counts: Counter[str] = Counter()
     bad: list[str] = []
     for name, kind in kinds.items():
@@ -215,7 +219,7 @@ def campaign(kinds: Mapping[str, Kind], each: int, seed: int, room: Path) -> tup
     return counts, bad
 
 
-def test_a_sample_of_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
+def test_load_detects_sampled_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
     assert {name: outcome(kind.folder, kind) for name, kind in kinds.items()} == dict.fromkeys(
         kinds, HARMLESS
     )
@@ -226,15 +230,15 @@ def test_a_sample_of_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> N
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-def test_six_hundred_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
+def test_load_detects_six_hundred_corruptions(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
     counts, bad = campaign(kinds, FULL, SEED + 1, tmp_path)
     print(f"CORRUPTION_SEED={SEED}: {dict(counts)}")
     assert not bad, "\n".join(bad)
     assert counts[REFUSED] > FULL * len(kinds) / 2
 
 
-def test_the_campaign_sees_a_wrong_load(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
-    """The control: a value that changed in a file without hashes."""
+def test_campaign_detects_wrong_load(kinds: Mapping[str, Kind], tmp_path: Path) -> None:
+    """Control: a changed value in a file without hashes."""
     kind = kinds["huggingface"]
     folder = Path(shutil.copytree(kind.folder, tmp_path / "copy"))
     file = folder / "model.safetensors"

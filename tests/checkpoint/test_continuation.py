@@ -1,11 +1,12 @@
-"""What one engine's own functions saved, the other's own functions load after a conversion, and training goes on as if nobody had
-stopped; there and back again leaves every bit.
+"""Save with one engine's own functions, convert, load with another's, and continue training as if
+uninterrupted.
 
     pytest tests/checkpoint/test_continuation.py
     pytest tests/checkpoint/test_continuation.py -m full      every layout from and into four others
 
-Four steps, the vendor's save (``local``: this toolkit's), a conversion, the vendor's load in the other layout, six steps. The yardstick
-is ``local``, which does not stop. With zeroed moments the same must leave the tolerance.
+Four steps, the vendor's save (``local``: this toolkit's), a conversion, the vendor's load in the other
+layout, six steps. The reference is an uninterrupted ``local`` run. Converting there and back preserves every
+bit. The control zeroes the moments, which must exceed the tolerance.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.scalars import STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.verify import digest
-from toolkit.config.reshard import Format, Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.verify import compute_digest
+from toolkit.config.reshard import (
+    TargetConfig,
+    TargetFormat,
+    TargetOptimConfig,
+    TargetParallelConfig,
+    TargetZeroStage,
+)
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
@@ -43,32 +50,37 @@ LOCAL = Cell(engine=EngineName.local, family="llama")
 
 @dataclass(frozen=True)
 class Layout:
-    """Who trains, and in which format that stands on disk."""
+    """An engine with its layout, and the format of its checkpoints."""
 
     cell: Cell
-    form: Format
+    form: TargetFormat
 
     @property
     def config(self) -> TargetConfig:
         cell = self.cell
-        if self.form in (Format.native, Format.huggingface):
+        if self.form in (TargetFormat.native, TargetFormat.huggingface):
             return TargetConfig(format=self.form, optimizer=True)
-        stage = cell.zero if self.form is Format.deepspeed else min(cell.zero, 1)
+        stage = cell.zero if self.form is TargetFormat.deepspeed else min(cell.zero, 1)
         axes = TargetParallelConfig(data=cell.data, tensor=cell.tensor, pipeline=cell.pipeline)
-        return TargetConfig(format=self.form, zero=Stage[f"stage{stage}"], parallel=axes, optim=SETTINGS)
+        return TargetConfig(
+            format=self.form, zero=TargetZeroStage[f"stage{stage}"], parallel=axes, optim=SETTINGS
+        )
 
 
 LAYOUTS = {
-    **{f"zero{stage}": Layout(deepspeed("llama", stage, data=2), Format.deepspeed) for stage in range(4)},
-    "zero3-dp4": Layout(deepspeed("llama", 3, data=4), Format.deepspeed),
-    "zero1-tp2": Layout(deepspeed("llama", 1, tensor=2), Format.deepspeed),
-    "zero1-pp2": Layout(deepspeed("llama", 1, pipeline=2), Format.deepspeed),
-    "megatron-tp2": Layout(megatron("llama", tensor=2), Format.megatron),
-    "megatron-pp2": Layout(megatron("llama", pipeline=2), Format.megatron),
-    "megatron-dp2-zero1": Layout(megatron("llama", data=2, zero=1), Format.megatron),
-    "megatron-tp2-pp2": Layout(megatron("llama", tensor=2, pipeline=2), Format.megatron),
-    "huggingface": Layout(LOCAL, Format.huggingface),
-    "native": Layout(LOCAL, Format.native),
+    **{
+        f"zero{stage}": Layout(deepspeed("llama", stage, data=2), TargetFormat.deepspeed)
+        for stage in range(4)
+    },
+    "zero3-dp4": Layout(deepspeed("llama", 3, data=4), TargetFormat.deepspeed),
+    "zero1-tp2": Layout(deepspeed("llama", 1, tensor=2), TargetFormat.deepspeed),
+    "zero1-pp2": Layout(deepspeed("llama", 1, pipeline=2), TargetFormat.deepspeed),
+    "megatron-tp2": Layout(megatron("llama", tensor=2), TargetFormat.megatron),
+    "megatron-pp2": Layout(megatron("llama", pipeline=2), TargetFormat.megatron),
+    "megatron-dp2-zero1": Layout(megatron("llama", data=2, zero=1), TargetFormat.megatron),
+    "megatron-tp2-pp2": Layout(megatron("llama", tensor=2, pipeline=2), TargetFormat.megatron),
+    "huggingface": Layout(LOCAL, TargetFormat.huggingface),
+    "native": Layout(LOCAL, TargetFormat.native),
 }
 NAMES = tuple(LAYOUTS)
 QUICK = [
@@ -91,9 +103,9 @@ def train(rank: int, ranks: int, layout: Layout, folder: Path) -> None:
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     train_steps(engine, plan, range(STOP), rank=rank)
-    if layout.form is Format.deepspeed:
+    if layout.form is TargetFormat.deepspeed:
         vendors.vendor_save(engine, folder)
-    elif layout.form is Format.megatron:
+    elif layout.form is TargetFormat.megatron:
         vendors.vendor_save_megatron(engine, folder, STOP)
     else:
         assert plan.shape is not None
@@ -113,9 +125,9 @@ def go_on(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> 
     """The vendor's load, and six steps."""
     plan = layout.cell.plan(CASE)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    if layout.form is Format.deepspeed:
+    if layout.form is TargetFormat.deepspeed:
         vendors.vendor_load(engine, folder)
-    elif layout.form is Format.megatron:
+    elif layout.form is TargetFormat.megatron:
         vendors.vendor_load_megatron(engine, folder)
     else:
         engine.load(open_source(folder).reader())
@@ -130,27 +142,27 @@ def go_on(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> 
 # ---- between them
 
 
-def convert(source: Source, layout: Layout, path: Path) -> Source:
+def convert(source: CheckpointSource, layout: Layout, path: Path) -> CheckpointSource:
     target = reshard.lay_out(source, layout.config)
-    Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, target, path).run()
     (path / target.manifest).rename(
         path.with_name(f"{path.name}-manifest")
     )  # so that the format's own reader reads it
-    if layout.form is Format.native:
+    if layout.form is TargetFormat.native:
         path.with_name(f"{path.name}-manifest").rename(path / target.manifest)
     return open_source(path, source.shape)
 
 
 class Saved:
-    """What each layout's vendor saved after four steps, made when first asked for."""
+    """Vendors' checkpoints of each layout after four steps, created on demand."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
         self.of = cache(self._make)
 
-    def _make(self, name: str) -> Source:
+    def _make(self, name: str) -> CheckpointSource:
         layout, folder = LAYOUTS[name], self._folder / name
-        if layout.form is Format.huggingface:  # nobody else writes it with an optimizer's state
+        if layout.form is TargetFormat.huggingface:  # no vendor writes this format with optimizer state
             return convert(self.of("native"), layout, folder)
         self._pool.run(train, layout, folder, ranks=layout.cell.ranks)
         return open_source(folder, layout.cell.plan(CASE).shape)
@@ -173,9 +185,14 @@ def unbroken() -> list[StepResult]:
 
 
 def apart(
-    pool: RankPool, source: Source, name: str, path: Path, unbroken: list[StepResult], forget: bool = False
+    pool: RankPool,
+    source: CheckpointSource,
+    name: str,
+    path: Path,
+    unbroken: list[StepResult],
+    forget: bool = False,
 ) -> tuple[float, float]:
-    """How far losses and gradient norms are from those of the run that did not stop."""
+    """Return how far losses and gradient norms are from those of the uninterrupted run."""
     layout = LAYOUTS[name]
     convert(source, layout, path)
     by_rank = pool.run(go_on, layout, path, forget, ranks=layout.cell.ranks)
@@ -209,7 +226,7 @@ def test_training_goes_on_between_all(
 
 
 @pytest.mark.parametrize("pair", QUICK[:2], ids="-to-".join)
-def test_control_zeroed_moments(
+def test_control_zeroed_moments_change_losses(
     pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
 ) -> None:
     loss, norm = apart(pool, saved.of(pair[0]), pair[1], tmp_path / "t", unbroken, forget=True)
@@ -221,7 +238,7 @@ def check_round_trip(pair: tuple[str, str], saved: Saved, path: Path) -> None:
     source = saved.of(here)
     between = convert(source, LAYOUTS[there], path / "there")
     back = convert(between, LAYOUTS[here], path / "back")
-    expected, found = digest(source.reader()), digest(back.reader())
+    expected, found = compute_digest(source.reader()), compute_digest(back.reader())
     assert found.tensors == expected.tensors
     assert found.overall == expected.overall
     assert back.step == between.step == source.step == STOP

@@ -1,4 +1,4 @@
-"""The executor of conversions: any pieces to any pieces, hashed and checksummed, in tiles.
+"""Conversions of any pieces to any pieces, with hashes and checksums, in tiles.
 
 pytest tests/checkpoint/test_convert.py
 """
@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 from tests.checkpoint import fabricate
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
-from toolkit.checkpoint.catalog import Damage, Piece
+from toolkit.checkpoint.catalog import DamagedFile, TensorPiece
 from toolkit.checkpoint.formats import native, torch_zip
-from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
+from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 from toolkit.checkpoint.offline import fill
 from toolkit.checkpoint.offline.convert import Conversion
-from toolkit.checkpoint.offline.output import checksum
+from toolkit.checkpoint.offline.output import combine_checksums
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.target import Target
-from toolkit.checkpoint.tiles import place_in, tiles
-from toolkit.checkpoint.verify import digest, verify
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.tile_reader import element_offset, split_into_tiles
+from toolkit.checkpoint.verify import compute_digest, verify
 from toolkit.errors import CheckpointError, Problem
 
 
@@ -44,7 +44,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "TILE_BYTES", 96)
 
 
-def refuse(folder: Path, damage: Damage) -> CheckpointError:
+def refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
     return CheckpointError(Problem(damage.file, damage.seen, damage.rule, "none"))
 
 
@@ -52,10 +52,8 @@ def values_of(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.floa
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def run(source: Source, target: Target, path: Path, **kwargs: Any) -> Conversion:
-    conversion = Conversion(
-        source.catalog, target, path, origin=source.origin(), refuse=source.refuse, **kwargs
-    )
+def run(source: CheckpointSource, target: CheckpointTarget, path: Path, **kwargs: Any) -> Conversion:
+    conversion = Conversion(source, target, path, **kwargs)
     conversion.run()
     return conversion
 
@@ -67,14 +65,12 @@ def run(source: Source, target: Target, path: Path, **kwargs: Any) -> Conversion
     columns=st.booleans(),
     data=st.data(),
 )
-def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(
-    shape: tuple[int, ...], most: int, columns: bool, data: Any
-) -> None:
+def test_tiles_cover_tensor_in_order(shape: tuple[int, ...], most: int, columns: bool, data: Any) -> None:
     columns = columns and len(shape) > 1
-    cut = list(tiles(shape, most, by_columns=columns))
+    cut = list(split_into_tiles(shape, most, by_columns=columns))
     seen = np.zeros(shape, int)
     for tile in cut:
-        seen[blocks.slices(tile)] += 1
+        seen[blocks.box_slices(tile)] += 1
         assert tile.numel <= most
     assert (seen == 1).all()
     low = [data.draw(st.integers(0, size - 1)) for size in shape]
@@ -85,13 +81,13 @@ def test_tiles_fill_a_tensor_and_ranges_of_any_box_follow_each_other(
     for tile in cut:
         common = outer.intersect(tile)
         if common is not None:
-            assert place_in(outer, common, transposed=columns) == at
+            assert element_offset(outer, common, transposed=columns) == at
             at += common.numel
     assert at == outer.numel
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> None:
+def test_convert_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> None:
     shapes = [(13, 11), (7,), (), (3, 5, 4), (1, 40)]
     named = {TensorKey(WEIGHT, f"t{n}"): values_of(shape, n) for n, shape in enumerate(shapes)}
     named |= {
@@ -107,15 +103,15 @@ def test_native_to_native(tmp_path: Path, small_blocks: None, layout: str) -> No
     )
     assert sum(done) == made.source_bytes == sum(tensor.nbytes for tensor in named.values())
     assert verify(tmp_path / "b") == []
-    assert digest(open_reader(tmp_path / "b")) == digest(source.reader())
+    assert compute_digest(open_reader(tmp_path / "b")) == compute_digest(source.reader())
     names = sorted(path.name for path in (tmp_path / "b").iterdir())
     assert names == ["manifest.json", *(f"part-{number:05d}.safetensors" for number in range(len(names) - 1))]
     assert len(names) > 4, "several files"
     assert not made.temporary.exists()
 
 
-def test_casts_are_torchs(tmp_path: Path, small_blocks: None) -> None:
-    """bfloat16 rounds to even, and fp32 is not lost where both are made of it."""
+def test_casts_match_torch(tmp_path: Path, small_blocks: None) -> None:
+    """bfloat16 rounds to even, and fp32 is preserved if both are written."""
     tensor = torch.cat(
         [values_of((300,), 1), torch.tensor([0.0, -0.0, 1e-40, 65520.0, 3.3895e38, 1.00390625, 1.01171875])]
     )
@@ -135,8 +131,8 @@ def test_casts_are_torchs(tmp_path: Path, small_blocks: None) -> None:
         assert same_bits(found[TensorKey(MASTER, "w")], tensor)
 
 
-def test_another_16_bit_dtype_is_made_of_the_master(tmp_path: Path) -> None:
-    """Through the stored bfloat16 three bits of each value would be lost."""
+def test_other_16_bit_dtype_is_cast_from_master(tmp_path: Path) -> None:
+    """A cast from the stored bfloat16 would lose three bits of each value."""
     master, weight = TensorKey(MASTER, "w"), TensorKey(WEIGHT, "w")
     tensor = values_of((300,), 1)
     named = {master: tensor, weight: tensor.bfloat16()}
@@ -147,7 +143,7 @@ def test_another_16_bit_dtype_is_made_of_the_master(tmp_path: Path) -> None:
     assert not same_bits(found, tensor.bfloat16().half()), "the control"
 
 
-def test_a_target_with_a_hole_is_never_written(tmp_path: Path) -> None:
+def test_incomplete_target_is_never_written(tmp_path: Path) -> None:
     key = TensorKey(WEIGHT, "w")
     source = open_source(save(tmp_path / "a", 1, shards_of({key: values_of((4, 5), 1)}, LAYOUTS["flat"], 2)))
     target = native.lay_out(source, dict(source.catalog.tensors))
@@ -158,11 +154,11 @@ def test_a_target_with_a_hole_is_never_written(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_unrepresentable_values_are_rejected(tmp_path: Path) -> None:
     key, tensor = TensorKey(WEIGHT, "w"), values_of((50,), 1)
     tensor[3] = 65520.0  # rounds up to 65536, which float16 does not have
     source = open_source(save(tmp_path / "a", 1, shards_of({key: tensor}, LAYOUTS["flat"], 2)))
-    with pytest.raises(CheckpointError, match="cannot hold"):
+    with pytest.raises(CheckpointError, match="cannot represent"):
         run(source, native.lay_out(source, {key: TensorInfo("float16", (50,))}), tmp_path / "b")
 
 
@@ -174,7 +170,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
         (TensorKey(EXP_AVG_SQ, "w"), -1e-30),
     ],
 )
-def test_values_that_cannot_be_are_refused(tmp_path: Path, key: TensorKey, spoil: float) -> None:
+def test_implausible_values_are_rejected(tmp_path: Path, key: TensorKey, spoil: float) -> None:
     named = {TensorKey(state, "w"): values_of((50,), 1).square() for state in (WEIGHT, EXP_AVG_SQ)}
     named[key][17] = spoil
     source = open_source(save(tmp_path / "a", 1, shards_of(named, LAYOUTS["flat"], 2)))
@@ -185,7 +181,7 @@ def test_values_that_cannot_be_are_refused(tmp_path: Path, key: TensorKey, spoil
     run(source, target, tmp_path / "b", examine=False)
 
 
-def test_a_weight_that_is_not_its_master_is_refused(tmp_path: Path) -> None:
+def test_weight_that_differs_from_master_is_rejected(tmp_path: Path) -> None:
     master = values_of((5, 40), 1)
     named = {TensorKey(MASTER, "w"): master, TensorKey(WEIGHT, "w"): master.bfloat16()}
     named[TensorKey(WEIGHT, "w")][3, 2] *= 1.01
@@ -194,8 +190,10 @@ def test_a_weight_that_is_not_its_master_is_refused(tmp_path: Path) -> None:
         run(source, native.lay_out(source, dict(source.catalog.tensors)), tmp_path / "b")
 
 
-def a_file() -> Target:
-    """One file of torch.save with a storage that two tensors share, one of them transposed, and padding after them."""
+def a_file() -> CheckpointTarget:
+    """Lay out a torch.save file with a storage that two tensors share, one of them transposed, and padding
+    after them.
+    """
     key, other = TensorKey(WEIGHT, "a"), TensorKey(WEIGHT, "b")
     storage = Storage("0", "float32", 13 * 11 + 7 + 6)
     empty = Storage("1", "int64", 0)
@@ -209,11 +207,13 @@ def a_file() -> Target:
     layout = torch_zip.lay_out("x.pt", tensors, [storage, empty])
     at = layout.storages["0"]
     pieces = {
-        key: [Piece(key, "float32", (13, 11), Box.whole((13, 11)), "x.pt", at, at + 572, transposed=True)],
-        other: [Piece(other, "float32", (7,), Box.whole((7,)), "x.pt", at + 572, at + 600)],
+        key: [
+            TensorPiece(key, "float32", (13, 11), Box.whole((13, 11)), "x.pt", at, at + 572, transposed=True)
+        ],
+        other: [TensorPiece(other, "float32", (7,), Box.whole((7,)), "x.pt", at + 572, at + 600)],
     }
     infos = {key: TensorInfo("float32", (13, 11)), other: TensorInfo("float32", (7,))}
-    return Target(
+    return CheckpointTarget(
         format="test",
         namespace="test/1",
         step=1,
@@ -225,7 +225,7 @@ def a_file() -> Target:
     )
 
 
-def test_a_file_of_torch_save(tmp_path: Path, small_blocks: None) -> None:
+def test_torch_loads_laid_out_file(tmp_path: Path, small_blocks: None) -> None:
     named = {TensorKey(WEIGHT, "a"): values_of((13, 11), 1), TensorKey(WEIGHT, "b"): values_of((7,), 2)}
     source = open_source(save(tmp_path / "s", 1, shards_of(named, LAYOUTS["columns"], 2)))
     run(source, a_file(), tmp_path / "t")
@@ -243,7 +243,7 @@ def test_a_file_of_torch_save(tmp_path: Path, small_blocks: None) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 )
-def test_tensors_of_torch_save_are_found_without_reading_them(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_torch_save_tensors_are_located_without_reading(tmp_path: Path, dtype: torch.dtype) -> None:
     base = (torch.arange(1000) % 7).to(dtype).reshape(10, 100)
     saved = {
         "plain": base,
@@ -261,14 +261,14 @@ def test_tensors_of_torch_save_are_found_without_reading_them(tmp_path: Path, dt
     data = (tmp_path / "x.pt").read_bytes()
     for name, tensor in saved.items():
         key, shape = TensorKey(WEIGHT, name), tuple(tensor.shape)
-        pieces = torch_zip.pieces_of(found[name], key, shape, Box.whole(shape))
+        pieces = torch_zip.tensor_pieces(found[name], key, shape, Box.whole(shape))
         assert sum(piece.box.numel for piece in pieces) == tensor.numel()
         for piece in pieces:
             values = torch.frombuffer(bytearray(data[piece.begin : piece.end]), dtype=dtype).reshape(
                 piece.shape_in_file
             )
             values = values.swapaxes(-1, -2) if piece.transposed else values
-            assert torch.equal(values, blocks.part(tensor.detach(), piece.box)), name
+            assert torch.equal(values, blocks.view_box(tensor.detach(), piece.box)), name
         assert len(pieces) == {"columns": 10, "every": 4, "none": 0}.get(name, 1)
 
 
@@ -277,7 +277,7 @@ class Evil:
         return print, ("this must not be called",)
 
 
-def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickle_never_calls_named_objects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"evil": Evil(), "tensor": torch.ones(3)}, tmp_path / "x.pt")
     found = torch_zip.load(tmp_path, "x.pt")
     assert capsys.readouterr().out == ""
@@ -286,17 +286,17 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, capsys: pytest.Ca
     assert "must not be called" in capsys.readouterr().out, "the control: torch calls it"
 
 
-def test_files_that_are_not_of_torch_save(tmp_path: Path) -> None:
+def test_other_files_are_rejected_as_torch_save(tmp_path: Path) -> None:
     torch.save({"w": torch.randn(100)}, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
     (tmp_path / "short.pt").write_bytes(data[:-50])
     (tmp_path / "text.pt").write_text("nothing")
     for name in ("short.pt", "text.pt", "absent.pt"):
-        with pytest.raises(Damage, match=name):
+        with pytest.raises(DamagedFile, match=name):
             torch_zip.load(tmp_path, name)
 
 
-def test_checksums_of_ranges_are_those_of_the_whole() -> None:
+def test_checksums_of_ranges_combine_to_whole() -> None:
     data = bytearray(5000)
     segments = []
     for begin, length in ((10, 90), (300, 1), (301, 2000), (4000, 700)):
@@ -304,37 +304,37 @@ def test_checksums_of_ranges_are_those_of_the_whole() -> None:
             np.random.default_rng(begin).integers(0, 256, length, np.uint8).tobytes()
         )
         segments.append((begin, length, zlib.crc32(data[begin : begin + length])))
-    assert checksum(0, 5000, segments) == zlib.crc32(data)
+    assert combine_checksums(0, 5000, segments) == zlib.crc32(data)
 
 
-def test_a_copy_that_differs_is_refused(tmp_path: Path, small_blocks: None) -> None:
-    """What a layout stores twice: replicated over ranks, tied, or a weight that is its own master and stored as both."""
+def test_differing_copy_is_rejected(tmp_path: Path, small_blocks: None) -> None:
+    """Copies are replicated over ranks, tied, or a weight that is its own master and stored as both."""
     key, other = TensorKey(WEIGHT, "w"), TensorKey(WEIGHT, "norm")
     named = {key: values_of((40, 3), 1), other: values_of((50,), 2)}
     source = fabricate.of_ranks(tmp_path / "a", named, replicated=["norm"])
     target = native.lay_out(source, dict(source.catalog.tensors))
     run(source, target, tmp_path / "sound")
     fabricate.write_at(source, other, 37, values_of((1,), 3).numpy().tobytes(), copy=True)
-    with pytest.raises(CheckpointError, match=r"1 of .* are others in rank1\.pt"):
+    with pytest.raises(CheckpointError, match=r"1 of .* differ in rank1\.pt"):
         run(source, target, tmp_path / "b")
     run(source, target, tmp_path / "unseen", examine=False)
 
 
 @pytest.mark.parametrize("layout", ["columns", "flat", "rows"])
-def test_no_byte_is_read_twice(
+def test_conversion_reads_each_byte_once(
     tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """Although a tile ends in the middle of a block, and each tile takes a little of every piece that is cut by columns."""
+    """Tiles end inside blocks, and each tile needs a small part of every piece that is cut by columns."""
     named = {TensorKey(WEIGHT, name): values_of((37, 90), seed) for seed, name in enumerate("ab")}
     source = open_source(save(tmp_path / "a", 3, shards_of(named, LAYOUTS[layout], 4)))
     lengths: list[int] = []
-    fill_once = blocks.Files.fill
+    fill_once = blocks.CheckpointFiles.fill
 
-    def counted(files: blocks.Files, file: str, begin: int, buffer: memoryview) -> None:
+    def counted(files: blocks.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
         lengths.append(len(buffer))
         fill_once(files, file, begin, buffer)
 
-    monkeypatch.setattr(blocks.Files, "fill", counted)
+    monkeypatch.setattr(blocks.CheckpointFiles, "fill", counted)
     run(source, native.lay_out(source, dict(source.catalog.tensors)), tmp_path / "b")
     assert sum(lengths) == sum(tensor.nbytes for tensor in named.values())
     assert len(lengths) > 100, "in many steps"

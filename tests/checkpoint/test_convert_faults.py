@@ -1,7 +1,8 @@
-"""Conversions that are killed, run out of room, or lose their source: they go on or refuse by name, and no target is ever wrong.
+"""Conversions that are killed, run out of disk space or lose their source resume or fail cleanly; a target is
+never wrong.
 
 pytest tests/checkpoint/test_convert_faults.py
-CRASH_SEED=7 pytest tests/checkpoint/test_convert_faults.py      the random moments of another seed
+CRASH_SEED=7 pytest tests/checkpoint/test_convert_faults.py      random kill times with another seed
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import pytest
 import torch
 
 from tests.checkpoint import converter
-from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, Told, conversion
+from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, ConversionOutcome, conversion
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from toolkit.checkpoint.offline import convert, fill
-from toolkit.checkpoint.offline.convert import JOURNAL, Conversion, Phase
-from toolkit.checkpoint.offline.fill import Written
-from toolkit.checkpoint.offline.journal import Journal
-from toolkit.checkpoint.offline.output import Output
+from toolkit.checkpoint.offline.convert import JOURNAL, Conversion, ConversionPhase
+from toolkit.checkpoint.offline.fill import WrittenPiece
+from toolkit.checkpoint.offline.journal import ConversionJournal
+from toolkit.checkpoint.offline.output import TargetOutput
 from toolkit.checkpoint.shard import EXP_AVG_SQ, WEIGHT, TensorKey
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.verify import digest
+from toolkit.checkpoint.verify import compute_digest
 from toolkit.errors import CheckpointError
 
 SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
@@ -40,7 +41,7 @@ Files = dict[str, bytes]
 
 
 def written(folder: Path, seed: int = 3) -> Path:
-    """A checkpoint of this toolkit, of three ranks: each tensor lies in three files."""
+    """A native checkpoint of three ranks: each tensor is in three files."""
     generator = torch.Generator().manual_seed(seed)
     named = {
         TensorKey(state, f"t{number}"): torch.randn(shape, generator=generator).square()
@@ -63,24 +64,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
-    """The files of each kind of target, of conversions that nothing disturbed."""
+    """The files of each kind of target after an undisturbed conversion."""
     folder = tmp_path_factory.mktemp("unbroken")
-    expected = digest(open_source(source).reader())
+    expected = compute_digest(open_source(source).reader())
     for kind in TARGETS:
         conversion(source, folder / kind, kind).run()
-        assert digest(open_source(folder / kind).reader()) == expected
+        assert compute_digest(open_source(folder / kind).reader()) == expected
     return {kind: files_of(folder / kind) for kind in TARGETS}
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several syncs a conversion, in this process as in those that are killed."""
+    """Several syncs per conversion, in this process as in those that are killed."""
     monkeypatch.setattr(convert, "SYNC_BYTES", converter.SYNC_BYTES)
     monkeypatch.setattr(fill, "TILE_BYTES", converter.TILE_BYTES)
 
 
 class Attempt:
-    """A conversion in a process of its own."""
+    """A conversion in a separate process."""
 
     def __init__(
         self,
@@ -99,11 +100,11 @@ class Attempt:
         self.process.start()
         theirs.close()
 
-    def told(self) -> Told:
+    def outcome(self) -> ConversionOutcome:
         assert self.pipe.poll(30), "no answer in 30 s"
-        told: Told = self.pipe.recv()
+        outcome: ConversionOutcome = self.pipe.recv()
         self.process.join(30)
-        return told
+        return outcome
 
     def die(self) -> None:
         self.process.join(30)
@@ -111,7 +112,7 @@ class Attempt:
 
 
 def recorded(made: Conversion) -> set[str]:
-    """Tensors of the source that the journal of an attempt calls done."""
+    """Return the source tensors that the journal of an attempt records as finished."""
     path = made.temporary / JOURNAL
     lines = path.read_bytes().splitlines(keepends=True)[1:] if path.exists() else []
     return {json.loads(line)["unit"] for line in lines if line.endswith(b"\n")}
@@ -120,24 +121,25 @@ def recorded(made: Conversion) -> set[str]:
 # ---- kills
 
 MOMENTS = [
-    (Phase.PREPARE, 0),
+    (ConversionPhase.PREPARE, 0),
     *((WRITE, nth) for nth in (0, 9, 20)),
-    *((Phase.UNITS, nth) for nth in (0, 4, 8, 11)),
-    *((Phase.SYNC, nth) for nth in (0, 1)),
-    (Phase.SEAL, 0),
-    (Phase.MANIFEST, 0),
+    *((ConversionPhase.UNITS, nth) for nth in (0, 4, 8, 11)),
+    *((ConversionPhase.SYNC, nth) for nth in (0, 1)),
+    (ConversionPhase.SEAL, 0),
+    (ConversionPhase.MANIFEST, 0),
     (REPLACE, 0),
-    (Phase.RENAME, 0),
+    (ConversionPhase.RENAME, 0),
     (RENAMED, 0),
 ]
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-def test_killed_at_each_moment(
+@pytest.mark.parametrize("kind", ["zips", pytest.param("native", marks=pytest.mark.full)])
+def test_killed_conversion_resumes_in_each_phase(
     kind: str, source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
-    """There is no target, or a whole one; the same command goes on, writes no byte again that is recorded as durable, and ends with
-    the files of a conversion that nobody killed."""
+    """The target is missing or complete. The same command resumes, does not rewrite durable bytes, and
+    produces the same files as an undisturbed conversion.
+    """
     went_on = 0
     for number, moment in enumerate(MOMENTS):
         target = tmp_path / str(number)
@@ -148,9 +150,9 @@ def test_killed_at_each_moment(
         made = conversion(source, target, kind)
         done = recorded(made)
         pieces = {str(unit.source): unit.pieces(made.target) for unit in made.units}
-        told = Attempt(forks, source, target, kind).told()
-        assert told.refusal == ""
-        assert told.resumed == (bool(done) or moment[0] == RENAMED), moment
+        outcome = Attempt(forks, source, target, kind).outcome()
+        assert outcome.refusal == ""
+        assert outcome.resumed == (bool(done) or moment[0] == RENAMED), moment
         if moment[0] == RENAMED:
             done = set(pieces)
         left = {
@@ -160,9 +162,9 @@ def test_killed_at_each_moment(
             for piece in of_unit
             for at in range(piece.begin, piece.end)
         }
-        assert sum(length for _, _, length in told.writes) == len(left), moment
+        assert sum(length for _, _, length in outcome.writes) == len(left), moment
         assert {
-            (file, at) for file, begin, length in told.writes for at in range(begin, begin + length)
+            (file, at) for file, begin, length in outcome.writes for at in range(begin, begin + length)
         } == left, moment
         assert files_of(target) == unbroken[kind], moment
         assert not made.temporary.exists()
@@ -170,7 +172,7 @@ def test_killed_at_each_moment(
     assert went_on >= 2, "attempts go on in the middle"
 
 
-def test_killed_at_random_moments(
+def test_killed_at_random_times_resumes(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
     print(f"CRASH_SEED={SEED}")
@@ -179,8 +181,8 @@ def test_killed_at_random_moments(
     for number in range(6):
         target = tmp_path / str(number)
         for _ in range(8):
-            attempt = Attempt(forks, source, target, "zips", wait_at=Phase.PREPARE)
-            assert attempt.pipe.recv() == Phase.PREPARE
+            attempt = Attempt(forks, source, target, "zips", wait_at=ConversionPhase.PREPARE)
+            assert attempt.pipe.recv() == ConversionPhase.PREPARE
             attempt.pipe.send(None)
             attempt.process.join(moments.uniform(0, 0.02))
             attempt.process.kill()
@@ -189,58 +191,66 @@ def test_killed_at_random_moments(
             if target.exists():
                 assert {**files_of(target), JOURNAL: b""} == {**unbroken["zips"], JOURNAL: b""}
                 break
-        told = Attempt(forks, source, target, "zips").told()
-        assert told.refusal == "" or "is there already" in told.refusal
+        outcome = Attempt(forks, source, target, "zips").outcome()
+        assert outcome.refusal == "" or "already exists" in outcome.refusal
         assert files_of(target) == unbroken["zips"]
     assert killed, f"no kill fell into a conversion: CRASH_SEED={SEED} proves nothing"
 
 
-def test_a_target_that_is_done_is_not_made_again(
+def test_finished_target_is_not_written_again(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
-    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.DONE, 0)).die()
+    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(ConversionPhase.DONE, 0)).die()
     assert files_of(tmp_path / "t") == unbroken["zips"]
-    assert "t is there already" in Attempt(forks, source, tmp_path / "t", "zips").told().refusal
+    assert "t already exists" in Attempt(forks, source, tmp_path / "t", "zips").outcome().refusal
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
-def test_one_process_writes_a_target(
+def test_second_process_on_one_target_is_rejected(
     source: Path, unbroken: dict[str, Files], forks: ForkServerContext, tmp_path: Path
 ) -> None:
-    first = Attempt(forks, source, tmp_path / "t", "zips", wait_at=Phase.UNITS)
+    first = Attempt(forks, source, tmp_path / "t", "zips", wait_at=ConversionPhase.UNITS)
     assert first.pipe.poll(30)
-    assert first.pipe.recv() == Phase.UNITS
+    assert first.pipe.recv() == ConversionPhase.UNITS
     with pytest.raises(CheckpointError, match=r"another process is writing .*\.t\.resharding"):
         conversion(source, tmp_path / "t", "zips").run()
     first.pipe.send(None)
-    assert first.told().refusal == ""
+    assert first.outcome().refusal == ""
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
 OTHERS: dict[str, Callable[[Path, Path], Conversion]] = {
     "another target": lambda source, target: conversion(source, target, "native"),
     "looked at": lambda source, target: conversion(source, target, "zips", examine=False),
-    "another source": lambda source, target: conversion(written(source.parents[1] / "other", 4), target, "zips"),
-    "a changed source": lambda source, target: (shutil.rmtree(source), written(source.parent, 4), conversion(source, target, "zips"))[2],
-    "a file gone": lambda source, target: ((target.with_name(".t.resharding") / "part-0" / "of" / "0.pt").unlink(),
-                                           conversion(source, target, "zips"))[1],
-    "a file cut": lambda source, target: (os.truncate(target.with_name(".t.resharding") / "part-1" / "of" / "3.pt", 300),
-                                          conversion(source, target, "zips"))[1],
-}  # fmt: skip
+    "another source": lambda source, target: conversion(
+        written(source.parents[1] / "other", 4), target, "zips"
+    ),
+    "a changed source": lambda source, target: (
+        shutil.rmtree(source),
+        written(source.parent, 4),
+        conversion(source, target, "zips"),
+    )[2],
+    "a file gone": lambda source, target: (
+        (target.with_name(".t.resharding") / "part-0" / "of" / "0.pt").unlink(),
+        conversion(source, target, "zips"),
+    )[1],
+    "a file cut": lambda source, target: (
+        os.truncate(target.with_name(".t.resharding") / "part-1" / "of" / "3.pt", 300),
+        conversion(source, target, "zips"),
+    )[1],
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_another_conversion_left_is_not_taken(
+def test_leftovers_of_another_conversion_are_discarded(
     other: str, forks: ForkServerContext, tmp_path: Path
 ) -> None:
     source = written(tmp_path / "sources" / "first")
-    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(Phase.SEAL, 0)).die()
+    Attempt(forks, source, tmp_path / "t", "zips", kill_at=(ConversionPhase.SEAL, 0)).die()
     assert recorded(conversion(source, tmp_path / "t", "zips")), "there was something to take"
     made = OTHERS[other](source, tmp_path / "t")
     assert made.run() is False
-    again = Conversion(
-        made.source, made.target, tmp_path / "again", origin="again", refuse=open_source(source).refuse
-    )
+    again = Conversion(made.source, made.target, tmp_path / "again")
     again.run()
     assert files_of(tmp_path / "t") == files_of(tmp_path / "again")
 
@@ -250,7 +260,7 @@ def test_what_another_conversion_left_is_not_taken(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A disk of 512 KB; None where we may not mount one."""
+    """A disk of 512 KB, or None if mounting is not permitted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -264,19 +274,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path | None]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, nth: int, code: int) -> None:
-    """``Output.name`` fails from its n-th call on."""
-    method, calls = getattr(Output, name), iter(range(10**6))
+    """Make ``TargetOutput.name`` fail from its n-th call."""
+    method, calls = getattr(TargetOutput, name), iter(range(10**6))
 
-    def fail(output: Output, *arguments: Any) -> Any:
+    def fail(output: TargetOutput, *arguments: Any) -> Any:
         if next(calls) >= nth:
             raise OSError(code, os.strerror(code))
         return method(output, *arguments)
 
-    monkeypatch.setattr(Output, name, fail)
+    monkeypatch.setattr(TargetOutput, name, fail)
 
 
 @pytest.mark.parametrize("where", ["disk", "write", "sync"])
-def test_a_full_disk(
+def test_full_disk_is_reported_and_resumable(
     where: str,
     source: Path,
     unbroken: dict[str, Files],
@@ -285,7 +295,7 @@ def test_a_full_disk(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is refused by name, and goes on when there is room. A disk that is not there is played by writes that fail."""
+    """Without permission to mount a small disk, failing writes stand in for it."""
     target = (small_disk if where == "disk" and small_disk else tmp_path) / "t"
     ballast = target.parent / "ballast"
     with monkeypatch.context() as patch:
@@ -299,7 +309,7 @@ def test_a_full_disk(
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             made.run()
     [problem] = caught.value.problems
-    assert "free room there (the whole target takes 0.00010" in problem.remedy
+    assert "free disk space there (the whole target takes 0.00010" in problem.remedy
     assert str(made.temporary) in problem.remedy
     assert not target.exists()
     done = recorded(made)
@@ -309,18 +319,18 @@ def test_a_full_disk(
     assert files_of(target) == unbroken["native"]
 
 
-def test_after_a_failed_sync_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that could not be written is told of once, perhaps to another thread's sync."""
-    journal, output = Journal(tmp_path / JOURNAL, "x"), Output(tmp_path, [])
+def test_failed_sync_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reports a failed page write only once, possibly to another thread's sync."""
+    journal, output = ConversionJournal(tmp_path / JOURNAL, "x"), TargetOutput(tmp_path, [])
     journal.start()
     made = conversion(written(tmp_path / "source"), tmp_path / "t", "zips")
-    done = convert._Done(journal)
+    done = convert._WrittenUnits(journal)
     with monkeypatch.context() as patch:
         failing(patch, "sync", 0, errno.EIO)
-        done.add(made.units[0], [Written((), ())], [])
+        done.add(made.units[0], [WrittenPiece((), ())], [])
         with pytest.raises(OSError, match="Input/output"):
             done.sync(output, lambda phase: None)
-    done.add(made.units[1], [Written((), ())], [])
+    done.add(made.units[1], [WrittenPiece((), ())], [])
     done.sync(output, lambda phase: None)
     assert len((tmp_path / JOURNAL).read_bytes().splitlines()) == 1
     journal.close()
@@ -330,23 +340,28 @@ TAKEN: dict[str, Callable[[Path], object]] = {
     "a file": lambda path: path.write_text("mine"),
     "a folder": lambda path: (path.mkdir(), (path / "mine").touch()),
     "a link": lambda path: path.symlink_to(path.with_name("elsewhere")),
-    "a journal of nobody": lambda path: (path.mkdir(), (path / JOURNAL).write_text('{"identity": "mine"}\n')),
+    "another journal": lambda path: (path.mkdir(), (path / JOURNAL).write_text('{"identity": "mine"}\n')),
 }
 
 
 @pytest.mark.parametrize("what", TAKEN)
-def test_a_name_that_is_taken(what: str, source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
-    """Before anything is written, or when everything is."""
+def test_existing_target_is_rejected(
+    what: str, source: Path, unbroken: dict[str, Files], tmp_path: Path
+) -> None:
+    """It appears before anything is written, or after everything is."""
     target = tmp_path / "t"
     TAKEN[what](target)
-    with pytest.raises(CheckpointError, match="t is there already"):
+    with pytest.raises(CheckpointError, match="t already exists"):
         conversion(source, target, "zips").run()
     assert not (tmp_path / ".t.resharding").exists()
     other = tmp_path / "u"
     made = conversion(
-        source, other, "zips", on_phase=lambda phase: TAKEN[what](other) if phase is Phase.RENAME else None
+        source,
+        other,
+        "zips",
+        on_phase=lambda phase: TAKEN[what](other) if phase is ConversionPhase.RENAME else None,
     )
-    with pytest.raises(CheckpointError, match="u is there already"):
+    with pytest.raises(CheckpointError, match="u already exists"):
         made.run()
     if other.is_dir() and not other.is_symlink():
         shutil.rmtree(other)
@@ -356,13 +371,13 @@ def test_a_name_that_is_taken(what: str, source: Path, unbroken: dict[str, Files
     assert files_of(other) == unbroken["zips"]
 
 
-def test_an_empty_folder_is_a_free_name(source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
+def test_empty_folder_is_accepted_as_target(source: Path, unbroken: dict[str, Files], tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     conversion(source, tmp_path / "t", "zips").run()
     assert files_of(tmp_path / "t") == unbroken["zips"]
 
 
-def test_a_place_where_nothing_can_be_made(source: Path, tmp_path: Path) -> None:
+def test_unwritable_target_folder_is_rejected(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file.*: Not a directory[\s\S]*make it readable and writable"):
         conversion(source, tmp_path / "file" / "t", "zips").run()
@@ -393,8 +408,8 @@ DAMAGES: dict[str, tuple[Callable[[Path, int], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_source(damage: str, tmp_path: Path) -> None:
-    """Damaged after it was opened, so that only reading can see it."""
+def test_damaged_source_is_rejected(damage: str, tmp_path: Path) -> None:
+    """It is damaged after it was opened, so that only reading detects it."""
     source = written(tmp_path / "source")
     piece = open_source(source).catalog.pieces[TensorKey(EXP_AVG_SQ, "t3")][1]
     made = conversion(source, tmp_path / "t", "zips")
@@ -407,24 +422,19 @@ def test_a_damaged_source(damage: str, tmp_path: Path) -> None:
 
 
 def without_hashes(source: Path, target: Path, **more: Any) -> Conversion:
-    """Of a checkpoint such as the vendors write: nothing tells that a byte is wrong."""
+    """Open a checkpoint without hashes, as vendors write them."""
     found = open_source(source)
     pieces = {
         key: tuple(replace(piece, hashes=()) for piece in of_key)
         for key, of_key in found.catalog.pieces.items()
     }
     return Conversion(
-        replace(found.catalog, pieces=pieces),
-        TARGETS["zips"](found),
-        target,
-        origin=found.origin(),
-        refuse=found.refuse,
-        **more,
+        replace(found, catalog=replace(found.catalog, pieces=pieces)), TARGETS["zips"](found), target, **more
     )
 
 
 def rewritten(path: Path) -> None:
-    """In place, as by a run that saves again."""
+    """Rewrite in place, as a run that saves again."""
     flip(path, -1)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**6))
 
@@ -435,10 +445,15 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "at"), [(rewritten, Phase.UNITS), (rewritten, Phase.PREPARE), (replaced, Phase.PREPARE)]
+    ("change", "at"),
+    [
+        (rewritten, ConversionPhase.UNITS),
+        (rewritten, ConversionPhase.PREPARE),
+        (replaced, ConversionPhase.PREPARE),
+    ],
 )
-def test_a_source_that_changes_while_it_is_read(
-    change: Callable[[Path], None], at: Phase, tmp_path: Path
+def test_source_changed_during_conversion_is_rejected(
+    change: Callable[[Path], None], at: ConversionPhase, tmp_path: Path
 ) -> None:
     source = written(tmp_path / "source")
     part = source / "part-00001.safetensors"
@@ -451,8 +466,8 @@ def test_a_source_that_changes_while_it_is_read(
     assert without_hashes(source, tmp_path / "t").run() is False, "what was read of the other is not taken"
 
 
-def test_a_source_beside_which_something_changes(tmp_path: Path) -> None:
-    """What is not read may change: a run saves its next checkpoint into the same folder, and the target itself may lie there."""
+def test_unrelated_changes_next_to_source_are_ignored(tmp_path: Path) -> None:
+    """A run may save its next checkpoint into the same folder, and the target itself may be there."""
     source = written(tmp_path / "source")
     made = without_hashes(source, source / "t", on_phase=lambda phase: (source / f"new-{phase}").touch())
     made.run()
@@ -463,7 +478,7 @@ def test_a_source_beside_which_something_changes(tmp_path: Path) -> None:
 
 
 class Watch:
-    """What a conversion asked of the system, in order."""
+    """The system calls of a conversion, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, made: Conversion) -> None:
         self.made, self.wrong = made, set[str]()
@@ -538,17 +553,17 @@ class Watch:
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_nothing_has_a_name_before_it_is_durable(
+def test_rename_follows_sync(
     kind: str, source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Watch(monkeypatch, conversion(source, tmp_path / "t", kind)).run() == set()
 
 
-def test_control_what_is_not_synced_is_seen(
+def test_control_detects_missing_sync(
     source: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "sync", lambda output, names: None)
+        patch.setattr(TargetOutput, "sync", lambda output, names: None)
         wrong = Watch(patch, conversion(source, tmp_path / "t", "zips")).run()
     assert {
         "weight:t0 is recorded before it is durable",

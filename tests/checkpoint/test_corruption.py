@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints are refused by name, and the one before is offered.
+"""Damaged and foreign checkpoints are rejected with their file, and the previous checkpoint is suggested.
 
 pytest tests/checkpoint/test_corruption.py
 """
@@ -73,12 +73,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "foreign manifest": (
         lambda folder: (folder / "manifest.json").write_text('{"format": 3}'),
         "manifest.json",
-        "not a manifest of this",
+        "not a manifest that this",
     ),
     "a list": (
         lambda folder: (folder / "manifest.json").write_text("[1]"),
         "manifest.json",
-        "not a manifest of this",
+        "not a manifest that this",
     ),
     "another version": (
         rewrite(lambda content: content.update(format_version=2)),
@@ -95,7 +95,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_refused_by_name_and_the_one_before_offered(run: Path, name: str) -> None:
+def test_damage_is_reported_with_previous_checkpoint(run: Path, name: str) -> None:
     damage, file, seen = DAMAGES[name]
     folder = run / "checkpoints" / "step-00000003"
     damage(folder)
@@ -112,7 +112,7 @@ def test_damage_is_refused_by_name_and_the_one_before_offered(run: Path, name: s
         whole(open_reader(run))
 
 
-def test_only_whole_checkpoints_are_offered(run: Path) -> None:
+def test_only_complete_checkpoints_are_suggested(run: Path) -> None:
     flip(run / "checkpoints" / "step-00000003" / PART, -5)
     truncate(run / "checkpoints" / "step-00000002" / PART)
     with pytest.raises(CheckpointError, match=r"resume=.*step-00000001"):
@@ -122,8 +122,8 @@ def test_only_whole_checkpoints_are_offered(run: Path) -> None:
         whole(open_reader(run))
 
 
-def test_an_entry_that_cannot_be_is_refused(run: Path) -> None:
-    """A manifest with a right hash is still not believed: it might name files outside the folder."""
+def test_invalid_manifest_entry_is_rejected(run: Path) -> None:
+    """A manifest with a correct hash is still validated: it might name files outside the folder."""
     folder = run / "checkpoints" / "step-00000003"
     for key, value in (
         ("file", "../step-00000002/part-00000.safetensors"),
@@ -136,18 +136,18 @@ def test_an_entry_that_cannot_be_is_refused(run: Path) -> None:
         del content["content_hash"]
         content["content_hash"] = manifest._content_hash(content)
         (folder / "manifest.json").write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match="an entry that cannot be"):
+        with pytest.raises(CheckpointError, match="an invalid entry"):
             open_reader(folder)
 
 
-def test_another_namespace_is_refused(run: Path) -> None:
+def test_other_namespace_is_rejected(run: Path) -> None:
     assert open_reader(run, namespace=NAMESPACE).namespace == NAMESPACE
     with pytest.raises(CheckpointError, match=r"namespace=test/1[\s\S]*llama/1"):
         open_reader(run, namespace="llama/1")
 
 
-def test_every_flipped_byte_is_found(run: Path) -> None:
-    """In headers, in data, in the manifest, at many places each: verify names the file."""
+def test_verify_detects_every_flipped_byte(run: Path) -> None:
+    """Bytes of headers, data and manifest; verify names the file."""
     folder = run / "checkpoints" / "step-00000003"
     for file in ("part-00000.safetensors", "manifest.json"):
         original = (folder / file).read_bytes()
@@ -169,7 +169,7 @@ def _same_json(a: bytes, b: bytes) -> bool:
         return False
 
 
-def test_values_that_cannot_be_are_found(tmp_path: Path) -> None:
+def test_verify_detects_implausible_values(tmp_path: Path) -> None:
     exact = torch.randn(40, 30)
     sound = {
         TensorKey(WEIGHT, "w"): exact.bfloat16(),
@@ -187,7 +187,8 @@ def test_values_that_cannot_be_are_found(tmp_path: Path) -> None:
 
     assert found(0, WEIGHT, 3, float(sound[TensorKey(WEIGHT, "w")].view(-1)[3])) == []
     assert found(1, WEIGHT, 3, 9.5) == [
-        "weight:w: 1 of 1200 values are not their master weights, cast to bfloat16; the first is in part-00001.safetensors"
+        "weight:w: 1 of 1200 values are not their master weights, cast to bfloat16; the first is in "
+        "part-00001.safetensors"
     ]
     assert found(2, MASTER, 1199, float("nan"))[0].startswith("master:w: 1 values are not finite")
     assert found(3, EXP_AVG_SQ, 5, -1e-30)[0].startswith("exp_avg_sq:w: an average of squares is negative")

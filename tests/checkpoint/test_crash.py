@@ -1,7 +1,7 @@
-"""Writers killed with -9: the newest complete checkpoint always loads and is what was saved at its step.
+"""Writers killed with -9: the newest complete checkpoint always loads and has the state of its step.
 
 pytest tests/checkpoint/test_crash.py
-CRASH_SEED=7 pytest tests/checkpoint/test_crash.py      the random moments of another seed
+CRASH_SEED=7 pytest tests/checkpoint/test_crash.py      random kill times with another seed
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.checkpoint import writer
 from tests.checkpoint.layouts import whole
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.verify import verify
 
 SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
@@ -27,7 +27,7 @@ SEED = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
 
 @dataclass
 class Run:
-    """One run's attempts, each two processes."""
+    """The attempts of one run, each with two processes."""
 
     folder: Path
     context: ForkServerContext
@@ -35,16 +35,18 @@ class Run:
     steps_seen: list[int] = field(default_factory=list)
 
     def attempt_killed(
-        self, victim: int, kill_at: tuple[Phase, int] | None, after_seconds: float = 0
+        self, victim: int, kill_at: tuple[SavePhase, int] | None, after_seconds: float = 0
     ) -> list[int]:
-        """Start both writers and let one be killed; the launcher then ends the other. Returns in which phase each was."""
+        """Start both writers and let one be killed; the launcher then ends the other. Returns the phase of
+        each.
+        """
         self.attempt += 1
         where = [self.context.Value("i", writer.OUTSIDE, lock=False) for _ in range(writer.RANKS)]
         ranks = []
         for rank, phase in enumerate(where):
             arguments = (self.folder, rank, self.attempt, phase, kill_at if rank == victim else None)
             ranks.append(self.context.Process(target=writer.write, args=arguments))
-        before = checkpoint_folder.newest(self.folder)
+        before = checkpoint_folder.newest_checkpoint(self.folder)
         for process in ranks:
             process.start()
         if kill_at is None:
@@ -63,13 +65,15 @@ class Run:
 
     def _await_newer(self, before: Path | None) -> None:
         deadline = time.monotonic() + 30
-        while checkpoint_folder.newest(self.folder) == before:
+        while checkpoint_folder.newest_checkpoint(self.folder) == before:
             assert time.monotonic() < deadline, "no save within 30 s"
             time.sleep(0.001)
 
     def check(self, *, deep: bool = True) -> int | None:
-        """The newest loads and equals its step's state; steps never go back. Returns the step."""
-        newest = checkpoint_folder.newest(self.folder)
+        """Check that the newest checkpoint has its step's state and that steps never decrease. Returns the
+        step.
+        """
+        newest = checkpoint_folder.newest_checkpoint(self.folder)
         if newest is None:
             assert not self.steps_seen, "checkpoints were there and are gone"
             return None
@@ -79,7 +83,7 @@ class Run:
         found = whole(reader)
         assert found.keys() == expected.keys()
         assert all((found[key] == expected[key]).all() for key in expected)
-        for folder in checkpoint_folder.committed(self.folder).values():
+        for folder in checkpoint_folder.committed_checkpoints(self.folder).values():
             assert not deep or verify(folder) == [], "whatever has a checkpoint's name is one"
         assert not self.steps_seen or reader.step >= self.steps_seen[-1], (
             f"step {reader.step} after {self.steps_seen[-1]}"
@@ -93,21 +97,22 @@ def run(tmp_path: Path, forks: ForkServerContext) -> Run:
     return Run(tmp_path / "checkpoints", forks)
 
 
-# Entered n times: in the first save, and when others are there to be lost. A save enters PIECES 1 + pieces times.
+# Entered n times: in the first save, and when earlier checkpoints could be lost. A save enters PIECES 1 +
+# pieces times.
 MOMENTS = [
-    *((0, phase, nth) for phase in Phase for nth in (0, 3)),
-    *((1, phase, nth) for phase in (Phase.PIECES, Phase.FSYNC) for nth in (0, 3)),
+    *((0, phase, nth) for phase in SavePhase for nth in (0, 3)),
+    *((1, phase, nth) for phase in (SavePhase.PIECES, SavePhase.FSYNC) for nth in (0, 3)),
 ]
 
 
-def test_killed_in_each_phase(run: Run) -> None:
+def test_save_killed_in_each_phase_keeps_previous_checkpoint(run: Run) -> None:
     for victim, phase, nth in MOMENTS:
         run.check(deep=False)
         phases = run.attempt_killed(victim, (phase, nth))
-        assert phases[victim] == 1 + list(Phase).index(phase)
+        assert phases[victim] == 1 + list(SavePhase).index(phase)
         run.check()
     assert run.steps_seen[-1] > 10, "attempts go on from each other"
-    assert run.attempt_killed(0, (Phase.PIECES, 0))  # cleans what was left before it
+    assert run.attempt_killed(0, (SavePhase.PIECES, 0))  # cleans what was left before it
     left = [
         entry.name
         for entry in run.folder.iterdir()
@@ -116,7 +121,7 @@ def test_killed_in_each_phase(run: Run) -> None:
     assert len(left) <= 2, f"more than the data and the locks of the last save stay: {left}"
 
 
-def test_killed_at_random_moments(run: Run) -> None:
+def test_killed_at_random_times_resumes(run: Run) -> None:
     print(f"CRASH_SEED={SEED}")
     moments = random.Random(SEED)
     in_a_save = 0

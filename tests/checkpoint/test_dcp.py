@@ -1,4 +1,4 @@
-"""Distributed checkpoints that PyTorch itself saved, read to the bit.
+"""Read distributed checkpoints that PyTorch saved, bitwise.
 
 pytest tests/checkpoint/test_dcp.py
 pytest tests/checkpoint/test_dcp.py -m full
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.checkpoint import dcp_ranks as work
 from tests.checkpoint.dcp_ranks import DECAY, SETTINGS, STOP, State
 from tests.checkpoint.megatron_cells import differing
-from toolkit.checkpoint.catalog import Damage
-from toolkit.checkpoint.formats import dcp_metadata
-from toolkit.checkpoint.formats.dcp_metadata import Blob, Chunk, Metadata, Stored
+from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
+from toolkit.checkpoint.formats.dcp.metadata import Blob, ChunkedTensor, DcpMetadata, TensorChunk
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.errors import CheckpointError, InputError
@@ -30,7 +30,8 @@ from toolkit.testing.dist import RankPool
 from toolkit.testing.tiny import tiny_plan
 
 Case = tuple[str, int, bool, bool, str]
-# (family, ranks, FSDP, flat names of the optimizer's state, the model's name in what is saved): tied and untied, odd sizes.
+# (family, ranks, FSDP, flattened optimizer names, name of the model in the saved dict): tied and untied, odd
+# sizes.
 QUICK: tuple[Case, ...] = (("qwen2", 2, True, True, "model"), ("gpt2", 1, False, False, "app.model"))
 FULL: tuple[Case, ...] = (
     ("mixtral", 2, True, False, "model"),
@@ -75,19 +76,19 @@ def check(case: Case, saved: Saves) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_what_pytorch_saved(case: Case, saved: Saves) -> None:
+def test_read_dcp_saved_by_pytorch(case: Case, saved: Saves) -> None:
     check(case, saved)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL, ids=str)
-def test_every_way_to_save(case: Case, saved: Saves) -> None:
+def test_read_every_dcp_variant(case: Case, saved: Saves) -> None:
     check(case, saved)
 
 
-def test_the_model_must_be_said_and_fit(saved: Saves, tmp_path: Path) -> None:
+def test_model_is_required_and_must_match(saved: Saves, tmp_path: Path) -> None:
     folder = shutil.copytree(saved.of(QUICK[1])[0], tmp_path / "alone" / "deeper" / "here" / "copy")
-    with pytest.raises(InputError, match="does not say what model"):
+    with pytest.raises(InputError, match="does not describe its model"):
         open_source(folder)
     shape = plan_of("gpt2").shape
     assert shape is not None
@@ -105,18 +106,18 @@ def names() -> dict[str, torch.Tensor]:
     return {spec.name: torch.randn(spec.shape) for spec in families.get_family("llama").parameters(shape)}
 
 
-def test_state_by_number_is_refused(tmp_path: Path) -> None:
+def test_optimizer_state_by_number_is_rejected(tmp_path: Path) -> None:
     weights = names()
     checkpoint.save(
         {"model": weights, "optim": {"state": {"0": {"exp_avg": torch.zeros(3)}}}},
         checkpoint_id=str(tmp_path / "x"),
         no_dist=True,
     )
-    with pytest.raises(CheckpointError, match="by numbers of parameters"):
+    with pytest.raises(CheckpointError, match="keyed by parameter numbers"):
         open_source(tmp_path / "x", plan_of("llama").shape)
 
 
-def test_steps_that_disagree_are_refused(tmp_path: Path) -> None:
+def test_disagreeing_steps_are_rejected(tmp_path: Path) -> None:
     weights = names()
     state = {
         name: {"exp_avg": torch.zeros_like(value), "step": torch.tensor(3.0)}
@@ -130,14 +131,14 @@ def test_steps_that_disagree_are_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "x", plan_of("llama").shape)
 
 
-def test_two_models_in_one_are_refused(tmp_path: Path) -> None:
+def test_two_models_in_one_checkpoint_are_rejected(tmp_path: Path) -> None:
     weights = names()
     checkpoint.save({"model": weights, "average": weights}, checkpoint_id=str(tmp_path / "x"), no_dist=True)
     with pytest.raises(CheckpointError, match="has both"):
         open_source(tmp_path / "x", plan_of("llama").shape)
 
 
-def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
+def test_tied_weight_becomes_copy(tmp_path: Path) -> None:
     from toolkit import families
 
     shape = plan_of("qwen2").shape
@@ -157,44 +158,48 @@ def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
     assert not differing(open_source(tmp_path / "head", shape), {embedding: head})
 
 
-def test_metadata_that_is_written_is_pytorchs(tmp_path: Path) -> None:
-    """PyTorch reads what this toolkit writes, and this toolkit what either wrote."""
+def test_written_metadata_loads_in_pytorch(tmp_path: Path) -> None:
+    """PyTorch reads what this toolkit writes, and this toolkit reads both."""
     tensors = {
-        "a": Stored(
+        "a": ChunkedTensor(
             "bfloat16",
             (4, 6),
             (
-                Chunk(Box((0, 0), (3, 6)), Blob("__0_0.distcp", 64, 200)),
-                Chunk(Box((3, 0), (1, 6)), Blob("__1_0.distcp", 0, 100)),
+                TensorChunk(Box((0, 0), (3, 6)), Blob("__0_0.distcp", 64, 200)),
+                TensorChunk(Box((3, 0), (1, 6)), Blob("__1_0.distcp", 0, 100)),
             ),
         ),
-        "b": Stored("float32", (), (Chunk(Box((), ()), Blob("__0_0.distcp", 64, 200)),)),
+        "b": ChunkedTensor("float32", (), (TensorChunk(Box((), ()), Blob("__0_0.distcp", 64, 200)),)),
     }
-    written = Metadata(tensors, {"c/shard_0_1": Blob("__0_0.distcp", 0, 64)})
-    (tmp_path / ".metadata").write_bytes(dcp_metadata.encode(written))
+    written = DcpMetadata(tensors, {"c/shard_0_1": Blob("__0_0.distcp", 0, 64)})
+    (tmp_path / ".metadata").write_bytes(dcp_metadata.encode_metadata(written))
     for name, size in (("__0_0.distcp", 200), ("__1_0.distcp", 100)):
         (tmp_path / name).write_bytes(bytes(size))
     found = FileSystemReader(str(tmp_path)).read_metadata()
     assert found.state_dict_metadata["a"].properties.dtype is torch.bfloat16  # type: ignore[union-attr]
     assert found.state_dict_metadata["a"].size == (4, 6)  # type: ignore[union-attr]
-    assert dcp_metadata.load(tmp_path) == written
+    assert dcp_metadata.load_metadata(tmp_path) == written
     import pickle
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(found))
-    assert dcp_metadata.load(tmp_path) == written
+    assert dcp_metadata.load_metadata(tmp_path) == written
     (tmp_path / "__1_0.distcp").write_bytes(bytes(99))
-    with pytest.raises(Damage, match="99 of at least 100"):
-        dcp_metadata.load(tmp_path)
+    with pytest.raises(DamagedFile, match="99 of at least 100"):
+        dcp_metadata.load_metadata(tmp_path)
 
 
-def test_metadata_of_a_hole_is_refused() -> None:
+def test_incomplete_chunks_are_rejected() -> None:
     blob = Blob("x", 0, 1)
-    whole = Stored("float32", (4,), (Chunk(Box((0,), (3,)), blob), Chunk(Box((3,), (1,)), blob)))
-    dcp_metadata.check_whole("a", whole)
-    with pytest.raises(Damage, match="3 of 4"):
-        dcp_metadata.check_whole("a", replace(whole, chunks=whole.chunks[:1]))
-    with pytest.raises(Damage, match="both hold"):
-        dcp_metadata.check_whole("a", replace(whole, chunks=(*whole.chunks, Chunk(Box((2,), (1,)), blob))))
+    whole = ChunkedTensor(
+        "float32", (4,), (TensorChunk(Box((0,), (3,)), blob), TensorChunk(Box((3,), (1,)), blob))
+    )
+    dcp_metadata.check_coverage("a", whole)
+    with pytest.raises(DamagedFile, match="3 of 4"):
+        dcp_metadata.check_coverage("a", replace(whole, chunks=whole.chunks[:1]))
+    with pytest.raises(DamagedFile, match="both contain"):
+        dcp_metadata.check_coverage(
+            "a", replace(whole, chunks=(*whole.chunks, TensorChunk(Box((2,), (1,)), blob)))
+        )
 
 
 def test_training_state_needs_its_step(tmp_path: Path) -> None:

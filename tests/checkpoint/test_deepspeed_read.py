@@ -1,4 +1,5 @@
-"""Checkpoints that DeepSpeed itself saved, read to the bit: against the engine's own memory and against DeepSpeed's own tools.
+"""Read checkpoints that DeepSpeed saved, bitwise equal to the engine's memory and to the output of
+DeepSpeed's tools.
 
 pytest tests/checkpoint/test_deepspeed_read.py
 pytest tests/checkpoint/test_deepspeed_read.py -m full      every stage, precision, family and axis
@@ -21,14 +22,14 @@ from tests.checkpoint.layouts import same_bits, whole
 from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
 from toolkit import families
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats import deepspeed_names as names
 from toolkit.checkpoint.formats import native, torch_zip
+from toolkit.checkpoint.formats.deepspeed import names
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import LOSS_SCALER
-from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Reader, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
-from toolkit.checkpoint.verify import digest, verify, verify_source
+from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, StateReader, TensorKey
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target_tensors import select_target_tensors
+from toolkit.checkpoint.verify import compute_digest, verify, verify_source
 from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
@@ -52,14 +53,14 @@ def pool() -> Iterator[RankPool]:
 
 
 class Saves:
-    """What each cell saved, made when first asked for: the folder, and what the engine held."""
+    """Checkpoints of each cell with the engine's state, created on demand."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self.pool, self._folder = pool, folder
         self._made: dict[str, tuple[Path, State, dict[str, object], RunTrace]] = {}
 
     def of(self, case: Cell) -> tuple[Path, State, dict[str, object], RunTrace]:
-        """The folder; the state and scalars that the engine had; how it went on."""
+        """Return the folder, the engine's state and scalars, and the steps that follow."""
         if str(case) not in self._made:
             self._made[str(case)] = self._make(case)
         return self._made[str(case)]
@@ -129,7 +130,7 @@ FULL = [
 ]
 
 
-def check(case: Cell, saved: Saves) -> Source:
+def check(case: Cell, saved: Saves) -> CheckpointSource:
     folder, held, scalars, _ = saved.of(case)
     source = open_source(folder, case.plan().shape)
     assert (source.format, source.step) == ("deepspeed", STOP)
@@ -152,7 +153,7 @@ def check(case: Cell, saved: Saves) -> Source:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_what_deepspeed_saved(case: Cell, saved: Saves) -> None:
+def test_read_deepspeed_checkpoint(case: Cell, saved: Saves) -> None:
     check(case, saved)
 
 
@@ -164,13 +165,16 @@ def test_every_layout(case: Cell, saved: Saves) -> None:
 
 @pytest.fixture
 def any_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read under whatever names, as those that were saved to open files are."""
+    """Files that were saved to open file objects may have any name."""
     load = torch_zip.load
     monkeypatch.setattr(torch_zip, "load", lambda *args, named=False: load(*args))
 
 
 def changed_over(folder: Path, path: Path) -> Path:
-    """A copy in which the first two ranks' files have each other's names. They are refused by the names in their records."""
+    """Copy a checkpoint with the files of the first two ranks swapped.
+
+    The names in their records reveal it.
+    """
     shutil.copytree(folder, path)
     one, other = (path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
     aside = one.rename(path / "aside")
@@ -179,7 +183,7 @@ def changed_over(folder: Path, path: Path) -> Path:
     return path
 
 
-def test_ranks_changed_over_are_refused(saved: Saves, tmp_path: Path) -> None:
+def test_swapped_rank_files_are_rejected(saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[4])
     with pytest.raises(
         CheckpointError,
@@ -188,16 +192,16 @@ def test_ranks_changed_over_are_refused(saved: Saves, tmp_path: Path) -> None:
         open_source(changed_over(folder, tmp_path / "changed"), QUICK[4].plan().shape)
 
 
-def test_control_ranks_changed_over(saved: Saves, tmp_path: Path, any_name: None) -> None:
-    """A reader that took the files of two ranks for each other's would give other tensors: the comparison sees it."""
+def test_control_swapped_ranks_change_tensors(saved: Saves, tmp_path: Path, any_name: None) -> None:
+    """Control: a reader that swapped two ranks' files would give other tensors."""
     folder, held, *_ = saved.of(QUICK[4])
     changed_over(folder, tmp_path / "changed")
     found = assembled(open_source(tmp_path / "changed", QUICK[4].plan().shape), held)
     assert len(differing(found, held)) > len(held) // 2
 
 
-def test_verify_finds_ranks_changed_over(saved: Saves, tmp_path: Path, any_name: None) -> None:
-    """If the model's weights are saved too, they differ from their masters."""
+def test_verify_detects_swapped_rank_files(saved: Saves, tmp_path: Path, any_name: None) -> None:
+    """The model's weights, if saved, differ from their masters."""
     folder, *_ = saved.of(QUICK[1])
     changed_over(folder, tmp_path / "changed")
     found = verify(tmp_path / "changed", QUICK[1].plan().shape)
@@ -205,13 +209,11 @@ def test_verify_finds_ranks_changed_over(saved: Saves, tmp_path: Path, any_name:
 
 
 def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
-    """Through the executor: masters of ZeRO 3 become weights of 16 bits and themselves."""
+    """ZeRO 3 masters become 16-bit weights and masters."""
     folder, held, *_ = saved.of(QUICK[4])
     source = open_source(folder, QUICK[4].plan().shape)
-    target = native.lay_out(source, tensors_of(source, Precision.bf16, optimizer=True))
-    Conversion(
-        source.catalog, target, tmp_path / "native", origin=source.origin(), refuse=source.refuse
-    ).run()
+    target = native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
+    Conversion(source, target, tmp_path / "native").run()
     made = open_source(tmp_path / "native")
     assert made.catalog.tensors.keys() == held.keys()
     assert not differing(assembled(made, held), held)
@@ -219,8 +221,8 @@ def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_deepspeed_cannot_save_this_toolkits_experts(pool: RankPool, tmp_path: Path) -> None:
-    """So there are no such files to be read. Its saver asks every layer of experts for what only its own layers have."""
+def test_deepspeed_rejects_toolkit_experts(pool: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed's saver requires attributes of its own expert layers, so such files cannot exist."""
     with pytest.raises(RanksFailed, match="expert_group_name"):
         pool.run(saves.save, cell(1, 2, 1, "mixtral", parallel__expert=2), tmp_path, ranks=2)
 
@@ -237,23 +239,23 @@ DIFFERENTIAL_FULL = [
 
 
 @pytest.mark.parametrize("case", DIFFERENTIAL, ids=str)
-def test_deepspeeds_own_tools(case: Cell, saved: Saves, tmp_path: Path) -> None:
+def test_read_output_of_deepspeed_tools(case: Cell, saved: Saves, tmp_path: Path) -> None:
     check_tools(case, saved, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", DIFFERENTIAL_FULL, ids=str)
-def test_deepspeeds_own_tools_everywhere(case: Cell, saved: Saves, tmp_path: Path) -> None:
+def test_read_output_of_deepspeed_tools_in_every_layout(case: Cell, saved: Saves, tmp_path: Path) -> None:
     check_tools(case, saved, tmp_path)
 
 
 def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
-    """zero_to_fp32's weights and ds_to_universal's everything are what is read here; the universal folder reads as the other."""
+    """The outputs of zero_to_fp32 and ds_to_universal equal what is read here."""
     made, held, *_ = saved.of(case)
     shape = case.plan().shape
     source = open_source(made, shape)
     weights = saved.pool.run(saves.full_weights, made, ranks=1)[0]
-    aliases = names.table_of(shape) if shape else {}
+    aliases = names.build_name_table(shape) if shape else {}
     state = MASTER if TensorKey(MASTER, next(iter(held)).name) in held else WEIGHT
     read = whole(source.reader())
     for name, tensor in weights.items():
@@ -263,14 +265,14 @@ def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
     assert converted.format == "universal"
     assert open_source(folder, shape).folder == converted.folder, "latest_universal names it"
     assert converted.catalog.scalars == source.catalog.scalars
-    assert digest(converted.reader()) == digest(source.reader())
+    assert compute_digest(converted.reader()) == compute_digest(source.reader())
     compare_copies(converted)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_path: Path) -> None:
-    """Without the weights of 16 bits: the converter copies no layers."""
+    """The converter copies no layers, so 16-bit weights are missing."""
     case = cell(1, 4, 1, "gpt2", **ODD, **precision, parallel__pipeline=2)
     folder, held, *_ = saved.of(case)
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
@@ -280,8 +282,8 @@ def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_pa
 
 
 @pytest.mark.full
-def test_universal_with_a_tensor_axis_that_was_not_told(saved: Saves, tmp_path: Path) -> None:
-    """DeepSpeed's converter puts every tensor rank's part below the other where nothing says how they were cut: shapes tell."""
+def test_universal_with_unrecorded_tensor_axis(saved: Saves, tmp_path: Path) -> None:
+    """DeepSpeed's converter concatenates tensor ranks if the cut is not recorded; shapes reveal it."""
     case = cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2)
     folder, *_ = saved.of(case)
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
@@ -304,7 +306,7 @@ def test_training_goes_on_everywhere(case: Cell, saved: Saves) -> None:
 
 
 def check_resumed(case: Cell, saved: Saves) -> None:
-    """Six steps as if it had never stopped; with zeroed moments not."""
+    """Six steps match an uninterrupted run; with zeroed moments they do not."""
     folder, _, _, went_on = saved.of(case)
     again, forgot = (
         saved.pool.run(saves.resume, case, folder, forget, ranks=case.ranks)[0] for forget in (False, True)
@@ -318,17 +320,17 @@ def check_resumed(case: Cell, saved: Saves) -> None:
     assert apart(forgot) > 10 * TOLERANCE, apart(forgot)
 
 
-# ---- what is wrong is told
+# ---- errors
 
 
-def test_a_model_must_be_said(saved: Saves) -> None:
+def test_deepspeed_model_is_required(saved: Saves) -> None:
     folder, *_ = saved.of(QUICK[0])
-    with pytest.raises(InputError, match="give the model"):
+    with pytest.raises(InputError, match="describe the model"):
         open_source(folder)
 
 
-def test_a_config_beside_says_the_model(saved: Saves, tmp_path: Path) -> None:
-    """As transformers' Trainer saves: it is DeepSpeed's checkpoint all the same, with optimizer state."""
+def test_model_is_found_in_nearby_config(saved: Saves, tmp_path: Path) -> None:
+    """As transformers' Trainer saves: a DeepSpeed checkpoint with optimizer state."""
     folder, held, *_ = saved.of(QUICK[3])
     shape = QUICK[3].plan().shape
     assert shape is not None
@@ -340,13 +342,13 @@ def test_a_config_beside_says_the_model(saved: Saves, tmp_path: Path) -> None:
     assert (source.format, source.catalog.tensors.keys()) == ("deepspeed", held.keys())
 
 
-def test_another_model_is_refused(saved: Saves) -> None:
+def test_other_model_is_rejected(saved: Saves) -> None:
     folder, *_ = saved.of(QUICK[0])
     with pytest.raises(CheckpointError, match="no parameter of llama"):
         open_source(folder, tiny_plan("llama").shape)
     with pytest.raises(CheckpointError, match="whole or cut along one dim"):
         open_source(folder, tiny_plan("gpt2").shape)
-    with pytest.raises(CheckpointError, match="holds no weight"):
+    with pytest.raises(CheckpointError, match="has no weight"):
         open_source(folder, tiny_plan("gpt2", **ODD, model__num_hidden_layers=3).shape)
 
 
@@ -354,7 +356,7 @@ def test_another_model_is_refused(saved: Saves) -> None:
     "file", ["bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
 )
 @pytest.mark.parametrize("how", ["missing", "short"])
-def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Path) -> None:
+def test_damaged_files_are_reported_by_name(file: str, how: str, saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[4])
     shutil.copytree(folder, tmp_path / "damaged")
     path = tmp_path / "damaged" / TAG / file
@@ -368,8 +370,8 @@ def test_damaged_files_are_named(file: str, how: str, saved: Saves, tmp_path: Pa
         open_source(tmp_path / "damaged", QUICK[4].plan().shape)
 
 
-def test_ranks_that_do_not_belong_together(saved: Saves, tmp_path: Path, any_name: None) -> None:
-    """A rank's file of another layout in its place: sizes tell."""
+def test_files_of_different_runs_are_rejected(saved: Saves, tmp_path: Path, any_name: None) -> None:
+    """A rank's file of another layout is detected by its sizes."""
     folder, *_ = saved.of(QUICK[4])
     other, *_ = saved.of(QUICK[3])
     shutil.copytree(folder, tmp_path / "mixed")
@@ -379,7 +381,7 @@ def test_ranks_that_do_not_belong_together(saved: Saves, tmp_path: Path, any_nam
         open_source(tmp_path / "mixed", QUICK[4].plan().shape)
 
 
-def test_experts_of_deepspeed_are_refused(saved: Saves, tmp_path: Path) -> None:
+def test_deepspeed_experts_are_rejected(saved: Saves, tmp_path: Path) -> None:
     folder, *_ = saved.of(QUICK[0])
     shutil.copytree(folder, tmp_path / "experts")
     (tmp_path / "experts" / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
@@ -387,34 +389,35 @@ def test_experts_of_deepspeed_are_refused(saved: Saves, tmp_path: Path) -> None:
         open_source(tmp_path / "experts", QUICK[0].plan().shape)
 
 
-def test_a_cut_that_is_none_is_refused() -> None:
+def test_invalid_tensor_cut_is_rejected() -> None:
     shape = tiny_plan("gpt2").shape
     assert shape is not None
-    part = names.table_of(shape)["transformer.h.0.attn.c_attn.weight"]
+    part = names.build_name_table(shape)["transformer.h.0.attn.c_attn.weight"]
     with pytest.raises(CheckpointError, match="c_attn"):
-        names.boxes(part, "transformer.h.0.attn.c_attn.weight", [(64, 96), (64, 96)], Path("x"))
-    part = names.table_of(shape)["transformer.h.0.attn.c_proj.weight"]
-    assert names.boxes(part, "x", [(40, 64), (24, 64)], Path("x")) == [
+        names.rank_boxes(part, "transformer.h.0.attn.c_attn.weight", [(64, 96), (64, 96)], Path("x"))
+    part = names.build_name_table(shape)["transformer.h.0.attn.c_proj.weight"]
+    assert names.rank_boxes(part, "x", [(40, 64), (24, 64)], Path("x")) == [
         Box((0, 0), (40, 64)),
         Box((40, 0), (24, 64)),
     ]
     with pytest.raises(CheckpointError, match="whole or cut"):
-        names.boxes(part, "x", [(40, 64), (40, 64)], Path("x"))
+        names.rank_boxes(part, "x", [(40, 64), (40, 64)], Path("x"))
 
 
-def test_reading_needs_neither_deepspeed_nor_torch() -> None:
+def test_reading_imports_neither_deepspeed_nor_torch() -> None:
     import subprocess
     import sys
 
     code = (
-        "import sys, toolkit.checkpoint.formats.deepspeed, toolkit.checkpoint.formats.universal\n"
+        "import sys, toolkit.checkpoint.formats.deepspeed.source, "
+        "toolkit.checkpoint.formats.universal.source\n"
         "assert not {'torch', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_training_opens_it_by_its_namespace(saved: Saves) -> None:
+def test_training_checks_namespace(saved: Saves) -> None:
     folder, held, *_ = saved.of(QUICK[0])
-    reader: Reader = open_reader(folder, "gpt2/1", QUICK[0].plan().shape)
+    reader: StateReader = open_reader(folder, "gpt2/1", QUICK[0].plan().shape)
     assert {key.state for key in reader.tensors} == {key.state for key in held}
     assert EXP_AVG in {key.state for key in held}

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed as its users call it, without this toolkit's engines: their own settings, groups, pipelines, AutoTP.
+"""Checkpoints of DeepSpeed without this toolkit's engines: users' settings, groups, pipelines, AutoTP.
 
 pytest tests/checkpoint/test_deepspeed_users.py
 pytest tests/checkpoint/test_deepspeed_users.py -m full
@@ -18,16 +18,16 @@ from tests.checkpoint import deepspeed_saves as saves
 from tests.checkpoint.deepspeed_checks import EVEN, ODD, assembled, compare_copies, differing
 from tests.checkpoint.deepspeed_saves import TAG
 from tests.checkpoint.layouts import same_bits, whole
-from toolkit.checkpoint.formats import universal
-from toolkit.checkpoint.formats.deepspeed_plain import names_of_groups
+from toolkit.checkpoint.formats.deepspeed.plain_optimizer import infer_group_names
+from toolkit.checkpoint.formats.universal import source as universal
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.plan import plan_reshard
 from toolkit.checkpoint.offline.reshard import lay_out
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.target import Target
-from toolkit.checkpoint.verify import digest
-from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.verify import compute_digest
+from toolkit.config.reshard import TargetConfig, TargetFormat, TargetParallelConfig, TargetZeroStage
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError
 from toolkit.plan.types import RunPlan
@@ -81,13 +81,13 @@ ALTERED = {"bf16-stage-0": saves.fuse, "bf16-optimizer": saves.forget_shapes}
 
 
 @pytest.mark.parametrize("name", ["round-robin", "frozen-3"])
-def test_what_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_user_program_checkpoints(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_plain(name, pool, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(PLAIN.keys() - {"round-robin", "frozen-3"}))
-def test_all_that_users_save(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_all_user_program_checkpoints(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_plain(name, pool, tmp_path)
 
 
@@ -116,21 +116,23 @@ def check_plain(name: str, pool: RankPool, folder: Path) -> None:
                 assert same_bits(tensor.float(), weights[key.name].float()), key
 
 
-def test_groups_without_names_in_another_order_are_refused(pool: RankPool, tmp_path: Path) -> None:
+def test_unnamed_groups_in_other_order_are_rejected(pool: RankPool, tmp_path: Path) -> None:
     plan = tiny_plan("llama", **ODD)
     pool.run(saves.save_plain, plan, tmp_path, {}, (), True, ranks=1)
     with pytest.raises(CheckpointError, match="order of names"):
         open_source(tmp_path, plan.shape)
 
 
-def test_names_of_groups() -> None:
+def test_infer_group_names() -> None:
     shapes = {"a": (2, 3), "b": (3,), "c": (2, 3), "d": (5,)}
-    assert names_of_groups(shapes, [[(2, 3), (2, 3)], [(3,), (5,)]]) == [["a", "c"], ["b", "d"]]
-    assert names_of_groups(shapes, [[(2, 3), (3,), (2, 3), None]]) == [["a", "b", "c", "d"]]
-    assert names_of_groups(shapes, [[(2, 3), (2, 3), (5,)]]) == [["a", "c", "d"]], "b is frozen"
-    assert names_of_groups(shapes, [[(2, 3), (3,)], [(2, 3), (5,)]]) == [["a", "b"], ["c", "d"]]
-    assert names_of_groups(shapes, [[(2, 3)], [(2, 3)], [(3,), (5,)]]) is None, "a and c might change places"
-    assert names_of_groups(shapes, [[(5,), (2, 3), (2, 3), (3,)]]) is None, "not in the model's order"
+    assert infer_group_names(shapes, [[(2, 3), (2, 3)], [(3,), (5,)]]) == [["a", "c"], ["b", "d"]]
+    assert infer_group_names(shapes, [[(2, 3), (3,), (2, 3), None]]) == [["a", "b", "c", "d"]]
+    assert infer_group_names(shapes, [[(2, 3), (2, 3), (5,)]]) == [["a", "c", "d"]], "b is frozen"
+    assert infer_group_names(shapes, [[(2, 3), (3,)], [(2, 3), (5,)]]) == [["a", "b"], ["c", "d"]]
+    assert infer_group_names(shapes, [[(2, 3)], [(2, 3)], [(3,), (5,)]]) is None, (
+        "a and c might change places"
+    )
+    assert infer_group_names(shapes, [[(5,), (2, 3), (2, 3), (3,)]]) is None, "not in the model's order"
 
 
 # ---- universal
@@ -152,14 +154,14 @@ def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: 
     compare_copies(source)
     pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
     converted = open_source(tmp_path / "universal", plan.shape)
-    assert digest(converted.reader()) == digest(source.reader())
+    assert compute_digest(converted.reader()) == compute_digest(source.reader())
 
 
 @pytest.mark.full
-def test_what_the_converter_scrambles_is_refused(
+def test_scrambled_universal_checkpoint_is_rejected(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is scrambled: read in spite of that, most parameters are not those of the checkpoint that it was made from."""
+    """Control: if it is read anyway, most parameters differ from the original checkpoint."""
     plan = tiny_plan("llama", **ODD)
     settings = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
     held = pool.run(saves.save_plain, plan, tmp_path / "saved", settings, ranks=2)[0]
@@ -178,10 +180,10 @@ def test_what_the_converter_scrambles_is_refused(
 
 
 @pytest.mark.parametrize("scheduler", ["WarmupDecayLR", "LambdaLR", "CosineAnnealingLR"])
-def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(
+def test_lr_scheduler_resumes_from_converted_checkpoint(
     scheduler: str, pool: RankPool, tmp_path: Path
 ) -> None:
-    """The learning rates are exactly those of the program that never stopped. Control: they change from step to step."""
+    """Learning rates equal those of the uninterrupted program. Control: they change from step to step."""
     plan = tiny_plan("llama", **EVEN)
     rates, losses = pool.run(saves.scheduled, plan, scheduler, tmp_path / "saved", ranks=2)[0]
     converted(tmp_path / "saved", tmp_path / "native", plan, TargetConfig())
@@ -189,7 +191,7 @@ def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(
         tmp_path / "native",
         tmp_path / "again",
         plan,
-        TargetConfig(format=Format.deepspeed, parallel=TargetParallelConfig(data=2)),
+        TargetConfig(format=TargetFormat.deepspeed, parallel=TargetParallelConfig(data=2)),
     )
     again, more = pool.run(
         saves.scheduled, plan, scheduler, tmp_path / "unused", tmp_path / "again", ranks=2
@@ -198,21 +200,22 @@ def test_a_learning_rate_scheduler_goes_on_from_a_converted_checkpoint(
     assert more == pytest.approx(losses, abs=1e-5)
     assert len(set(rates)) == len(rates)
     assert re.search(
-        r"2 parameter groups, .*: 16 tensors of more than one dim with weight_decay=0.1, then 5 tensors of one dim with "
+        r"2 parameter groups, .*: 16 tensors of more than one dim with weight_decay=0.1, then 5 tensors of "
+        r"one dim with "
         r"weight_decay=0; lr=\S+ betas=\[0.9, 0.999\] eps=0.0001",
         target.notes[0],
     )
 
 
-def converted(path: Path, target: Path, plan: RunPlan, config: TargetConfig) -> Target:
+def converted(path: Path, target: Path, plan: RunPlan, config: TargetConfig) -> CheckpointTarget:
     source = open_source(path, plan.shape)
     laid = lay_out(source, config)
-    Conversion(source.catalog, laid, target, origin=source.origin(), refuse=source.refuse).run()
+    Conversion(source, laid, target).run()
     return laid
 
 
 @pytest.fixture(scope="module")
-def partly_frozen(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Source:
+def partly_frozen(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> CheckpointSource:
     folder, plan = tmp_path_factory.mktemp("frozen"), tiny_plan("llama", **EVEN)
     frozen = (
         "model.embed_tokens.weight",
@@ -223,9 +226,9 @@ def partly_frozen(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> S
     return open_source(folder, plan.shape)
 
 
-@pytest.mark.parametrize("form", [Format.deepspeed, Format.universal, Format.megatron])
-def test_frozen_parameters_are_refused_with_remedies_that_work(
-    form: Format, partly_frozen: Source, tmp_path: Path
+@pytest.mark.parametrize("form", [TargetFormat.deepspeed, TargetFormat.universal, TargetFormat.megatron])
+def test_frozen_parameters_are_rejected_with_working_remedies(
+    form: TargetFormat, partly_frozen: CheckpointSource, tmp_path: Path
 ) -> None:
     """Some of them are parts of Megatron-core's fused tensors."""
     with pytest.raises(CheckpointError) as refused:
@@ -234,28 +237,24 @@ def test_frozen_parameters_are_refused_with_remedies_that_work(
     assert "3 of 21 parameters were frozen" in str(refused.value)
     weights = (
         "target.format=deepspeed target.optimizer=false"
-        if form is Format.universal
+        if form is TargetFormat.universal
         else "target.optimizer=false"
     )
     assert f"write {weights} for the weights alone, or target.format=native" in str(refused.value)
     for config in (
-        TargetConfig(format=Format.deepspeed if form is Format.universal else form, optimizer=False),
+        TargetConfig(
+            format=TargetFormat.deepspeed if form is TargetFormat.universal else form, optimizer=False
+        ),
         TargetConfig(),
     ):
         target = lay_out(partly_frozen, config)
         plan_reshard(partly_frozen.catalog, target)
-        Conversion(
-            partly_frozen.catalog,
-            target,
-            tmp_path / config.format.name,
-            origin=partly_frozen.origin(),
-            refuse=partly_frozen.refuse,
-        ).run()
+        Conversion(partly_frozen, target, tmp_path / config.format.name).run()
     assert open_source(tmp_path / "native").catalog.tensors.keys() == partly_frozen.catalog.tensors.keys()
 
 
 def test_zero3_in_bf16_stays_bf16(pool: RankPool, tmp_path: Path) -> None:
-    """Its files hold the fp32 masters alone, and so do universal folders made of it, DeepSpeed's and this toolkit's."""
+    """ZeRO 3 files and universal checkpoints made from them have fp32 masters only."""
     plan = tiny_plan("llama", **EVEN)
     pool.run(
         saves.save_plain,
@@ -265,18 +264,21 @@ def test_zero3_in_bf16_stays_bf16(pool: RankPool, tmp_path: Path) -> None:
         ranks=2,
     )
     pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "theirs", ranks=1)
-    converted(tmp_path / "saved", tmp_path / "ours", plan, TargetConfig(format=Format.universal))
+    converted(tmp_path / "saved", tmp_path / "ours", plan, TargetConfig(format=TargetFormat.universal))
     converted(
-        tmp_path / "saved", tmp_path / "again", plan, TargetConfig(format=Format.deepspeed, zero=Stage.stage3)
+        tmp_path / "saved",
+        tmp_path / "again",
+        plan,
+        TargetConfig(format=TargetFormat.deepspeed, zero=TargetZeroStage.stage3),
     )
     for name in ("saved", "theirs", "ours", "again"):
         source = open_source(tmp_path / name, plan.shape)
         assert {key.state for key in source.catalog.tensors} == {MASTER, EXP_AVG, EXP_AVG_SQ}, name
         for config in (
             TargetConfig(),
-            TargetConfig(format=Format.deepspeed),
-            TargetConfig(format=Format.megatron),
-            TargetConfig(format=Format.huggingface),
+            TargetConfig(format=TargetFormat.deepspeed),
+            TargetConfig(format=TargetFormat.megatron),
+            TargetConfig(format=TargetFormat.huggingface),
         ):
             dtypes = {
                 info.dtype for key, info in lay_out(source, config).tensors.items() if key.state == WEIGHT
@@ -288,7 +290,7 @@ def test_zero3_in_bf16_stays_bf16(pool: RankPool, tmp_path: Path) -> None:
     )
 
 
-def test_amsgrads_third_state_is_never_dropped_in_silence(pool: RankPool, tmp_path: Path) -> None:
+def test_amsgrad_third_state_is_never_dropped(pool: RankPool, tmp_path: Path) -> None:
     plan = tiny_plan("llama", **EVEN)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "amsgrad": True}}
     pool.run(
@@ -300,7 +302,7 @@ def test_amsgrads_third_state_is_never_dropped_in_silence(pool: RankPool, tmp_pa
     )
     source = open_source(tmp_path / "saved", plan.shape)
     assert "max_exp_avg_sq" in {key.state for key in lay_out(source, TargetConfig()).tensors}
-    for form in (Format.deepspeed, Format.universal, Format.megatron):
+    for form in (TargetFormat.deepspeed, TargetFormat.universal, TargetFormat.megatron):
         with pytest.raises(
             CheckpointError, match=r"exp_avg, exp_avg_sq, max_exp_avg_sq[\s\S]*target.format=native"
         ):
@@ -331,13 +333,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["tied"])
-def test_a_pipeline_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_pipeline_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_layers(name, pool, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"tied"}))
-def test_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_read_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path) -> None:
     check_layers(name, pool, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Two checkpoints are compared by what they hold, whatever their formats and layouts.
+"""Compare the content of checkpoints of any formats and layouts.
 
 pytest tests/checkpoint/test_diff.py
 """
@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.checkpoint.fabricate import of_ranks
+from tests.checkpoint.huggingface_folders import SCALARS, converted, with_optimizer
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from tests.checkpoint.test_huggingface_optimizer import SCALARS, converted, with_optimizer
 from toolkit.checkpoint import manifest, tile_reader
-from toolkit.checkpoint.offline.diff import Diff, Outcome, diff, diff_sources
+from toolkit.checkpoint.offline.diff import CheckpointDiff, DiffOutcome, diff, diff_sources
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.errors import CheckpointError, InputError
 
 KEY = TensorKey(WEIGHT, "w")
@@ -27,7 +27,7 @@ KEY = TensorKey(WEIGHT, "w")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is several tiles."""
+    """Use small tiles, so that a tensor has several."""
     monkeypatch.setattr(tile_reader, "TILE_BYTES", 256)
 
 
@@ -42,62 +42,64 @@ def adam(*, mixed: bool) -> dict[TensorKey, torch.Tensor]:
     return named
 
 
-def made(folder: Path, named: dict[TensorKey, torch.Tensor], **settings: object) -> Source:
+def made(folder: Path, named: dict[TensorKey, torch.Tensor], **settings: object) -> CheckpointSource:
     return of_ranks(folder, named, **settings)  # type: ignore[arg-type]
 
 
-def outcomes(found: Diff) -> dict[str, Outcome]:
+def outcomes(found: CheckpointDiff) -> dict[str, DiffOutcome]:
     return {f"{one.pair.left or '-'} {one.pair.right or '-'}": one.outcome for one in found.tensors}
 
 
-def test_the_same_in_another_layout_is_equal(tmp_path: Path) -> None:
+def test_other_layout_is_equal(tmp_path: Path) -> None:
     named = adam(mixed=True)
     native = open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3)))
     for number, settings in enumerate(({"ranks": 5}, {"replicated": ("w",)}, {"turned": ("w",)})):
         other = made(tmp_path / f"{number}", named, **settings)
-        told: list[tuple[int, int]] = []
-        found = diff_sources(native, other, advance=lambda done, total, told=told: told.append((done, total)))
+        progress: list[tuple[int, int]] = []
+        found = diff_sources(
+            native, other, advance=lambda done, total, progress=progress: progress.append((done, total))
+        )
         assert found.equal
-        assert [one.outcome for one in found.tensors] == [Outcome.EQUAL] * 4
-        assert found.lines() == [f"equal: 4 of 4 tensors are the same in {native.folder} and {other.folder}"]
+        assert [one.outcome for one in found.tensors] == [DiffOutcome.EQUAL] * 4
+        assert found.lines() == [f"equal: 4 of 4 tensors are equal in {native.folder} and {other.folder}"]
         assert (
-            {total for _, total in told}
-            == {sum(done for done, _ in told)}
+            {total for _, total in progress}
+            == {sum(done for done, _ in progress)}
             == {2 * sum(t.nbytes for t in named.values())}
         )
 
 
-def test_a_run_and_its_folder_for_transformers(tmp_path: Path) -> None:
+def test_diff_run_and_export(tmp_path: Path) -> None:
     source = with_optimizer("mixtral", tmp_path / "same")
     folder = converted(tmp_path, "mixtral")
     assert diff(source.folder, folder).equal
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     of_hub = open_source(folder)
     assert diff_sources(replace(source, namespace=of_hub.namespace), of_hub).equal
     assert diff_sources(source, replace(of_hub, namespace=source.namespace)).scalars == ()
     assert set(SCALARS) >= {"step", "optimizer_step"}
 
 
-def test_the_weight_of_an_fp32_run_is_the_master_of_a_bf16_run(tmp_path: Path) -> None:
+def test_fp32_weight_matches_bf16_master(tmp_path: Path) -> None:
     wide, narrow = made(tmp_path / "fp32", adam(mixed=False)), made(tmp_path / "bf16", adam(mixed=True))
     found = diff_sources(wide, narrow)
     assert found.equal
-    assert outcomes(found)["weight:w master:w"] is Outcome.EQUAL
-    assert outcomes(found)["weight:w weight:w"] is Outcome.EQUAL
+    assert outcomes(found)["weight:w master:w"] is DiffOutcome.EQUAL
+    assert outcomes(found)["weight:w weight:w"] is DiffOutcome.EQUAL
     assert "weight (float32) of the left is master (float32) of the right" in found.lines()
     assert "weight (float32) of the left is weight (bfloat16) of the right" in found.lines()
     assert diff_sources(narrow, wide).equal
     other = adam(mixed=True)
     other[TensorKey(MASTER, "w")][3, 3] += 1e-6  # the bf16 weight is the same
     assert outcomes(diff_sources(wide, made(tmp_path / "other", other))) == {
-        "weight:w master:w": Outcome.VALUES,
-        "weight:w weight:w": Outcome.EQUAL,
-        "exp_avg:w exp_avg:w": Outcome.EQUAL,
-        "exp_avg_sq:w exp_avg_sq:w": Outcome.EQUAL,
+        "weight:w master:w": DiffOutcome.VALUES,
+        "weight:w weight:w": DiffOutcome.EQUAL,
+        "exp_avg:w exp_avg:w": DiffOutcome.EQUAL,
+        "exp_avg_sq:w exp_avg_sq:w": DiffOutcome.EQUAL,
     }
 
 
-def test_an_export_has_less_than_its_run(tmp_path: Path) -> None:
+def test_diff_export_lacks_optimizer(tmp_path: Path) -> None:
     run, rounded = (
         made(tmp_path / "run", adam(mixed=True)),
         made(tmp_path / "export", {KEY: values().bfloat16()}),
@@ -105,10 +107,10 @@ def test_an_export_has_less_than_its_run(tmp_path: Path) -> None:
     found = diff_sources(run, rounded)
     assert not found.equal
     assert outcomes(found) == {
-        "weight:w weight:w": Outcome.EQUAL,
-        "master:w weight:w": Outcome.DTYPE,
-        "exp_avg:w -": Outcome.ABSENT,
-        "exp_avg_sq:w -": Outcome.ABSENT,
+        "weight:w weight:w": DiffOutcome.EQUAL,
+        "master:w weight:w": DiffOutcome.DTYPE,
+        "exp_avg:w -": DiffOutcome.ABSENT,
+        "exp_avg_sq:w -": DiffOutcome.ABSENT,
     }
     assert "exp_avg:w: only on the left" in found.lines()
     assert (
@@ -116,11 +118,11 @@ def test_an_export_has_less_than_its_run(tmp_path: Path) -> None:
         in found.lines()
     )
     only = diff_sources(rounded, made(tmp_path / "fp32", {KEY: values()}))
-    assert outcomes(only) == {"weight:w weight:w": Outcome.DTYPE}
+    assert outcomes(only) == {"weight:w weight:w": DiffOutcome.DTYPE}
     assert "exp_avg:w: only on the right" in diff_sources(rounded, run).lines()
 
 
-def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
+def test_differing_values_are_counted_and_measured(tmp_path: Path) -> None:
     a = values()
     a[0, 0], a[5, 5], a[11, 9] = 2.0, 0.0, 8.0
     b = a.clone()
@@ -128,7 +130,12 @@ def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
     for turned in ((), ("w",)):
         left = made(tmp_path / f"a{len(turned)}", {KEY: a})
         [one] = diff_sources(left, made(tmp_path / f"b{len(turned)}", {KEY: b}, turned=turned)).tensors
-        assert (one.outcome, one.differing, one.max_abs, one.max_relative) == (Outcome.VALUES, 3, 1.0, 0.2)
+        assert (one.outcome, one.differing, one.max_abs, one.max_relative) == (
+            DiffOutcome.VALUES,
+            3,
+            1.0,
+            0.2,
+        )
         assert str(one) == "weight:w: float32, 3 of 120 values differ, by 1 at most, relatively by 0.2"
 
 
@@ -143,7 +150,7 @@ def test_values_that_differ_are_counted_and_measured(tmp_path: Path) -> None:
         (3e38, -3e38, (1, 2.0)),
     ],
 )
-def test_numbers_that_are_none(
+def test_nan_and_infinity_are_compared(
     tmp_path: Path, mine: float, theirs: float, expected: tuple[int, float]
 ) -> None:
     a, b = values(), values()
@@ -173,13 +180,13 @@ def test_shapes_dtypes_and_integers(tmp_path: Path) -> None:
     )
     found = {one.pair.left: one for one in diff_sources(left, right).tensors}
     assert str(found[KEY]) == "weight:w: (12, 10) on the left, (12, 11) on the right"
-    assert found[TensorKey(WEIGHT, "half")].outcome is Outcome.DTYPE
+    assert found[TensorKey(WEIGHT, "half")].outcome is DiffOutcome.DTYPE
     assert 0 < found[TensorKey(WEIGHT, "half")].max_relative < 2**-8
     assert (found[TensorKey(WEIGHT, "n")].differing, found[TensorKey(WEIGHT, "n")].max_abs) == (1, 2.0)
-    assert found[TensorKey(WEIGHT, "mask")].outcome is Outcome.EQUAL
+    assert found[TensorKey(WEIGHT, "mask")].outcome is DiffOutcome.EQUAL
 
 
-def test_what_training_resumes_from_is_compared_too(tmp_path: Path) -> None:
+def test_scalars_are_compared(tmp_path: Path) -> None:
     sources = [
         made(tmp_path / f"{number}", {KEY: values()}, scalars=scalars)
         for number, scalars in enumerate(
@@ -195,11 +202,11 @@ def test_what_training_resumes_from_is_compared_too(tmp_path: Path) -> None:
     assert found.scalars == (("optimizer_step", 3, None),)
     assert not found.equal
     assert found.lines()[0] == "optimizer_step: 3 on the left, None on the right"
-    assert found.lines()[-1].startswith("not equal: 1 of 1 tensors are the same")
-    assert found.lines()[-1].endswith("of what else training resumes from, 1 differ")
+    assert found.lines()[-1].startswith("not equal: 1 of 1 tensors are equal")
+    assert found.lines()[-1].endswith("scalars that differ: 1")
 
 
-def test_many_differences_are_summed_up(tmp_path: Path) -> None:
+def test_many_differences_are_summarized(tmp_path: Path) -> None:
     left = made(tmp_path / "a", {TensorKey(WEIGHT, f"t{number}"): values(number) for number in range(30)})
     right = made(
         tmp_path / "b", {TensorKey(WEIGHT, f"t{number}"): values(number + 1) for number in range(30)}
@@ -208,11 +215,11 @@ def test_many_differences_are_summed_up(tmp_path: Path) -> None:
     assert len(lines) == 7
     assert lines[5:] == [
         "and 25 more: values",
-        f"not equal: 0 of 30 tensors are the same in {left.folder} and {right.folder}",
+        f"not equal: 0 of 30 tensors are equal in {left.folder} and {right.folder}",
     ]
 
 
-def test_what_cannot_be_compared(tmp_path: Path) -> None:
+def test_other_families_cannot_be_compared(tmp_path: Path) -> None:
     left, right = made(tmp_path / "a", adam(mixed=True)), made(tmp_path / "b", adam(mixed=True))
     with pytest.raises(InputError, match=r"test/1[\s\S]*llama/1"):
         diff_sources(left, replace(right, namespace="llama/1"))

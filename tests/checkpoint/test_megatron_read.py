@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-core itself saved, read to the bit: against the engine's own memory and against PyTorch's own loader.
+"""Read checkpoints that Megatron-core saved, bitwise equal to the engine's memory and to PyTorch's loader.
 
 pytest tests/checkpoint/test_megatron_read.py
 pytest tests/checkpoint/test_megatron_read.py -m full      every family, axis, kind of optimizer and of keys
@@ -29,17 +29,20 @@ from tests.checkpoint.megatron_cells import (
     Cell,
     Saves,
     apart,
+    by_pytorch,
     cell,
     differing,
+    opened,
 )
 from tests.checkpoint.megatron_ranks import SAMPLES, STOP
 from toolkit import families
-from toolkit.checkpoint.formats import dcp_metadata, native
-from toolkit.checkpoint.formats.megatron_keys import parse, slots_of
+from toolkit.checkpoint.formats import native
+from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
+from toolkit.checkpoint.formats.megatron.keys import key_slots, parse_key
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.checkpoint.verify import verify
 from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
@@ -47,11 +50,7 @@ from toolkit.testing.matrix import Cell as Layout
 from toolkit.testing.matrix import OptimizerCase, megatron
 
 
-def opened(case: Cell, folder: Path) -> Source:
-    return open_source(folder, case.plan.shape)
-
-
-def check(case: Cell, saved: Saves) -> Source:
+def check(case: Cell, saved: Saves) -> CheckpointSource:
     folder, held = saved.of(case)
     source = opened(case, folder)
     assert (source.format, source.step) == ("megatron", STOP)
@@ -71,8 +70,8 @@ def check(case: Cell, saved: Saves) -> Source:
     return source
 
 
-def compare_copies(source: Source) -> None:
-    """What is stored twice is equal: in fp32 the distributed optimizer's weights are the model's."""
+def compare_copies(source: CheckpointSource) -> None:
+    """Copies are equal: in fp32 the distributed optimizer's weights are the model's."""
     for key in source.catalog.copies:
         ours = {(piece.box, piece.transposed): piece for piece in source.catalog.pieces[key]}
         for copy in source.catalog.copies[key]:
@@ -84,7 +83,7 @@ def compare_copies(source: Source) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_what_megatron_saved(case: Cell, megatron_saved: Saves) -> None:
+def test_read_megatron_checkpoint(case: Cell, megatron_saved: Saves) -> None:
     check(case, megatron_saved)
 
 
@@ -94,7 +93,7 @@ def test_every_layout(case: Cell, megatron_saved: Saves) -> None:
     check(case, megatron_saved)
 
 
-def test_the_model_is_that_of_megatron_lms_arguments(megatron_saved: Saves) -> None:
+def test_model_is_derived_from_megatron_lm_arguments(megatron_saved: Saves) -> None:
     folder, _ = megatron_saved.of(LLAMA_TP)
     source = open_source(folder)
     assert source.shape == LLAMA_TP.plan.shape
@@ -105,24 +104,26 @@ def test_the_model_is_that_of_megatron_lms_arguments(megatron_saved: Saves) -> N
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_arguments_tell_families_apart(family: str) -> None:
-    from toolkit.checkpoint.formats.megatron_args import model_of
+def test_arguments_distinguish_families(family: str) -> None:
+    from toolkit.checkpoint.formats.megatron.args import read_model_shape
 
     case = cell(family)
     args = vars(work.arguments(case.plan))
-    assert model_of(args) == case.plan.shape
-    assert model_of({**args, "vocab_size": None}) is None, "the padded vocabulary is not the vocabulary"
-    assert model_of({**args, "normalization": "L2Norm"}) is None
+    assert read_model_shape(args) == case.plan.shape
+    assert read_model_shape({**args, "vocab_size": None}) is None, (
+        "the padded vocabulary is not the vocabulary"
+    )
+    assert read_model_shape({**args, "normalization": "L2Norm"}) is None
 
 
-def test_a_model_that_nobody_says_is_asked_for(megatron_saved: Saves, tmp_path: Path) -> None:
+def test_megatron_model_is_required(megatron_saved: Saves, tmp_path: Path) -> None:
     folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "alone" / "deeper" / "here" / "copy")
-    with pytest.raises(InputError, match="does not say what model"):
+    with pytest.raises(InputError, match="does not describe its model"):
         open_source(folder)
 
 
-def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
-    """Whole tensors of every key by PyTorch's own loader, cut up by the families' tables in memory."""
+def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
+    """PyTorch's loader reads whole tensors, which the families' tables cut in memory."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -131,7 +132,7 @@ def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
     keys = {
         key for key, about in metadata.state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)
     }
-    ours = dcp_metadata.load(folder / f"iter_{STOP:07d}")
+    ours = dcp_metadata.load_metadata(folder / f"iter_{STOP:07d}")
     assert ours.tensors.keys() == keys
     assert ours.objects.keys() == metadata.state_dict_metadata.keys() - keys
     whole = by_pytorch(folder / f"iter_{STOP:07d}")
@@ -150,32 +151,10 @@ def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
             )
 
 
-def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    about = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    found = {
-        key: torch.empty(of.size, dtype=of.properties.dtype)
-        for key, of in about.items()
-        if isinstance(of, TensorStorageMetadata)
-    }
-    checkpoint.load(
-        found,
-        storage_reader=FileSystemReader(str(folder)),
-        planner=DefaultLoadPlanner(flatten_state_dict=False),
-        no_dist=True,
-    )
-    return found
-
-
 # ---- what is refused
 
 
-def test_other_kinds_of_the_distributed_optimizer_are_refused_by_name(
-    megatron_saved: Saves, tmp_path: Path
-) -> None:
+def test_other_sharding_types_are_rejected(megatron_saved: Saves, tmp_path: Path) -> None:
     case = QWEN2_BF16
     megatron_saved.pool.run(
         work.train, case.plan, tmp_path / "x", {"sharding_type": "dp_reshardable"}, ranks=case.ranks
@@ -184,7 +163,7 @@ def test_other_kinds_of_the_distributed_optimizer_are_refused_by_name(
         opened(case, tmp_path / "x")
 
 
-def test_another_model_is_refused_by_name(megatron_saved: Saves) -> None:
+def test_other_model_is_reported(megatron_saved: Saves) -> None:
     folder, _ = megatron_saved.of(GPT2_3D)
     shape = GPT2_3D.plan.shape
     assert shape is not None
@@ -197,7 +176,7 @@ def test_another_model_is_refused_by_name(megatron_saved: Saves) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         ("metadata", r"\.metadata cannot be read"),
         ("missing", "is missing"),
@@ -210,7 +189,7 @@ def test_another_model_is_refused_by_name(megatron_saved: Saves) -> None:
         ("steps", "all parameters have taken the same steps"),
     ],
 )
-def test_damage_is_refused_by_name(megatron_saved: Saves, tmp_path: Path, damage: str, said: str) -> None:
+def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damage: str, message: str) -> None:
     folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "copy")
     iteration = folder / f"iter_{STOP:07d}"
     file = max(iteration.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -233,11 +212,13 @@ def test_damage_is_refused_by_name(megatron_saved: Saves, tmp_path: Path, damage
         common["optimizer"]["param_groups"][0]["step"] = STOP + 1
         torch.save(common, iteration / "common.pt")
     else:
-        blob = dcp_metadata.load(iteration).tensors["embedding.word_embeddings.weight"].chunks[0].blob
+        blob = (
+            dcp_metadata.load_metadata(iteration).tensors["embedding.word_embeddings.weight"].chunks[0].blob
+        )
         with (iteration / blob.file).open("r+b") as stream:
             stream.seek(blob.end - 22)
             stream.write(bytes(22))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         differing(opened(GPT2_3D, folder), megatron_saved.of(GPT2_3D)[1].state)
 
 
@@ -250,8 +231,10 @@ OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 6000))
 @pytest.mark.parametrize(
     "precision", [BF16, pytest.param(None, marks=pytest.mark.full)], ids=["bf16", "fp32"]
 )
-def test_upstreams_corrupt_state_is_refused(megatron_saved: Saves, tmp_path: Path, precision: Any) -> None:
-    """Several buckets under overlap_grad_reduce: Megatron-core 0.16 writes state that is not the optimizer's, with a warning."""
+def test_known_upstream_corruption_is_rejected(megatron_saved: Saves, tmp_path: Path, precision: Any) -> None:
+    """With several buckets under overlap_grad_reduce, Megatron-core 0.16 writes wrong optimizer state,
+    with a warning.
+    """
     layout = megatron("llama", data=2, zero=1, label="overlap", own=OVERLAP)
     case = Cell(layout, precision or LLAMA_TP.precision)
     folder, held = megatron_saved.of(case)
@@ -266,13 +249,9 @@ def test_upstreams_corrupt_state_is_refused(megatron_saved: Saves, tmp_path: Pat
     assert verify(sound, QWEN2_BF16.plan.shape) == []
 
 
-def convert(source: Source, path: Path) -> None:
+def convert(source: CheckpointSource, path: Path) -> None:
     Conversion(
-        source.catalog,
-        native.lay_out(source, tensors_of(source, None, optimizer=True)),
-        path,
-        origin=source.origin(),
-        refuse=source.refuse,
+        source, native.lay_out(source, select_target_tensors(source, None, optimizer=True)), path
     ).run()
 
 
@@ -283,7 +262,7 @@ RESUMED = [(LLAMA_TP, megatron("llama", pipeline=2, vocabulary=LLAMA_TP.layout.v
 
 
 @pytest.mark.parametrize(("case", "into"), RESUMED, ids=["llama"])
-def test_training_goes_on_in_another_layout(case: Cell, into: Layout, megatron_saved: Saves) -> None:
+def test_training_resumes_in_other_layout(case: Cell, into: Layout, megatron_saved: Saves) -> None:
     folder, held = megatron_saved.of(case)
     plan = into.plan(OptimizerCase.ADAM)
     assert plan.shape == case.plan.shape
@@ -297,41 +276,41 @@ def test_training_goes_on_in_another_layout(case: Cell, into: Layout, megatron_s
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
-def test_keys_that_are_written_are_understood(family: str) -> None:
+def test_written_keys_can_be_parsed(family: str) -> None:
     shape = cell(family).plan.shape
     assert shape is not None
     for tensor in families.get_family(family).megatron_tensors(shape):
-        for slot in slots_of(tensor, shape):
+        for slot in key_slots(tensor, shape):
             for prefix, state in (
                 ("", WEIGHT),
                 ("optimizer.state.param.", MASTER),
                 ("chained_1.optimizer.state.exp_avg.", EXP_AVG),
             ):
-                key = parse(prefix + slot.key)
+                key = parse_key(prefix + slot.key)
                 assert key is not None
                 assert (key.state, key.weight, key.half) == (state, slot.key, None)
                 (member,) = key.members(
-                    Box((*slot.place, *(0 for _ in tensor.shape)), (*(1 for _ in slot.place), *tensor.shape))
+                    Box((*slot.index, *(0 for _ in tensor.shape)), (*(1 for _ in slot.index), *tensor.shape))
                 )
-                assert member == (tensor.name, (0,) * len(slot.place), Box.whole(tensor.shape))
+                assert member == (tensor.name, (0,) * len(slot.index), Box.whole(tensor.shape))
                 assert key.whole_shape(tensor.shape, shape) == (*slot.counts, *tensor.shape)
 
 
-def test_keys_of_halves_and_of_strangers() -> None:
+def test_parse_half_keys_and_unknown_keys() -> None:
     gate, up = (
-        parse(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}")
+        parse_key(f"optimizer.state.exp_avg.decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_{half}")
         for half in "wv"
     )
     assert gate is not None
     assert up is not None
     assert (gate.half, up.half, gate.source == up.source) == (0, 1, True)
     assert gate.name == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
-    assert parse("optimizer.state.master_param.decoder.final_layernorm.weight") is None
+    assert parse_key("optimizer.state.master_param.decoder.final_layernorm.weight") is None
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [Precision.fp32, BF16])
-def test_momentum_of_sgd(megatron_saved: Saves, precision: Precision) -> None:
+def test_sgd_momentum_is_read(megatron_saved: Saves, precision: Precision) -> None:
     settings = {
         "optim__name": OptimizerName.sgd,
         "optim__momentum": 0.9,

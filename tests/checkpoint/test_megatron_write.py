@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-core opens itself, of what it saved in another layout: by its own loader, to the bit, and training goes on.
+"""Megatron-core's loader loads converted checkpoints of other layouts bitwise, and training continues.
 
 pytest tests/checkpoint/test_megatron_write.py
 pytest tests/checkpoint/test_megatron_write.py -m full      every family, axis and kind of optimizer
@@ -25,19 +25,21 @@ from tests.checkpoint.megatron_cells import (
     Cell,
     Saves,
     apart,
+    by_pytorch,
     cell,
+    opened,
 )
 from tests.checkpoint.megatron_ranks import STOP
-from tests.checkpoint.test_megatron_read import by_pytorch, opened
 from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.formats import dcp_metadata, megatron_target
+from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
+from toolkit.checkpoint.formats.megatron import target as megatron_target
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIM
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.verify import digest
-from toolkit.config.reshard import Format, TargetConfig, TargetOptimConfig, TargetParallelConfig
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.verify import compute_digest
+from toolkit.config.reshard import TargetConfig, TargetFormat, TargetOptimConfig, TargetParallelConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError
 
@@ -52,7 +54,7 @@ def asked(
     **parallel: int,
 ) -> TargetConfig:
     return TargetConfig(
-        format=Format.megatron,
+        format=TargetFormat.megatron,
         parallel=TargetParallelConfig(**parallel),
         optim=optim or TargetOptimConfig(),
         precision=precision,
@@ -60,11 +62,11 @@ def asked(
     )
 
 
-def write(source: Source, config: TargetConfig, path: Path) -> Path:
-    """Without this toolkit's manifest, so that nothing but Megatron-core's own files says what is there."""
+def write(source: CheckpointSource, config: TargetConfig, path: Path) -> Path:
+    """Write without this toolkit's manifest, so that only Megatron-core's files describe the content."""
     target = megatron_target.lay_out(source, config)
-    Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
-    (path / manifest.BESIDE).unlink()
+    Conversion(source, target, path).run()
+    (path / manifest.FOREIGN_NAME).unlink()
     return path
 
 
@@ -113,7 +115,7 @@ FULL = [
 
 
 @pytest.mark.parametrize(("case", "opens"), QUICK, ids=str)
-def test_megatron_opens_it_and_goes_on(
+def test_megatron_resumes_from_written_checkpoint(
     case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path
 ) -> None:
     check(case, opens, megatron_saved, tmp_path)
@@ -121,7 +123,9 @@ def test_megatron_opens_it_and_goes_on(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "opens"), FULL, ids=str)
-def test_every_pair(case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path) -> None:
+def test_megatron_resumes_for_every_layout_pair(
+    case: Cell, opens: Cell, megatron_saved: Saves, tmp_path: Path
+) -> None:
     check(case, opens, megatron_saved, tmp_path)
 
 
@@ -135,13 +139,13 @@ def check(case: Cell, opens: Cell, saved: Saves, path: Path) -> None:
     assert found.scalars == held.scalars
     assert apart(found.results, held.results) <= TOLERANCE
     again = open_source(written, case.plan.shape)
-    assert digest(again.reader()) == digest(opened(case, folder).reader())
+    assert compute_digest(again.reader()) == compute_digest(opened(case, folder).reader())
     assert {key: again.catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)} == {
         key: opened(case, folder).catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)
     }
 
 
-def test_control_zeroed_moments(megatron_saved: Saves, tmp_path: Path) -> None:
+def test_control_zeroed_moments_change_losses(megatron_saved: Saves, tmp_path: Path) -> None:
     folder, held = megatron_saved.of(QWEN2_BF16)
     written = write(opened(QWEN2_BF16, folder), in_layout(QWEN2_BF16), tmp_path / "written")
     forget(written / f"iter_{STOP:07d}")
@@ -150,10 +154,10 @@ def test_control_zeroed_moments(megatron_saved: Saves, tmp_path: Path) -> None:
 
 
 def forget(iteration: Path) -> None:
-    """Zero every moment, and put each file's checksums right by saving its tensors anew in their places."""
+    """Zero every moment, and correct the checksums by saving its tensors again at the same offsets."""
     import zlib
 
-    metadata = dcp_metadata.load(iteration)
+    metadata = dcp_metadata.load_metadata(iteration)
     for key, stored in metadata.tensors.items():
         if not key.startswith(("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")):
             continue
@@ -174,8 +178,8 @@ def forget(iteration: Path) -> None:
                 file.write(head.replace(old, new) + bytes(numbytes) + tail.replace(old, new))
 
 
-def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path: Path) -> None:
-    """By PyTorch's own loader: each tensor that Megatron-core saved stands in ours under its key, to the bit, and each object too."""
+def test_every_key_of_megatron_is_written(megatron_saved: Saves, tmp_path: Path) -> None:
+    """PyTorch's loader finds every tensor and object that Megatron-core saved, bitwise equal."""
     case = LLAMA_TP
     folder, _ = megatron_saved.of(case)
     written = write(opened(case, folder), in_layout(case), tmp_path / "written")
@@ -184,7 +188,7 @@ def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path
     vocabulary = case.layout.vocabulary
     for key, tensor in theirs.items():
         assert same_bits(ours[key], tensor[:vocabulary] if tensor.shape[0] > vocabulary else tensor), key
-    of_theirs, of_ours = (dcp_metadata.load(one / f"iter_{STOP:07d}") for one in (folder, written))
+    of_theirs, of_ours = (dcp_metadata.load_metadata(one / f"iter_{STOP:07d}") for one in (folder, written))
     assert of_theirs.objects.keys() <= of_ours.objects.keys()
     common = torch.load(written / f"iter_{STOP:07d}" / "common.pt", weights_only=True)
     saved = torch.load(folder / f"iter_{STOP:07d}" / "common.pt", weights_only=False)
@@ -198,10 +202,10 @@ def test_every_key_that_megatron_writes_is_there(megatron_saved: Saves, tmp_path
         assert not differing, {name: (group[name], mine[name]) for name in differing}
 
 
-def test_chunks_are_those_of_the_asked_tensor_ranks(tmp_path: Path) -> None:
+def test_chunks_match_requested_tensor_ranks(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
-    found = dcp_metadata.load(written / "iter_0000003").tensors
+    found = dcp_metadata.load_metadata(written / "iter_0000003").tensors
     names = {
         "decoder.layers.self_attention.linear_qkv.weight": 4,
         "decoder.layers.mlp.linear_fc1.weight": 8,
@@ -215,14 +219,14 @@ def test_chunks_are_those_of_the_asked_tensor_ranks(tmp_path: Path) -> None:
     assert (written / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "3"
 
 
-def test_files_do_not_grow_beyond_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_split_at_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_target, "FILE_BYTES", 100_000)
     source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
     written = write(source, asked(tensor=2, optim=SETTINGS), tmp_path / "written")
     files = list((written / "iter_0000003").glob("__0_*.distcp"))
     assert len(files) > 3
     assert max(path.stat().st_size for path in files) <= 100_000
-    assert digest(open_source(written, tiny_shape()).reader()) == digest(source.reader())
+    assert compute_digest(open_source(written, tiny_shape()).reader()) == compute_digest(source.reader())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mixtral"])
@@ -231,7 +235,7 @@ def test_there_and_back(family: str, mixed: bool, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", family, mixed=mixed))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
     again = open_source(written, source.shape)
-    assert digest(again.reader()) == digest(source.reader())
+    assert compute_digest(again.reader()) == compute_digest(source.reader())
     assert again.catalog.scalars.keys() == {"step", "consumed_samples", "optimizer_step", OPTIM}
     assert {key: again.catalog.scalars[key] for key in ("step", "consumed_samples", "optimizer_step")} == {
         "step": 3,
@@ -256,34 +260,34 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert same_bits(values[WEIGHT], values[MASTER]), "fp32 weights are the masters"
 
 
-def read(source: Source, key: TensorKey, into: torch.Tensor) -> None:
+def read(source: CheckpointSource, key: TensorKey, into: torch.Tensor) -> None:
     from toolkit.checkpoint.shard import Box, Shard
 
     source.reader().read([Shard(key, tuple(into.shape), Box.whole(into.shape), into)])
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (asked(tensor=3, optim=SETTINGS), r"target\.parallel\.tensor=3"),
         (asked(pipeline=3, optim=SETTINGS), r"target\.parallel\.pipeline=3"),
         (asked(expert=2, optim=SETTINGS), r"target\.parallel\.expert=2"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(config: TargetConfig, said: str, tmp_path: Path) -> None:
+def test_invalid_layouts_are_rejected(config: TargetConfig, message: str, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         megatron_target.lay_out(source, config)
 
 
-def test_settings_that_nobody_says_are_asked_for(tmp_path: Path) -> None:
+def test_missing_optimizer_settings_are_requested(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     silent = {name: value for name, value in source.catalog.scalars.items() if name != OPTIM}
     with pytest.raises(CheckpointError, match=r"target\.optim\.lr"):
         megatron_target.lay_out(replace(source, catalog=replace(source.catalog, scalars=silent)), asked())
 
 
-def test_other_optimizers_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_optimizers_are_rejected(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run"))
     catalog = source.catalog
     kept: dict[Any, Any] = {
@@ -297,8 +301,8 @@ def test_other_optimizers_are_refused_by_name(tmp_path: Path) -> None:
         )
 
 
-def test_published_weights_are_a_release(tmp_path: Path) -> None:
-    """Of no step, as Megatron-LM's own converters write them."""
+def test_published_weights_become_release(tmp_path: Path) -> None:
+    """Without a step, as Megatron-LM's converters write them."""
     source = replace(open_source(tiny_checkpoint(tmp_path / "run")), step=None)
     written = write(source, asked(tensor=2, optimizer=False), tmp_path / "written")
     assert (written / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "release"
@@ -307,7 +311,7 @@ def test_published_weights_are_a_release(tmp_path: Path) -> None:
     assert {key.state for key in again.catalog.tensors} == {WEIGHT}
 
 
-def test_the_loss_scale_of_fp16(tmp_path: Path) -> None:
+def test_fp16_loss_scale_is_written(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
     scaler = {"cur_scale": 1024.0, "cur_iter": 7, "last_overflow_iter": 3, "cur_hysteresis": 1}
     source = replace(

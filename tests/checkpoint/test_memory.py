@@ -1,4 +1,4 @@
-"""Memory does not grow with tensors: the same for 1, 4 and 16 times the size.
+"""Memory does not grow with tensors: it is the same for 1, 4 and 16 times the size.
 
 pytest tests/checkpoint/test_memory.py
 pytest tests/checkpoint/test_memory.py -m full      resident memory of processes, at real sizes
@@ -37,7 +37,7 @@ def small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoints(folder: Path, rows: int) -> Path:
-    """A weight in bf16 and its master, [rows, 256], in two layouts."""
+    """A bf16 weight and its master, [rows, 256], in two layouts."""
     values = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
     named = {TensorKey(WEIGHT, "w"): values.bfloat16(), TensorKey(MASTER, "w"): values}
     save(folder / "run", 1, shards_of(named, LAYOUTS["flat"], 3))
@@ -55,8 +55,10 @@ def peak(work: Callable[[Path], None], folder: Path) -> int:
 
 
 @pytest.mark.parametrize("name", CHORES)
-def test_memory_does_not_grow(tmp_path: Path, small_rooms: None, name: str) -> None:
-    """Masters of half a megabyte, 2 and 8, through rooms of 64 KiB. How far two threads overlap is chance, the bound is not."""
+def test_traced_memory_is_bounded(tmp_path: Path, small_rooms: None, name: str) -> None:
+    """Masters of 0.5, 2 and 8 MB, with buffers of 64 KiB. The overlap of two threads is random; the bound
+    is not.
+    """
     folders = [checkpoints(tmp_path / f"{rows}", rows) for rows in (512, 2048, 8192)]
     CHORES[name](checkpoints(tmp_path / "imports", 512))
     peaks = [peak(CHORES[name], folder) for folder in folders]
@@ -64,8 +66,8 @@ def test_memory_does_not_grow(tmp_path: Path, small_rooms: None, name: str) -> N
     assert max(peaks) < 16 * ROOM, "the largest master is 128 rooms"
 
 
-def test_what_reads_a_file_whole_is_seen_to_grow(tmp_path: Path) -> None:
-    """The control."""
+def test_control_reading_whole_file_grows_memory(tmp_path: Path) -> None:
+    """Control."""
 
     def read(folder: Path) -> None:
         np.fromfile(next((folder / "run" / "step-00000001").glob("*.safetensors")), np.uint8)
@@ -75,9 +77,10 @@ def test_what_reads_a_file_whole_is_seen_to_grow(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CHORES)
-def test_resident_memory_does_not_grow(tmp_path: Path, name: str) -> None:
-    """Masters of 32, 128 and 512 MiB and their weights, by two workers, of which each may take 128 MB. The smallest is done before both
-    have filled their rooms: that it takes no more is all that can be said of it."""
+def test_resident_memory_is_bounded(tmp_path: Path, name: str) -> None:
+    """Masters of 32, 128 and 512 MiB and their weights, with two workers of 128 MB each. The smallest
+    finishes before both workers fill their buffers, so it only has an upper bound.
+    """
     found = []
     for rows in (2**15, 2**17, 2**19):
         folder = checkpoints(tmp_path / f"{rows}", rows)

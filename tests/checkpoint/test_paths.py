@@ -1,4 +1,5 @@
-"""What a checkpoint's manifest, index, pickle or pointer names stays in its folder: each reader refuses every hostile name.
+"""Names in a checkpoint's manifest, index, pickle or pointer stay in its folder: every reader rejects hostile
+names.
 
 pytest tests/checkpoint/test_paths.py
 """
@@ -17,12 +18,15 @@ import torch
 from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
 from tests.hostile import HOSTILE
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.formats import deepspeed_target, huggingface_target, megatron_target, universal_target
-from toolkit.checkpoint.formats.dcp_metadata import METADATA
+from toolkit.checkpoint.formats.dcp.metadata import METADATA
+from toolkit.checkpoint.formats.deepspeed import target as deepspeed_target
+from toolkit.checkpoint.formats.huggingface import target as huggingface_target
+from toolkit.checkpoint.formats.megatron import target as megatron_target
+from toolkit.checkpoint.formats.universal import target as universal_target
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint_folder import POINTER, newest
-from toolkit.config.reshard import Format, TargetConfig
+from toolkit.checkpoint_folder import POINTER, newest_checkpoint
+from toolkit.config.reshard import TargetConfig, TargetFormat
 from toolkit.errors import CheckpointError, InputError
 
 VENDORS: dict[str, Callable[..., Any]] = {
@@ -44,57 +48,57 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vendor(kind: str, native: Path, folder: Path) -> Path:
-    """A checkpoint as a vendor writes it: without the manifest that this toolkit writes beside it."""
+    """A checkpoint without this toolkit's manifest, as a vendor writes it."""
     source = open_source(native)
-    target = VENDORS[kind](source, TargetConfig(format=Format[kind]))
-    Conversion(source.catalog, target, folder, origin=source.origin(), refuse=source.refuse).run()
-    (folder / manifest.BESIDE).unlink()
+    target = VENDORS[kind](source, TargetConfig(format=TargetFormat[kind]))
+    Conversion(source, target, folder).run()
+    (folder / manifest.FOREIGN_NAME).unlink()
     return folder
 
 
 def sign(content: dict[str, Any]) -> dict[str, Any]:
-    """As an attacker does: the hash of a manifest needs no key."""
+    """Recompute the hash, as an attacker can: it needs no key."""
     content.pop("content_hash", None)
     return {**content, "content_hash": manifest._content_hash(content)}
 
 
 @pytest.mark.parametrize("where", ["files", "entries", "copies"])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_forged_manifest_names_nothing_outside(kind: str, where: str, native: Path, tmp_path: Path) -> None:
+def test_manifest_cannot_name_outside_files(kind: str, where: str, native: Path, tmp_path: Path) -> None:
     folder = tmp_path / native.name
     folder.mkdir()
     content = json.loads((native / manifest.NAME).read_text())
     content["copies"] = content["entries"][:1]
     content[where] = [{**content[where][0], "file": HOSTILE[kind]}, *content[where][1:]]
     (folder / manifest.NAME).write_text(json.dumps(sign(content)))
-    with pytest.raises(CheckpointError, match=r"entry that cannot be.*the path"):
+    with pytest.raises(CheckpointError, match=r"invalid entry.*the path"):
         open_source(folder)
 
 
 @pytest.mark.parametrize(
     "kind", [kind for kind in HOSTILE if kind != "absolute"]
 )  # a whole path is what resume=PATH leaves
-def test_a_runs_pointer_leads_to_no_other_folder(kind: str, native: Path, tmp_path: Path) -> None:
-    """A relative name of a checkpoint outside is not followed, as one that is not there is not."""
+def test_latest_cannot_name_outside_folder(kind: str, native: Path, tmp_path: Path) -> None:
+    """A relative name of an outside checkpoint is treated like a missing one."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "outside").symlink_to(native)
     (tmp_path / "checkpoints" / POINTER).write_text(HOSTILE[kind].encode("utf-8", "replace").decode())
-    assert newest(tmp_path / "checkpoints") is None
+    assert newest_checkpoint(tmp_path / "checkpoints") is None
 
 
-def test_a_runs_pointer_does_not_follow_a_link_to_another_folder(native: Path, tmp_path: Path) -> None:
+def test_latest_does_not_follow_outside_links(native: Path, tmp_path: Path) -> None:
     (tmp_path / native.name).symlink_to(native)
     (tmp_path / POINTER).write_text(native.name)
     with pytest.raises(CheckpointError, match="is a link to"):
-        newest(tmp_path)
+        newest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("vendor_kind", TRACKERS)
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind not in ("half a surrogate pair", "empty")])
-def test_a_vendors_tracker_names_nothing_outside(
+def test_tracker_cannot_name_outside_folder(
     kind: str, vendor_kind: str, native: Path, tmp_path: Path
 ) -> None:
-    """What it names outside is a checkpoint, so only the check of its name stands in between."""
+    """The outside folder is a checkpoint, so only the check of its name prevents reading it."""
     outside = vendor(vendor_kind, native, tmp_path / "outside")
     tag = next(path for path in outside.iterdir() if path.is_dir())
     here = tmp_path / "here"
@@ -114,7 +118,7 @@ def test_a_vendors_tracker_names_nothing_outside(
 
 
 @pytest.mark.parametrize("vendor_kind", VENDORS)
-def test_a_link_out_of_a_vendors_checkpoint_is_refused(
+def test_vendor_checkpoint_with_outside_link_is_rejected(
     vendor_kind: str, native: Path, tmp_path: Path
 ) -> None:
     folder = vendor(vendor_kind, native, tmp_path / "saved")
@@ -126,7 +130,7 @@ def test_a_link_out_of_a_vendors_checkpoint_is_refused(
         open_source(folder, tiny_shape())
 
 
-def test_a_link_out_of_a_native_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_native_checkpoint_with_outside_link_is_rejected(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "checkpoints")
     shard = next(folder.glob("*.safetensors"))
     shard.rename(tmp_path / "elsewhere")
@@ -137,7 +141,7 @@ def test_a_link_out_of_a_native_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["index", "optimizer"])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hugging_face_index_names_nothing_outside(
+def test_hugging_face_index_cannot_name_outside_files(
     kind: str, where: str, native: Path, tmp_path: Path
 ) -> None:
     folder = vendor("huggingface", native, tmp_path / "saved")
@@ -163,9 +167,7 @@ def test_a_hugging_face_index_names_nothing_outside(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HOSTILE if kind != "half a surrogate pair"])
-def test_a_distributed_checkpoints_metadata_names_nothing_outside(
-    kind: str, native: Path, tmp_path: Path
-) -> None:
+def test_dcp_metadata_cannot_name_outside_files(kind: str, native: Path, tmp_path: Path) -> None:
     folder = next(path for path in vendor("megatron", native, tmp_path / "saved").iterdir() if path.is_dir())
     name = HOSTILE[kind]
     metadata = pickle.loads((folder / METADATA).read_bytes())
@@ -192,9 +194,7 @@ def test_a_distributed_checkpoints_metadata_names_nothing_outside(
         )
     ],
 )
-def test_a_universal_checkpoints_parameter_names_nothing_outside(
-    kind: str, native: Path, tmp_path: Path
-) -> None:
+def test_universal_parameter_cannot_name_outside_files(kind: str, native: Path, tmp_path: Path) -> None:
     folder = next(path for path in vendor("universal", native, tmp_path / "saved").iterdir() if path.is_dir())
     for path in folder.glob("*_model_states.pt"):
         content = torch.load(path, weights_only=False)
@@ -204,7 +204,7 @@ def test_a_universal_checkpoints_parameter_names_nothing_outside(
         open_source(folder, tiny_shape())
 
 
-def test_an_export_does_not_copy_a_tokenizer_through_a_link(native: Path, tmp_path: Path) -> None:
+def test_export_does_not_copy_linked_tokenizer(native: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()

@@ -1,4 +1,4 @@
-"""Files of torch.save that somebody forged: each is refused, in little time and memory, and changes nothing.
+"""Forged torch.save files are rejected quickly, in little memory, and without side effects.
 
 pytest tests/checkpoint/test_pickles.py
 """
@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.checkpoint.catalog import Damage
-from toolkit.checkpoint.formats import pickles, torch_zip
-from toolkit.checkpoint.formats.pickles import Storage, StoredTensor
+from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint.formats import torch_zip, unpickle
+from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 
 SIZE = 200_000  # levels: many more than C's stack has room for
 MARK, TUPLE1, TUPLE2, DICT, LIST, STOP = b"(", b"\x85", b"\x86", b"}", b"]", b"."
@@ -93,17 +93,17 @@ def no_storage(dtype: str, key: str, numel: int) -> Storage:
 
 
 @pytest.mark.timeout(60)
-def test_hostile_pickles_are_refused_in_little_memory() -> None:
-    """In a process of its own: some of them ended the interpreter."""
+def test_hostile_pickles_are_rejected_in_bounded_memory() -> None:
+    """Runs in a separate process, because some of them crashed the interpreter."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\n"
         "import pickle\nfrom tests.checkpoint.test_pickles import HOSTILE, no_storage\n"
-        "from toolkit.checkpoint.formats import pickles\n"
-        "before = dict(vars(pickles._rebuild_tensor)), pickles._rebuild_tensor.__defaults__\n"
+        "from toolkit.checkpoint.formats import unpickle\n"
+        "before = dict(vars(unpickle._rebuild_tensor)), unpickle._rebuild_tensor.__defaults__\n"
         "for name, data in HOSTILE.items():\n"
-        "    try: pickles.loads(data, no_storage)\n"
+        "    try: unpickle.loads(data, no_storage)\n"
         "    except pickle.UnpicklingError: print(name)\n"
-        "assert before == (dict(vars(pickles._rebuild_tensor)), pickles._rebuild_tensor.__defaults__)\n"
+        "assert before == (dict(vars(unpickle._rebuild_tensor)), unpickle._rebuild_tensor.__defaults__)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
@@ -113,17 +113,17 @@ def test_hostile_pickles_are_refused_in_little_memory() -> None:
 
 
 class Anything:
-    """Of the program that saved."""
+    """A class of the saving program."""
 
     def __init__(self) -> None:
         self.size = 3
 
 
-def test_what_checkpoints_hold_is_read_as_before() -> None:
+def test_plain_values_are_unpickled() -> None:
     module = OrderedDict({"a": 1})
     module._metadata = {"version": 1}  # type: ignore[attr-defined]  # as torch's modules have it
     nested: Any = 0
-    for _ in range(pickles.MOST_DEPTH - 1):
+    for _ in range(unpickle.MAX_DEPTH - 1):
         nested = [nested]
     value = {
         "module": module,
@@ -139,8 +139,8 @@ def test_what_checkpoints_hold_is_read_as_before() -> None:
         "big": 2**200,
     }
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
-        assert pickles.loads(pickle.dumps(value, protocol), no_storage) == value
-    found = pickles.loads(pickle.dumps({"of": Anything()}), no_storage)["of"]
+        assert unpickle.loads(pickle.dumps(value, protocol), no_storage) == value
+    found = unpickle.loads(pickle.dumps({"of": Anything()}), no_storage)["of"]
     assert found.name.endswith("Anything")
     assert found.fields == {"size": 3}
 
@@ -162,7 +162,7 @@ def test_what_checkpoints_hold_is_read_as_before() -> None:
     ],
     ids=str,
 )
-def test_a_view_outside_its_storage_is_refused(view: dict[str, Any], tmp_path: Path) -> None:
+def test_view_outside_storage_is_rejected(view: dict[str, Any], tmp_path: Path) -> None:
     storage = Storage("0", "float32", 4)
     right = {"offset": 0, "shape": (2, 2), "strides": (2, 1)}
 
@@ -176,12 +176,12 @@ def test_a_view_outside_its_storage_is_refused(view: dict[str, Any], tmp_path: P
         return torch_zip.load(tmp_path, "a.pt")
 
     assert load(**right).shape == (2, 2)
-    with pytest.raises(Damage, match=r"a\.pt cannot be read"):
+    with pytest.raises(DamagedFile, match=r"a\.pt cannot be read"):
         load(**{**right, **view})
 
 
 def rewritten(file: Path, *, compress: int = zipfile.ZIP_STORED, twice: bool = False) -> None:
-    """The same records, by Python's zipfile."""
+    """The same records, written by Python's zipfile."""
     with zipfile.ZipFile(file) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(file, "w", compress) as archive:
@@ -193,7 +193,7 @@ def rewritten(file: Path, *, compress: int = zipfile.ZIP_STORED, twice: bool = F
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_compressed_and_doubled_records_are_refused(tmp_path: Path) -> None:
+def test_compressed_and_duplicate_records_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     bomb = {"a": "0" * 10**7}
     for name, changes in {
@@ -207,23 +207,23 @@ def test_compressed_and_doubled_records_are_refused(tmp_path: Path) -> None:
                 renamed.writestr(f"archive/{info.filename.partition('/')[2]}", archive.read(info))
         assert torch_zip.load(tmp_path, "a.pt") == bomb
         rewritten(file, **changes)  # type: ignore[arg-type]
-        with pytest.raises(Damage, match=name):
+        with pytest.raises(DamagedFile, match=name):
             torch_zip.load(tmp_path, "a.pt")
 
 
-def test_a_count_in_a_tensor_is_checked(tmp_path: Path) -> None:
-    """The optimizer's step may be a tensor of one element, which is read apart from the others."""
+def test_number_in_tensor_is_validated(tmp_path: Path) -> None:
+    """The optimizer's step may be a tensor of one element, which is read separately."""
     torch.save(
         {"step": torch.tensor(7.0), "two": torch.ones(2), "nan": torch.tensor(float("nan"))},
         tmp_path / "a.pt",
     )
     found = torch_zip.load(tmp_path, "a.pt")
-    assert torch_zip.number(tmp_path, found["step"]) == 7
+    assert torch_zip.read_number(tmp_path, found["step"]) == 7
     for wrong in (found["two"], found["nan"], "7", None, float("inf")):
-        with pytest.raises(Damage, match="for a number"):
-            torch_zip.number(tmp_path, wrong, "a.pt")
+        with pytest.raises(DamagedFile, match="for a number"):
+            torch_zip.read_number(tmp_path, wrong, "a.pt")
     content = bytearray((tmp_path / "a.pt").read_bytes())
     content[found["step"].storage.begin + 2] ^= 1
     (tmp_path / "a.pt").write_bytes(content)
-    with pytest.raises(Damage, match="CRC-32"):
-        torch_zip.number(tmp_path, torch_zip.load(tmp_path, "a.pt")["step"])
+    with pytest.raises(DamagedFile, match="CRC-32"):
+        torch_zip.read_number(tmp_path, torch_zip.load(tmp_path, "a.pt")["step"])

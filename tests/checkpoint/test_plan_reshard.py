@@ -1,4 +1,4 @@
-"""What a conversion will do is proven and counted before a byte moves.
+"""A plan proves and counts what a conversion will do.
 
 pytest tests/checkpoint/test_plan_reshard.py
 pytest tests/checkpoint/test_plan_reshard.py -m full        405 B parameters from 1,024 ranks
@@ -19,22 +19,22 @@ import pytest
 
 from tests.checkpoint import described
 from tests.checkpoint.tiny_run import tiny_checkpoint
-from toolkit.checkpoint.catalog import Catalog, Piece
+from toolkit.checkpoint.catalog import Catalog, TensorPiece
 from toolkit.checkpoint.formats import native
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.plan import plan_reshard
 from toolkit.checkpoint.offline.reshard import lay_out
 from toolkit.checkpoint.shard import TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.states import tensors_of
-from toolkit.checkpoint.target import Target
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.config.reshard import TargetConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError
 
 
 class Calls:
-    """What a conversion asks of the system."""
+    """System calls of a conversion."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads = self.bytes_read = self.bytes_written = 0
@@ -60,16 +60,14 @@ class Calls:
 
 @pytest.mark.parametrize("precision", [None, Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_figures_are_those_of_the_conversion(
+def test_plan_matches_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool, precision: Precision | None
 ) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "a", mixed=mixed))
     target = lay_out(source, TargetConfig(precision=precision))
     plan = plan_reshard(source.catalog, target)
     calls = Calls(monkeypatch)
-    conversion = Conversion(
-        source.catalog, target, tmp_path / "b", origin=source.origin(), refuse=source.refuse, workers=1
-    )
+    conversion = Conversion(source, target, tmp_path / "b", workers=1)
     conversion.run()
     assert (plan.reads, plan.bytes_read) == (calls.reads, calls.bytes_read)
     assert plan.bytes_written + plan.fixed_bytes == calls.bytes_written
@@ -81,19 +79,19 @@ def test_the_figures_are_those_of_the_conversion(
     assert plan.tensors == len(target.tensors)
 
 
-def changed(source: Catalog, key: TensorKey, pieces: tuple[Piece, ...]) -> Catalog:
+def changed(source: Catalog, key: TensorKey, pieces: tuple[TensorPiece, ...]) -> Catalog:
     return replace(source, pieces={**source.pieces, key: pieces})
 
 
-def test_what_is_not_covered_once_is_found(tmp_path: Path) -> None:
+def test_plan_detects_coverage_errors(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "a"))
     target = lay_out(source, TargetConfig())
     plan_reshard(source.catalog, target)
     key = next(iter(source.catalog.tensors))
     (piece,) = source.catalog.pieces[key]
-    wrong: list[tuple[tuple[Piece, ...], str]] = [
-        ((), "no piece has any of it"),
-        ((piece, piece), "both hold"),
+    wrong: list[tuple[tuple[TensorPiece, ...], str]] = [
+        ((), "no piece contains it"),
+        ((piece, piece), "both contain"),
         ((replace(piece, end=piece.end - 4),), "bytes of part-00000.safetensors for"),
     ]
     for pieces, found in wrong:
@@ -101,17 +99,20 @@ def test_what_is_not_covered_once_is_found(tmp_path: Path) -> None:
             plan_reshard(changed(source.catalog, key, pieces), target)
     (made,) = target.pieces[key]
     other = replace(made, begin=made.begin + 4, end=made.end + 4)
-    wrong = [((other,), "belongs to two pieces"), ((replace(made, file="x"),), "x has pieces and is no file")]
+    wrong = [
+        ((other,), "belongs to two pieces"),
+        ((replace(made, file="x"),), "x has pieces but is not a file"),
+    ]
     for pieces, found in wrong:
         with pytest.raises(CheckpointError, match=found):
             plan_reshard(source.catalog, replace(target, pieces={**target.pieces, key: pieces}))
 
 
-def native_target(source: Source) -> Target:
-    return native.lay_out(source, tensors_of(source, Precision.bf16, optimizer=True))
+def native_target(source: CheckpointSource) -> CheckpointTarget:
+    return native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
 
 
-def test_zero_3_of_64_ranks_and_a_rank_that_is_missing() -> None:
+def test_plan_zero3_of_64_ranks_with_missing_rank() -> None:
     source = described.zero3("llama-3-8b", ranks=64)
     plan = plan_reshard(source.catalog, native_target(source))
     parameters = 8_030_261_248
@@ -120,7 +121,7 @@ def test_zero_3_of_64_ranks_and_a_rank_that_is_missing() -> None:
     assert plan.source_pieces >= 64 * 3 * 291 * 0.9
     assert (plan.files_read, plan.unused) == (64, [])
     lame = described.zero3("llama-3-8b", ranks=64, missing=17)
-    with pytest.raises(CheckpointError, match=r"elements are there") as caught:
+    with pytest.raises(CheckpointError, match=r"elements are stored") as caught:
         plan_reshard(lame.catalog, native_target(lame))
     assert "master:model.embed_tokens.weight" in str(caught.value)
 
@@ -128,12 +129,12 @@ def test_zero_3_of_64_ranks_and_a_rank_that_is_missing() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("missing", [None, 517])
-def test_405_b_parameters_from_1024_ranks(missing: int | None) -> None:
-    """In under a minute of one core's time and 2 GB. Measured: see docs/resharding.md."""
+def test_plan_405b_parameters_from_1024_ranks(missing: int | None) -> None:
+    """In under a minute of one core and 2 GB. Measurements: docs/resharding.md."""
     found = planned("llama-3.1-405b", 1024, missing)
     print(found)
     if missing is not None:
-        assert "elements are there" in found["wrong"]
+        assert "elements are stored" in found["wrong"]
         return
     assert int(found["parameters"]) == 405_853_388_800
     assert int(found["read"]) == 12 * 405_853_388_800
@@ -142,7 +143,7 @@ def test_405_b_parameters_from_1024_ranks(missing: int | None) -> None:
 
 
 def planned(model: str, ranks: int, missing: int | None) -> Mapping[str, str]:
-    """What a process of its own says of the plan."""
+    """The output of a planning process."""
     arguments = [model, str(ranks), str(missing)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.described", *arguments],

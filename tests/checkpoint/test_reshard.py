@@ -1,4 +1,4 @@
-"""What one layout saves, any other loads, bit by bit.
+"""Any layout loads what any other saved, bitwise.
 
 pytest tests/checkpoint/test_reshard.py
 """
@@ -19,7 +19,7 @@ from tests.checkpoint.layouts import LAYOUTS, cut, same_bits, save, shards_of, w
 from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, TensorKey, flat_shards
-from toolkit.checkpoint.verify import digest, verify
+from toolkit.checkpoint.verify import compute_digest, verify
 from toolkit.errors import CheckpointError
 
 DTYPES = (
@@ -36,7 +36,7 @@ DTYPES = (
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 64 bytes and splitting from 32 on: small tensors take every path that large ones take."""
+    """Use blocks of 64 bytes and split from 32, so that small tensors take every code path."""
     for module in (catalog, blocks, executor, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     monkeypatch.setattr(planner, "SPLIT_BYTES", 32)
@@ -102,7 +102,7 @@ def test_any_layout_loads_any_other(
 
 
 @pytest.mark.parametrize("target", sorted(LAYOUTS))
-def test_digest_has_no_layout(tmp_path: Path, small_blocks: None, target: str) -> None:
+def test_digest_is_independent_of_layout(tmp_path: Path, small_blocks: None, target: str) -> None:
     named = {
         TensorKey(state, name): random_tensor((13, 11), torch.float32, seed)
         for seed, (state, name) in enumerate(itertools.product((WEIGHT, EXP_AVG), "ab"))
@@ -112,15 +112,17 @@ def test_digest_has_no_layout(tmp_path: Path, small_blocks: None, target: str) -
     for rank in shards_of(room, LAYOUTS[target], 4):
         first.read(rank)  # into views of ``room``, that are not contiguous
     second = open_reader(save(tmp_path / "second", 2, shards_of(room, LAYOUTS[target], 4)))
-    assert digest(first) == digest(second)
+    assert compute_digest(first) == compute_digest(second)
     next(iter(room.values()))[0, 0] += 1
-    changed = digest(open_reader(save(tmp_path / "third", 2, shards_of(room, LAYOUTS[target], 4))))
-    assert changed.overall != digest(first).overall
-    assert len({key for key, one in changed.tensors.items() if one != digest(first).tensors[key]}) == 1
+    changed = compute_digest(open_reader(save(tmp_path / "third", 2, shards_of(room, LAYOUTS[target], 4))))
+    assert changed.overall != compute_digest(first).overall
+    assert (
+        len({key for key, one in changed.tensors.items() if one != compute_digest(first).tensors[key]}) == 1
+    )
 
 
-def test_blocks_of_full_size(tmp_path: Path) -> None:
-    """Three blocks and a bit, replicated and column-split, without shrinking anything."""
+def test_tensors_larger_than_a_block(tmp_path: Path) -> None:
+    """More than three blocks, replicated and split by columns, at the real block size."""
     key = TensorKey(WEIGHT, "w")
     named = {
         key: random_tensor((1031, 6143), torch.bfloat16, 5),
@@ -133,7 +135,7 @@ def test_blocks_of_full_size(tmp_path: Path) -> None:
             assert all(same_bits(shard.data, cut(named[shard.key], shard.box)) for shard in rank)
 
 
-def test_replicas_share_the_writing(tmp_path: Path, small_blocks: None) -> None:
+def test_replicas_share_writing(tmp_path: Path, small_blocks: None) -> None:
     named = {TensorKey(WEIGHT, f"{n}"): random_tensor((4 + n, 5), torch.float32, n) for n in range(8)}
     named |= {TensorKey(WEIGHT, f"scalar{n}"): random_tensor((), torch.float32, n) for n in range(32)}
     path = save(tmp_path, 1, shards_of(named, LAYOUTS["replicated"], 4))
@@ -144,27 +146,27 @@ def test_replicas_share_the_writing(tmp_path: Path, small_blocks: None) -> None:
     assert len(content["entries"]) == 8 * 4 + 32, "a holder's part of a matrix is whole rows: one piece"
 
 
-def test_a_read_touches_its_bytes_only(
+def test_read_touches_only_required_bytes(
     tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = TensorKey(WEIGHT, "w")
     tensor = random_tensor((1000,), torch.float32, 0)
     reader = open_reader(save(tmp_path, 1, shards_of({key: tensor}, LAYOUTS["flat"], 2)))
     read: list[int] = []
-    fill = blocks.Files.fill
+    fill = blocks.CheckpointFiles.fill
 
-    def counted(self: blocks.Files, file: str, begin: int, buffer: memoryview) -> None:
+    def counted(self: blocks.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
         read.append(len(buffer))
         fill(self, file, begin, buffer)
 
-    monkeypatch.setattr(blocks.Files, "fill", counted)
+    monkeypatch.setattr(blocks.CheckpointFiles, "fill", counted)
     shards = flat_shards(key, (1000,), 490, torch.empty(20))
     reader.read(shards)
     assert torch.equal(shards[0].data, tensor[490:510])
     assert sum(read) <= 64 + 16 + 64  # the ends of two pieces
 
 
-def test_states_that_are_not_stored(tmp_path: Path) -> None:
+def test_missing_states_are_derived(tmp_path: Path) -> None:
     weight, master, moment = TensorKey(WEIGHT, "w"), TensorKey(MASTER, "w"), TensorKey(EXP_AVG, "w")
     exact = random_tensor((5, 3), torch.float32, 1)
 
@@ -189,7 +191,7 @@ def test_states_that_are_not_stored(tmp_path: Path) -> None:
         read(mixed, moment, torch.float32)
 
 
-def test_wrong_names_and_shapes_are_all_named(tmp_path: Path) -> None:
+def test_all_wrong_names_and_shapes_are_reported(tmp_path: Path) -> None:
     stored = {TensorKey(WEIGHT, name): torch.zeros(4, 2) for name in ("a", "b")}
     reader = open_reader(save(tmp_path, 1, shards_of(stored, LAYOUTS["flat"], 2)))
     asked = {
@@ -201,12 +203,12 @@ def test_wrong_names_and_shapes_are_all_named(tmp_path: Path) -> None:
         reader.read(shards_of(asked, LAYOUTS["first_only"], 1)[0])
     text = str(caught.value)
     assert "weight:a has shape (4, 2)" in text
-    assert "(4, 3) in the model that is asked for" in text
+    assert "(4, 3) in the requested model" in text
     assert "no weight of c, d" in text
     assert "remedy" in text
 
 
-def test_other_libraries_open_the_files(tmp_path: Path) -> None:
+def test_safetensors_opens_data_files(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     weight, master = TensorKey(WEIGHT, "a"), TensorKey(MASTER, "a")
@@ -227,7 +229,7 @@ def test_other_libraries_open_the_files(tmp_path: Path) -> None:
     assert same_bits(found["weight:a:0,0"], named[weight])
 
 
-def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
+def test_incomplete_save_is_not_committed(tmp_path: Path) -> None:
     key = TensorKey(WEIGHT, "w")
     tensor = torch.arange(12.0).view(4, 3)
 
@@ -237,7 +239,7 @@ def test_what_does_not_add_up_is_not_committed(tmp_path: Path) -> None:
     doubles = [Shard(key, (4, 3), Box((2, 0), (2, 3)), tensor[2:].double())]
     wrong = {
         "9 of 12 elements": [half(0, 2), half(3, 4)],
-        "both hold": [half(0, 3), half(2, 4)],
+        "both contain": [half(0, 3), half(2, 4)],
         "float64": [half(0, 2), doubles],
     }
     for attempt, (reason, ranks) in enumerate(wrong.items()):

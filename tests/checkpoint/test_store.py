@@ -1,4 +1,4 @@
-"""Commit, retention, background, and what happens when the disk is full.
+"""Commit, retention, background saves, and full disks.
 
 pytest tests/checkpoint/test_store.py
 """
@@ -25,7 +25,7 @@ from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, save, shards_of, whole
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, open_reader
 from toolkit.checkpoint.online import writing
-from toolkit.checkpoint.online.commit import Phase, SaveFailed
+from toolkit.checkpoint.online.commit import SaveFailed, SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.verify import verify
@@ -59,21 +59,21 @@ def value(path: Path | None) -> float:
     return float(whole(open_reader(path))[KEY][0])
 
 
-def test_retention_keeps_the_last_the_multiples_and_the_pointed(tmp_path: Path) -> None:
+def test_retention_keeps_last_multiples_and_pointed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, keep_every=20)
     for step in range(10, 70, 10):
         save_alone(store, step, state(step))
-    assert sorted(checkpoint_folder.committed(tmp_path)) == [20, 40, 50, 60]
+    assert sorted(checkpoint_folder.committed_checkpoints(tmp_path)) == [20, 40, 50, 60]
     assert (tmp_path / "latest").read_text() == "step-00000060\n"
     assert store.newest() == tmp_path / "step-00000060"
     assert [path.name for path in store.complete()] == [f"step-{step:08d}" for step in (20, 40, 50, 60)]
     assert not list(tmp_path.glob(".*")), "nothing temporary stays"
 
 
-def test_retention_decides_by_step_and_wholeness() -> None:
+def test_retention_uses_step_and_completeness() -> None:
     def removed(steps: list[int], whole: list[int] | None = None, **options: int) -> list[int]:
         options = {"saved": max(steps), "keep_last": 1, "keep_every": 0, **options}
-        return directory.removable(steps, steps if whole is None else whole, **options)
+        return directory.removable_steps(steps, steps if whole is None else whole, **options)
 
     assert removed([1, 2, 3]) == [1, 2]
     assert removed([1, 2, 3], keep_last=5) == []
@@ -85,8 +85,10 @@ def test_retention_decides_by_step_and_wholeness() -> None:
     assert removed([10, 20, 30, 40], saved=20) == [10]  # what lies ahead is left alone
 
 
-def test_what_a_crash_leaves_is_no_disagreement(tmp_path: Path) -> None:
-    """A temporary folder; a checkpoint that got its name before the pointer was written; a first one without any pointer."""
+def test_crash_leftovers_are_consistent(tmp_path: Path) -> None:
+    """A temporary folder; a checkpoint renamed before the pointer was written; a first checkpoint without
+    a pointer.
+    """
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     save_alone(store, 1, state(1))
     pointer = tmp_path / "checkpoints" / "latest"
@@ -98,12 +100,12 @@ def test_what_a_crash_leaves_is_no_disagreement(tmp_path: Path) -> None:
     assert value(tmp_path) == value(tmp_path / "checkpoints") == 2
 
 
-def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
+def test_two_deaths_before_pointer_resume(tmp_path: Path) -> None:
     class Death(BaseException):
         pass
 
-    def die(phase: Phase) -> None:
-        if phase is Phase.POINTER:
+    def die(phase: SavePhase) -> None:
+        if phase is SavePhase.POINTER:
             raise Death
 
     save_alone(CheckpointStore(tmp_path), 1, state(1))
@@ -117,7 +119,7 @@ def test_two_deaths_before_the_pointer_are_continued(tmp_path: Path) -> None:
     "pointer",
     ["step-00000009", "", "../step-00000001", "nonsense", "/no/such", "step-00000001", "\0", "x" * 5000],
 )
-def test_a_pointer_that_disagrees_with_the_folders_is_refused(pointer: str, tmp_path: Path) -> None:
+def test_inconsistent_pointer_is_rejected(pointer: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
@@ -130,7 +132,7 @@ def test_a_pointer_that_disagrees_with_the_folders_is_refused(pointer: str, tmp_
     assert value(tmp_path / "checkpoints" / "step-00000003") == 3
 
 
-def test_a_folder_that_lost_its_manifest_is_refused(tmp_path: Path) -> None:
+def test_folder_without_manifest_is_rejected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
@@ -148,7 +150,7 @@ def test_a_folder_that_lost_its_manifest_is_refused(tmp_path: Path) -> None:
         open_reader(tmp_path / "checkpoints" / "step-00000003")
 
 
-def test_a_folder_of_another_step_than_its_name_is_refused(tmp_path: Path) -> None:
+def test_folder_named_after_other_step_is_rejected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
     for step in (1, 2, 3):
         save_alone(store, step, state(step))
@@ -158,29 +160,29 @@ def test_a_folder_of_another_step_than_its_name_is_refused(tmp_path: Path) -> No
         open_reader(tmp_path)
 
 
-def test_going_back_lasts_and_sets_aside_what_was_after(tmp_path: Path) -> None:
+def test_going_back_moves_later_checkpoints_aside(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
     for step in (1, 2, 3, 4):
         save_alone(store, step, state(step))
     aside = tmp_path / "run" / "attempts" / "001" / "checkpoints"
-    moved = directory.go_back(store.directory, store.directory / "step-00000002", 2, aside)
+    moved = directory.make_newest(store.directory, store.directory / "step-00000002", 2, aside)
     assert moved == [aside / "step-00000003", aside / "step-00000004"]
     assert [value(path) for path in moved] == [3, 4]
     assert value(tmp_path / "run") == 2
-    assert sorted(checkpoint_folder.committed(store.directory)) == [1, 2]
-    assert directory.go_back(store.directory, store.directory / "step-00000002", 2, aside) == []
+    assert sorted(checkpoint_folder.committed_checkpoints(store.directory)) == [1, 2]
+    assert directory.make_newest(store.directory, store.directory / "step-00000002", 2, aside) == []
     save_alone(store, 3, state(30), attempt=2)
     assert value(tmp_path / "run") == 30, "not the one of the steps that were left"
 
 
-def test_going_to_a_checkpoint_that_lies_elsewhere_lasts_until_the_next_save(tmp_path: Path) -> None:
+def test_pointer_to_outside_checkpoint_lasts_until_next_save(tmp_path: Path) -> None:
     store, other = (
         CheckpointStore(tmp_path / "run" / "checkpoints"),
         CheckpointStore(tmp_path / "other" / "checkpoints"),
     )
     save_alone(store, 1, state(1))
     copied = save_alone(other, 5, state(5))
-    assert directory.go_back(store.directory, copied, 5, tmp_path / "aside") == []
+    assert directory.make_newest(store.directory, copied, 5, tmp_path / "aside") == []
     assert store.newest() == copied
     assert value(tmp_path / "run") == 5
     save_alone(store, 6, state(6))
@@ -188,18 +190,18 @@ def test_going_to_a_checkpoint_that_lies_elsewhere_lasts_until_the_next_save(tmp
     assert copied.exists()
 
 
-def test_nothing_there_is_said(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=r"holds no checkpoint|is not there"):
+        with pytest.raises(CheckpointError, match=r"contains no checkpoint|does not exist"):
             open_reader(path)
     assert CheckpointStore(tmp_path / "absent").newest() is None
 
 
-def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Path) -> None:
+def test_background_save_equals_blocking_save(tmp_path: Path) -> None:
     go = threading.Event()
 
-    def hold(phase: Phase) -> None:
-        if phase is Phase.PIECES:
+    def hold(phase: SavePhase) -> None:
+        if phase is SavePhase.PIECES:
             assert go.wait(20)
 
     named = {TensorKey(state, name): torch.randn(37, 19) for state in (WEIGHT, EXP_AVG) for name in "abc"}
@@ -228,8 +230,8 @@ def test_background_equals_blocking_and_does_not_see_later_changes(tmp_path: Pat
     assert float(whole(open_reader(store.newest() or path))[TensorKey(WEIGHT, "a")].abs().max()) == 0
 
 
-def test_an_error_in_the_background_surfaces_once(tmp_path: Path) -> None:
-    def fail(phase: Phase) -> None:
+def test_background_error_is_raised_once(tmp_path: Path) -> None:
+    def fail(phase: SavePhase) -> None:
         raise OSError(errno.EIO, "the disk says no")
 
     store = CheckpointStore(tmp_path, on_phase=fail)
@@ -241,7 +243,7 @@ def test_an_error_in_the_background_surfaces_once(tmp_path: Path) -> None:
     assert store.save(2, state(2), {}, **options).wait() == tmp_path / "step-00000002"
 
 
-def test_the_same_step_again(tmp_path: Path) -> None:
+def test_saving_same_step_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = save_alone(store, 5, state(1))
     inode = path.stat().st_ino
@@ -260,7 +262,7 @@ def test_the_same_step_again(tmp_path: Path) -> None:
         CheckpointStore(tmp_path).save(5, state(4), {}, namespace="other/1", rank=0, ranks=1, attempt=4)
 
 
-def test_a_rank_without_anything_reports_too(tmp_path: Path) -> None:
+def test_rank_without_shards_reports(tmp_path: Path) -> None:
     path = save(tmp_path, 1, [state(1), [], []])
     assert value(path) == 1
     assert verify(path) == []
@@ -277,8 +279,8 @@ def test_scalars_step_and_versions_are_recorded(tmp_path: Path) -> None:
     assert content["software"]["torch"] == torch.__version__
 
 
-def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill cannot show what a power failure would: so the order of syncs and renames is looked at itself."""
+def test_sync_precedes_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill cannot simulate a power failure, so the order of syncs and renames is checked."""
     events: list[str] = []
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
@@ -316,11 +318,11 @@ def test_all_is_durable_before_it_gets_its_name(tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
+def test_silent_rank_is_reported_after_timeout(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, timeout_seconds=0.3)
     with pytest.raises(SaveFailed, match="ranks 1, 2 did not write their parts within 0 s of saving step 1"):
         store.save(1, state(1), {}, namespace=NAMESPACE, rank=0, ranks=3, attempt=1)
-    with pytest.raises(SaveFailed, match="rank 0 could not save step 1"):  # and the late one is told at once
+    with pytest.raises(SaveFailed, match="rank 0 could not save step 1"):  # the late rank fails at once
         CheckpointStore(tmp_path, timeout_seconds=20).save(
             1, [], {}, namespace=NAMESPACE, rank=1, ranks=3, attempt=1
         )
@@ -329,27 +331,26 @@ def test_a_silent_rank_is_named_in_bounded_time(tmp_path: Path) -> None:
 RANK_THAT_DIES = """
 import os, signal, sys
 import torch
-from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
 
 rank = int(sys.argv[2])
-dies_in = Phase.FSYNC if rank else Phase.RENAME
+dies_in = SavePhase.FSYNC if rank else SavePhase.RENAME
 
 def die(phase):
     if phase is dies_in:
         os.kill(os.getpid(), signal.SIGKILL)
 
 shard = Shard(TensorKey(WEIGHT, "w"), (128,), Box((64 * rank,), (64,)), torch.zeros(64))
-CheckpointStore(sys.argv[1], on_phase=die).save(1, [shard], {}, namespace="test/1", rank=rank, ranks=2, attempt=1)
+store = CheckpointStore(sys.argv[1], on_phase=die)
+store.save(1, [shard], {}, namespace="test/1", rank=rank, ranks=2, attempt=1)
 """
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(
-    dies: int, tmp_path: Path
-) -> None:
-    """Without a time-out of the save (30 minutes), and without a launcher that sends signals."""
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_killed_rank_fails_save_on_other_ranks(dies: int, tmp_path: Path) -> None:
+    """Without waiting for the timeout (30 minutes), and without signals from a launcher."""
     other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])
     shard = Shard(KEY, (128,), Box((64 * (1 - dies),), (64,)), torch.zeros(64))
     began = time.monotonic()
@@ -357,10 +358,10 @@ def test_a_rank_that_is_killed_in_a_save_fails_the_save_on_the_others_at_once(
         CheckpointStore(tmp_path).save(1, [shard], {}, namespace=NAMESPACE, rank=1 - dies, ranks=2, attempt=1)
     assert other.wait(timeout=10) == -signal.SIGKILL
     assert time.monotonic() - began < 30, "most of it is the other process importing torch"
-    assert directory.newest(tmp_path) is None
+    assert directory.newest_checkpoint(tmp_path) is None
 
 
-def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:
     for name in (".tmp-step-00000003-attempt-001-4", ".removed-step-00000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "part-00000.safetensors").write_bytes(b"half")
@@ -373,10 +374,12 @@ def test_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
     [(errno.ENOSPC, CheckpointError), (errno.EACCES, CheckpointError), (errno.EIO, SaveFailed)],
     ids=["full", "forbidden", "broken"],
 )
-def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(
+def test_write_error_keeps_previous_checkpoint(
     number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a person has to mend is a mistake, on all ranks; whatever else a file system says may pass, and is a failure on all."""
+    """What the user must fix is a user error on all ranks; other file system errors are failures on all
+    ranks.
+    """
     named = {KEY: torch.arange(4096.0)}
     stores = [CheckpointStore(tmp_path, timeout_seconds=20) for _ in range(2)]
     ranks = shards_of(named, LAYOUTS["flat"], 2)
@@ -405,7 +408,7 @@ def test_a_write_error_on_one_rank_leaves_the_checkpoint_before(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB, where mounting is permitted."""
+    """A file system of 1 MB, if mounting is permitted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = shutil.which("mount")
@@ -420,7 +423,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True, timeout=10)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path) -> None:
+def test_full_disk_keeps_previous_checkpoint(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints", keep_last=1)
     first = save_alone(store, 1, state(1, 100_000))
     with pytest.raises(CheckpointError, match="No space left on device") as caught:

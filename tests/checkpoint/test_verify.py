@@ -1,4 +1,4 @@
-"""Every kind of silent corruption, planted, is found and named; what cannot be seen is known, too.
+"""verify reports every kind of silent corruption; undetectable damage is asserted too.
 
 pytest tests/checkpoint/test_verify.py
 """
@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.fabricate import of_ranks, read_at, write_at
+from tests.checkpoint.huggingface_folders import converted, model_of, tiny
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from tests.checkpoint.test_huggingface import model_of, tiny
 from toolkit.checkpoint import manifest, tile_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source
+from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.verify import verify, verify_source
 from toolkit.errors import CheckpointError
 
@@ -28,12 +28,12 @@ STATES = (WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is several tiles."""
+    """Use small tiles, so that a tensor has several."""
     monkeypatch.setattr(tile_reader, "TILE_BYTES", 256)
 
 
 def sound(names: tuple[str, ...] = ("w", "norm")) -> dict[TensorKey, torch.Tensor]:
-    """A run in bf16 with Adam: ``w`` [12, 10], ``norm`` [12]."""
+    """A bf16 run with Adam: ``w`` [12, 10], ``norm`` [12]."""
     named: dict[TensorKey, torch.Tensor] = {}
     for number, name in enumerate(names):
         generator = torch.Generator().manual_seed(number)
@@ -45,27 +45,32 @@ def sound(names: tuple[str, ...] = ("w", "norm")) -> dict[TensorKey, torch.Tenso
     return named
 
 
-def of_vendor(folder: Path) -> Source:
+def of_vendor(folder: Path) -> CheckpointSource:
     return of_ranks(folder, sound(), replicated=("norm",))
 
 
-def said(source: Source, workers: int = 2) -> list[str]:
+def describe_findings(source: CheckpointSource, workers: int = 2) -> list[str]:
     return [str(finding) for finding in verify_source(source, workers=workers)]
 
 
-def test_a_sound_checkpoint_has_no_findings_and_every_byte_is_told_of(tmp_path: Path) -> None:
+def test_intact_checkpoint_has_no_findings(tmp_path: Path) -> None:
     named = sound()
     for source in (
         of_vendor(tmp_path / "vendor"),
         of_ranks(tmp_path / "turned", named, replicated=("norm",), turned=("w",)),
         open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3))),
     ):
-        told: list[tuple[int, int]] = []
-        assert verify_source(source, advance=lambda done, total, told=told: told.append((done, total))) == []
+        progress: list[tuple[int, int]] = []
+        assert (
+            verify_source(
+                source, advance=lambda done, total, progress=progress: progress.append((done, total))
+            )
+            == []
+        )
         copies = sum(piece.end - piece.begin for of_key in source.catalog.copies.values() for piece in of_key)
         assert (
-            {total for _, total in told}
-            == {sum(done for done, _ in told)}
+            {total for _, total in progress}
+            == {sum(done for done, _ in progress)}
             == {sum(t.nbytes for t in named.values()) + copies}
         )
 
@@ -74,17 +79,17 @@ def test_a_sound_checkpoint_has_no_findings_and_every_byte_is_told_of(tmp_path: 
 
 
 @pytest.mark.parametrize("turned", [(), ("w",)])
-def test_a_weight_that_is_not_its_master_is_found(tmp_path: Path, turned: tuple[str, ...]) -> None:
-    """What megatron-core 0.16.1 wrote with more than one bucket: the optimizer's state is another's, nothing says so."""
+def test_verify_detects_weight_that_differs_from_master(tmp_path: Path, turned: tuple[str, ...]) -> None:
+    """megatron-core 0.16.1 wrote this with several buckets: another parameter's optimizer state."""
     source = of_ranks(tmp_path / "a", sound(), replicated=("norm",), turned=turned)
     write_at(source, TensorKey(MASTER, "w"), 77, struct.pack("<f", 3.0))
     write_at(source, TensorKey(WEIGHT, "w"), 119, b"\x00\x3f")
-    assert said(source) == [
+    assert describe_findings(source) == [
         "weight:w: 2 of 120 values are not their master weights, cast to bfloat16; the first is in rank1.pt"
     ]
 
 
-def test_another_parameters_optimizer_state_is_found(tmp_path: Path) -> None:
+def test_verify_detects_other_parameters_state(tmp_path: Path) -> None:
     named = sound(("a", "b", "c"))
     for state in (MASTER, EXP_AVG, EXP_AVG_SQ):
         named[TensorKey(state, "a")], named[TensorKey(state, "b")] = (
@@ -104,32 +109,34 @@ def test_another_parameters_optimizer_state_is_found(tmp_path: Path) -> None:
         (WEIGHT, b"\x80\x7f", "1 values are not finite, in rank1.pt"),
     ],
 )
-def test_values_that_no_sound_run_has_are_found(tmp_path: Path, state: str, raw: bytes, seen: str) -> None:
+def test_verify_detects_nonfinite_and_negative_values(
+    tmp_path: Path, state: str, raw: bytes, seen: str
+) -> None:
     source = of_vendor(tmp_path / "a")
     write_at(source, TensorKey(state, "w"), 100, raw)
-    assert said(source) == [f"{state}:w: {seen}"]
+    assert describe_findings(source) == [f"{state}:w: {seen}"]
 
 
-def test_a_replicated_copy_that_differs_is_found(tmp_path: Path) -> None:
+def test_verify_detects_differing_replica(tmp_path: Path) -> None:
     for turned in ((), ("w",)):
         source = of_ranks(
             tmp_path / f"{len(turned)}", sound(), ranks=3, replicated=("w", "norm"), turned=turned
         )
         write_at(source, TensorKey(EXP_AVG, "norm"), 5, struct.pack("<f", 1.25), copy=True)
         write_at(source, TensorKey(WEIGHT, "w"), 11, b"\x00\x3e", copy=True)
-        assert said(source) == [
+        assert describe_findings(source) == [
             "weight:w: 1 of 120 values differ between rank0.pt and rank1.pt",
             "exp_avg:norm: 1 of 12 values differ between rank0.pt and rank1.pt",
         ]
 
 
-def test_a_copy_that_cannot_be_is_found_in_its_own_file(tmp_path: Path) -> None:
+def test_verify_reports_file_of_invalid_copy(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
     write_at(source, TensorKey(EXP_AVG_SQ, "norm"), 5, struct.pack("<f", -1.0), copy=True)
-    assert said(source) == ["exp_avg_sq:norm: an average of squares is negative, in rank1.pt"]
+    assert describe_findings(source) == ["exp_avg_sq:norm: an average of squares is negative, in rank1.pt"]
 
 
-def test_tied_tensors_that_were_saved_twice_and_differ_are_found(tmp_path: Path) -> None:
+def test_verify_detects_differing_tied_tensors(tmp_path: Path) -> None:
     shape = tiny("llama", tie_word_embeddings=True)
     model_of(shape).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -140,7 +147,8 @@ def test_tied_tensors_that_were_saved_twice_and_differ_are_found(tmp_path: Path)
     tensors["lm_head.weight"][3, 4] += 1
     save_file(tensors, file, {"format": "pt"})
     assert [str(finding) for finding in verify(tmp_path)] == [
-        "weight:model.embed_tokens.weight: 1 of 2144 values differ between model.safetensors and model.safetensors"
+        "weight:model.embed_tokens.weight: 1 of 2144 values differ between model.safetensors and "
+        "model.safetensors"
     ]
 
 
@@ -155,7 +163,9 @@ def test_tied_tensors_that_were_saved_twice_and_differ_are_found(tmp_path: Path)
         ({"step": 1, "optimizer_step": 2}, ["steps disagree: the optimizer counts 2 of 1"]),
     ],
 )
-def test_steps_that_disagree_are_found(tmp_path: Path, scalars: dict[str, object], seen: list[str]) -> None:
+def test_verify_detects_disagreeing_steps(
+    tmp_path: Path, scalars: dict[str, object], seen: list[str]
+) -> None:
     assert [
         finding.what for finding in verify_source(of_ranks(tmp_path / "a", sound(), scalars=scalars))
     ] == seen
@@ -165,39 +175,40 @@ def test_steps_that_disagree_are_found(tmp_path: Path, scalars: dict[str, object
     ]
 
 
-def test_a_checkpoint_under_another_steps_name_is_found(tmp_path: Path) -> None:
+def test_verify_detects_wrong_folder_step(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, shards_of(sound(), LAYOUTS["flat"], 2))
     folder.rename(tmp_path / "step-00000005")
     assert [finding.what for finding in verify(tmp_path / "step-00000005")] == [
-        "steps disagree: the checkpoint is of step 1, its scalars are of step 1, its folder's name is of step 5"
+        "steps disagree: the checkpoint is of step 1, its scalars are of step 1, its folder's name is of "
+        "step 5"
     ]
 
 
 # ---- places
 
 
-def test_elements_that_no_file_has_or_two_have_are_found(tmp_path: Path) -> None:
+def test_verify_detects_missing_and_duplicate_elements(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
     key, other, third = TensorKey(WEIGHT, "w"), TensorKey(EXP_AVG, "w"), TensorKey(MASTER, "w")
     pieces = dict(source.catalog.pieces)
     pieces[key] = pieces[key][:1]
     pieces[other] = (*pieces[other], pieces[other][0])
     pieces[third] = ()
-    assert said(replace(source, catalog=replace(source.catalog, pieces=pieces))) == [
-        "weight:w: 60 of 120 elements are there",
-        "master:w: no file has any of it",
-        "exp_avg:w: rank0.pt and rank0.pt both hold Box(offset=(0, 0), shape=(6, 10))",
+    assert describe_findings(replace(source, catalog=replace(source.catalog, pieces=pieces))) == [
+        "weight:w: 60 of 120 elements are stored",
+        "master:w: no file contains it",
+        "exp_avg:w: rank0.pt and rank0.pt both contain Box(offset=(0, 0), shape=(6, 10))",
     ]
 
 
-def test_states_of_different_shapes_are_found(tmp_path: Path) -> None:
+def test_verify_detects_different_shapes(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(MASTER, "w"): torch.ones(4, 6)}
-    assert said(of_ranks(tmp_path / "a", named)) == [
+    assert describe_findings(of_ranks(tmp_path / "a", named)) == [
         "weight:w: its states differ in shape: weight (4, 5), master (4, 6)"
     ]
 
 
-def test_files_that_are_cut_short_or_missing_are_found(tmp_path: Path) -> None:
+def test_verify_detects_truncated_and_missing_files(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
     (source.folder / "rank1.pt").write_bytes((source.folder / "rank1.pt").read_bytes()[:1000])
     assert {finding.where for finding in verify_source(source)} == {"rank1.pt"}
@@ -208,23 +219,23 @@ def test_files_that_are_cut_short_or_missing_are_found(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     [finding] = verify(tmp_path / "hub")
     assert finding.where == "model.safetensors"
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         verify(tmp_path)
 
 
-def test_findings_are_the_same_from_any_number_of_threads(tmp_path: Path) -> None:
+def test_findings_are_independent_of_threads(tmp_path: Path) -> None:
     source = of_ranks(tmp_path / "a", sound(tuple("abcdefgh")))
     for number, name in enumerate("abcdefgh"):
         write_at(source, TensorKey(MASTER, name), 13 * number, struct.pack("<f", 100.0))
-    assert said(source, 1) == said(source, 5)
-    assert len(said(source, 1)) == 8
+    assert describe_findings(source, 1) == describe_findings(source, 5)
+    assert len(describe_findings(source, 1)) == 8
 
 
 # ---- one flipped bit: what is found with hashes, and what without
 
 
-def flipped(source: Source, key: TensorKey, element: int) -> int:
-    """Of the bits of one element, how many are found where they are flipped, one at a time."""
+def flipped(source: CheckpointSource, key: TensorKey, element: int) -> int:
+    """Return how many flipped bits of one element are detected, one at a time."""
     raw = read_at(source, key, element)
     found = 0
     for bit in range(8 * len(raw)):
@@ -238,9 +249,11 @@ def flipped(source: Source, key: TensorKey, element: int) -> int:
     return found
 
 
-def test_flipped_bits(tmp_path: Path) -> None:
-    """With hashes or checksums every bit is found. Without, in bf16 with Adam: all of a weight's, the half of a master's that its weight is
-    made of, the sign of a second moment, and the one bit that makes a number of 1..2 infinite. The rest nobody can see."""
+def test_verify_flipped_bits(tmp_path: Path) -> None:
+    """With hashes or checksums every bit is detected. Without, in bf16 with Adam: all bits of a weight,
+    the upper half of its master, the sign of a second moment, and the bit that makes a number of 1..2
+    infinite.
+    """
     named = {TensorKey(state, "w"): torch.full((4, 3), 1.0) for state in STATES}
     named[TensorKey(WEIGHT, "w")] = named[TensorKey(WEIGHT, "w")].bfloat16()
     of_vendor = of_ranks(tmp_path / "vendor", named)
@@ -270,12 +283,10 @@ def test_flipped_bits(tmp_path: Path) -> None:
 
 
 def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) -> None:
-    """A first moment's lowest bit: only a hash can know."""
-    from tests.checkpoint.test_huggingface_optimizer import converted
-
+    """Only a hash detects a first moment's lowest bit."""
     folder = converted(tmp_path, "llama")
     assert verify(folder) == []
-    found = manifest.load(folder, manifest.BESIDE)
+    found = manifest.load(folder, manifest.FOREIGN_NAME)
     piece = next(piece for piece in found.pieces if piece.key.state == EXP_AVG)
     with (folder / piece.file).open("r+b") as file:
         file.seek(piece.begin)
@@ -283,17 +294,17 @@ def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) 
         file.seek(piece.begin)
         file.write(bytes([low ^ 1]))
     assert [finding.where for finding in verify(folder)] == [piece.file]
-    (folder / manifest.BESIDE).unlink()
+    (folder / manifest.FOREIGN_NAME).unlink()
     assert verify(folder) == [], "the control: without hashes it is a possible value"
     state = json.loads((folder / "optimizer" / "state.json").read_text())
     (folder / "optimizer" / "state.json").write_text(json.dumps(state | {"format_version": 2}))
     assert [finding.where for finding in verify(folder)] == ["optimizer/state.json"]
 
 
-def test_tensors_without_elements_are_sound(tmp_path: Path) -> None:
+def test_empty_tensors_are_valid(tmp_path: Path) -> None:
     source = of_ranks(
         tmp_path / "a",
         {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(WEIGHT, "none"): torch.ones(0, 5)},
     )
     assert source.catalog.tensors[TensorKey(WEIGHT, "none")] == TensorInfo("float32", (0, 5))
-    assert said(source) == []
+    assert describe_findings(source) == []

@@ -1,4 +1,4 @@
-"""A native checkpoint of a tiny model with an optimizer's state, made without training."""
+"""A native checkpoint of a tiny model with optimizer state, created without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tiny_shape(family: str = "llama") -> ModelShape:
 
 
 def tensors_of(shape: ModelShape, *, mixed: bool = False) -> dict[TensorKey, torch.Tensor]:
-    """``mixed``: bf16 weights beside fp32 masters."""
+    """``mixed``: bf16 weights and fp32 masters."""
     generator = torch.Generator().manual_seed(5)
     found: dict[TensorKey, torch.Tensor] = {}
     for spec in families.get_family(shape.family).parameters(shape):
@@ -42,7 +42,7 @@ def tensors_of(shape: ModelShape, *, mixed: bool = False) -> dict[TensorKey, tor
 def tiny_checkpoint(
     directory: Path, family: str = "llama", *, mixed: bool = False, says_model: bool = True
 ) -> Path:
-    """``step-00000003`` in ``directory``."""
+    """Create ``step-00000003`` in ``directory``."""
     shape = tiny_shape(family)
     (shards,) = shards_of(tensors_of(shape, mixed=mixed), LAYOUTS["replicated"], 1)
     optim = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-4, "weight_decay": 0.1}

@@ -1,6 +1,7 @@
-"""Checkpoints that the vendors' own functions write and read, from and into this toolkit's engines. Called on every rank.
+"""Save and load checkpoints with the vendors' own functions, from and into this toolkit's engines. Called on
+every rank.
 
-Files of the vendors are made here for our readers, and files of our writers are opened here, so that neither is judged by our own code.
+So neither our readers nor our writers are tested with our own code only.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from typing import Any
 
 
 def vendor_save(engine: Any, folder: Path) -> None:
-    """DeepSpeed's ``save_checkpoint``, of ``DeepSpeedEngine`` and ``DeepSpeedPipelineEngine``: ``folder/latest`` and
-    ``folder/global_stepN``."""
+    """``save_checkpoint`` of DeepSpeed's engines: writes ``folder/latest`` and ``folder/global_stepN``."""
     assert engine._ds.save_checkpoint(str(folder))
 
 
 def vendor_load(engine: Any, folder: Path, *, universal: bool = False) -> None:
-    """DeepSpeed's ``load_checkpoint``, into an engine that nothing was loaded into yet.
+    """DeepSpeed's ``load_checkpoint``, into a fresh engine.
 
     Args:
-        universal: as a run has it with ``checkpoint.load_universal``.
+        universal: As in a run with ``checkpoint.load_universal``.
     """
     engine._ds._config.load_universal_checkpoint = universal
     path, _ = engine._ds.load_checkpoint(str(folder))
@@ -44,18 +44,21 @@ def vendor_save_megatron(
     singleton: bool = False,
     **more: Any,
 ) -> None:
-    """``megatron.core.dist_checkpointing.save`` of the ``sharded_state_dict`` of model and optimizer, as Megatron-LM's training loop
-    calls it: ``folder/latest_checkpointed_iteration.txt`` and ``folder/iter_N``.
+    """``megatron.core.dist_checkpointing.save`` of the ``sharded_state_dict`` of model and optimizer, as in
+    Megatron-LM's training loop.
+
+    Writes ``folder/latest_checkpointed_iteration.txt`` and ``folder/iter_N``.
 
     Args:
-        singleton: layers and experts one by one, in place of stacked.
-        more: further entries of ``common.pt``: ``args``, for instance.
+        singleton: Separate keys for layers and experts instead of stacked ones.
+        more: Further entries of ``common.pt``, such as ``args``.
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # It would start a process for a queue that this one alone reads and writes, which nobody ends where ranks are ended.
+    # Otherwise it starts a process for a queue that only this process uses, and which is left behind when
+    # ranks are ended.
     filesystem_async._results_queue = Queue()
     iteration = folder / ITERATION.format(step)
     if dist.get_rank() == 0:
@@ -75,11 +78,11 @@ def vendor_save_megatron(
 
 
 def vendor_load_megatron(engine: Any, folder: Path) -> None:
-    """``megatron.core.dist_checkpointing.load``, into an engine that nothing was loaded into yet.
+    """``megatron.core.dist_checkpointing.load``, into a fresh engine.
 
-    Without Transformer Engine or Apex three things in Megatron-core 0.16 are wrong, and are put right around it here: the distributed
-    optimizer asserts that its state exists before it is loaded, asks for each parameter's ``step`` among the tensors, and gives all
-    parameters one ``step`` that each of them then advances.
+    Works around three defects of Megatron-core 0.16 without Transformer Engine and Apex: the distributed
+    optimizer asserts that its state exists before it is loaded, requests each parameter's ``step`` among the
+    tensors, and gives all parameters one shared ``step`` that each of them advances.
     """
     from megatron.core import dist_checkpointing
 
@@ -98,7 +101,7 @@ def vendor_load_megatron(engine: Any, folder: Path) -> None:
 
 
 def _chunks(engine: Any) -> dict[str, Any]:
-    """The bare models of this rank's stages, by their names in a checkpoint."""
+    """The models of this rank's stages, by their names in a checkpoint."""
     found = []
     for chunk in engine._built.chunks:
         while hasattr(chunk, "module"):

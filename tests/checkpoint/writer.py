@@ -1,4 +1,4 @@
-"""One writing rank of the crash tests, as a process of its own. Its state is a function of the step alone."""
+"""One writing rank of the crash tests, in a separate process. Its state depends on the step only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.checkpoint.layouts import LAYOUTS, NAMESPACE, shards_of
-from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
 
@@ -28,18 +28,20 @@ def state(step: int) -> dict[TensorKey, torch.Tensor]:
     }
 
 
-def write(directory: Path, rank: int, attempt: int, where: Any, kill_at: tuple[Phase, int] | None) -> None:
+def write(
+    directory: Path, rank: int, attempt: int, where: Any, kill_at: tuple[SavePhase, int] | None
+) -> None:
     """Save the steps after the newest checkpoint's, until killed.
 
     Args:
-        where: shared integer, told the phase that this rank is in.
-        kill_at: die, as by ``kill -9``, when this phase is entered for the n-th time (from 0).
+        where: Shared integer that is set to the rank's phase.
+        kill_at: Die as by ``kill -9`` when this phase is entered for the n-th time (from 0).
     """
     torch.set_num_threads(1)
-    entered: dict[Phase, int] = {}
+    entered: dict[SavePhase, int] = {}
 
-    def on_phase(phase: Phase) -> None:
-        where.value = 1 + list(Phase).index(phase)
+    def on_phase(phase: SavePhase) -> None:
+        where.value = 1 + list(SavePhase).index(phase)
         if kill_at == (phase, entered.setdefault(phase, 0)):
             os.kill(os.getpid(), signal.SIGKILL)
         entered[phase] += 1

@@ -19,7 +19,7 @@ from toolkit.config.compose import to_yaml
 from toolkit.config.monitor import MonitorConfig
 from toolkit.config.schema import RunConfig
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.lock import lock_file
+from toolkit.rundir.lock import acquire_lock
 from toolkit.rundir.status import RunState, Status
 
 
@@ -54,7 +54,7 @@ def test_health_is_read_from_the_status(
 def test_a_run_is_found_by_its_lock_wherever_it_is(directory: RunDirectory) -> None:
     own = Path(f"/proc/{os.getpid()}")
     assert directory.path not in set(health.run_folders(own.parent))
-    descriptor, _ = lock_file(directory.path / "lock")
+    descriptor, _ = acquire_lock(directory.path / "lock")
     assert descriptor is not None
     try:
         assert directory.path in set(health.run_folders(own.parent))

@@ -184,7 +184,7 @@ def test_another_runs_directory_is_refused_before_the_queue(stand: Stand, tmp_pa
     from toolkit.config.compose import to_yaml
 
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(other))
-    with pytest.raises(ConfigError, match="holds another run"):
+    with pytest.raises(ConfigError, match="contains another run"):
         submission.submit(job)
     assert not (tmp_path / "run" / "jobs").exists()
     assert not stand.submitted

@@ -12,7 +12,7 @@ import pytest
 from toolkit.config import keys
 from toolkit.config.compose import compose_reshard
 from toolkit.config.help import help_text
-from toolkit.config.reshard import OF_ACTION, OF_FORMAT, Action, Format, Stage
+from toolkit.config.reshard import ACTION_KEYS, FORMAT_KEYS, ReshardAction, TargetFormat, TargetZeroStage
 from toolkit.config.roots import RESHARD
 from toolkit.config.schema import ModelConfig, Precision
 from toolkit.errors import ConfigError
@@ -40,16 +40,16 @@ MISTAKES = (
     ("+workers=3", "workers", "changed without a plus", "write workers=3"),
     ("workers=0", "workers", "at least 1", "workers=1"),
     ("target.parallel.tensor=0", "target.parallel.tensor", "at least 1", "write target.parallel.tensor=1"),
-    ("model.target=my.Model", "model.target", "no names but those of the checkpoint", "leave it out"),
+    ("model.target=my.Model", "model.target", "only the names in its checkpoint", "remove it"),
     # keys that nothing uses
     (
         "target.zero=stage3",
         "target.zero",
         "native takes target.precision, target.optimizer",
-        "leave it out: it decides nothing",
+        "remove it: it has no effect",
     ),
-    ("target.zero=stage1", "target.zero", "native takes", "leave it out"),  # though it is the default
-    ("target.parallel={tensor: 2}", "target.parallel", "native takes", "leave it out"),
+    ("target.zero=stage1", "target.zero", "native takes", "remove it"),  # though it is the default
+    ("target.parallel={tensor: 2}", "target.parallel", "native takes", "remove it"),
     ("rate=1.5", "rate", "action=convert uses source, target, workers, examine, model", "another action"),
 )
 
@@ -98,10 +98,10 @@ def test_words_become_types() -> None:
             "target.optimizer=false",
         ]
     )
-    assert (config.action, config.source, config.target.path) == (Action.convert, "runs/a", "out/b")
+    assert (config.action, config.source, config.target.path) == (ReshardAction.convert, "runs/a", "out/b")
     assert (config.target.format, config.target.zero, config.target.parallel.data) == (
-        Format.deepspeed,
-        Stage.stage3,
+        TargetFormat.deepspeed,
+        TargetZeroStage.stage3,
         8,
     )
     assert (config.target.precision, config.target.optimizer, config.model) == (
@@ -118,11 +118,11 @@ def test_a_model_is_chosen_as_for_training() -> None:
 
 
 def test_each_action_and_format_says_what_it_uses() -> None:
-    assert OF_ACTION.keys() == set(Action)
-    assert OF_FORMAT.keys() == set(Format)
+    assert ACTION_KEYS.keys() == set(ReshardAction)
+    assert FORMAT_KEYS.keys() == set(TargetFormat)
     known = {*keys.table(RESHARD), *keys.sections(RESHARD)}
-    assert {name for names in OF_ACTION.values() for name in names} <= known
-    assert {f"target.{name}" for names in OF_FORMAT.values() for name in names} <= known
+    assert {name for names in ACTION_KEYS.values() for name in names} <= known
+    assert {f"target.{name}" for names in FORMAT_KEYS.values() for name in names} <= known
 
 
 def test_help_has_every_key_and_what_it_means() -> None:

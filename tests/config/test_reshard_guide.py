@@ -15,7 +15,7 @@ from launch import reshard as command
 from toolkit.checkpoint.offline.reshard import WRITERS
 from toolkit.checkpoint.source import FORMATS
 from toolkit.config.compose import compose, compose_reshard
-from toolkit.config.reshard import OF_FORMAT, Action, Format
+from toolkit.config.reshard import FORMAT_KEYS, ReshardAction, TargetFormat
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/resharding.md").read_text(encoding="utf-8")
@@ -31,10 +31,10 @@ LINES = [
 def test_there_are_examples_of_every_action() -> None:
     assert len(LINES) > 12
     typed = " ".join(LINES)
-    for action in set(Action) - {Action.convert}:
+    for action in set(ReshardAction) - {ReshardAction.convert}:
         assert f"action={action.name}" in typed
-    for form in Format:
-        assert f"target.format={form.name}" in typed or form is Format.native
+    for form in TargetFormat:
+        assert f"target.format={form.name}" in typed or form is TargetFormat.native
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -57,10 +57,10 @@ def rows() -> dict[str, list[str]]:
 
 def test_the_table_of_formats_is_that_of_the_code() -> None:
     table = rows()
-    assert table.keys() == {*FORMATS, *(form.name for form in Format)}
+    assert table.keys() == {*FORMATS, *(form.name for form in TargetFormat)}
     for name, (reads, writes, keys, _) in table.items():
         assert (reads == "yes") == (name in FORMATS), name
-        form = Format.__members__.get(name)
-        assert (writes == "yes") == (form is Format.native or form in WRITERS), name
+        form = TargetFormat.__members__.get(name)
+        assert (writes == "yes") == (form is TargetFormat.native or form in WRITERS), name
         if writes == "yes" and form is not None:
-            assert re.findall(r"`(.*?)`", keys) == list(OF_FORMAT[form]), name
+            assert re.findall(r"`(.*?)`", keys) == list(FORMAT_KEYS[form]), name

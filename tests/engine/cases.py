@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader, TensorInfo, TensorKey
 from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.engine.build import build_engine, first_weights
@@ -110,7 +110,7 @@ def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> RunTrace:
     return run_trace(cell.plan(), rank=rank, **settings)
 
 
-def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
+def make(cell: Cell, rank: int, reader: StateReader | None = None) -> Engine:
     """The cell's engine with its first weights, or with the state of ``reader``."""
     plan = cell.plan()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
@@ -125,7 +125,7 @@ def steps(engine: Engine, cell: Cell, rank: int, first: int, last: int) -> list[
 class WithoutMoments:
     """A control: moments exist but are zero."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: StateReader) -> None:
         self._reader = reader
 
     @property

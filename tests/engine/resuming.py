@@ -12,7 +12,7 @@ import torch
 from tests.engine.cases import Cell, WithoutMoments, make, steps
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.shard import WEIGHT, Reader, TensorKey
+from toolkit.checkpoint.shard import WEIGHT, StateReader, TensorKey
 from toolkit.engine.protocol import Engine
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import Distance, RunTrace, gather_tensors
@@ -57,7 +57,7 @@ def resume(
     engine = make(case, rank)
     found = []
     for folder in folders:
-        reader: Reader = open_reader(folder)
+        reader: StateReader = open_reader(folder)
         engine.load(WithoutMoments(reader) if forget else reader)
         found.append(go_on(engine, case, rank))
     engine.close()

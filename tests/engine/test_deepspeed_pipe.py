@@ -37,7 +37,7 @@ from tests.engine.memory_measures import Bytes, gradients, states, weights
 from tests.engine.resuming import assert_same, resume, save_and_go_on
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import StateReader
 from toolkit.config.schema import BatchRampConfig
 from toolkit.engine.deepspeed import patches
 from toolkit.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
@@ -293,7 +293,7 @@ def check_to_the_bit(case: Cell, pool: RankPool, folder: Path) -> None:
 def stretch(
     rank: int, ranks: int, case: Cell, first: int, source: Path | None, target: Path, forget: bool = False
 ) -> list[StepResult]:
-    reader: Reader | None = None if source is None else open_reader(source)
+    reader: StateReader | None = None if source is None else open_reader(source)
     engine = make(case, rank, WithoutMoments(reader) if forget and reader is not None else reader)
     found = steps(engine, case, rank, first, first + EACH)
     store = CheckpointStore(target)

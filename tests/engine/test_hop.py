@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.engine.hops import EACH, TOLERANCE, save, stretch
-from toolkit.checkpoint.formats import huggingface_target
+from toolkit.checkpoint.formats.huggingface import target as huggingface_target
 from toolkit.checkpoint.source import open_source
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def deadly(phase: str, entry: int, rank: int, save: int) -> None:
     import toolkit.train.build as training
-    from toolkit.checkpoint.online.commit import Phase
+    from toolkit.checkpoint.online.commit import SavePhase
     from toolkit.checkpoint.online.store import CheckpointStore
 
     class Deadly(CheckpointStore):
@@ -31,7 +31,7 @@ def deadly(phase: str, entry: int, rank: int, save: int) -> None:
             self._number += 1  # the loop asks for a save when the one before it has ended
             return super().save(*arguments, **named)
 
-        def _enter(self, entered: Phase) -> None:
+        def _enter(self, entered: SavePhase) -> None:
             if self._number == save and entered == phase:
                 self._entered += 1
                 if self._entered == entry:

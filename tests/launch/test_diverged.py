@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.processes import TRAIN, Started, command, status_of
 from tests.train.conftest import data, texts
-from toolkit.checkpoint.directory import committed
+from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.errors import ExitCode
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
@@ -76,7 +76,7 @@ def test_a_run_that_diverges_ends_once_with_its_reason(launcher: str, data: Path
     rows = list(read_rows(RunDirectory(run_dir).metrics_file))
     assert [row["step"] for row in rows] == list(range(1, (status.step or 0) + 1))
     assert "is not finite" in (status.reason or "") or "are not finite" in (status.reason or "")
-    assert all(step < (status.step or 0) for step in committed(run_dir / "checkpoints"))
+    assert all(step < (status.step or 0) for step in committed_checkpoints(run_dir / "checkpoints"))
     assert launcher == "torchrun" or "Traceback" not in started.output, "torchrun has one of its agent"
 
 

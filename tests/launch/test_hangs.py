@@ -130,7 +130,7 @@ def test_hang_is_reported_with_its_cause_and_the_run_can_be_restarted(
     assert end.reason is not None
     assert end.reason.startswith(f"hang: {row['cause']}")
     assert str(file) in end.reason
-    assert end.checkpoint == str(checkpoint_folder.newest(run.checkpoints))
+    assert end.checkpoint == str(checkpoint_folder.newest_checkpoint(run.checkpoints))
     assert case.cause in started.output
     if case.resumes:
         _check_resumed_run(argv, run_dir, data, tmp_path)

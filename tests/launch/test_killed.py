@@ -16,7 +16,7 @@ from tests.checkpoint.layouts import whole
 from tests.launch.processes import Started, command, status_of
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.online.commit import Phase
+from toolkit.checkpoint.online.commit import SavePhase
 from toolkit.checkpoint.verify import verify
 from toolkit.config.compose import compose
 from toolkit.data.tokens.stdlib import ensure
@@ -54,7 +54,7 @@ KEYS = (
 class Case:
     """``leaves`` is the step of the checkpoint to continue from: the second save is of step 4."""
 
-    phase: Phase
+    phase: SavePhase
     rank: int
     leaves: int
     entry: int = 1
@@ -77,15 +77,15 @@ class Case:
 
 
 QUICK = [
-    Case(Phase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)
+    Case(SavePhase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)
 ]  # complete, though not yet pointed to
 FULL = [
-    Case(Phase.PIECES, 0, leaves=EVERY, entry=2),  # one piece is written
-    Case(Phase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
-    Case(Phase.FSYNC, 1, leaves=EVERY),
-    Case(Phase.RENAME, 0, leaves=EVERY),
+    Case(SavePhase.PIECES, 0, leaves=EVERY, entry=2),  # one piece is written
+    Case(SavePhase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
+    Case(SavePhase.FSYNC, 1, leaves=EVERY),
+    Case(SavePhase.RENAME, 0, leaves=EVERY),
     Case(
-        Phase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True
+        SavePhase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True
     ),  # the old checkpoint is out of sight
 ]
 
@@ -133,7 +133,7 @@ def test_a_run_killed_in_a_save_goes_on_to_the_same_end(
     assert "-9" in started.output or "SIGKILL" in started.output or "signal 9" in str(status_of(run_dir)), (
         started.output
     )
-    newest = checkpoint_folder.newest(checkpoints)
+    newest = checkpoint_folder.newest_checkpoint(checkpoints)
     assert newest == checkpoints / checkpoint_folder.step_name(case.leaves)
     assert verify(newest) == []
     assert whole(open_reader(run_dir))

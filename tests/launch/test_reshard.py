@@ -21,13 +21,13 @@ from launch import reshard
 from tests.checkpoint.tiny_run import STEP, tiny_checkpoint, tiny_shape
 from toolkit import families
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.nearby import model_near, model_unknown
+from toolkit.checkpoint.model_discovery import find_model, unknown_model_error
 from toolkit.checkpoint.offline import convert
-from toolkit.checkpoint.offline.fill import Filler, Unit
+from toolkit.checkpoint.offline.fill import ConversionUnit, UnitWriter
 from toolkit.checkpoint.offline.reshard import WRITERS
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint.verify import digest
+from toolkit.checkpoint.verify import compute_digest
 from toolkit.errors import CheckpointError, ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,24 +67,26 @@ def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Capt
     reader = open_reader(tmp_path / "out")
     assert {key.state for key in reader.tensors} == {WEIGHT, "exp_avg", EXP_AVG_SQ}
     before = open_reader(checkpoint)
-    masters = {key.name: hashed for key, hashed in digest(before).tensors.items() if key.state == MASTER}
+    masters = {
+        key.name: hashed for key, hashed in compute_digest(before).tensors.items() if key.state == MASTER
+    }
     assert masters == {
-        key.name: hashed for key, hashed in digest(reader).tensors.items() if key.state == WEIGHT
+        key.name: hashed for key, hashed in compute_digest(reader).tensors.items() if key.state == WEIGHT
     }
     assert reader.scalars == before.scalars
     err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
-    assert "is there already" in err
+    assert "already exists" in err
 
 
 def test_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
-    assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
+    assert compute_digest(open_reader(tmp_path / "out")) == compute_digest(open_reader(checkpoint))
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
     assert {key.state for key in open_reader(tmp_path / "weights").tensors} == {WEIGHT}
     err = said(
         capsys, f"source={tmp_path}/weights", f"target={tmp_path}/more", "target.optimizer=true", code=2
     )
-    assert "has no optimizer's state" in err
+    assert "has no optimizer state" in err
 
 
 def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: Captured) -> None:
@@ -123,7 +125,7 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
     assert "measured by copying" in out
     assert "proven     every element" in out
     assert "at 2 GB/s, as stated" in said(capsys, *words, "rate=2")
-    assert "unknown: write target=PATH" in said(capsys, words[0], words[2])
+    assert "unknown: set target=PATH" in said(capsys, words[0], words[2])
     assert files_below(checkpoint.parent) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -131,13 +133,13 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("typed", "shows"),
     [
-        (("source=/no/such", "action=inspect"), "/no/such is not there"),
-        (("source={empty}", "action=inspect"), "holds no checkpoint"),
+        (("source=/no/such", "action=inspect"), "/no/such does not exist"),
+        (("source={empty}", "action=inspect"), "contains no checkpoint"),
         (
             ("source={checkpoint}", "target={empty}/x", "target.zero=stage3"),
             "native takes target.precision, target.optimizer",
         ),
-        (("source={checkpoint}", "target={empty}/x", "model.hidden_size=64"), "write model=FAMILY too"),
+        (("source={checkpoint}", "target={empty}/x", "model.hidden_size=64"), "add model=FAMILY"),
         (
             ("source={checkpoint}", "target={empty}/x", "model=llama", "model.num_attention_heads=5"),
             "divisible by model.num_attention_heads",
@@ -205,8 +207,8 @@ def test_where_the_model_comes_from(tmp_path: Path) -> None:
     (tmp_path / "run" / "plan.json").write_text(
         json.dumps({"model": {**asdict(tiny_shape()), "of a later version": 1}})
     )
-    assert model_near(checkpoint) == tiny_shape(), "the run's plan comes first"
-    assert "model=pretrained model.pretrained=FOLDER" in str(model_unknown(checkpoint))
+    assert find_model(checkpoint) == tiny_shape(), "the run's plan comes first"
+    assert "model=pretrained model.pretrained=FOLDER" in str(unknown_model_error(checkpoint))
 
 
 def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path, tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path,
     (checkpoints / "latest").write_text(f"{checkpoint}\n")
     assert open_source(tmp_path).folder == checkpoint
     (checkpoints / "latest").write_text(f"{tmp_path}/gone\n")
-    with pytest.raises(CheckpointError, match=r"gone.*which is not there"):
+    with pytest.raises(CheckpointError, match=r"gone.*which does not exist"):
         open_source(tmp_path)
 
 
@@ -275,16 +277,16 @@ def test_every_target_is_sound_and_comes_back_the_same(target: str, tmp_path: Pa
     }
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *TARGETS[target])
-    assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
+    assert "is intact" in said(capsys, f"source={tmp_path}/out", "action=verify")
     said(capsys, f"source={tmp_path}/out", f"target={tmp_path}/back", "target.format=native")
-    assert "is sound" in said(capsys, f"source={tmp_path}/back", "action=verify")
-    assert digest(open_reader(tmp_path / "back")) == digest(open_reader(checkpoint))
+    assert "is intact" in said(capsys, f"source={tmp_path}/back", "action=verify")
+    assert compute_digest(open_reader(tmp_path / "back")) == compute_digest(open_reader(checkpoint))
 
 
 def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
-    assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
+    assert "is intact" in said(capsys, f"source={tmp_path}/out", "action=verify")
     assert "equal: 63 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff")
     file = tmp_path / "out" / "part-00000.safetensors"
     data = bytearray(file.read_bytes())
@@ -300,9 +302,9 @@ def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(
     checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "workers=1")
-    fill, filled = Filler.fill, []
+    fill, filled = UnitWriter.fill, []
 
-    def interrupted(self: Filler, unit: Unit, *arguments: Any) -> Any:
+    def interrupted(self: UnitWriter, unit: ConversionUnit, *arguments: Any) -> Any:
         filled.append(unit)
         if len(filled) == 30:
             raise KeyboardInterrupt
@@ -310,12 +312,12 @@ def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(
 
     with monkeypatch.context() as context:
         context.setattr(convert, "SYNC_BYTES", 2**16)
-        context.setattr(Filler, "fill", interrupted)
+        context.setattr(UnitWriter, "fill", interrupted)
         assert run(*words) == ExitCode.STOPPED
     assert "the same command goes on" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert "resumed    " in said(capsys, *words)
-    assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
+    assert compute_digest(open_reader(tmp_path / "out")) == compute_digest(open_reader(checkpoint))
 
 
 def test_the_command_is_quick_and_has_no_torch(checkpoint: Path, tmp_path: Path) -> None:

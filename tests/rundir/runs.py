@@ -1,4 +1,4 @@
-"""Runs that have begun, for the tests of their folder."""
+"""Started runs, for tests of their folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start of a run that has begun before: whether it has anything to do, and whether its learning rate jumps.
+"""A start in an existing run: whether there is anything to do, and whether its learning rate changes.
 
 pytest tests/rundir/test_continuing.py
 """
@@ -15,7 +15,7 @@ from tests.rundir.runs import begun, checkpoint, config
 from toolkit.config.schema import CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
 from toolkit.errors import Severity
 from toolkit.plan.schedule import rate
-from toolkit.rundir.continuing import NothingToDo, check_work, schedule_warning
+from toolkit.rundir.continuing import NothingToDo, check_remaining_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -33,7 +33,7 @@ def ended(path: Path, state: RunState = RunState.DONE, *, steps: int = 10, saved
 def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str) -> None:
     directory = ended(tmp_path / "run")
     with pytest.raises(NothingToDo, match=r"^nothing to do: ") as nothing:
-        check_work(config(steps=steps), directory)
+        check_remaining_work(config(steps=steps), directory)
     assert words in str(nothing.value)
     assert "train.steps=20" in str(nothing.value)
 
@@ -48,20 +48,20 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, steps: int, words: str
     ],
     ids=["more steps", "back to a checkpoint", "another evaluation", "export"],
 )
-def test_a_finished_run_with_something_left_to_do_starts(tmp_path: Path, given: RunConfig) -> None:
-    check_work(given, ended(tmp_path / "run"))
+def test_finished_run_with_new_evaluation_starts(tmp_path: Path, given: RunConfig) -> None:
+    check_remaining_work(given, ended(tmp_path / "run"))
 
 
-def test_a_run_that_failed_after_its_last_save_starts(tmp_path: Path) -> None:
-    check_work(config(), ended(tmp_path / "run", RunState.FAILED))
+def test_run_failed_after_last_save_starts(tmp_path: Path) -> None:
+    check_remaining_work(config(), ended(tmp_path / "run", RunState.FAILED))
 
 
-def test_a_run_whose_last_step_was_not_saved_starts(tmp_path: Path) -> None:
-    check_work(config(), ended(tmp_path / "run", saved=8))
+def test_run_without_last_save_starts(tmp_path: Path) -> None:
+    check_remaining_work(config(), ended(tmp_path / "run", saved=8))
 
 
-def test_a_first_start_has_everything_to_do(tmp_path: Path) -> None:
-    check_work(config(), RunDirectory(tmp_path / "run"))
+def test_first_start_is_needed(tmp_path: Path) -> None:
+    check_remaining_work(config(), RunDirectory(tmp_path / "run"))
 
 
 # ---- the schedule
@@ -82,7 +82,7 @@ def trained(path: Path, before: RunConfig) -> RunDirectory:
     return directory
 
 
-def test_a_longer_run_whose_learning_rate_jumps_is_warned_of_with_both_values(tmp_path: Path) -> None:
+def test_changed_learning_rate_gives_warning(tmp_path: Path) -> None:
     directory = trained(tmp_path / "run", scheduled(100, None))
     warning = schedule_warning(scheduled(200, None), directory)
     assert warning is not None
@@ -95,10 +95,10 @@ def test_a_longer_run_whose_learning_rate_jumps_is_warned_of_with_both_values(tm
     assert f"run.fork={directory.path} schedule.decay=70" in warning.remedy
 
 
-def test_a_fixed_decay_gives_no_warning(tmp_path: Path) -> None:
+def test_fixed_decay_gives_no_warning(tmp_path: Path) -> None:
     directory = trained(tmp_path / "run", scheduled(100, 270))
     assert schedule_warning(scheduled(200, 270), directory) is None
 
 
-def test_a_first_start_gives_no_warning_about_its_schedule(tmp_path: Path) -> None:
+def test_first_start_gives_no_schedule_warning(tmp_path: Path) -> None:
     assert schedule_warning(scheduled(200, None), RunDirectory(tmp_path / "run")) is None

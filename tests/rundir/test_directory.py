@@ -1,4 +1,4 @@
-"""The folder of a run: attempts, identity, and starts that nobody typed.
+"""The folder of a run: attempts, identity, and automatic restarts.
 
 pytest tests/rundir/test_directory.py
 """
@@ -12,12 +12,12 @@ import pytest
 
 from tests.rundir.runs import PLAN, begun, config
 from toolkit.errors import ConfigError, InputError
-from toolkit.goodput import Times, write_times
+from toolkit.goodput import AttemptTimes, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 
-def test_each_start_is_an_attempt_and_the_top_holds_the_newest(tmp_path: Path) -> None:
+def test_each_start_opens_an_attempt(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     assert directory.begin(config(steps=10), {"n": 1}) == 1
     directory.release()
@@ -33,7 +33,7 @@ def test_each_start_is_an_attempt_and_the_top_holds_the_newest(tmp_path: Path) -
     assert directory.status() == Status(state=RunState.STARTING, attempt=2)
 
 
-def test_another_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+def test_other_run_is_rejected_without_writing(tmp_path: Path) -> None:
     directory = begun(tmp_path, seed=1)
     before = sorted(path for path in tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=r"seed") as refused:
@@ -43,10 +43,10 @@ def test_another_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     assert directory.attempts() == [1]
 
 
-def test_a_folder_that_holds_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_files_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "src").mkdir()
-    with pytest.raises(InputError, match=r"holds notes\.txt, src, and no run") as refused:
+    with pytest.raises(InputError, match=r"contains notes\.txt, src, and no run") as refused:
         RunDirectory(tmp_path).begin(config(), PLAN)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "src"]
     remedy = refused.value.problems[0].remedy.rpartition("run.dir=")[2]
@@ -54,8 +54,10 @@ def test_a_folder_that_holds_other_things_is_refused_and_left_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("entry", ["lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"])
-def test_a_folder_that_waits_for_its_run_is_taken(tmp_path: Path, entry: str) -> None:
-    """A killed start leaves its lock, a submitted job its folder; a new disk has lost+found; checkpoints may have been copied there."""
+def test_prepared_folder_is_accepted(tmp_path: Path, entry: str) -> None:
+    """A killed start leaves its lock, a submitted job its folder, a new disk lost+found; checkpoints may
+    have been copied there.
+    """
     if entry in ("lock", ".gitkeep"):
         (tmp_path / entry).touch()
     else:
@@ -63,14 +65,14 @@ def test_a_folder_that_waits_for_its_run_is_taken(tmp_path: Path, entry: str) ->
     assert RunDirectory(tmp_path).begin(config(), PLAN) == 1
 
 
-def test_a_run_beside_other_files_goes_on(tmp_path: Path) -> None:
+def test_run_with_extra_files_continues(tmp_path: Path) -> None:
     begun(tmp_path, seed=1).release()
     (tmp_path / "notes.txt").write_text("mine")
     assert RunDirectory(tmp_path).begin(config(seed=1), PLAN) == 2
 
 
 @pytest.mark.parametrize("name", ["/proc/x", "FILE", "FILE/x", "LONG"])
-def test_what_the_operating_system_refuses_has_a_rule_and_a_remedy(tmp_path: Path, name: str) -> None:
+def test_os_errors_have_rule_and_remedy(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     path = Path(name.replace("FILE", str(tmp_path / "file")).replace("LONG", str(tmp_path / ("a" * 300))))
     with pytest.raises(InputError) as refused:
@@ -80,10 +82,10 @@ def test_what_the_operating_system_refuses_has_a_rule_and_a_remedy(tmp_path: Pat
     assert "run.dir=FOLDER" in problem.remedy
 
 
-# ---- starts that nobody typed
+# ---- automatic restarts
 
 
-def test_the_process_that_has_the_folder_opens_the_next_attempt(tmp_path: Path) -> None:
+def test_lock_holder_opens_next_attempt(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.begin(config(), PLAN) == 1
     assert directory.begin(config(), PLAN) == 2
@@ -91,12 +93,12 @@ def test_the_process_that_has_the_folder_opens_the_next_attempt(tmp_path: Path) 
         RunDirectory(tmp_path).begin(config(), PLAN)
 
 
-def test_what_was_typed_for_the_first_attempt_is_not_done_again(tmp_path: Path) -> None:
-    """After resume=PATH has been followed, going there again would lose what was done since."""
+def test_resume_option_applies_to_first_attempt_only(tmp_path: Path) -> None:
+    """Following resume=PATH again would lose later steps."""
     directory = begun(tmp_path)
     went, never = config(resume="/a/checkpoint"), config(resume="never")
     assert directory.continued(went, 1) == went, "it never got to train"
-    write_times(directory.attempt_folder(1), Times(began=1.0, seen=2.0, first=40))
+    write_times(directory.attempt_folder(1), AttemptTimes(began=1.0, seen=2.0, first=40))
     assert directory.continued(went, 1).resume == "auto"
     assert directory.continued(never, 1).resume == "auto"
     assert directory.continued(went, 0) == went, "a person typed it"

@@ -1,4 +1,4 @@
-"""One writer of a folder at a time.
+"""One process at a time uses a folder.
 
 pytest tests/rundir/test_lock.py
 """
@@ -18,7 +18,7 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 
-def test_a_second_live_run_is_refused_and_named(tmp_path: Path) -> None:
+def test_second_live_run_is_rejected(tmp_path: Path) -> None:
     first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
     first.begin(config(), PLAN)
     pid = json.loads((tmp_path / "lock").read_text())["pid"]
@@ -28,8 +28,11 @@ def test_a_second_live_run_is_refused_and_named(tmp_path: Path) -> None:
     assert second.begin(config(), PLAN) == 2
 
 
-def test_a_killed_owner_is_taken_over(tmp_path: Path) -> None:
-    code = "import os, sys; from tests.rundir.runs import *; RunDirectory(sys.argv[1]).begin(config(), PLAN); os.kill(os.getpid(), 9)"
+def test_lock_of_killed_owner_is_released(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from tests.rundir.runs import *; RunDirectory(sys.argv[1]).begin(config(), "
+        "PLAN); os.kill(os.getpid(), 9)"
+    )
     root = Path(__file__).parents[2]
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, timeout=60, check=False)
     assert killed.returncode == -9

@@ -1,4 +1,4 @@
-"""Rows of steps that run again.
+"""Rows of repeated steps.
 
 pytest tests/rundir/test_rows.py
 """
@@ -28,7 +28,7 @@ def two_attempts(path: Path) -> RunDirectory:
     return directory
 
 
-def test_rows_that_run_again_move_to_the_old_attempt(tmp_path: Path) -> None:
+def test_rows_of_repeated_steps_move_to_old_attempt(tmp_path: Path) -> None:
     directory = two_attempts(tmp_path)
     directory.metrics_file.write_text(rows(1, 2, 3, 4, 5))
     directory.eval_file.write_text(rows(2, 4))
@@ -42,21 +42,21 @@ def test_rows_that_run_again_move_to_the_old_attempt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "torn", ['{"step": 4, "lo', '{"step": 4}', "\x00\x00\x00", "[4]\n", '{"step": "4"}\n']
 )
-def test_a_torn_last_row_is_dropped(tmp_path: Path, torn: str) -> None:
+def test_incomplete_last_row_is_dropped(tmp_path: Path, torn: str) -> None:
     directory = two_attempts(tmp_path)
     directory.metrics_file.write_text(rows(1, 2, 3) + torn)
     directory.trim_after(3, attempt=2)
     assert directory.metrics_file.read_text() == rows(1, 2, 3)
 
 
-def test_bytes_that_are_no_text_are_dropped(tmp_path: Path) -> None:
+def test_invalid_utf8_is_dropped(tmp_path: Path) -> None:
     directory = two_attempts(tmp_path)
     directory.metrics_file.write_bytes(rows(1, 2).encode() + b'{"step": 3, "a": "\xff')
     directory.trim_after(2, attempt=2)
     assert directory.metrics_file.read_text() == rows(1, 2)
 
 
-def test_trimming_twice_after_a_crash_between_the_files_keeps_each_row_once(tmp_path: Path) -> None:
+def test_trimming_twice_keeps_each_row_once(tmp_path: Path) -> None:
     directory = two_attempts(tmp_path)
     directory.metrics_file.write_text(rows(1, 2, 3))
     (directory.attempt_folder(1) / "metrics.jsonl").write_text(
@@ -67,7 +67,7 @@ def test_trimming_twice_after_a_crash_between_the_files_keeps_each_row_once(tmp_
     assert steps_of(directory.metrics_file) == [1]
 
 
-def test_nothing_to_trim_leaves_the_file_untouched(tmp_path: Path) -> None:
+def test_file_without_later_rows_is_unchanged(tmp_path: Path) -> None:
     directory = two_attempts(tmp_path)
     directory.metrics_file.write_text(rows(1, 2))
     inode = directory.metrics_file.stat().st_ino

@@ -1,4 +1,4 @@
-"""Where a run's state comes from.
+"""The state that a run starts from.
 
 pytest tests/rundir/test_source.py
 """
@@ -14,24 +14,24 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import PLAN, begun, checkpoint, config
-from toolkit.checkpoint_folder import Newest, step_name
+from toolkit.checkpoint_folder import NewestCheckpoint, step_name
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
-from toolkit.goodput import SAVES, Save, Times, add_save, write_times
+from toolkit.goodput import SAVES, AttemptTimes, SaveRecord, append_save, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
-from toolkit.rundir.source import Source, SourceKind, resolve_source
+from toolkit.rundir.source import SourceKind, StateSource, resolve_source
 from toolkit.rundir.status import RunState, Status
 
 
-def test_sources(tmp_path: Path) -> None:
+def test_resolve_source(tmp_path: Path) -> None:
     newest, other = tmp_path / "newest", tmp_path / "other"
     other.mkdir()
-    assert resolve_source(config(), None) == Source(SourceKind.INITIAL)
-    assert resolve_source(config(resume="never"), None) == Source(SourceKind.INITIAL)
-    assert resolve_source(config(), newest) == Source(SourceKind.RESUME, newest)
-    assert resolve_source(config(resume=str(other)), newest) == Source(SourceKind.RESUME, other)
-    assert resolve_source(config(fork=other), None) == Source(SourceKind.FORK, other)
-    assert resolve_source(config(fork=other), newest) == Source(
+    assert resolve_source(config(), None) == StateSource(SourceKind.INITIAL)
+    assert resolve_source(config(resume="never"), None) == StateSource(SourceKind.INITIAL)
+    assert resolve_source(config(), newest) == StateSource(SourceKind.RESUME, newest)
+    assert resolve_source(config(resume=str(other)), newest) == StateSource(SourceKind.RESUME, other)
+    assert resolve_source(config(fork=other), None) == StateSource(SourceKind.FORK, other)
+    assert resolve_source(config(fork=other), newest) == StateSource(
         SourceKind.RESUME, newest
     )  # a fork continues itself
 
@@ -39,25 +39,25 @@ def test_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "newest", "error", "named"),
     [
-        ({"resume": "never"}, "step-10", ConfigError, "refuses to continue"),
+        ({"resume": "never"}, "step-10", ConfigError, "does not continue"),
         ({"resume": "/no/such"}, None, InputError, "resume=/no/such"),
         ({"fork": Path("/no/such")}, None, InputError, "run.fork=/no/such"),
         ({"fork": Path("/"), "resume": "/"}, None, ConfigError, "one state"),
     ],
 )
-def test_refused_sources(
+def test_invalid_sources_are_rejected(
     keys: dict[str, object], newest: str | None, error: type[UserError], named: str
 ) -> None:
     with pytest.raises(error, match=named):
         resolve_source(config(**keys), Path(newest) if newest else None)  # type: ignore[arg-type]
 
 
-def test_never_refuses_a_directory_with_checkpoints_before_anything_starts(tmp_path: Path) -> None:
+def test_resume_never_rejects_existing_checkpoints(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     assert directory.begin(config(resume="never"), PLAN) == 2
     directory.release()
     checkpoint(directory)
-    with pytest.raises(ConfigError, match="refuses to continue"):
+    with pytest.raises(ConfigError, match="does not continue"):
         directory.begin(config(resume="never"), PLAN)
 
 
@@ -69,9 +69,9 @@ def trained(path: Path) -> RunDirectory:
     directory = begun(path)
     for step in (10, 20, 30):
         saved = checkpoint(directory, step_name(step))
-        add_save(directory.attempt_folder(1), Save(step=step, seconds=1.0, bytes=1, stepping=1.0))
+        append_save(directory.attempt_folder(1), SaveRecord(step=step, seconds=1.0, bytes=1, stepping=1.0))
     (directory.checkpoints / "latest").write_text(f"{saved.name}\n")
-    write_times(directory.attempt_folder(1), Times(began=1.0, seen=2.0, first=0))
+    write_times(directory.attempt_folder(1), AttemptTimes(began=1.0, seen=2.0, first=0))
     directory.metrics_file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 35)))
     directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=34, checkpoint=str(saved)))
     return directory
@@ -88,11 +88,11 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
     ),
     "the newest checkpoint": (
         lambda run: shutil.rmtree(run.checkpoints / step_name(30)),
-        "'step-00000030', which is not there",
+        "'step-00000030', which does not exist",
     ),
     "the newest checkpoint and the pointer": (
         lambda run: (shutil.rmtree(run.checkpoints / step_name(30)), (run.checkpoints / "latest").unlink()),
-        "status.json says that step 30 was saved",
+        "status.json records that step 30 was saved",
     ),
     "the newest checkpoint, with an older pointer and no status": (
         lambda run: (
@@ -100,11 +100,11 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
             (run.checkpoints / "latest").write_text(step_name(20)),
             run.status_file.write_text(""),
         ),
-        "saves.jsonl says that step 30 was saved",
+        "saves.jsonl records that step 30 was saved",
     ),
     "all checkpoints": (
         lambda run: shutil.rmtree(run.checkpoints),
-        "status.json says that step 30 was saved",
+        "status.json records that step 30 was saved",
     ),
     "everything but the rows": (
         lambda run: (
@@ -118,9 +118,9 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_a_run_that_lost_files_asks_where_to_continue(what: str, tmp_path: Path) -> None:
+def test_run_with_lost_files_is_rejected(what: str, tmp_path: Path) -> None:
     directory = trained(tmp_path)
-    assert directory.newest_agreed() == Newest(directory.checkpoints / step_name(30))
+    assert directory.newest_agreed() == NewestCheckpoint(directory.checkpoints / step_name(30))
     lose, seen = LOSSES[what]
     lose(directory)
     before = sorted(tmp_path.rglob("*"))
@@ -170,17 +170,17 @@ def _made(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("what", LEFT)
-def test_what_a_crash_leaves_is_continued(what: str, tmp_path: Path) -> None:
+def test_crash_leftovers_are_resumed(what: str, tmp_path: Path) -> None:
     directory = trained(tmp_path)
     leave, step = LEFT[what]
     leave(directory)
     directory.check(config())
-    assert directory.newest_agreed() == Newest(
+    assert directory.newest_agreed() == NewestCheckpoint(
         None if step is None else directory.checkpoints / step_name(step)
     )
 
 
-def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_status_is_rejected(tmp_path: Path) -> None:
     directory = trained(tmp_path)
     for text in ("{", "[]", '{"state": "asleep"}', '{"state": "done", "attempt": 1, "more": 1}'):
         directory.status_file.write_text(text)
@@ -188,7 +188,7 @@ def test_a_status_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             directory.check(config())
 
 
-def test_resuming_from_another_run_is_a_fork(tmp_path: Path) -> None:
+def test_resume_from_other_run_is_rejected(tmp_path: Path) -> None:
     other = begun(tmp_path / "other", seed=1)
     saved = checkpoint(other)
     for path in (saved, other.path):
@@ -215,7 +215,7 @@ def test_a_run_with_steps_of_its_own_cannot_become_a_fork(tmp_path: Path) -> Non
         run.begin(config(fork=parent.path), PLAN)
 
 
-def test_a_fork_apart_from_its_parent(tmp_path: Path) -> None:
+def test_fork_in_parent_folder_is_rejected(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     saved = checkpoint(directory)
     for path in (directory.path, saved):
@@ -224,7 +224,7 @@ def test_a_fork_apart_from_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["resume", "run.fork"])
-def test_a_path_that_the_operating_system_refuses_is_named_by_its_key(key: str) -> None:
+def test_invalid_path_is_reported_with_key(key: str) -> None:
     long = "a" * 300
     given = config(resume=long) if key == "resume" else config(fork=Path(long))
     with pytest.raises(InputError, match="File name too long") as refused:
@@ -235,16 +235,18 @@ def test_a_path_that_the_operating_system_refuses_is_named_by_its_key(key: str) 
 # ---- a run by its name
 
 
-def test_a_name_stands_for_the_one_run_that_has_it(tmp_path: Path) -> None:
+def test_run_name_resolves_to_directory(tmp_path: Path) -> None:
     hop = begun(tmp_path / "hop-0123abcd")
     begun(tmp_path / "hop-on-0123abcd")
     (tmp_path / "hop-deadbeef").mkdir()  # no run
     assert find_run(tmp_path / "hop", "source") == hop.path
-    assert resolve_source(config(resume=str(tmp_path / "hop")), None) == Source(SourceKind.RESUME, hop.path)
-    assert resolve_source(config(fork=tmp_path / "hop"), None) == Source(SourceKind.FORK, hop.path)
+    assert resolve_source(config(resume=str(tmp_path / "hop")), None) == StateSource(
+        SourceKind.RESUME, hop.path
+    )
+    assert resolve_source(config(fork=tmp_path / "hop"), None) == StateSource(SourceKind.FORK, hop.path)
 
 
-def test_what_exists_stands_for_itself(tmp_path: Path) -> None:
+def test_existing_path_is_returned(tmp_path: Path) -> None:
     begun(tmp_path / "hop-0123abcd")
     own = begun(tmp_path / "hop")
     assert find_run(own.path, "source") == own.path
@@ -252,7 +254,7 @@ def test_what_exists_stands_for_itself(tmp_path: Path) -> None:
     assert find_run(tmp_path / "none" / "other", "source") == tmp_path / "none" / "other"
 
 
-def test_a_name_of_several_runs_is_refused_with_all_of_them(tmp_path: Path) -> None:
+def test_ambiguous_run_name_is_rejected(tmp_path: Path) -> None:
     one, other = begun(tmp_path / "hop-0123abcd"), begun(tmp_path / "hop-89abcdef")
     with pytest.raises(InputError, match="2 runs") as refused:
         find_run(tmp_path / "hop", "source")

@@ -1,4 +1,4 @@
-"""status.json: how a run stands, and the last word of an attempt.
+"""status.json: a run's status, and the recorded end of an attempt.
 
 pytest tests/rundir/test_status.py
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import begun, checkpoint
-from toolkit.goodput import Times, write_times
+from toolkit.goodput import AttemptTimes, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 
-def test_the_last_word_keeps_step_and_checkpoint(tmp_path: Path) -> None:
+def test_finish_keeps_step_and_checkpoint(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     directory.write_status(
         Status(state=RunState.RUNNING, attempt=1, step=7, checkpoint="checkpoints/step-00000005")
@@ -34,7 +34,7 @@ def test_the_last_word_keeps_step_and_checkpoint(tmp_path: Path) -> None:
     assert directory.status() == end
     directory.finish(RunState.FAILED, 1, "later", attempt=1)
     assert directory.status() == end
-    directory.finish(RunState.FAILED, 1, "the parent knows better", attempt=1, anew=True)
+    directory.finish(RunState.FAILED, 1, "the parent knows better", attempt=1, overwrite=True)
     after = directory.status()
     assert after is not None
     assert (after.state, after.step, after.reason) == (RunState.FAILED, 7, "the parent knows better")
@@ -55,8 +55,8 @@ def test_no_status_before_a_run(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path).status() is None
 
 
-def test_only_the_end_of_a_run_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run under way writes its status every second."""
+def test_only_final_status_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running run writes its status every second."""
     directory = begun(tmp_path)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -66,11 +66,11 @@ def test_only_the_end_of_a_run_waits_for_the_disk(tmp_path: Path, monkeypatch: p
     assert len(synced) == 2
 
 
-def test_the_end_of_an_attempt_tells_the_goodput_of_the_run(tmp_path: Path) -> None:
+def test_finish_records_goodput(tmp_path: Path) -> None:
     directory = begun(tmp_path)
     write_times(
         directory.attempt_folder(1),
-        Times(
+        AttemptTimes(
             began=100.0,
             seen=160.0,
             first=0,

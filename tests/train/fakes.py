@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.engine.protocol import EvalResult, MicroBatch, ReplicaSet, StepResult, StepSettings
 from toolkit.engine.rank_sync import FlagReduce, StepConsensus, single_rank_reduce
 from toolkit.hooks import CompletedStep
@@ -54,7 +54,7 @@ class FakeEngine:
     def scalars(self) -> dict[str, object]:
         return {"optimizer_step": len(self.settings)}
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         self.events.append("load")
 
     def close(self) -> None:

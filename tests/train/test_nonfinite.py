@@ -16,7 +16,7 @@ import torch
 
 from tests.train.tiny_run import TinyRun
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.directory import committed
+from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.config.schema import OnNonfinite, RunConfig
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import ExitCode
@@ -64,7 +64,7 @@ def start(folder: Path, data: Path, on: str = "stop", **changes: Any) -> TinyRun
 
 
 def saved(run: TinyRun) -> list[int]:
-    return list(committed(run.directory.checkpoints))
+    return list(committed_checkpoints(run.directory.checkpoints))
 
 
 def is_finite(run: TinyRun) -> bool:

@@ -15,18 +15,18 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.reshard import WRITERS, lay_out
 from toolkit.checkpoint.source import open_source
-from toolkit.config.reshard import Format, TargetConfig
+from toolkit.config.reshard import TargetConfig, TargetFormat
 from toolkit.config.schema import RunConfig
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import CheckpointError
 
 
-def convert(run: Path, path: Path, form: Format, *, optimizer: bool = True) -> Path:
+def convert(run: Path, path: Path, form: TargetFormat, *, optimizer: bool = True) -> Path:
     """Convert the newest checkpoint of ``run``, without our manifest, which other programs do not write."""
     source = open_source(run)
     target = lay_out(source, TargetConfig(format=form, optimizer=optimizer))
-    Conversion(source.catalog, target, path, origin=source.origin(), refuse=source.refuse).run()
-    (path / manifest.BESIDE).unlink(missing_ok=True)
+    Conversion(source, target, path).run()
+    (path / manifest.FOREIGN_NAME).unlink(missing_ok=True)
     return path
 
 
@@ -37,12 +37,20 @@ def resuming(path: Path) -> Any:
 @pytest.mark.parametrize(
     "form",
     [
-        Format.native,
-        *(pytest.param(form, marks=() if form is Format.deepspeed else pytest.mark.full) for form in WRITERS),
+        TargetFormat.native,
+        *(
+            pytest.param(form, marks=() if form is TargetFormat.deepspeed else pytest.mark.full)
+            for form in WRITERS
+        ),
     ],
 )
 def test_run_continues_from_any_format_and_finds_it_again_after_dying(
-    whole: TinyRun, stopped: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Format
+    whole: TinyRun,
+    stopped: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: TargetFormat,
 ) -> None:
     """The result equals an unstopped run bitwise."""
     path = convert(stopped, tmp_path / "out", form)
@@ -62,7 +70,7 @@ def test_run_continues_from_any_format_and_finds_it_again_after_dying(
 def test_resuming_without_optimizer_state_changes_the_losses(
     whole: TinyRun, stopped: Path, data: Path, tmp_path: Path
 ) -> None:
-    path = convert(stopped, tmp_path / "out", Format.native, optimizer=False)
+    path = convert(stopped, tmp_path / "out", TargetFormat.native, optimizer=False)
     resumed = TinyRun(tmp_path / "run", data, config=resuming(path))
     assert resumed.rows()[0] == whole.rows()[3], (
         "the forward pass of the fourth step does not depend on the moments"
@@ -71,7 +79,7 @@ def test_resuming_without_optimizer_state_changes_the_losses(
 
 
 def test_fork_from_another_format(stopped: Path, data: Path, tmp_path: Path) -> None:
-    path = convert(stopped, tmp_path / "out", Format.native)
+    path = convert(stopped, tmp_path / "out", TargetFormat.native)
 
     def forked(config: RunConfig) -> None:
         config.run.fork, config.optim.lr = str(path), 5e-4
@@ -89,7 +97,7 @@ def test_resume_from_published_weights_is_refused_with_a_remedy(data: Path, tmp_
 
 
 def test_missing_resume_source_is_refused(stopped: Path, data: Path, tmp_path: Path) -> None:
-    path = convert(stopped, tmp_path / "out", Format.native)
+    path = convert(stopped, tmp_path / "out", TargetFormat.native)
     start = TinyRun(tmp_path / "run", data, config=resuming(path), checkpoint__at_end=False)
     path.rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="out', which is not there"):
@@ -104,8 +112,8 @@ def test_generate_reads_weights_of_another_format(
     words = [str(stopped), "def main(", "--tokens", "6", "--temperature", "0"]
     assert main(words) == 0
     first = capsys.readouterr().out
-    path = convert(stopped, tmp_path / "out", Format.deepspeed)
+    path = convert(stopped, tmp_path / "out", TargetFormat.deepspeed)
     assert main([*words, "--weights", str(path)]) == 0
     assert capsys.readouterr().out == first
     assert main([*words, "--weights", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is not there" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err

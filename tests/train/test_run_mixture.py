@@ -68,7 +68,7 @@ def test_mixture_weights_change_at_a_phase_and_the_run_resumes(
     assert resumed.rows() == whole.rows()
     assert equal_tensors(resumed.state(), whole.state())
 
-    with pytest.raises(UserError, match=r"holds another run \(data\.phases: "):
+    with pytest.raises(UserError, match=r"contains another run \(data\.phases: "):
         TinyRun(tmp_path / "parts", path, config=mixture_of(folders, []))
 
 

@@ -14,7 +14,7 @@ from tests.train.fakes import FakeClock, completed_step
 from tests.train.tiny_run import STEPS, TinyRun
 from toolkit import checkpoint_folder
 from toolkit.errors import ExitCode
-from toolkit.goodput import Save, Times, read_saves, read_times, write_times
+from toolkit.goodput import AttemptTimes, SaveRecord, read_saves, read_times, write_times
 from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, World
@@ -44,7 +44,7 @@ def test_estimate_uses_the_newest_measured_saves() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
     assert size is not None
-    save_deadline = SaveDeadline(plan, [Save(step=2, seconds=50.0, bytes=size // 2, stepping=1.0)])
+    save_deadline = SaveDeadline(plan, [SaveRecord(step=2, seconds=50.0, bytes=size // 2, stepping=1.0)])
     estimate = save_deadline.estimate()
     assert estimate is not None
     assert estimate.seconds == pytest.approx(100.0, rel=1e-3)
@@ -59,7 +59,7 @@ def test_lost_work_is_described_in_steps_and_time() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
     assert size is not None
-    save_deadline = SaveDeadline(plan, [Save(step=2, seconds=100.0, bytes=size, stepping=1.0)])
+    save_deadline = SaveDeadline(plan, [SaveRecord(step=2, seconds=100.0, bytes=size, stepping=1.0)])
     assert save_deadline.too_late(42.0)
     text = save_deadline.describe_lost_work("SIGTERM", step=437, saved=400, seconds=730.0)
     assert text.startswith(
@@ -79,7 +79,7 @@ def test_lost_work_is_described_in_steps_and_time() -> None:
 
 def test_tracker_records_the_time_of_an_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
-    write_times(tmp_path, Times(began=90.0, seen=90.0))
+    write_times(tmp_path, AttemptTimes(began=90.0, seen=90.0))
     times = GoodputTracker(tmp_path, [], clock)
     clock.now = 109.5
     times.on_start(4)
@@ -102,7 +102,7 @@ def test_tracker_records_the_time_of_an_attempt(tmp_path: Path, caplog: pytest.L
     times.on_eval({"seconds": 0.75})
     assert times.unsaved_seconds() == 0.5
     times.on_end(6)
-    assert read_times(tmp_path) == Times(
+    assert read_times(tmp_path) == AttemptTimes(
         began=90.0,
         seen=114.0,
         first=4,
@@ -114,7 +114,7 @@ def test_tracker_records_the_time_of_an_attempt(tmp_path: Path, caplog: pytest.L
         evaluating=0.75,
         active=114.0,
     )
-    assert list(read_saves(tmp_path)) == [Save(step=5, seconds=2.5, bytes=1000, stepping=0.5)]
+    assert list(read_saves(tmp_path)) == [SaveRecord(step=5, seconds=2.5, bytes=1000, stepping=0.5)]
     found = times.goodput()
     assert found is not None
     assert (found.wall_seconds, found.useful_seconds) == (24.0, 1.0)
@@ -144,7 +144,7 @@ def test_run_without_time_to_save_resumes_from_the_earlier_checkpoint(data: Path
     assert second.status.reason is not None
     assert second.status.reason.startswith("SIGTERM; not saved: a save takes about ")
     assert "the newest checkpoint is of step 3, so 2 steps and " in second.status.reason
-    assert checkpoint_folder.newest(
+    assert checkpoint_folder.newest_checkpoint(
         folder / "checkpoints"
     ) == folder / "checkpoints" / checkpoint_folder.step_name(3)
     assert second.status.goodput is not None
@@ -165,6 +165,6 @@ def test_run_with_time_to_save_saves(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     start = TinyRun(folder, data, stop_after=2, seconds_left=lambda: 3600.0)
     assert start.code is ExitCode.STOPPED
-    assert checkpoint_folder.newest(
+    assert checkpoint_folder.newest_checkpoint(
         folder / "checkpoints"
     ) == folder / "checkpoints" / checkpoint_folder.step_name(2)

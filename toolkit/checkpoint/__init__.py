@@ -1,4 +1,6 @@
-"""Checkpoints without a layout: named boxes of tensors in safetensors files and a manifest. Imports no engine."""
+"""Layout-independent checkpoints: boxes of named tensors in safetensors files, and a manifest. Imports no
+engine.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,17 @@ if TYPE_CHECKING:
 def open_reader(
     path: str | Path, namespace: str | None = None, model: ModelShape | None = None
 ) -> CatalogReader:
-    """A Reader of whatever state lies at ``path``, whoever wrote it.
+    """Open a reader for the checkpoint at ``path``, in any supported format.
 
     Args:
-        path: a checkpoint in any format that ``source.py`` knows, or what points to one: a run directory or its ``checkpoints``
-            folder (the newest checkpoint is taken), a folder with a vendor's tracker file, a Hugging Face folder.
-        namespace: of canonical names that the source must have; None accepts any.
-        model: what the model is, for formats that do not say it.
+        path: A checkpoint, or a path that leads to one: a run directory or its ``checkpoints`` folder (the
+            newest checkpoint is used), a folder with a vendor's tracker file, or a Hugging Face folder.
+        namespace: Namespace that the checkpoint's canonical names must have. None accepts any.
+        model: Shape of the model, for formats that do not record it.
 
     Raises:
-        CheckpointError: nothing of these is there, or what is there is damaged or of another namespace.
+        CheckpointError: ``path`` leads to no checkpoint, or the checkpoint is damaged or has another
+            namespace.
     """
     from toolkit.checkpoint.source import open_source
     from toolkit.errors import CheckpointError, Problem
@@ -34,7 +37,7 @@ def open_reader(
                 str(found.folder),
                 f"{found.folder} has namespace={found.namespace}",
                 f"this run's tensors have the names of {namespace}",
-                "describe the model that the checkpoint was made of, or name another checkpoint: resume=PATH",
+                "set the model options to those of the checkpoint, or choose another checkpoint: resume=PATH",
             )
         )
     return found.reader()

@@ -1,7 +1,7 @@
-"""What a source holds, known without reading a tensor: which box of which tensor lies in which bytes of which file.
+"""The catalog of a checkpoint: which box of which tensor is stored in which bytes of which file. Imports no
+torch.
 
-Every source (our checkpoints, Hugging Face folders, later the vendors' formats) becomes a ``Catalog``; one planner and
-one executor read them all. Imports no torch.
+Every format is read into a ``Catalog``; one planner and one executor read them all.
 """
 
 from __future__ import annotations
@@ -14,38 +14,37 @@ from pathlib import Path
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.paths import UnsafePath, inside
 
-# Bytes that one hash covers. A reader that needs one byte reads and verifies its whole block.
+# Bytes covered by one hash. Reading one byte of a block reads and verifies the whole block.
 BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class DType:
+class DTypeInfo:
     code: str  # in a safetensors header
     itemsize: int  # bytes
     is_float: bool
 
 
-# By torch's name.
-DTYPES: Mapping[str, DType] = {
-    "float64": DType("F64", 8, True),
-    "float32": DType("F32", 4, True),
-    "bfloat16": DType("BF16", 2, True),
-    "float16": DType("F16", 2, True),
-    "float8_e4m3fn": DType("F8_E4M3", 1, True),
-    "float8_e5m2": DType("F8_E5M2", 1, True),
-    "int64": DType("I64", 8, False),
-    "int32": DType("I32", 4, False),
-    "int16": DType("I16", 2, False),
-    "int8": DType("I8", 1, False),
-    "uint8": DType("U8", 1, False),
-    "bool": DType("BOOL", 1, False),
+DTYPES: Mapping[str, DTypeInfo] = {
+    "float64": DTypeInfo("F64", 8, True),
+    "float32": DTypeInfo("F32", 4, True),
+    "bfloat16": DTypeInfo("BF16", 2, True),
+    "float16": DTypeInfo("F16", 2, True),
+    "float8_e4m3fn": DTypeInfo("F8_E4M3", 1, True),
+    "float8_e5m2": DTypeInfo("F8_E5M2", 1, True),
+    "int64": DTypeInfo("I64", 8, False),
+    "int32": DTypeInfo("I32", 4, False),
+    "int16": DTypeInfo("I16", 2, False),
+    "int8": DTypeInfo("I8", 1, False),
+    "uint8": DTypeInfo("U8", 1, False),
+    "bool": DTypeInfo("BOOL", 1, False),
 }
 DTYPE_OF_CODE: Mapping[str, str] = {dtype.code: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Bytes ``begin .. end`` of ``file``, of which an archive's directory records the CRC-32."""
+class ArchiveRecord:
+    """Bytes ``begin .. end`` of ``file``, whose CRC-32 the archive's directory records."""
 
     file: str
     begin: int
@@ -54,14 +53,14 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a tensor, row-major in ``file``'s bytes ``begin .. end``.
+class TensorPiece:
+    """A box of a tensor, stored row-major in bytes ``begin .. end`` of ``file``.
 
     Attributes:
-        file: within the catalog's folder: a name, or a path of names.
-        hashes: xxh3-128 in hex, one per ``BLOCK_BYTES`` from ``begin`` on; empty where the source has none.
-        transposed: the file has the box with its last two dims changed over: that of a ``[m, n]`` lies as ``[n, m]``.
-        record: of an archive, in which the piece lies; its CRC-32 is checked before anything of it is read.
+        file: Path relative to the catalog's folder.
+        hashes: xxh3-128 in hex of each ``BLOCK_BYTES`` from ``begin``; empty if the source has no hashes.
+        transposed: The file stores the box with its last two dims swapped: ``[m, n]`` as ``[n, m]``.
+        record: The archive record that contains the piece. Its CRC-32 is verified before the piece is read.
     """
 
     key: TensorKey
@@ -73,11 +72,11 @@ class Piece:
     end: int
     hashes: tuple[str, ...] = ()
     transposed: bool = False
-    record: Record | None = None
+    record: ArchiveRecord | None = None
 
     def __post_init__(self) -> None:
         assert not self.transposed or len(self.box.shape) > 1, (
-            f"{self.key}: {self.box.shape} has no two dims to change over"
+            f"{self.key}: {self.box.shape} has no two dims to swap"
         )
 
     @property
@@ -86,40 +85,45 @@ class Piece:
 
     @property
     def shape_in_file(self) -> tuple[int, ...]:
-        return turned(self.box.shape) if self.transposed else self.box.shape
+        return swap_last_dims(self.box.shape) if self.transposed else self.box.shape
 
 
-def turned(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """With the last two dims changed over."""
+def swap_last_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``shape`` with its last two dims swapped."""
     return (*shape[:-2], shape[-1], shape[-2])
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Pieces by tensor. Each element of each tensor lies in exactly one piece.
+    """The pieces of each tensor. Every element of every tensor is in exactly one piece.
 
     Attributes:
-        pieces: may make them when they are asked for: a large run's would fill memory.
-        copies: pieces whose elements lie in ``pieces`` too (tied, or replicated over ranks). They are never read for their values,
-            only compared.
+        folder: The folder that file names are relative to.
+        tensors: Dtype and shape of each tensor.
+        pieces: May create the pieces on access, because those of a large run would fill memory.
+        scalars: What is not a tensor of parameter shape, as plain JSON types.
+        copies: Further copies (tied or replicated) of elements in ``pieces``. Their values are only compared,
+            never used.
     """
 
     folder: Path
     tensors: Mapping[TensorKey, TensorInfo]
-    pieces: Mapping[TensorKey, tuple[Piece, ...]]
+    pieces: Mapping[TensorKey, tuple[TensorPiece, ...]]
     scalars: Mapping[str, object] = field(default_factory=dict)
-    copies: Mapping[TensorKey, tuple[Piece, ...]] = field(default_factory=dict)
+    copies: Mapping[TensorKey, tuple[TensorPiece, ...]] = field(default_factory=dict)
 
 
-class Made(Mapping[TensorKey, tuple[Piece, ...]]):
-    """Pieces of ``tensors`` that are made each time they are asked for, and not kept: those of a large layout would fill memory."""
+class LazyPieces(Mapping[TensorKey, tuple[TensorPiece, ...]]):
+    """Pieces of ``tensors`` that are created on each access and not stored, because those of a large
+    layout would fill memory.
+    """
 
     def __init__(
-        self, tensors: Mapping[TensorKey, TensorInfo], make: Callable[[TensorKey], tuple[Piece, ...]]
+        self, tensors: Mapping[TensorKey, TensorInfo], make: Callable[[TensorKey], tuple[TensorPiece, ...]]
     ) -> None:
         self._tensors, self._make = tensors, make
 
-    def __getitem__(self, key: TensorKey) -> tuple[Piece, ...]:
+    def __getitem__(self, key: TensorKey) -> tuple[TensorPiece, ...]:
         if key not in self._tensors:
             raise KeyError(key)
         return self._make(key)
@@ -131,20 +135,24 @@ class Made(Mapping[TensorKey, tuple[Piece, ...]]):
         return len(self._tensors)
 
 
-class Damage(Exception):
-    """A file that is missing or is not what it should be. Whoever knows the way out turns it into a CheckpointError."""
+class DamagedFile(Exception):
+    """A file that is missing or has unexpected content. Callers that know the remedy convert it to a
+    CheckpointError.
+    """
 
     def __init__(self, file: str, seen: str, rule: str) -> None:
         super().__init__(f"{file}: {seen} ({rule})")
         self.file, self.seen, self.rule = file, seen, rule
 
 
-def file_in(folder: Path, name: object) -> Path:
-    """The file of a checkpoint that a manifest, an index or a pickle names. Raises Damage if the name or a link leads out of ``folder``."""
+def resolve_file(folder: Path, name: object) -> Path:
+    """Return the path of a file that a manifest, an index or a pickle names. Raises DamagedFile if it
+    leads out of ``folder``.
+    """
     try:
         return inside(folder, name)
     except UnsafePath as error:
-        raise Damage("", f"{folder}: {error}", "the files of a checkpoint lie in its folder") from error
+        raise DamagedFile("", f"{folder}: {error}", "the files of a checkpoint are in its folder") from error
 
 
 def block_count(numbytes: int) -> int:
@@ -152,7 +160,8 @@ def block_count(numbytes: int) -> int:
 
 
 def flat_span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
-    """The smallest flat range of a row-major tensor of ``shape`` that holds ``box`` (which is not empty)."""
+    """Return the smallest flat range of a row-major tensor of ``shape`` that contains the non-empty
+    ``box``."""
     first = last = 0
     for size, offset, extent in zip(shape, box.offset, box.shape, strict=True):
         first = first * size + offset

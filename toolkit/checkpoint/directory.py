@@ -1,5 +1,5 @@
-"""What happens in the folder of a run's checkpoints: going back, which are whole, which may go. Names are those of
-``toolkit/checkpoint_folder.py``. Imports no torch.
+"""Manage a run's ``checkpoints`` folder: go back to a checkpoint, find complete ones, apply retention.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from collections.abc import Collection
 from pathlib import Path
 
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.catalog import Damage
-from toolkit.checkpoint_folder import POINTER, committed, newest, step_folders, step_of
+from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint_folder import POINTER, committed_checkpoints, newest_checkpoint, step_folders, step_of
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
 
 
-def go_back(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[Path]:
-    """From now on, and until the next save, ``checkpoint`` of ``step`` is the newest: ``latest`` names it.
+def make_newest(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[Path]:
+    """Make ``checkpoint`` of ``step`` the newest one, to which ``latest`` points, until the next save.
 
-    Folders of later steps move to the folder ``aside``: steps that are run again may come out differently, and a checkpoint that was
-    left would pass for the new one. The latest moves first and the pointer is written last: if this is killed in between, the pointer
-    names what is not there, and the next start asks which checkpoint is meant.
+    Folders of later steps move to ``aside``: repeated steps may give other results, and a leftover checkpoint
+    could be mistaken for a new one. The latest folder moves first and the pointer is written last. If the
+    process is killed in between, the pointer names a missing folder and the next start asks which checkpoint
+    to use.
 
     Returns:
-        The folders that moved, under their new names.
+        The moved folders, at their new paths.
     """
     checkpoint = checkpoint.absolute()
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,8 +35,8 @@ def go_back(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[P
     return moved
 
 
-def start_over(directory: Path, aside: Path) -> list[Path]:
-    """No checkpoint is there any more: what is left moves to the folder ``aside``. Returns the folders that moved."""
+def set_aside_all(directory: Path, aside: Path) -> list[Path]:
+    """Move all checkpoints to ``aside``. Returns the moved folders, at their new paths."""
     moved = _move(directory, -1, aside)
     (directory / POINTER).unlink(missing_ok=True)
     return moved
@@ -49,61 +50,74 @@ def _move(directory: Path, step: int, aside: Path) -> list[Path]:
     return [aside / folder.name for folder in later]
 
 
-def checkpoint_at(path: Path) -> Path | None:
-    """The checkpoint that ``path`` is, or the newest of the run directory or ``checkpoints`` folder that it is."""
+def find_checkpoint(path: Path) -> Path | None:
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint of the run directory or
+    ``checkpoints`` folder ``path``.
+    """
     if (path / manifest.NAME).exists() or step_of(path) is not None:
         return path
-    return newest(path) or newest(path / "checkpoints")
+    return newest_checkpoint(path) or newest_checkpoint(path / "checkpoints")
 
 
 def load_manifest(folder: Path, name: str = manifest.NAME) -> manifest.Manifest:
-    """Raises Damage: as ``manifest.load``; or the manifest is of another step than the folder's name says."""
+    """Load the manifest. Raises DamagedFile, also if its step is not that of the folder's name."""
     found, step = manifest.load(folder, name), step_of(folder)
     if name == manifest.NAME and step not in (None, found.step):
-        raise Damage(
-            name, f"{folder / name} is of step {found.step}", "a checkpoint's folder has the name of its step"
+        raise DamagedFile(
+            name, f"{folder / name} is of step {found.step}", "a checkpoint's folder is named after its step"
         )
     return found
 
 
-def is_whole(folder: Path) -> bool:
-    """The manifest is intact and of the folder's step, and every file has its length. Flipped bytes are found when they are read, or by
-    ``verify``."""
+def is_complete(folder: Path) -> bool:
+    """Return whether the manifest is intact and every file has its recorded length. Only reading or
+    ``verify`` detects flipped bytes.
+    """
     try:
         manifest.check_files(folder, load_manifest(folder).files)
-    except Damage:
+    except DamagedFile:
         return False
     return True
 
 
-def complete(directory: Path) -> list[Path]:
-    """Checkpoints that are whole, in rising order of steps."""
-    return [folder for folder in committed(directory).values() if is_whole(folder)]
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Return the complete checkpoints in ascending order of steps."""
+    return [folder for folder in committed_checkpoints(directory).values() if is_complete(folder)]
 
 
-def refusal(folder: Path, damage: Damage) -> CheckpointError:
-    """What to tell of a damaged checkpoint, with the newest whole one before it, if there is one."""
+def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
+    """Return the error for a damaged checkpoint; its remedy names the newest complete checkpoint before
+    it."""
     step = step_of(folder)
-    others = [other for other in complete(folder.parent) if other != folder] if step is not None else []
+    others = (
+        [other for other in complete_checkpoints(folder.parent) if other != folder]
+        if step is not None
+        else []
+    )
     earlier = [other for other in others if (step_of(other) or 0) < (step or 0)]
     if earlier:
         remedy = f"continue from the one before: resume={earlier[-1]}"
     elif others:
         remedy = f"continue from another one: resume={others[-1]}"
     else:
-        remedy = "bring the file back from a copy; no other complete checkpoint lies beside it"
+        remedy = "restore the file from a backup; there is no other complete checkpoint in the same folder"
     return CheckpointError(Problem(str(folder / damage.file), damage.seen, damage.rule, remedy))
 
 
-def removable(
+def removable_steps(
     steps: Collection[int], whole: Collection[int], *, saved: int, keep_last: int, keep_every: int
 ) -> list[int]:
-    """Steps whose checkpoints may go after step ``saved`` was saved.
+    """Return the steps whose checkpoints may be removed after step ``saved`` was saved.
 
-    The ``keep_last`` newest whole ones up to ``saved`` stay, and every whole one at a multiple of ``keep_every``. Those
-    beyond ``saved`` stay too: an attempt that died between a commit and its pointer left them, and the run comes to them again.
+    The ``keep_last`` newest complete checkpoints up to ``saved`` stay, and every complete one at a multiple
+    of ``keep_every``. Those after ``saved`` stay too: an attempt that died between commit and pointer left
+    them, and the run will reach them again.
     """
     past = sorted(step for step in steps if step <= saved)
-    sound = [step for step in past if step in whole]
-    kept = {saved, *sound[-keep_last:], *(step for step in sound if keep_every and step % keep_every == 0)}
-    return [step for step in past if step not in kept]
+    complete = [step for step in past if step in whole]
+    keep = {
+        saved,
+        *complete[-keep_last:],
+        *(step for step in complete if keep_every and step % keep_every == 0),
+    }
+    return [step for step in past if step not in keep]

@@ -1,65 +1,85 @@
-"""Bytes of files into an engine's memory or an array, verified and cast. Memory is bounded by one block a reading thread."""
+"""Read pieces from files into an engine's memory or an array, verifying and casting. Memory is one block
+per reading thread.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Block, Check, Checked, Files, numpy_dtype, part, slices
-from toolkit.checkpoint.catalog import BLOCK_BYTES, flat_span, turned
-from toolkit.checkpoint.planner import PieceRead, shifted
+from toolkit.checkpoint.blocks import (
+    BlockBuffer,
+    CheckpointFiles,
+    SequentialVerifier,
+    VerifiedRecords,
+    box_slices,
+    numpy_dtype,
+    view_box,
+)
+from toolkit.checkpoint.catalog import BLOCK_BYTES, flat_span, swap_last_dims
+from toolkit.checkpoint.planner import PieceRead, shift_box
 from toolkit.checkpoint.shard import Box, flat_boxes
-from toolkit.checkpoint.threads import each
 
-READERS = min(4, os.cpu_count() or 1)  # reading, hashing and copying let other threads run
+T = TypeVar("T")
+R = TypeVar("R")
+
+READERS = min(4, os.cpu_count() or 1)  # reading, hashing and copying release the GIL
 
 
-def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: Checked | None = None) -> None:
-    """Fill every target. Raises Damage, and then targets are partly filled.
+def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: VerifiedRecords | None = None) -> None:
+    """Fill the target shards of every read. After a DamagedFile error they are partly filled.
 
     Args:
-        checked: see ``Files``.
+        folder: The folder that the pieces' files are in.
+        reads: Pieces with their targets.
+        checked: See ``CheckpointFiles``.
     """
     local = threading.local()
 
-    def run(read: PieceRead, files: Files) -> None:
+    def run(read: PieceRead, files: CheckpointFiles) -> None:
         if not hasattr(local, "block"):
-            local.block = Block()
+            local.block = BlockBuffer()
         read_piece(read, files, local.block)
 
-    with Files(folder, checked) as files:
+    with CheckpointFiles(folder, checked) as files:
         if len(reads) < 2 or READERS == 1:
             for read in reads:
                 run(read, files)
             return
-        each(lambda read: run(read, files), reads, READERS)
+        parallel_map(lambda read: run(read, files), reads, READERS)
 
 
-def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None = None) -> None:
-    """Fill the targets of one piece. Raises Damage, and then they are partly filled.
+def read_piece(
+    read: PieceRead, files: CheckpointFiles, block: BlockBuffer, check: SequentialVerifier | None = None
+) -> None:
+    """Fill the target shards of one piece. After a DamagedFile error they are partly filled.
 
     Args:
-        check: for one target, tile after tile of a tensor with the same ``check``: then no byte is read twice. Else blocks that have a
-            hash are read whole.
+        read: The piece and its targets.
+        files: Open files of the checkpoint.
+        block: This thread's buffer.
+        check: Verifier for a tensor that is read tile after tile with one target; then no byte is read twice.
+            Without it, blocks with hashes are read whole.
     """
     piece = read.piece
     if check is not None and not check.takes(piece):
         check = None
     per_block = BLOCK_BYTES // piece.itemsize
     origin = tuple(-offset for offset in piece.box.offset)
-    as_filed = _turned_box if piece.transposed else _same
-    # What is wanted, in the piece's own coordinates and its file's order of dims.
-    wanted = [(target, as_filed(shifted(target.overlap, origin))) for target in read.targets]
+    as_filed = _swap_box_dims if piece.transposed else _same
+    # The requested boxes in the piece's coordinates, with dims in the order of its file.
+    wanted = [(target, as_filed(shift_box(target.overlap, origin))) for target in read.targets]
     spans = [flat_span(piece.shape_in_file, local) for _, local in wanted]
     low, high = min(first for first, _ in spans), max(end for _, end in spans)
     in_order = len(wanted) == 1 and high - low == read.targets[0].overlap.numel
     assert check is None or in_order, f"{piece.key}: not one range of {piece.file}"
-    straight = _straight(read, spans) if check is not None else None
+    direct = _direct_buffer(read, spans) if check is not None else None
     for number in range(low // per_block, -(-high // per_block)):
         start, stop = number * per_block, min((number + 1) * per_block, piece.box.numel)
         here = [
@@ -67,11 +87,11 @@ def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None 
         ]
         if not here:
             continue
-        if check is not None or not piece.hashes:  # then nothing asks for the rest of the block
+        if check is not None or not piece.hashes:  # the rest of the block is not needed
             start, stop = max(start, low), min(stop, high)
-        if straight is not None and check is not None:
+        if direct is not None and check is not None:
             check.fill(
-                files, piece, start, straight[(start - low) * piece.itemsize : (stop - low) * piece.itemsize]
+                files, piece, start, direct[(start - low) * piece.itemsize : (stop - low) * piece.itemsize]
             )
             continue
         if check is not None:
@@ -88,23 +108,25 @@ def read_piece(read: PieceRead, files: Files, block: Block, check: Check | None 
                 values = _flat(block.buffer, piece.dtype, box.numel, at * piece.itemsize, memory).reshape(
                     box.shape
                 )
-                source = part(values, shifted(common, [-offset for offset in box.offset]))
-                to = shifted(
+                source = view_box(values, shift_box(common, [-offset for offset in box.offset]))
+                to = shift_box(
                     as_filed(common),
                     [p - s for p, s in zip(piece.box.offset, target.shard.box.offset, strict=True)],
                 )
-                memory[slices(to)] = source.swapaxes(-1, -2) if piece.transposed else source
+                memory[box_slices(to)] = source.swapaxes(-1, -2) if piece.transposed else source
             at += box.numel
 
 
-def _straight(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview | None:
-    """The bytes of an array that the piece's are read straight into: nothing is cast, and what is wanted is one range in both."""
+def _direct_buffer(read: PieceRead, spans: Sequence[tuple[int, int]]) -> memoryview | None:
+    """Return the memory that bytes can be read into directly: same dtype, and one contiguous range on both
+    sides. Otherwise None.
+    """
     (target,), piece = read.targets, read.piece
     memory, numel = target.shard.data, target.overlap.numel
     if piece.transposed or not isinstance(memory, np.ndarray) or memory.dtype != numpy_dtype(piece.dtype):
         return None
     first, end = flat_span(
-        memory.shape, shifted(target.overlap, [-offset for offset in target.shard.box.offset])
+        memory.shape, shift_box(target.overlap, [-offset for offset in target.shard.box.offset])
     )
     if not memory.flags.c_contiguous or {end - first, spans[0][1] - spans[0][0]} != {numel}:
         return None
@@ -115,8 +137,8 @@ def _same(box: Box) -> Box:
     return box
 
 
-def _turned_box(box: Box) -> Box:
-    return Box(turned(box.offset), turned(box.shape))
+def _swap_box_dims(box: Box) -> Box:
+    return Box(swap_last_dims(box.offset), swap_last_dims(box.shape))
 
 
 def _memory(data: Any) -> Any:
@@ -124,9 +146,22 @@ def _memory(data: Any) -> Any:
 
 
 def _flat(buffer: bytearray, dtype: str, count: int, offset: int, like: Any) -> Any:
-    """``count`` elements of ``buffer`` from byte ``offset`` on, without a copy: torch's or numpy's, as ``like`` is."""
+    """Return ``count`` elements of ``buffer`` from byte ``offset`` without a copy, as torch or numpy,
+    whichever ``like`` is.
+    """
     if isinstance(like, np.ndarray):
         return np.frombuffer(buffer, numpy_dtype(dtype), count, offset)
     import torch
 
     return torch.frombuffer(buffer, dtype=getattr(torch, dtype), count=count, offset=offset)
+
+
+def parallel_map(work: Callable[[T], R], items: Iterable[T], workers: int) -> list[R]:
+    """Return ``work(item)`` of every item, in order. After an error, no further item is started."""
+    with ThreadPoolExecutor(workers, thread_name_prefix="checkpoint") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

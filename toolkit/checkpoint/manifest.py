@@ -1,7 +1,8 @@
-"""``manifest.json``: what a checkpoint is, where each piece lies, and the hashes to read it safely.
+"""``manifest.json``: the metadata of a checkpoint, where each piece is stored, and the hashes to verify it.
 
-One JSON object. ``entries`` has one object a piece; ``content_hash`` is xxh3-128 over everything else (as compact JSON
-with sorted keys), so that a changed manifest is refused as a changed tensor is. Imports no torch.
+The manifest is one JSON object. ``entries`` has one object per piece. ``content_hash`` is xxh3-128 of
+everything else, as compact JSON with sorted keys, so a modified manifest is rejected like a modified tensor.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from toolkit.checkpoint.catalog import (
     BLOCK_BYTES,
     DTYPES,
     Catalog,
-    Damage,
-    Piece,
+    DamagedFile,
+    TensorPiece,
     block_count,
     byte_length,
-    file_in,
+    resolve_file,
 )
-from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
-from toolkit.checkpoint.scalars import STEP, wrong_scalar
+from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
+from toolkit.checkpoint.scalars import STEP, find_invalid_scalar
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint_folder import MANIFEST
 from toolkit.paths import relative_name
 
 NAME = MANIFEST
-BESIDE = "toolkit-manifest.json"  # in a folder of another format
+FOREIGN_NAME = "toolkit-manifest.json"  # in folders of other formats
 FORMAT = "toolkit-checkpoint"
 FORMAT_VERSION = 1
 NATIVE = "native"
-RULE = "a checkpoint folder has the manifest.json that was written with it"
+RULE = "a checkpoint's folder has the manifest.json that was written with it"
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What is known of a file besides its pieces: enough to see that it is whole without reading its data."""
+    """Size and header hash of a file, to check that it is complete without reading its data."""
 
     file: str
     bytes: int
@@ -53,14 +54,18 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Attributes:
-    namespace: of canonical names: ``llama/1``.
-    step: optimizer steps done.
-    ranks: how many wrote it; of no meaning to readers.
-    scalars: plain JSON types.
-    software: versions that wrote it.
-    copies: pieces whose elements are in ``pieces`` too: what another format's layout replicates.
-    written_as: the format of the files that it lies beside; ``native`` for this toolkit's own.
+    """The content of a manifest.
+
+    Attributes:
+        namespace: Namespace of the canonical names, such as ``llama/1``.
+        step: Completed optimizer steps.
+        ranks: Number of ranks that wrote the checkpoint. Readers ignore it.
+        scalars: Plain JSON types.
+        files: The data files.
+        pieces: Each element of each tensor exactly once.
+        software: Package versions that wrote it.
+        copies: Pieces whose elements are in ``pieces`` too, because another format's layout replicates them.
+        written_as: Format of the data files; ``native`` for this toolkit's own.
     """
 
     namespace: str
@@ -68,12 +73,12 @@ class Manifest:
     ranks: int
     scalars: Mapping[str, Any]
     files: tuple[FileRecord, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     software: Mapping[str, str]
-    copies: tuple[Piece, ...] = ()
+    copies: tuple[TensorPiece, ...] = ()
     written_as: str = NATIVE
 
-    def by_tensor(self) -> dict[TensorKey, tuple[Piece, ...]]:
+    def by_tensor(self) -> dict[TensorKey, tuple[TensorPiece, ...]]:
         return _by_tensor(self.pieces)
 
     def catalog(self, folder: Path) -> Catalog:
@@ -82,15 +87,15 @@ class Manifest:
         return Catalog(folder, tensors, pieces, self.scalars, _by_tensor(self.copies))
 
 
-def _by_tensor(pieces: Sequence[Piece]) -> dict[TensorKey, tuple[Piece, ...]]:
-    grouped: dict[TensorKey, list[Piece]] = {}
+def _by_tensor(pieces: Sequence[TensorPiece]) -> dict[TensorKey, tuple[TensorPiece, ...]]:
+    grouped: dict[TensorKey, list[TensorPiece]] = {}
     for piece in pieces:
         grouped.setdefault(piece.key, []).append(piece)
     return {key: tuple(of_key) for key, of_key in grouped.items()}
 
 
 def software_versions() -> dict[str, str]:
-    """Of what decides a checkpoint's content; packages that are not installed are left out."""
+    """Return the versions of installed packages that determine a checkpoint's content."""
     versions = {"python": platform.python_version(), "toolkit": toolkit.__version__}
     for package in ("torch", "deepspeed", "megatron-core", "transformers"):
         try:
@@ -100,7 +105,7 @@ def software_versions() -> dict[str, str]:
     return versions
 
 
-def piece_to_json(piece: Piece) -> dict[str, Any]:
+def piece_to_json(piece: TensorPiece) -> dict[str, Any]:
     entry = {
         "state": piece.key.state,
         "name": piece.key.name,
@@ -115,8 +120,8 @@ def piece_to_json(piece: Piece) -> dict[str, Any]:
     return entry | {"transposed": True} if piece.transposed else entry
 
 
-def piece_from_json(entry: Mapping[str, Any]) -> Piece:
-    """Raises KeyError, TypeError or ValueError where the entry is not one of a piece."""
+def piece_from_json(entry: Mapping[str, Any]) -> TensorPiece:
+    """Raises KeyError, TypeError or ValueError if the entry does not describe a piece."""
     begin, end = _counts(entry["bytes"])
     offset, shape, global_shape = (_counts(entry[key]) for key in ("offset", "shape", "global_shape"))
     dtype, file, hashes, transposed = (
@@ -126,7 +131,7 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
         entry.get("transposed", False),
     )
     if not all(isinstance(text, str) for text in (entry["state"], entry["name"], dtype, file, *hashes)):
-        raise ValueError(f"{entry['state']}:{entry['name']} has names that are no text")
+        raise ValueError(f"{entry['state']}:{entry['name']} has names that are not text")
     inside = len(offset) == len(shape) == len(global_shape) and all(
         first + count <= size for first, count, size in zip(offset, shape, global_shape, strict=True)
     )
@@ -137,11 +142,12 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
         or (transposed and len(shape) < 2)
     ):
         raise ValueError(
-            f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype {dtype}"
+            f"{entry['state']}:{entry['name']} has offset {offset}, shape {shape} of {global_shape}, dtype "
+            f"{dtype}"
         )
     if end - begin != byte_length(dtype, shape) or len(hashes) != block_count(end - begin):
         raise ValueError(f"{entry['state']}:{entry['name']} has {end - begin} bytes and {len(hashes)} hashes")
-    return Piece(
+    return TensorPiece(
         TensorKey(entry["state"], entry["name"]),
         dtype,
         global_shape,
@@ -155,14 +161,14 @@ def piece_from_json(entry: Mapping[str, Any]) -> Piece:
 
 
 def _counts(values: Sequence[Any]) -> tuple[int, ...]:
-    """Raises ValueError: one of them is not a number of bytes or elements."""
+    """Raises ValueError if a value is not a number of bytes or elements."""
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{str(values)[:100]} are no counts")
+        raise ValueError(f"{str(values)[:100]} are not counts")
     return tuple(values)
 
 
 def file_from_json(record: Mapping[str, Any]) -> FileRecord:
-    """Raises TypeError or ValueError if the record is not one of a file of the checkpoint."""
+    """Raises TypeError or ValueError if the record does not describe a file of the checkpoint."""
     found = FileRecord(**record)
     relative_name(found.file)
     numbytes, header_bytes = _counts([found.bytes, found.header_bytes])
@@ -172,7 +178,7 @@ def file_from_json(record: Mapping[str, Any]) -> FileRecord:
 
 
 def encode(manifest: Manifest) -> str:
-    """The text of ``manifest.json``, with a line an entry."""
+    """Return the text of ``manifest.json``, with one line per entry."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -205,26 +211,29 @@ def _content_hash(content: Mapping[str, Any]) -> str:
 
 
 def load(folder: Path, name: str = NAME) -> Manifest:
-    """Raises Damage for a manifest that is missing, unreadable, foreign, of another version, or changed since it was written."""
+    """Raises DamagedFile if the manifest is missing, unreadable, of another tool or version, or was
+    modified."""
     path = folder / name
     if not path.is_file():
-        raise Damage(name, f"{path} is missing", RULE)
+        raise DamagedFile(name, f"{path} is missing", RULE)
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise Damage(name, f"{path} is not JSON ({error})", RULE) from error
+        raise DamagedFile(name, f"{path} is not JSON ({error})", RULE) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Damage(name, f"{path} is not a manifest of this toolkit", RULE)
+        raise DamagedFile(name, f"{path} is not a manifest that this toolkit wrote", RULE)
     version = content.get("format_version")
     if version != FORMAT_VERSION:
-        raise Damage(
+        raise DamagedFile(
             name,
             f"{path} has format_version={version}",
             f"this toolkit reads format_version={FORMAT_VERSION}",
         )
     written = content.pop("content_hash", None)
     if written != _content_hash(content):
-        raise Damage(name, f"{path} does not match its content_hash", "a manifest is as it was written")
+        raise DamagedFile(
+            name, f"{path} does not match its content_hash", "a manifest is not modified after it was written"
+        )
     try:
         found = Manifest(
             namespace=content["namespace"],
@@ -239,19 +248,20 @@ def load(folder: Path, name: str = NAME) -> Manifest:
         )
         _check_types(found)
     except (KeyError, TypeError, ValueError) as error:
-        raise Damage(name, f"{path} has an entry that cannot be ({str(error)[:200]})", RULE) from error
+        raise DamagedFile(name, f"{path} has an invalid entry ({str(error)[:200]})", RULE) from error
     return found
 
 
 def _check_types(found: Manifest) -> None:
-    """Raises ValueError: what is said of the whole is of another type than this toolkit writes, or a piece is in no file."""
+    """Raises ValueError if a field has another type than this toolkit writes, or a piece is outside its
+    file."""
     _counts([found.step, found.ranks])
     objects = (found.scalars, found.software)
     if not all(isinstance(text, str) for text in (found.namespace, found.written_as)) or not all(
-        isinstance(one, dict) for one in objects
+        isinstance(value, dict) for value in objects
     ):
         raise ValueError("namespace, written_as, scalars or software are of another type")
-    wrong = wrong_scalar(found.scalars)
+    wrong = find_invalid_scalar(found.scalars)
     if wrong is not None:
         raise ValueError(f"scalar {wrong}={str(found.scalars[wrong])[:100]}")
     ends = {record.file: record.bytes for record in found.files}
@@ -263,35 +273,39 @@ def _check_types(found: Manifest) -> None:
             )
 
 
-def check_together(found: Manifest, name: str) -> None:
-    """Raises Damage: its entries are not each tensor exactly once, a copy is of no tensor, or its steps disagree."""
+def check_consistency(found: Manifest, name: str) -> None:
+    """Raises DamagedFile if entries do not cover each tensor exactly once, a copy has no tensor, or steps
+    disagree.
+    """
     tensors = found.by_tensor()
-    wrong = uncovered(tensors)
-    wrong += [
+    errors = find_coverage_errors(tensors)
+    errors += [
         f"{copy.key} has a copy of shape {copy.global_shape}"
         for copy in found.copies
         if copy.key not in tensors or tensors[copy.key][0].global_shape != copy.global_shape
     ]
     if found.scalars.get(STEP, found.step) != found.step:
-        wrong.append(f"the checkpoint is of step {found.step}, its scalars are of step {found.scalars[STEP]}")
-    if wrong:
-        raise Damage(
+        errors.append(f"the checkpoint has step {found.step}, its scalars have step {found.scalars[STEP]}")
+    if errors:
+        raise DamagedFile(
             name,
-            f"{name} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}",
-            "a manifest has each element of each tensor once",
+            f"{name} is inconsistent: {'; '.join(errors[:MAX_PROBLEMS])}",
+            "a manifest lists each element of each tensor once",
         )
 
 
 def check_files(folder: Path, files: Sequence[FileRecord]) -> None:
-    """Every file is there with all its bytes; reads none of them. Raises Damage for the first that is not."""
+    """Raises DamagedFile for the first file that is missing or does not have its recorded length. Reads no
+    file.
+    """
     for record in files:
-        path = file_in(folder, record.file)
+        path = resolve_file(folder, record.file)
         if not path.is_file():
-            raise Damage(record.file, f"{path} is missing", "every file that the manifest names is there")
+            raise DamagedFile(record.file, f"{path} is missing", "every file that the manifest names exists")
         size = path.stat().st_size
         if size != record.bytes:
-            raise Damage(
+            raise DamagedFile(
                 record.file,
                 f"{path} has {size} of {record.bytes} bytes",
-                "every file is as long as it was written",
+                "every file has its recorded length",
             )

@@ -1,4 +1,4 @@
-"""The one Reader of everything that has a catalog: plan, then carry out, and say what is wrong in the user's words."""
+"""Read tensors from any catalog, and convert damage to errors with a remedy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Checked, numpy_dtype
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Damage
+from toolkit.checkpoint.blocks import VerifiedRecords, numpy_dtype
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, DamagedFile
 from toolkit.checkpoint.executor import read_pieces
-from toolkit.checkpoint.planner import ReadPlanner, shifted
-from toolkit.checkpoint.shard import Box, Reader, Shard, TensorInfo, TensorKey, flat_boxes
+from toolkit.checkpoint.planner import ReadPlanner, shift_box
+from toolkit.checkpoint.shard import Box, Shard, StateReader, TensorInfo, TensorKey, flat_boxes
 from toolkit.errors import CheckpointError
 
 
 class CatalogReader:
-    """Implements ``Reader``. ``step`` is None where the source is not of a step (published weights)."""
+    """Implement ``StateReader`` for a catalog. ``step`` is None if the source has no step (published
+    weights).
+    """
 
     def __init__(
         self,
@@ -25,11 +27,11 @@ class CatalogReader:
         *,
         namespace: str,
         step: int | None,
-        refuse: Callable[[Path, Damage], CheckpointError],
+        refuse: Callable[[Path, DamagedFile], CheckpointError],
     ) -> None:
         self.path, self.namespace, self.step = catalog.folder, namespace, step
         self._catalog, self._refuse = catalog, refuse
-        self._planner, self._checked = ReadPlanner(catalog), Checked()
+        self._planner, self._checked = ReadPlanner(catalog), VerifiedRecords()
 
     @property
     def tensors(self) -> Mapping[TensorKey, TensorInfo]:
@@ -40,26 +42,29 @@ class CatalogReader:
         return self._catalog.scalars
 
     def read(self, shards: Sequence[Shard]) -> None:
-        """Fill every shard's ``data``; see ``planner.source_key`` for states that are not stored. After an error the
-        shards hold nothing of use."""
+        """Fill every shard's ``data``; see ``planner.source_key`` for states that are not stored. After an
+        error the shards' content is undefined.
+        """
         try:
-            reads = self._planner.plan(shards)  # which opens files if pieces are made when they are asked for
+            reads = self._planner.plan(shards)
             read_pieces(self.path, reads, self._checked)
-        except Damage as damage:
+        except DamagedFile as damage:
             raise self._refuse(self.path, damage) from damage
 
 
-def windows(
-    reader: Reader,
+def read_windows(
+    reader: StateReader,
     key: TensorKey,
     global_shape: tuple[int, ...],
     box: Box,
     dtype: str,
     window_bytes: int = 4 * BLOCK_BYTES,
 ) -> Iterator[np.ndarray]:
-    """The elements of ``box`` in row-major order, cast to ``dtype``: flat arrays one after the other, in the same memory."""
+    """Yield the elements of ``box`` in row-major order, cast to ``dtype``, as flat arrays that reuse one
+    buffer.
+    """
     step = window_bytes // DTYPES[dtype].itemsize
-    room: Any = np.empty(min(step, box.numel), numpy_dtype(dtype))
+    buffer: Any = np.empty(min(step, box.numel), numpy_dtype(dtype))
     for start in range(0, box.numel, step):
         stop = min(start + step, box.numel)
         shards, at = [], 0
@@ -68,10 +73,10 @@ def windows(
                 Shard(
                     key,
                     global_shape,
-                    shifted(inner, box.offset),
-                    room[at : at + inner.numel].reshape(inner.shape),
+                    shift_box(inner, box.offset),
+                    buffer[at : at + inner.numel].reshape(inner.shape),
                 )
             )
             at += inner.numel
         reader.read(shards)
-        yield room[: stop - start]
+        yield buffer[: stop - start]

@@ -1,24 +1,25 @@
-"""Names of what training resumes from besides tensors, in the scalars of every source: plain JSON types."""
+"""Names of the scalars that training resumes from, in every format. Values are plain JSON types."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-STEP = "step"  # int: optimizer steps done, skipped ones too
+STEP = "step"  # int: completed optimizer steps, including skipped ones
 CONSUMED = "consumed_samples"  # int
-OPTIMIZER_STEP = "optimizer_step"  # int: steps that the optimizer counts, for Adam's bias correction
-WEIGHTS_DTYPE = "weights_dtype"  # str: of the weights, in a source that holds their fp32 masters alone
-LOSS_SCALER = "loss_scaler"  # of fp16: a mapping with the keys SCALER_STATE
+OPTIMIZER_STEP = "optimizer_step"  # int: step count of the optimizer, for Adam's bias correction
+# str: dtype of the run's weights, if the source stores only their fp32 masters
+WEIGHTS_DTYPE = "weights_dtype"
+LOSS_SCALER = "loss_scaler"  # fp16: a mapping with the keys SCALER_STATE
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-# A mapping with the keys OPTIM_SETTINGS: what engines' own loaders take over from a checkpoint, whatever the run says. ``lr`` is the
-# learning rate of the next step, ``weight_decay`` that of the parameters that decay.
+# A mapping with the keys OPTIM_SETTINGS: engines' own loaders take these from a checkpoint and ignore the
+# run's. ``lr`` is the learning rate of the next step, ``weight_decay`` that of parameters that decay.
 OPTIM = "optim"
 OPTIM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
-def wrong_scalar(scalars: Mapping[str, object]) -> str | None:
-    """The name of a scalar that is not of its type; None if all are."""
+def find_invalid_scalar(scalars: Mapping[str, object]) -> str | None:
+    """Return the name of a scalar of the wrong type, or None."""
     for name in (STEP, CONSUMED, OPTIMIZER_STEP):
         if name in scalars and not _is_count(scalars[name]):
             return name

@@ -1,4 +1,6 @@
-"""A shard is data: which box of which tensor some memory holds. Engines give shards; saving and loading do the rest."""
+"""A shard describes which box of which tensor some memory contains. Engines provide shards; saving and
+loading use them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ if TYPE_CHECKING:
 
     import torch
 
-# States of a parameter that have its shape and a meaning across engines. Others pass through by their own names.
-WEIGHT = "weight"  # what forward uses, in the run's precision
-MASTER = "master"  # fp32 copy that the optimizer updates; absent in fp32, where the weight is it
+# States of a parameter that have its shape and the same meaning in all engines. Other states keep their own
+# names.
+WEIGHT = "weight"  # used by the forward pass, in the run's precision
+# fp32 copy that the optimizer updates; absent in fp32 runs, whose weights are updated directly
+MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 MOMENTUM = "momentum_buffer"
@@ -30,7 +34,9 @@ class TensorKey:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Part of a tensor: ``offset[d] .. offset[d] + shape[d]`` in every dim. A scalar's box has no dims."""
+    """A part of a tensor: ``offset[d] .. offset[d] + shape[d]`` in every dim. The box of a scalar has no
+    dims.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -47,7 +53,7 @@ class Box:
         return Box((0,) * len(shape), tuple(shape))
 
     def intersect(self, other: Box) -> Box | None:
-        """What both hold, in global coordinates; None if nothing."""
+        """Return the intersection in global coordinates, or None if it is empty."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = (
             min(a + m, b + n)
@@ -58,10 +64,10 @@ class Box:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The flat range ``start .. stop`` of a row-major tensor of ``shape``, as boxes in flat order.
+    """Return the flat range ``start .. stop`` of a row-major tensor of ``shape`` as boxes, in flat order.
 
-    A ZeRO partition is such a range. It is at most ``2 * dims - 1`` boxes: a ragged head, whole rows, a ragged tail,
-    each again one dim down.
+    A ZeRO partition is such a range. It consists of at most ``2 * dims - 1`` boxes: a partial head, whole
+    rows and a partial tail, recursively in one dim less.
     """
     shape = tuple(shape)
     assert 0 <= start <= stop <= math.prod(shape), f"range {start}..{stop} of shape {shape}"
@@ -81,7 +87,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if start > first * row:
         boxes += inside(first, start - first * row, row)
         first += 1
-    tail = stop - (last + 1) * row  # 0 where the range ends with a whole row
+    tail = stop - (last + 1) * row  # 0 if the range ends with a whole row
     whole_end = last + 1 if tail == 0 else last
     if whole_end > first:
         boxes.append(Box((first, *(0,) * (len(shape) - 1)), (whole_end - first, *shape[1:])))
@@ -95,13 +101,14 @@ class Shard:
     """A box of a tensor in an engine's own memory: saving reads ``data``, loading writes it in place.
 
     Attributes:
-        key: state and canonical name.
-        global_shape: of the whole tensor.
-        box: which part ``data`` is.
-        data: shape ``box.shape``; any dtype, any device, may be a view. Loading also fills an array of numpy.
-        replica, replicas: this copy's number and how many ranks hold the same box. Saving shares the writing of a
-            replicated box over its holders; loading fills every copy.
-        mirror: other ranks save these elements, in boxes of their own; loading fills this copy too.
+        key: State and canonical name.
+        global_shape: Shape of the whole tensor.
+        box: The part of the tensor that is in ``data``.
+        data: Tensor of shape ``box.shape``, of any dtype and device; may be a view. Loading also accepts
+            numpy arrays.
+        replica, replicas: Index of this copy and number of ranks with the same box. Saving shares the writing
+            of a replicated box among them; loading fills every copy.
+        mirror: Other ranks save these elements in their own boxes; loading fills this copy too.
     """
 
     key: TensorKey
@@ -120,7 +127,9 @@ class Shard:
 
 
 def flat_shards(key: TensorKey, global_shape: Sequence[int], start: int, flat: torch.Tensor) -> list[Shard]:
-    """Shards for ``flat``, which holds the range ``start .. start + len(flat)`` of a row-major tensor."""
+    """Return the shards of ``flat``, which contains the range ``start .. start + len(flat)`` of a
+    row-major tensor.
+    """
     shards, at = [], 0
     for box in flat_boxes(global_shape, start, start + flat.numel()):
         shards.append(Shard(key, tuple(global_shape), box, flat.narrow(0, at, box.numel).view(box.shape)))
@@ -130,26 +139,28 @@ def flat_shards(key: TensorKey, global_shape: Sequence[int], start: int, flat: t
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a source knows of a tensor without reading it. ``dtype`` is torch's name: ``float32``."""
+    """Dtype (torch's name, such as ``float32``) and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-class Reader(Protocol):
-    """Where state comes from: a checkpoint, a Hugging Face folder, or random initial weights. One path for all."""
+class StateReader(Protocol):
+    """A source of state: a checkpoint, a Hugging Face folder or random initial weights."""
 
     @property
     def tensors(self) -> Mapping[TensorKey, TensorInfo]:
-        """Everything that can be read."""
+        """Every tensor that can be read."""
 
     @property
     def scalars(self) -> Mapping[str, object]:
-        """What is not a tensor of parameter shape: step, consumed samples, optimizer step, loss scale. Plain JSON types."""
+        """State that is not a tensor of parameter shape: step, consumed samples, loss scale. Plain JSON
+        types.
+        """
 
     def read(self, shards: Sequence[Shard]) -> None:
-        """Fill every shard's ``data``, casting to its dtype. Reads (and verifies) just the bytes that are needed.
+        """Fill every shard's ``data``, casting to its dtype. Reads and verifies only the required bytes.
 
         Raises:
-            CheckpointError: a tensor is absent, has another shape, or its bytes do not match their hash.
+            CheckpointError: A tensor is absent, has another shape, or its bytes do not match their hash.
         """

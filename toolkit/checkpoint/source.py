@@ -1,7 +1,9 @@
-"""Any checkpoint, whoever wrote it: found, recognised, and made one catalog under canonical names.
+"""Open a checkpoint of any format: find it, recognise the format, and read its metadata into a catalog of
+canonical names.
 
-A format is a module of ``formats/`` with two functions: ``find(path)`` gives the checkpoint that a path is or points to (a run's
-folder, a folder with a tracker file), or None; ``open_source(folder, model)`` reads its metadata, no tensor. Imports no torch.
+A format is a module of ``formats/`` with two functions. ``find(path)`` returns the checkpoint that a path is
+or leads to (a run's folder, a folder with a tracker file), or None. ``open_source(folder, model)`` reads its
+metadata but no tensor. To add a format, add it to ``FORMATS``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,37 +16,45 @@ from typing import Protocol
 
 import xxhash
 
-from toolkit.checkpoint import directory, manifest, nearby
-from toolkit.checkpoint.blocks import stamps
-from toolkit.checkpoint.catalog import Catalog, Damage
+from toolkit.checkpoint import directory, manifest, model_discovery
+from toolkit.checkpoint.blocks import read_stamps
+from toolkit.checkpoint.catalog import Catalog, DamagedFile
 from toolkit.checkpoint.reader import CatalogReader
 from toolkit.errors import CheckpointError, Problem, UserError
 from toolkit.families.base import ModelShape
 from toolkit.families.model_files import parse_model_shape
 from toolkit.paths import MOST_PATH_BYTES, UnsafePath, check_links, inside
 
-MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
+MODEL = "model"  # scalar with the model's sizes, so that a checkpoint describes its model
 TRACKERS = (
     "latest",
     "latest_universal",
     "latest_checkpointed_iteration.txt",
-)  # of the vendors: the name of the newest
-# In the order in which they are tried: what is surest to be known by its files comes first.
-FORMATS = ("native", "deepspeed", "universal", "megatron", "dcp", "huggingface")
+)  # vendors' files with the name of the newest checkpoint
+# Format -> module in ``formats/``, in the order in which formats are tried: the most distinctive come first.
+FORMATS: Mapping[str, str] = {
+    "native": "native",
+    "deepspeed": "deepspeed.source",
+    "universal": "universal.source",
+    "megatron": "megatron.source",
+    "dcp": "dcp.source",
+    "huggingface": "huggingface.source",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A checkpoint that is open: everything is known of it but its tensors' bytes.
+class CheckpointSource:
+    """An open checkpoint: its metadata are read, its tensors are not.
 
     Attributes:
-        format: of ``FORMATS``.
-        namespace: of the catalog's names: ``llama/1``.
-        step: optimizer steps done; None where it is of no step (published weights).
-        shape: of the model; None where it is not known (``model.target``).
-        facts: what a person wants to know of it, by name, in words: engine and version, layout.
-        left_out: what it holds and the catalog does not, in words: random state, the scheduler's.
-        refuse: the error to raise for a damaged file.
+        format: A key of ``FORMATS``.
+        catalog: Where the tensors are stored.
+        namespace: Namespace of the catalog's names, such as ``llama/1``.
+        step: Completed optimizer steps; None if it has no step (published weights).
+        shape: Shape of the model; None if unknown (``model.target``).
+        facts: What ``action=inspect`` prints, by label: engine, version, layout.
+        left_out: Descriptions of content that the catalog lacks, such as random state.
+        refuse: Creates the error for a damaged file.
     """
 
     format: str
@@ -54,7 +64,7 @@ class Source:
     shape: ModelShape | None
     facts: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    refuse: Callable[[Path, Damage], CheckpointError]
+    refuse: Callable[[Path, DamagedFile], CheckpointError]
 
     @property
     def folder(self) -> Path:
@@ -64,37 +74,42 @@ class Source:
         return CatalogReader(self.catalog, namespace=self.namespace, step=self.step, refuse=self.refuse)
 
     def origin(self) -> str:
-        """Its path and the length and time of each of its files: equal while nobody changes it."""
-        of_files = (f"{name} {size} {time}" for name, (size, time) in stamps(self.folder).items())
+        """Return a text that changes if any file of the checkpoint changes: the path, and each file's size
+        and time.
+        """
+        of_files = (f"{name} {size} {time}" for name, (size, time) in read_stamps(self.folder).items())
         return "\n".join([str(self.folder.resolve()), *of_files])
 
 
 class FormatModule(Protocol):
     def find(self, path: Path) -> Path | None:
-        """The checkpoint of this format that ``path`` is or points to. Looks at names of files only."""
+        """Return the checkpoint of this format that ``path`` is or leads to. Looks at file names only."""
 
-    def open_source(self, folder: Path, model: ModelShape | None) -> Source:
-        """What ``find`` found, opened.
+    def open_source(self, folder: Path, model: ModelShape | None) -> CheckpointSource:
+        """Open the checkpoint that ``find`` returned.
 
         Args:
-            model: what the user says the model is; None: as the checkpoint says.
+            folder: The checkpoint.
+            model: Shape of the model from the user; None uses the checkpoint's own description.
 
         Raises:
-            CheckpointError, InputError: it is damaged, or of a kind that cannot be read. ModelUnknown: the model must be said.
+            CheckpointError, InputError: The checkpoint is damaged or cannot be read. UnknownModelError:
+                ``model`` is required.
         """
 
 
-def locate(path: Path) -> tuple[str | None, Path]:
-    """The format of the checkpoint that ``path`` is or points to, and its folder. None: of a foreign format, written by this toolkit,
-    whose manifest lies beside.
+def locate_checkpoint(path: Path) -> tuple[str | None, Path]:
+    """Return the format of the checkpoint that ``path`` is or leads to, and its folder.
+
+    The format is None if this toolkit wrote the checkpoint in a foreign format, with a manifest.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is no checkpoint.
     """
     path = (
-        directory.checkpoint_at(path) or path
-    )  # where a run left word of what it went back to: whatever format that is
-    if (path / manifest.BESIDE).is_file() and not _outlived(path):
+        directory.find_checkpoint(path) or path
+    )  # a run that went back may point to a checkpoint of any format
+    if (path / manifest.FOREIGN_NAME).is_file() and not _was_saved_over(path):
         return None, path
     for name in FORMATS:
         try:
@@ -102,30 +117,34 @@ def locate(path: Path) -> tuple[str | None, Path]:
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            seen = f"{path} points to a checkpoint by a name that no folder can have ({type(error).__name__}: {str(error)[:200]})"
-            rule = f"a tracker file ({', '.join(TRACKERS)}) names a folder beside it"
+            seen = f"{path} names a folder that cannot exist ({type(error).__name__}: {str(error)[:200]})"
+            rule = f"a tracker file ({', '.join(TRACKERS)}) names a folder next to it"
             raise CheckpointError(
-                Problem(str(path), seen, rule, "correct the tracker file, or name the folder")
+                Problem(str(path), seen, rule, "correct the tracker file, or give the path of the folder")
             ) from error
         if folder is not None:
             return name, folder
     raise CheckpointError(
         Problem(
             str(path),
-            f"{path} {'holds no checkpoint' if path.is_dir() else 'is not there'}",
-            f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run's directory that has one",
+            f"{path} {'contains no checkpoint' if path.is_dir() else 'does not exist'}",
+            f"a checkpoint is a folder in one of the formats {', '.join(FORMATS)}, or a run directory that "
+            "contains one",
             "correct the path",
         )
     )
 
 
-def _outlived(path: Path) -> bool:
-    """Whether somebody saved to the folder since this toolkit wrote it: going on in the folder that one began from is what the vendors'
-    programs do, and then its tracker names another checkpoint than our manifest is of."""
+def _was_saved_over(path: Path) -> bool:
+    """Return whether a program saved to the folder after this toolkit wrote it.
+
+    A vendor's program that continues in the folder makes its tracker name another checkpoint than the
+    manifest describes.
+    """
     try:
-        records = manifest.load(path, manifest.BESIDE).files
-    except Damage:
-        return False  # refused by name when it is opened
+        records = manifest.load(path, manifest.FOREIGN_NAME).files
+    except DamagedFile:
+        return False  # opening the checkpoint reports it
     trackers = (record for record in records if record.file in TRACKERS and (path / record.file).is_file())
     return any(
         xxhash.xxh3_128_hexdigest((path / record.file).read_bytes()) != record.header_hash
@@ -133,28 +152,28 @@ def _outlived(path: Path) -> bool:
     )
 
 
-def open_source(path: str | Path, model: ModelShape | None = None) -> Source:
-    """The checkpoint that ``path`` is or points to, of whatever format.
+def open_source(path: str | Path, model: ModelShape | None = None) -> CheckpointSource:
+    """Open the checkpoint that ``path`` is or leads to, in any format.
 
     Raises:
-        CheckpointError: there is none, or it is damaged. InputError: the model must be said.
+        CheckpointError: There is none, or it is damaged. InputError: The model must be given.
     """
-    name, folder = locate(Path(path).expanduser())
+    name, folder = locate_checkpoint(Path(path).expanduser())
     if name is None:
-        return open_manifest(folder, manifest.BESIDE, model)
-    check_whole_inside(folder)
+        return open_manifest(folder, manifest.FOREIGN_NAME, model)
+    check_links_inside(folder)
     module = _module(name)
     try:
         return _open(module, folder, model)
-    except nearby.ModelUnknown:
-        found = nearby.model_near(folder)
+    except model_discovery.UnknownModelError:
+        found = model_discovery.find_model(folder)
         if found is None:
             raise
         return _open(module, folder, found)
 
 
-def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> Source:
-    """Raises CheckpointError for metadata that are not built as the format's own programs build them, too."""
+def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> CheckpointSource:
+    """Raises CheckpointError also for metadata with an unexpected structure."""
     try:
         return module.open_source(folder, model)
     except UserError:
@@ -168,21 +187,25 @@ def _open(module: FormatModule, folder: Path, model: ModelShape | None) -> Sourc
         TypeError,
         ValueError,
     ) as error:
-        seen = f"{folder} is not built as its format has it ({type(error).__name__}: {str(error)[:200]})"
-        raise vendors_refusal(
-            folder, Damage("", seen, "metadata name what is there, in the format's own types")
+        seen = (
+            f"{folder} does not have the structure of its format ({type(error).__name__}: {str(error)[:200]})"
+        )
+        raise foreign_damage_error(
+            folder, DamagedFile("", seen, "metadata have the types and names of their format")
         ) from error
 
 
 def _module(name: str) -> FormatModule:
-    module: FormatModule = import_module(f"toolkit.checkpoint.formats.{name}")
+    module: FormatModule = import_module(f"toolkit.checkpoint.formats.{FORMATS[name]}")
     return module
 
 
-def named_in(path: Path, tracker: str, folder_of: Callable[[str], str] = str) -> Path:
-    """The folder that a vendor's ``tracker`` file in ``path`` names, whose text ``folder_of`` turns into a name.
+def read_tracker(path: Path, tracker: str, folder_of: Callable[[str], str] = str) -> Path:
+    """Return the folder that the vendor's ``tracker`` file in ``path`` names. ``folder_of`` converts its text
+    to a folder name.
 
-    Raises CheckpointError if the folder does not lie below ``path``.
+    Raises:
+        CheckpointError: The folder is not below ``path``.
     """
     with (path / tracker).open(encoding="utf-8", errors="replace") as file:
         name = file.read(MOST_PATH_BYTES).strip()
@@ -193,14 +216,14 @@ def named_in(path: Path, tracker: str, folder_of: Callable[[str], str] = str) ->
             Problem(
                 str(path / tracker),
                 f"{path / tracker}: {error}",
-                f"{tracker} names a folder beside it",
-                "name the checkpoint's own folder instead of the one above it",
+                f"{tracker} names a folder next to it",
+                "give the path of the checkpoint's own folder",
             )
         ) from error
 
 
-def check_whole_inside(folder: Path) -> None:
-    """Raises CheckpointError if a file of a vendor's checkpoint is a link to another place."""
+def check_links_inside(folder: Path) -> None:
+    """Raises CheckpointError if a file of a vendor's checkpoint is a link that leads out of its folder."""
     try:
         check_links(folder)
     except UnsafePath as error:
@@ -208,47 +231,49 @@ def check_whole_inside(folder: Path) -> None:
             Problem(
                 str(folder),
                 f"{folder}: {error}",
-                "the files of a checkpoint lie in its folder",
-                "put the file itself there in place of the link",
+                "the files of a checkpoint are in its folder",
+                "replace the link by the file itself",
             )
         ) from error
 
 
-def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
-    """A folder that this toolkit wrote, in whatever format: its manifest says where everything lies. Raises CheckpointError."""
+def open_manifest(folder: Path, name: str, model: ModelShape | None) -> CheckpointSource:
+    """Open a folder that this toolkit wrote in any format, from its manifest. Raises CheckpointError."""
     try:
         found = directory.load_manifest(folder, name)
-        manifest.check_together(found, name)
+        manifest.check_consistency(found, name)
         manifest.check_files(folder, found.files)
-    except Damage as damage:
-        raise directory.refusal(folder, damage) from damage
-    return of_manifest(folder, found, model)
+    except DamagedFile as damage:
+        raise directory.damage_error(folder, damage) from damage
+    return source_from_manifest(folder, found, model)
 
 
-def of_manifest(folder: Path, found: manifest.Manifest, model: ModelShape | None) -> Source:
-    """What a manifest describes. Looks at no file of it."""
+def source_from_manifest(
+    folder: Path, found: manifest.Manifest, model: ModelShape | None
+) -> CheckpointSource:
+    """Return the source that a manifest describes. Opens no file."""
     sizes = found.scalars.get(MODEL)
-    said = parse_model_shape(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
-    shape = model or said or nearby.model_near(folder)
+    recorded = parse_model_shape(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
+    shape = model or recorded or model_discovery.find_model(folder)
     facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
-    return Source(
+    return CheckpointSource(
         format=found.written_as,
         catalog=found.catalog(folder),
         namespace=found.namespace,
         step=found.step,
         shape=shape,
         facts=facts,
-        refuse=directory.refusal,
+        refuse=directory.damage_error,
     )
 
 
-def vendors_refusal(folder: Path, damage: Damage) -> CheckpointError:
-    """For checkpoints of others, which have no hashes and no neighbour that is known to be whole."""
+def foreign_damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
+    """Return the error for a damaged checkpoint of another program, which has no hashes."""
     return CheckpointError(
         Problem(
             str(folder / damage.file),
             damage.seen,
             damage.rule,
-            "take another checkpoint, or copy this one again",
+            "use another checkpoint, or copy this one again",
         )
     )

@@ -1,6 +1,7 @@
-"""What is to be written, known without writing it: the files of a format, their fixed bytes, and the pieces that go into the rest.
+"""Description of a checkpoint to write: its files, their fixed bytes, and the pieces that fill the rest.
 
-The mirror image of a source: a format's writer gives a ``Target``, and one executor (``convert.py``) fills it from any catalog.
+It mirrors a source: a format's writer returns a ``CheckpointTarget``, and one executor
+(``offline/convert.py``) fills it from any catalog.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.checkpoint.catalog import Piece
+from toolkit.checkpoint.catalog import TensorPiece
 from toolkit.checkpoint.shard import TensorInfo, TensorKey
 
 
 @dataclass(frozen=True, slots=True)
-class Checksum:
-    """The CRC-32 of bytes ``begin .. end`` of a file, little endian, to be written at each byte of ``places`` (four bytes each)."""
+class FileChecksum:
+    """CRC-32 of bytes ``begin .. end`` of a file, to be written (4 bytes, little endian) at each offset in
+    ``places``.
+    """
 
     begin: int
     end: int
@@ -26,42 +29,45 @@ class TargetFile:
     """One file of ``numbytes``. Bytes that neither ``fixed`` nor a piece covers are zero (padding).
 
     Attributes:
-        name: within the target's folder, with slashes.
-        fixed: offset -> bytes: headers, pickles, scalars.
-        checksums: of zip records; no two overlap.
-        free: people change it (settings, a tokenizer): the manifest says nothing of it.
+        name: Path within the target's folder, with forward slashes.
+        numbytes: Length of the file.
+        fixed: Offset -> bytes: headers, pickles, scalars.
+        checksums: Of zip records; they do not overlap.
+        free: Users may edit the file (settings, a tokenizer), so the manifest does not record it.
     """
 
     name: str
     numbytes: int
     fixed: Mapping[int, bytes]
-    checksums: tuple[Checksum, ...] = ()
+    checksums: tuple[FileChecksum, ...] = ()
     free: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A checkpoint to be.
+class CheckpointTarget:
+    """A checkpoint to write.
 
     Attributes:
-        format: ``native``, ``deepspeed``, ...; recorded beside the files.
-        tensors: what it holds, in the dtypes in which it holds it.
-        pieces: each element of each tensor exactly once. May make them when they are asked for.
-        copies: what is written a second time, because a layout replicates it. May make them when they are asked for.
-        files: every file. Those of no pieces too.
-        identity: what decides every byte beside the source: format, layout and sizes, in words. A conversion that was killed goes
-            on where source and identity are the same.
-        manifest: the name of the file that records every piece with its hashes.
-        scalars: recorded in the manifest, plain JSON types.
-        notes: what whoever opens it with the vendor's own loader must know, in words.
+        format: ``native``, ``deepspeed``, ...; recorded in the manifest.
+        namespace: Namespace of the tensors' names.
+        step: Completed optimizer steps.
+        tensors: Tensors in the dtypes in which they are written.
+        pieces: Each element of each tensor exactly once. May create the pieces on access.
+        copies: Further copies that the layout requires. May create the pieces on access.
+        files: Every file, also those without pieces.
+        identity: Text that determines every byte besides the source: format, layout, sizes. A killed
+            conversion continues if source and identity are the same.
+        manifest: Name of the file that records every piece with its hashes.
+        scalars: Recorded in the manifest; plain JSON types.
+        notes: What users of the vendor's own loader must know.
     """
 
     format: str
     namespace: str
     step: int
     tensors: Mapping[TensorKey, TensorInfo]
-    pieces: Mapping[TensorKey, Sequence[Piece]]
-    copies: Mapping[TensorKey, Sequence[Piece]] = field(default_factory=dict)
+    pieces: Mapping[TensorKey, Sequence[TensorPiece]]
+    copies: Mapping[TensorKey, Sequence[TensorPiece]] = field(default_factory=dict)
     files: Sequence[TargetFile]
     identity: str
     manifest: str

@@ -156,7 +156,7 @@ class ExitHandler:
                 int(self.code),
                 reason,
                 attempt=self.attempt,
-                anew=anew,
+                overwrite=anew,
             )
 
     def _has_trained(self) -> bool:

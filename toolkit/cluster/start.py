@@ -19,7 +19,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem, Severity
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.rundir.continuing import check_work, schedule_warning
+from toolkit.rundir.continuing import check_remaining_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
 
 
@@ -75,7 +75,7 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     directory.check(plan.config)
     if starts := earlier_starts(launch, directory):
         plan = replace(plan, config=directory.continued(plan.config, starts))
-    check_work(plan.config, directory)
+    check_remaining_work(plan.config, directory)
     if (jump := schedule_warning(plan.config, directory)) is not None:
         plan = replace(plan, warnings=(*plan.warnings, jump))
     attempt = directory.begin(plan.config, to_json(plan), began=own_beginning())

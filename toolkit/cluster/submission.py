@@ -31,7 +31,7 @@ from toolkit.config.cluster import ClusterBackend
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.lock import lock_file
+from toolkit.rundir.lock import acquire_lock
 
 ONE_JOB = "a run has one job at a time"
 
@@ -72,7 +72,7 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
     """Of two who submit a run at the same moment, both would find that no job of it waits."""
     with writable(run_dir):
         jobs_folder(run_dir).mkdir(parents=True, exist_ok=True)
-        descriptor, owner = lock_file(jobs_folder(run_dir) / "lock")
+        descriptor, owner = acquire_lock(jobs_folder(run_dir) / "lock")
     if descriptor is None:
         who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
         raise ConfigError(

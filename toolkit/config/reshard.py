@@ -1,7 +1,6 @@
-"""Every key of ``launch/reshard.py``. The string under a field is its documentation; ``--help`` shows it.
+"""Every key of ``launch/reshard.py``. The string under a field is its documentation, which ``--help`` shows.
 
-Which keys count for which action and format is said here, in two tables: a key that was written where nothing
-uses it is refused.
+Two tables list which keys each action and format uses; a key without effect is rejected.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from toolkit.config.schema import ModelConfig, Precision
 from toolkit.errors import ConfigError, Problem
 
 
-class Action(Enum):
+class ReshardAction(Enum):
     convert = "convert"
     plan = "plan"
     inspect = "inspect"
@@ -23,7 +22,7 @@ class Action(Enum):
     diff = "diff"
 
 
-class Format(Enum):
+class TargetFormat(Enum):
     """Formats that a checkpoint can be written in."""
 
     native = "native"
@@ -33,7 +32,7 @@ class Format(Enum):
     huggingface = "huggingface"
 
 
-class Stage(Enum):
+class TargetZeroStage(Enum):
     stage0 = "stage0"
     stage1 = "stage1"
     stage2 = "stage2"
@@ -64,9 +63,8 @@ class TargetParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TargetOptimConfig:
-    """What DeepSpeed and Megatron-core take over from a checkpoint, whatever the run says. Null: as the
-    source says.
-    """
+    """Settings that DeepSpeed and Megatron-core load from a checkpoint instead of the run. Null: as
+    recorded in the source."""
 
     lr: float | None = None
     """The learning rate."""
@@ -75,53 +73,46 @@ class TargetOptimConfig:
     eps: float | None = None
     """Adam's epsilon."""
     weight_decay: float | None = None
-    """Of the parameters that decay: those of more than one dim."""
+    """Weight decay of the parameters that have it: those of more than one dim."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TargetConfig:
     path: str | None = None
-    """Folder that is made; with action=diff, the checkpoint to compare with. ``target=PATH`` is short for it.
-    """
-    format: Format = Format.native
-    """native (this toolkit's, of no layout), deepspeed, universal (DeepSpeed's), megatron (torch_dist),
-    huggingface.
-    """
+    """Folder to create; with action=diff, the checkpoint to compare with. ``target=PATH`` is short for it."""
+    format: TargetFormat = TargetFormat.native
+    """native (this toolkit's, layout-independent), deepspeed, universal (DeepSpeed's), megatron
+    (torch_dist), huggingface."""
     parallel: TargetParallelConfig = field(default_factory=TargetParallelConfig)
     optim: TargetOptimConfig = field(default_factory=TargetOptimConfig)
-    zero: Stage = Stage.stage1
+    zero: TargetZeroStage = TargetZeroStage.stage1
     """The ZeRO stage whose files are written. Other formats have files for any."""
     precision: Precision | None = None
-    """Of the weights; 16 bits have fp32 master weights beside them. Null: as the source's weights."""
+    """Precision of the weights; 16-bit weights get fp32 master weights. Null: as the source's weights."""
     optimizer: bool | None = None
-    """Whether the optimizer's state is written. Null: where the source has it; in huggingface, only if asked.
-    """
+    """Whether the optimizer's state is written. Null: if the source has it; for huggingface, false."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ReshardConfig:
-    """One conversion, or one look at a checkpoint."""
+    """One conversion or inspection of a checkpoint."""
 
     source: str | None = None
-    """A checkpoint in any format, or what points to one: a run's folder, or a folder with a tracker file
-    (latest, ...).
-    """
-    action: Action = Action.convert
-    """convert; plan (bytes, reads, memory, time: moves nothing); inspect (what source is); verify (look at
-    every byte of source); diff (source against target, tensor by tensor).
-    """
+    """A checkpoint in any format, or a path that leads to one: a run's folder, or a folder with a tracker
+    file (latest, ...)."""
+    action: ReshardAction = ReshardAction.convert
+    """convert; plan (bytes, reads, memory, time; moves nothing); inspect (describe source); verify (check
+    every byte of source); diff (compare source with target, tensor by tensor)."""
     target: TargetConfig = field(default_factory=TargetConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     workers: int = 2
     """Threads that read, check and write at once."""
     examine: bool = True
     """convert: refuse values that no sound run has: not finite, negative averages of squares, weights that
-    are not their masters cast.
-    """
+    are not their masters cast."""
     rate: float | None = None
-    """plan: gigabytes a second that can be copied there, for the estimate of time. Null: measured by copying
-    64 MiB, once.
-    """
+    """plan: gigabytes a second that can be copied there, for the estimate of time. Null: measured by
+    copying 64 MiB, once."""
 
     def __post_init__(self) -> None:
         at_least("", 1, workers=self.workers)
@@ -134,18 +125,18 @@ class ReshardConfig:
         )
 
 
-# Keys that count, beside source, action and model. A section stands for all of its keys.
-OF_ACTION: Mapping[Action, tuple[str, ...]] = {
-    Action.convert: ("target", "workers", "examine"),
-    Action.plan: ("target", "workers", "examine", "rate"),
-    Action.inspect: (),
-    Action.verify: ("workers",),
-    Action.diff: ("target.path", "workers"),
+# Keys that have an effect, in addition to source, action and model. A section stands for all its keys.
+ACTION_KEYS: Mapping[ReshardAction, tuple[str, ...]] = {
+    ReshardAction.convert: ("target", "workers", "examine"),
+    ReshardAction.plan: ("target", "workers", "examine", "rate"),
+    ReshardAction.inspect: (),
+    ReshardAction.verify: ("workers",),
+    ReshardAction.diff: ("target.path", "workers"),
 }
-# Keys of ``target`` that count, beside path and format.
-OF_FORMAT: Mapping[Format, tuple[str, ...]] = {
-    Format.native: ("precision", "optimizer"),
-    Format.deepspeed: (
+# Keys of ``target`` that have an effect, in addition to path and format.
+FORMAT_KEYS: Mapping[TargetFormat, tuple[str, ...]] = {
+    TargetFormat.native: ("precision", "optimizer"),
+    TargetFormat.deepspeed: (
         "parallel.data",
         "parallel.tensor",
         "parallel.pipeline",
@@ -154,8 +145,8 @@ OF_FORMAT: Mapping[Format, tuple[str, ...]] = {
         "optimizer",
         "optim",
     ),
-    Format.universal: (),  # whole tensors in fp32, with the optimizer's state: one folder for every layout
-    Format.megatron: (
+    TargetFormat.universal: (),  # whole fp32 tensors with optimizer state: one folder for every layout
+    TargetFormat.megatron: (
         "parallel.tensor",
         "parallel.pipeline",
         "parallel.expert",
@@ -163,67 +154,74 @@ OF_FORMAT: Mapping[Format, tuple[str, ...]] = {
         "optimizer",
         "optim",
     ),
-    Format.huggingface: ("precision", "optimizer"),
+    TargetFormat.huggingface: ("precision", "optimizer"),
 }
 _ALWAYS = ("source", "action", "model")
-_NEEDS_TARGET = (Action.convert, Action.diff)
+_NEEDS_TARGET = (ReshardAction.convert, ReshardAction.diff)
 
 
 def check_together(config: ReshardConfig, typed: Iterable[str]) -> None:
-    """Refuse what does not fit together.
+    """Reject inconsistent settings.
 
     Args:
-        typed: what the user wrote: ``KEY=VALUE``.
+        config: The settings.
+        typed: The overrides as written by the user: ``KEY=VALUE``.
 
     Raises:
-        ConfigError: with every such key.
+        ConfigError: Lists every problem.
     """
-    problems = [problem for text in typed for problem in _idle(config, text)]
+    problems = [problem for text in typed for problem in _unused_key(config, text)]
     action = f"action={config.action.name}"
     if config.source is None:
         problems.append(
-            Problem("source", "source=null", "something is read", "write source=PATH; --help shows examples")
+            Problem(
+                "source", "source=null", "a source is required", "write source=PATH; --help shows examples"
+            )
         )
     if config.target.path is None and config.action in _NEEDS_TARGET:
-        use = "the checkpoint to compare with" if config.action is Action.diff else "the folder to make"
+        use = (
+            "the checkpoint to compare with"
+            if config.action is ReshardAction.diff
+            else "the folder to create"
+        )
         problems.append(Problem("target", "target=null", f"{action} needs {use}", "write target=PATH"))
     if config.model.target is not None or config.model.arguments:
         problems.append(
             Problem(
                 "model.target",
                 f"model.target={config.model.target}",
-                "a model of your own has no names but those of the checkpoint",
-                "leave it out: native checkpoints say all",
+                "a custom model has only the names in its checkpoint",
+                "remove it: native checkpoints contain everything",
             )
         )
     if problems:
         raise ConfigError(*problems)
 
 
-def _idle(config: ReshardConfig, text: str) -> Iterator[Problem]:
-    """The problem of a key that nothing uses, if ``text`` is one."""
+def _unused_key(config: ReshardConfig, text: str) -> Iterator[Problem]:
+    """Yield a problem if ``text`` sets a key that has no effect."""
     name = text.lstrip("+~").partition("=")[0]
     action, form = config.action.name, config.target.format
-    of_action = OF_ACTION[config.action]
-    if not _among(name, (*_ALWAYS, *of_action)):
+    of_action = ACTION_KEYS[config.action]
+    if not _matches_any(name, (*_ALWAYS, *of_action)):
         uses = ", ".join(("source", *of_action, "model"))
         yield Problem(
             name,
             f"{text} with action={action}",
             f"action={action} uses {uses}",
-            "leave it out, or choose another action",
+            "remove it, or choose another action",
         )
     elif name.startswith("target.") and "target" in of_action:
-        counting = OF_FORMAT[form]
-        if not _among(name, [f"target.{key}" for key in ("path", "format", *counting)]):
+        counting = FORMAT_KEYS[form]
+        if not _matches_any(name, [f"target.{key}" for key in ("path", "format", *counting)]):
             yield Problem(
                 name,
                 f"{text} with target.format={form.name}",
                 f"{form.name} takes "
-                f"{', '.join(f'target.{key}' for key in counting) or 'no key beside target.path'}",
-                "leave it out: it decides nothing of what is written",
+                f"{', '.join(f'target.{key}' for key in counting) or 'no key except target.path'}",
+                "remove it: it has no effect on what is written",
             )
 
 
-def _among(name: str, keys: Iterable[str]) -> bool:
+def _matches_any(name: str, keys: Iterable[str]) -> bool:
     return any(name == key or name.startswith(key + ".") or key.startswith(name + ".") for key in keys)

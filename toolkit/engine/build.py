@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import StateReader
 from toolkit.config.schema import EngineName
 from toolkit.engine.protocol import Engine, Objective
 from toolkit.monitor.parts import UNRECORDED, Recorder
@@ -31,7 +31,7 @@ def build_engine(
     return ENGINES[plan.config.engine.name](plan, objective, rank, local_rank, recorder)
 
 
-def first_weights(plan: RunPlan) -> Reader:
+def first_weights(plan: RunPlan) -> StateReader:
     """Open the weights that a new run starts from: ``model.pretrained``, or random ones.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, Shard, TensorKey
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, StateReader, TensorKey
 from toolkit.config.schema import Precision
 from toolkit.engine import seeding
 from toolkit.engine.muon import Muon
@@ -190,7 +190,7 @@ class LocalEngine:
         return found
 
     @torch.no_grad()
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         continues = has_optimizer_state(
             reader,
             (kind for optimizer in self._optimizers for kind in optimizer_state_names(optimizer.defaults)),

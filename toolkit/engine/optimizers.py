@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Reader, TensorKey
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, StateReader, TensorKey
 from toolkit.config.schema import OptimConfig, OptimizerName
 from toolkit.engine.muon import Muon
 from toolkit.errors import CheckpointError, Problem
@@ -69,7 +69,7 @@ def _groups(parameters: Iterable[torch.Tensor], optim: OptimConfig) -> list[dict
     return [group for group in groups if group["params"]]
 
 
-def has_optimizer_state(reader: Reader, names: Iterable[str]) -> bool:
+def has_optimizer_state(reader: StateReader, names: Iterable[str]) -> bool:
     """Whether ``reader`` has optimizer state, as opposed to weights only.
 
     Args:
@@ -93,7 +93,7 @@ def has_optimizer_state(reader: Reader, names: Iterable[str]) -> bool:
     return bool(saved)
 
 
-def master_or_weight_key(reader: Reader, name: str) -> TensorKey:
+def master_or_weight_key(reader: StateReader, name: str) -> TensorKey:
     """The key of the fp32 weight ``name``: the master if it was saved, since the weight may be rounded."""
     master = TensorKey(MASTER, name)
     return master if master in reader.tensors else TensorKey(WEIGHT, name)

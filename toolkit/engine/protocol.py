@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.plan.types import Device
 
 # Tensors of one micro-batch by name. In the text task: ``input_ids`` and ``labels``, int64 [micro_batch,
@@ -118,7 +118,7 @@ class Engine(Protocol):
     def scalars(self) -> dict[str, object]:
         """State other than tensors of parameter shape, in JSON types: optimizer step, loss scaler."""
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         """Load weights, and the optimizer state if the reader has it. Collective.
 
         Raises:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader
 from toolkit.errors import InputError, Problem
 from toolkit.families import get_family
 from toolkit.plan.types import RunPlan
 
 
-def open_pretrained(plan: RunPlan) -> Reader:
+def open_pretrained(plan: RunPlan) -> StateReader:
     """Open ``model.pretrained``; a hub id is downloaded to Hugging Face's cache first.
 
     Raises:
@@ -37,7 +37,7 @@ class _Weights:
 
     scalars: Mapping[str, object] = {}
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: StateReader) -> None:
         self._reader = reader
         self.tensors = {key: info for key, info in reader.tensors.items() if key.state in (WEIGHT, MASTER)}
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from toolkit.goodput import (
     Attempt,
+    AttemptTimes,
     Goodput,
-    Save,
-    Times,
-    add_save,
+    SaveRecord,
+    append_save,
     compute_goodput,
     read_saves,
     read_times,
@@ -41,7 +41,7 @@ class GoodputTracker(Hook, SaveObserver):
     ) -> None:
         self._folder, self._earlier, self._clock = folder, tuple(earlier), clock
         now = clock()
-        self._times = read_times(folder) or Times(began=now, seen=now)
+        self._times = read_times(folder) or AttemptTimes(began=now, seen=now)
         self._next = 0.0
         self._saving: dict[int, float] = {}  # seconds of steps when the save of a step started
         self._saved = 0.0  # seconds of steps that this attempt's newest checkpoint includes
@@ -87,7 +87,7 @@ class GoodputTracker(Hook, SaveObserver):
         if stepping is None:  # the last step may be saved twice
             return
         self._saved = stepping
-        add_save(self._folder, Save(step=step, seconds=seconds, bytes=size, stepping=stepping))
+        append_save(self._folder, SaveRecord(step=step, seconds=seconds, bytes=size, stepping=stepping))
         self._write()
 
     # ---- the run so far

@@ -1,16 +1,18 @@
-"""The folder of one run: who may write there, what each start leaves behind, and where its state comes from.
+"""The folder of one run: what each start writes there, who may write, and which state a start resumes from.
 
     config.yaml plan.json status.json          of the newest attempt
     metrics.jsonl eval.jsonl ledger.jsonl      each step once, over all attempts
-    alerts.jsonl alerts/node-N.jsonl           as they came; of other nodes than the first
-    system/node-N.jsonl                        as they came, of each node
+    alerts.jsonl alerts/node-N.jsonl           in order of time; those of other nodes in separate files
+    system/node-N.jsonl                        in order of time, for each node
     checkpoints/ plots/
-    attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}, and metric rows and checkpoints of steps that a
-                                               later attempt ran again
-    attempts/001/{hang.txt,hang/}              of one that ended for want of progress
-    jobs/001/                                  of one that was submitted: toolkit/cluster/job.py
-    fork.json                                  the parent, in a run that began from another one's state
-    lock                                       held while a process runs here
+    attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}, and metric rows and
+    checkpoints
+                                               of steps that a later attempt repeated
+    attempts/001/{hang.txt,hang/}              if the attempt ended because it made no progress
+    jobs/001/                                  of a submitted run: toolkit/cluster/job.py
+    fork.json                                  the parent of a forked run
+    lock                                       locked while a process runs here
 
-Only rank 0, or the parent that starts the ranks, writes; and each node's first rank what is of its node; and whichever rank reports a hang.
+Only rank 0, or the parent process that starts the ranks, writes here, with two exceptions: each node's first
+rank writes the node's files, and any rank may report a hang.
 """

@@ -1,4 +1,6 @@
-"""What a start would do in the directory of a run that has begun before: nothing, or continue under another learning rate."""
+"""Predict what a start would do in an existing run directory: nothing, or continue with another learning
+rate.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,22 @@ from toolkit.errors import Problem, Severity
 from toolkit.plan.schedule import decay_span, rate
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.source import SourceKind, resolve_source, run_directory_of
+from toolkit.rundir.source import SourceKind, find_run_directory, resolve_source
 from toolkit.rundir.status import RunState
 
 
 class NothingToDo(Exception):
-    """The steps that a start asks for are done. Its text says so; the exit code is 0."""
+    """All requested steps are completed. The message is for the user; the exit code is 0."""
 
 
-def check_work(config: RunConfig, directory: RunDirectory) -> None:
-    """Compare the steps asked for with those that are done, from files alone.
+def check_remaining_work(config: RunConfig, directory: RunDirectory) -> None:
+    """Compare the requested steps with the completed ones, using files only.
 
-    A start is needed all the same if ``resume`` names a checkpoint to go back to, if the run did not end well, or if it asks for
-    other evaluations, another prompt, or the export, which follow the last step.
+    A start is needed anyway if ``resume`` is a path, if the run did not end well, or if evaluations, the
+    prompt or the export, which follow the last step, have changed.
 
     Raises:
-        NothingToDo: every step is done, or more of them than asked for.
+        NothingToDo: All requested steps are completed.
     """
     steps, saved, status = config.train.steps, directory.saved_step(), directory.status()
     if config.resume != "auto" or saved is None or saved < steps:
@@ -35,7 +37,8 @@ def check_work(config: RunConfig, directory: RunDirectory) -> None:
         return
     done = f"{saved} of {steps} steps" if saved == steps else f"{saved} steps, more than train.steps={steps},"
     raise NothingToDo(
-        f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train longer, or "
+        f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train "
+        "longer, or "
         "run.name=ANOTHER for a new run"
     )
 
@@ -52,11 +55,13 @@ def _same_ending(config: RunConfig, directory: RunDirectory) -> bool:
 
 
 def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | None:
-    """A warning if the learning rate of the newest recorded step differs under the schedule of this start: the curve then jumps."""
+    """Return a warning if this start's schedule gives another learning rate for the last recorded step, so
+    that the curve would jump.
+    """
     source = resolve_source(config, directory.newest_checkpoint())
     if source.kind is not SourceKind.RESUME or source.path is None:
         return None
-    folder = run_directory_of(source.path.absolute())
+    folder = find_run_directory(source.path.absolute())
     row = last_row(RunDirectory(folder).metrics_file) if folder is not None else None
     return (
         changed_schedule(config, row["step"], row["lr"], folder)
@@ -66,10 +71,12 @@ def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | No
 
 
 def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Problem | None:
-    """
+    """Return a warning if the learning rate of the last recorded step differs under this start's schedule.
+
     Args:
-        step, lr: of the newest row; ``step`` counts from 1.
-        run: the directory of the run.
+        config: Configuration of this start.
+        step, lr: Of the last row; ``step`` counts from 1.
+        run: The run's directory.
     """
     now = rate(config, step - 1)
     if math.isclose(lr, now, rel_tol=1e-6, abs_tol=1e-12):
@@ -78,10 +85,13 @@ def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Prob
     length, past = decay_span(schedule, config.train.steps)[1], max(1, step - schedule.warmup)
     return Problem(
         "train.steps",
-        f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} in the "
+        f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} "
+        "in the "
         f"{schedule.name.value} schedule of this start",
         "the schedule ends at train.steps unless schedule.decay gives its length",
-        f"continue if the jump is intended; to avoid it, write schedule.decay={length} at the first start of a run, whatever its "
-        f"train.steps; to keep the rate low from here on, start a new run with run.fork={run} schedule.decay={past}",
+        f"continue if the jump is intended; to avoid it, write schedule.decay={length} at the first start "
+        "of a run, whatever its "
+        f"train.steps; to keep the rate low from here on, start a new run with run.fork={run} "
+        f"schedule.decay={past}",
         Severity.WARNING,
     )

@@ -1,4 +1,5 @@
-"""The directory of a run by the run's name: ``runs/NAME`` stands for the one folder ``runs/NAME-<identity>``."""
+"""Find a run directory by the run's name: ``runs/NAME`` stands for the only folder
+``runs/NAME-<identity>``."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ _IDENTITY = re.compile(r"-[0-9a-f]{8}")
 
 
 def find_run(path: str | Path, key: str) -> Path:
-    """``path``, if it exists or if no run has that name; else the only run directory ``path-<8 hex digits>``.
+    """Return ``path`` if it exists or no run has that name, else the only run directory ``path-<8 hex
+    digits>``.
 
     Args:
-        key: the option that ``path`` was given to, for the error.
+        path: Path or name of a run.
+        key: The option with this value, for the error.
 
     Raises:
-        InputError: several runs have the name.
+        InputError: Several runs have the name.
     """
     path = Path(path).expanduser()
     if path.exists() or not path.name or not path.parent.is_dir():
@@ -34,8 +37,8 @@ def find_run(path: str | Path, key: str) -> Path:
         raise InputError(
             Problem(
                 key,
-                f"{key}={path}, which {len(found)} runs are named: {', '.join(map(str, found))}",
-                "a run's name stands for its directory if one run has that name",
+                f"{key}={path} matches {len(found)} runs: {', '.join(map(str, found))}",
+                "a run's name identifies its directory only if it is unique",
                 f"write {key}={newest}, the newest",
             )
         )

@@ -1,4 +1,4 @@
-"""One process at a time: a lock that ends with its last holder, however that one dies."""
+"""A file lock that the kernel releases when its last holder exits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 
-def lock_file(path: Path) -> tuple[int | None, dict[str, Any] | None]:
-    """Take the lock ``path`` for this process: the open file, which holds it; or None and its owner {pid, host, since}, if known.
+def acquire_lock(path: Path) -> tuple[int | None, dict[str, Any] | None]:
+    """Lock ``path`` for this process.
 
-    The kernel frees the lock with its last holder, however that one dies; a child that inherits the open file is one. pid and host are
-    for people, and for file systems without locks.
+    The kernel releases the lock with its last holder, including children that inherit the open file. The
+    recorded pid and host are for messages, and for file systems without locks.
+
+    Returns:
+        The descriptor of the open file, which keeps the lock, and None; or None and the owner {pid, host,
+        since} if known.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     owner = _read_owner(path)
-    if not _locked(descriptor, owner):
+    if not _try_lock(descriptor, owner):
         os.close(descriptor)
         return None, owner
     record = json.dumps(
@@ -35,12 +39,12 @@ def lock_file(path: Path) -> tuple[int | None, dict[str, Any] | None]:
 def _read_owner(path: Path) -> dict[str, Any] | None:
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # empty: its owner is between opening and writing, or died there
+    except ValueError:  # empty: the owner is about to write it, or died before
         return None
     return owner if isinstance(owner, dict) else None
 
 
-def _locked(descriptor: int, owner: Mapping[str, Any] | None) -> bool:
+def _try_lock(descriptor: int, owner: Mapping[str, Any] | None) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -48,7 +52,7 @@ def _locked(descriptor: int, owner: Mapping[str, Any] | None) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
             raise
-        # A file system without locks: believe the recorded owner if it is of this machine.
+        # The file system has no locks: trust the recorded owner if it is on this machine.
         return owner is None or owner["host"] != socket.gethostname() or not _alive(owner["pid"])
     return True
 

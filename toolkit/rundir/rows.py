@@ -1,4 +1,4 @@
-"""Rows of steps that will be run again leave a run's files, so that a step stands there once."""
+"""Move rows of repeated steps out of a run's files, so that each step is recorded once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from toolkit.rows import parse_row
 
 
 def move_rows(file: Path, target: Path, step: int) -> None:
-    """Rows of ``file`` with a step beyond ``step`` are added to ``target``. A torn row (the machine stopped while it was
-    written) is dropped: its step will be run again, or its checkpoint would not be complete."""
-    kept: list[str] = []
+    """Move rows of ``file`` after ``step`` to ``target``. An incomplete row is dropped, because its step
+    will be repeated.
+    """
+    remaining: list[str] = []
     moved: list[str] = []
     torn = False
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -19,18 +20,18 @@ def move_rows(file: Path, target: Path, step: int) -> None:
             row_step = _step_of(line)
             torn = torn or row_step is None
             if row_step is not None:
-                (kept if row_step <= step else moved).append(line)
+                (remaining if row_step <= step else moved).append(line)
     if moved:
         target.parent.mkdir(parents=True, exist_ok=True)
         present = target.read_text(encoding="utf-8").splitlines(keepends=True) if target.exists() else []
-        known = set(present)  # where an earlier trim stopped between the two files
+        known = set(present)  # from a move that was interrupted between the two files
         write_whole(target, "".join(present + [line for line in moved if line not in known]))
     if moved or torn:
-        write_whole(file, "".join(kept))
+        write_whole(file, "".join(remaining))
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a whole row; None for a torn one."""
+    """Return the step of a complete row, otherwise None."""
     row = parse_row(line) if line.endswith("\n") else None
     step = row.get("step") if row is not None else None
     return step if isinstance(step, int) else None

@@ -1,40 +1,50 @@
-"""Where a run's state comes from, and what may not be continued: another run's folder, a second parent."""
+"""Choose the state that a run starts from, and reject invalid combinations: another run's folder, a second
+parent.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
 from toolkit.errors import CheckpointError, ConfigError, InputError, Problem, file_errors
+from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rundir.find import find_run
+
+OTHER_FOLDER = "write run.dir=FOLDER, one that this user can make and write"
+# Entries that a folder may contain before the first attempt: from this toolkit, a killed start, or a file
+# system.
+BEFORE = {"lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"}
 
 
 class SourceKind(StrEnum):
-    INITIAL = "initial"  # random or pretrained weights
+    INITIAL = "initial"
     RESUME = "resume"
     FORK = "fork"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a run's state comes from. ``path`` is None for initial weights."""
+class StateSource:
+    """The state that a run starts from. ``path`` is None for initial weights."""
 
     kind: SourceKind
     path: Path | None = None
 
 
-def resolve_source(config: RunConfig, newest: Path | None) -> Source:
-    """Which state this start continues from.
+def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
+    """Choose the state that this start continues from.
 
     Args:
-        newest: the newest complete checkpoint of the run's own directory, if any.
+        config: Configuration of this start.
+        newest: The newest complete checkpoint of the run's own directory, if any.
 
     Raises:
-        ConfigError: ``resume=never`` where there is something to continue, or ``resume=PATH`` together with ``run.fork``.
-        InputError: a path that is not there.
+        ConfigError: ``resume=never`` although there is a checkpoint, or ``resume=PATH`` with ``run.fork``.
+        InputError: The path does not exist.
     """
     fork, resume = config.run.fork, config.resume
     if resume not in ("auto", "never"):
@@ -43,25 +53,25 @@ def resolve_source(config: RunConfig, newest: Path | None) -> Source:
                 Problem(
                     "resume",
                     f"resume={resume} with run.fork={fork}",
-                    "a run continues from one state",
-                    "leave out resume to fork, or run.fork to resume",
+                    "a run starts from one state",
+                    "remove resume to fork, or run.fork to resume",
                 )
             )
-        return Source(SourceKind.RESUME, _existing("resume", resume))
+        return StateSource(SourceKind.RESUME, _existing("resume", resume))
     if newest is not None and resume == "never":
         raise ConfigError(
             Problem(
                 "resume",
-                f"resume=never, and {newest} is there",
-                "resume=never refuses to continue a run",
+                f"resume=never, but {newest} exists",
+                "resume=never does not continue a run",
                 "write resume=auto to continue, or run.name=ANOTHER for a new run",
             )
         )
     if newest is not None:
-        return Source(SourceKind.RESUME, newest)
+        return StateSource(SourceKind.RESUME, newest)
     if fork is not None:
-        return Source(SourceKind.FORK, _existing("run.fork", fork))
-    return Source(SourceKind.INITIAL)
+        return StateSource(SourceKind.FORK, _existing("run.fork", fork))
+    return StateSource(SourceKind.INITIAL)
 
 
 def _existing(key: str, value: str) -> Path:
@@ -73,18 +83,54 @@ def _existing(key: str, value: str) -> Path:
             Problem(
                 key,
                 f"{key}={value}",
-                f"{key} names a checkpoint or a run directory that exists",
+                f"{key} must be an existing checkpoint or run directory",
                 f"correct the path; {path.absolute()} is not a folder",
             )
         )
     return path
 
 
+def check_folder(path: Path) -> None:
+    """Check that a run can use ``path``. Raises InputError for a file, and for a folder that contains
+    something other than a run.
+    """
+    for part in path.parts:
+        if (size := len(os.fsencode(part))) > MOST_NAME_BYTES:
+            raise InputError(
+                Problem(
+                    "run.dir",
+                    f"run.dir={str(path)[:80]}... has a name of {size} bytes",
+                    f"a folder's name has at most {MOST_NAME_BYTES} bytes",
+                    "write a shorter run.name or run.dir=FOLDER",
+                )
+            )
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise InputError(
+            Problem("run.dir", f"run.dir={path} is not a folder", "a run has its own folder", OTHER_FOLDER)
+        )
+    if (path / "attempts").is_dir() or (path / "status.json").is_file():
+        return
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in BEFORE)
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if foreign[3:] else ""
+        raise InputError(
+            Problem(
+                "run.dir",
+                f"run.dir={path} contains {', '.join(foreign[:3])}{more}, and no run",
+                "a run needs a folder that is new, empty or its own",
+                f"write run.dir={path / 'NEW'}",
+            )
+        )
+
+
 def check_identity(config: RunConfig, file: Path) -> None:
-    """A folder belongs to one run. Raises ConfigError.
+    """Raises ConfigError if the folder belongs to another run.
 
     Args:
-        file: the ``config.yaml`` of the folder's newest attempt; where there is none, no run has begun there.
+        config: Configuration of this start.
+        file: ``config.yaml`` of the folder's newest attempt. If it is missing, no run has begun there.
     """
     if not file.exists():
         return
@@ -98,33 +144,35 @@ def check_identity(config: RunConfig, file: Path) -> None:
     raise ConfigError(
         Problem(
             "run.dir",
-            f"run.dir={file.parent} holds another run ({differences})",
+            f"run.dir={file.parent} contains another run ({differences})",
             "a run directory belongs to one model, data, optimizer, schedule and batch",
-            "leave out run.dir, write another one, or start a new run from this one's state with run.fork="
+            "remove run.dir, choose another one, or start a new run from this one's state with run.fork="
             + str(file.parent),
         )
     )
 
 
-def parent_of(fork: str) -> str:
-    """As ``fork.json`` records it."""
+def resolve_parent(fork: str) -> str:
+    """Return the absolute path of the parent, as ``fork.json`` records it."""
     return str(find_run(fork, "run.fork").absolute())
 
 
 def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path | None) -> None:
-    """A fork is a new run with one parent. Raises ConfigError.
+    """Check that a fork is a new run with one parent. Raises ConfigError.
 
     Args:
-        fork_file: where the parent was recorded, if the run has begun as a fork.
-        newest: a checkpoint of the run's own.
+        config: Configuration of this start.
+        run_dir: The run's own directory.
+        fork_file: Where the parent is recorded, if the run began as a fork.
+        newest: A checkpoint of the run's own, if any.
     """
     if config.run.fork is None:
         return
-    parent = parent_of(config.run.fork)
+    parent = resolve_parent(config.run.fork)
     seen = f"run.fork={config.run.fork}, and the run's own directory is {run_dir}"
     remedy = "give the new run its own run.name or run.dir"
     if run_dir.absolute() in (Path(parent), *Path(parent).parents):
-        raise ConfigError(Problem("run.fork", seen, "a fork is a new run, apart from its parent", remedy))
+        raise ConfigError(Problem("run.fork", seen, "a fork is a new run in its own directory", remedy))
     if fork_file.exists():
         recorded = json.loads(fork_file.read_text(encoding="utf-8"))["parent"]
         if recorded != parent:
@@ -137,8 +185,10 @@ def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path |
         )
 
 
-def run_directory_of(path: Path) -> Path | None:
-    """The run directory that ``path`` is, or that a checkpoint at ``path`` lies in; None for a lone checkpoint."""
+def find_run_directory(path: Path) -> Path | None:
+    """Return the run directory that ``path`` is or that contains the checkpoint ``path``; None for a
+    separate checkpoint.
+    """
     for folder in (path, path.parent.parent):
         if (folder / "config.yaml").exists() and (folder / "attempts").is_dir():
             return folder
@@ -146,12 +196,12 @@ def run_directory_of(path: Path) -> Path | None:
 
 
 def check_same_run(config: RunConfig, path: Path) -> None:
-    """``resume=PATH`` continues the same run; another model or other data is a fork.
+    """Check that ``resume=PATH`` continues the same run. Another model or other data requires a fork.
 
     Raises:
-        CheckpointError: ``path`` belongs to a run of another identity.
+        CheckpointError: ``path`` belongs to a run with another identity.
     """
-    folder = run_directory_of(path.absolute())
+    folder = find_run_directory(path.absolute())
     if folder is None:
         return
     from toolkit.config.compose import from_yaml
@@ -164,7 +214,7 @@ def check_same_run(config: RunConfig, path: Path) -> None:
         raise CheckpointError(
             Problem(
                 "resume",
-                f"resume={path} is of another run ({'; '.join(differences)})",
+                f"resume={path} belongs to another run ({'; '.join(differences)})",
                 "resume continues the same model, data, optimizer, schedule and batch",
                 f"write run.fork={path} to start a new run from its state",
             )

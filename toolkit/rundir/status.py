@@ -1,4 +1,4 @@
-"""``status.json``: the truth of a run. Launchers change exit codes, this file does not."""
+"""``status.json``, the authoritative status of a run. Launchers may change exit codes, but not this file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ class RunState(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     DONE = "done"
-    STOPPED = "stopped"  # by a signal or a notice, after saving; where time was too short for that, the reason says what is lost
-    FAILED = "failed"  # after training began also by a mistake (exit code 2), as of a full disk: steps are done, maybe saved
-    REFUSED = "refused"  # a mistake in configuration or input, found after the folder was opened and before training began
+    # by a signal or a notice, after saving; if there was no time to save, the reason records what is lost
+    STOPPED = "stopped"
+    # after training began also for user errors (exit code 2), such as a full disk: completed steps may be
+    # saved
+    FAILED = "failed"
+    # an error in configuration or input, found after the folder was opened and before training began
+    REFUSED = "refused"
 
     @property
     def live(self) -> bool:
@@ -28,20 +32,21 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """``exit_code`` is None while it runs. ``goodput`` is of the whole run until now, as ``toolkit/goodput.py`` describes it, and says
-    nothing of how the run stands."""
+    """The status of a run. ``exit_code`` is None while it runs. ``goodput`` covers the whole run so far,
+    see ``toolkit/goodput.py``.
+    """
 
     state: RunState
     attempt: int
     exit_code: int | None = None
-    step: int | None = None  # optimizer steps done
-    checkpoint: str | None = None  # the newest complete one
+    step: int | None = None  # completed optimizer steps
+    checkpoint: str | None = None  # the newest complete checkpoint
     reason: str | None = None
     goodput: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 def write_status(file: Path, status: Status) -> None:
-    """How a run ended is durable. A run under way writes every second and syncs nothing: who loses power has no run under way."""
+    """Write the status: durably at the end of a run, without sync every second while it runs."""
     write_whole(file, json.dumps(asdict(status)) + "\n", durable=not status.state.live)
 
 
@@ -56,10 +61,10 @@ FIELD_TYPES = {
 
 
 def read_status(file: Path) -> Status | None:
-    """None where no run has begun, or where a power failure emptied the status of a run under way.
+    """Return the status, or None if no run has begun or a power failure emptied the file of a running run.
 
     Raises:
-        InputError: it is not what this toolkit writes.
+        InputError: It is not a status that this toolkit wrote.
     """
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     if not text:
@@ -75,7 +80,7 @@ def read_status(file: Path) -> Status | None:
             Problem(
                 str(file),
                 f"{file} cannot be read ({type(error).__name__}: {error})",
-                f"{file.name} is as a run of this toolkit wrote it",
+                f"{file.name} must be a file that a run of this toolkit wrote",
                 f"move the file away: mv {file} {file}.damaged",
             )
         ) from error

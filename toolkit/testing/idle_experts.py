@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from toolkit.checkpoint.shard import Reader, Shard, TensorInfo, TensorKey
+from toolkit.checkpoint.shard import Shard, StateReader, TensorInfo, TensorKey
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import RunPlan
 
@@ -21,7 +21,7 @@ CONSTANT = 0.2  # ten times the standard deviation of the embedding's other elem
 BIAS = 1.0  # the normalized COORDINATE is about 6, so logits of chosen and idle experts are about 12 apart
 
 
-def biased_first_weights(plan: RunPlan) -> Reader:
+def biased_first_weights(plan: RunPlan) -> StateReader:
     """The first weights of ``plan``, whose model has experts, with biased embedding and routers.
 
     Raises:
@@ -35,7 +35,7 @@ def biased_first_weights(plan: RunPlan) -> Reader:
 class _BiasedReader:
     """A ``Reader``. ``chosen``: the number of experts of each layer that get all tokens."""
 
-    def __init__(self, reader: Reader, chosen: int) -> None:
+    def __init__(self, reader: StateReader, chosen: int) -> None:
         self._reader, self._chosen = reader, chosen
 
     @property

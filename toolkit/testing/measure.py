@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import StateReader
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepSettings
 from toolkit.plan.types import RunPlan
@@ -23,7 +23,7 @@ from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import NextToken, text_task
 
 GRADIENT_LR = 2.0**20
-FirstWeights = Callable[[RunPlan], Reader]
+FirstWeights = Callable[[RunPlan], StateReader]
 EVALUATION_STEP = 1000  # its global batch is held out, since no run trains that long
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint_folder import newest
+from toolkit.checkpoint_folder import newest_checkpoint
 from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.registry import RunData
@@ -124,7 +124,9 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     hooks.add(checkpoints)
     status = None
     if goodput is not None:
-        status = StatusWriter(directory, attempt, newest(directory.checkpoints), goodput=goodput.status)
+        status = StatusWriter(
+            directory, attempt, newest_checkpoint(directory.checkpoints), goodput=goodput.status
+        )
         hooks.add(status)
         if len(data.stream.consumed(0)) > 1:
             hooks.add(DataProgressLogger(data.stream.consumed))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.formats.huggingface_target import export
+from toolkit.checkpoint.formats.huggingface.target import export
 from toolkit.checkpoint.source import open_source
-from toolkit.checkpoint_folder import newest, step_of
+from toolkit.checkpoint_folder import newest_checkpoint, step_of
 from toolkit.errors import ExitCode
 from toolkit.goodput import Goodput, format_goodput
 from toolkit.models.target import hugging_face_config
@@ -58,7 +58,7 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
     if outcome.code is ExitCode.DONE:
         finish_completed_run(training, elapsed, goodput)
     elif outcome.diverged is not None:
-        checkpoint = newest(directory.checkpoints)
+        checkpoint = newest_checkpoint(directory.checkpoints)
         reason = outcome.diverged.describe(
             str(checkpoint) if checkpoint else None, checked=hooks.goodput.has_saved
         )
@@ -85,7 +85,7 @@ def finish_completed_run(training: Training, elapsed: str, goodput: Goodput | No
     context, sink, data = training.context, training.sink, training.data
     plan, directory = context.plan, context.directory
     sink.flush()  # what follows reads the files
-    checkpoint = newest(directory.checkpoints)
+    checkpoint = newest_checkpoint(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
         config = (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from toolkit import families
-from toolkit.checkpoint.shard import WEIGHT, Box, Reader, Shard, TensorKey
+from toolkit.checkpoint.shard import WEIGHT, Box, Shard, StateReader, TensorKey
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import generation_with, read_manifest
 from toolkit.data.tokens.special_tokens import SpecialStrings, prepare_tokenizer
@@ -28,7 +28,10 @@ SECONDS = 60.0
 
 
 def load_model(
-    shape: ModelShape, reader: Reader, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    shape: ModelShape,
+    reader: StateReader,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """Return the family's Hugging Face module with the reader's weights, in evaluation mode.
 
@@ -48,7 +51,7 @@ def load_model(
     return model.to(device or torch.device("cpu"))
 
 
-def load_tokenizer(data_folder: str | Path, reader: Reader) -> Tokenizer:
+def load_tokenizer(data_folder: str | Path, reader: StateReader) -> Tokenizer:
     """Return the tokenizer that the reader's weights were trained with, or if unknown the data folder's
     current one.
 

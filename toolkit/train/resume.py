@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.directory import checkpoint_at, go_back, start_over
-from toolkit.checkpoint.shard import Reader
-from toolkit.checkpoint_folder import newest
+from toolkit.checkpoint.directory import find_checkpoint, make_newest, set_aside_all
+from toolkit.checkpoint.shard import StateReader
+from toolkit.checkpoint_folder import newest_checkpoint
 from toolkit.data.registry import SampleStream
 from toolkit.engine.build import first_weights
 from toolkit.plan.types import BatchPlan, RunPlan
@@ -30,7 +30,7 @@ class ResumePoint:
         batch: includes the batch sizes of earlier steps, which a fork inherits.
     """
 
-    reader: Reader
+    reader: StateReader
     state: TrainState
     checkpoint: Path | None
     description: str
@@ -51,9 +51,9 @@ def set_aside_later_checkpoints(
         return
     aside = directory.folder_of_older(attempt) / "checkpoints"
     if resume_point.checkpoint is None or plan.config.resume == "never":
-        moved = start_over(directory.checkpoints, aside)
+        moved = set_aside_all(directory.checkpoints, aside)
     else:
-        moved = go_back(directory.checkpoints, resume_point.checkpoint, resume_point.state.step, aside)
+        moved = make_newest(directory.checkpoints, resume_point.checkpoint, resume_point.state.step, aside)
     if moved:
         names = ", ".join(folder.name for folder in moved)
         log.info(
@@ -68,7 +68,7 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
         UserError: there is nothing to resume from, or it does not fit this run.
     """
     source = resolve_source(
-        plan.config, newest(directory.checkpoints) if plan.config.resume == "auto" else None
+        plan.config, newest_checkpoint(directory.checkpoints) if plan.config.resume == "auto" else None
     )
     if source.path is None:
         pretrained = plan.config.model.pretrained
@@ -78,7 +78,7 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
             else f"the weights of {pretrained}"
         )
         return ResumePoint(first_weights(plan), TrainState(), None, description, plan.batch)
-    checkpoint = checkpoint_at(source.path) or source.path
+    checkpoint = find_checkpoint(source.path) or source.path
     reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
     restored, batch = state.restore(plan, reader, source.kind, checkpoint)
     kind = "fork of" if source.kind is SourceKind.FORK else "continues from"

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from toolkit.goodput import Save
+from toolkit.goodput import SaveRecord
 from toolkit.hooks import SaveObserver
 from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
 from toolkit.plan.types import RunPlan
@@ -32,7 +32,7 @@ class SaveDeadline(SaveObserver):
         earlier: saves of earlier attempts, in order, as far as this rank can read of them.
     """
 
-    def __init__(self, plan: RunPlan, earlier: Iterable[Save] = ()) -> None:
+    def __init__(self, plan: RunPlan, earlier: Iterable[SaveRecord] = ()) -> None:
         self._size, self._assumed_speed = rank_bytes(plan), assumed_speed(plan.world)
         self._seconds_left: float | None = None  # when it was found to be too late
         self._saves = deque(

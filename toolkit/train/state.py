@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit import families
 from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, STEP
-from toolkit.checkpoint.shard import Reader
+from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.batch import continue_batch
@@ -97,7 +97,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tuple[TrainState, BatchPlan]:
+def restore(plan: RunPlan, reader: StateReader, kind: SourceKind, path: Path) -> tuple[TrainState, BatchPlan]:
     """Return the state in the checkpoint at ``path``, and the batch plan of a run that continues from it.
 
     A resumed run must be the same run. A fork may differ: it inherits weights, optimizer state and the

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.goodput import Times, write_times
+from toolkit.goodput import AttemptTimes, write_times
 
 BEGAN = 1_790_000_000.0  # Unix time of the first sample
 STEP_SECONDS = 2.0
@@ -218,7 +218,9 @@ def write_run(
         place = folder / "attempts" / f"{number:03d}"
         write_times(
             place,
-            Times(began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last),
+            AttemptTimes(
+                began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last
+            ),
         )
         plan = {
             **PLAN,

@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 
 from tests.monitor.report.runs import write_run
-from toolkit.goodput import Attempt, Times, compute_goodput, write_times
+from toolkit.goodput import Attempt, AttemptTimes, compute_goodput, write_times
 from toolkit.monitor.report.attempts import attempts
 from toolkit.monitor.report.data import Run, read_run
 from toolkit.monitor.report.verdict import tiles
 from toolkit.progress import Progress
 
-FIRST = Times(
+FIRST = AttemptTimes(
     began=1000.0,
     seen=1060.0,
     ended=1060.0,
@@ -28,7 +28,7 @@ FIRST = Times(
     state="failed",
     reason="rank 1 was ended by signal 9 (SIGKILL); see s3://user:secret@bucket/x",
 )
-SECOND = Times(
+SECOND = AttemptTimes(
     began=1090.0,
     seen=1180.0,
     first=10,

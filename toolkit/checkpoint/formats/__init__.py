@@ -1,1 +1,3 @@
-"""Readers and writers of other formats."""
+"""Readers (``source.py``) and writers (``target.py``) of checkpoint formats, and the file formats that
+they share.
+"""

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, written and read here so that data can be streamed and hashed on the way.
+"""Read and write the header of a safetensors file, so that data can be streamed and hashed. Imports no torch.
 
-A file is 8 bytes of header length (little endian), a JSON header padded with spaces, and the tensors' bytes back to back:
-https://huggingface.co/docs/safetensors/index#format. Imports no torch.
+A file is 8 bytes with the header's length (little endian), a JSON header padded with spaces, and the tensors'
+bytes without gaps: https://huggingface.co/docs/safetensors/index#format.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.catalog import DTYPE_OF_CODE, DTYPES, Damage, byte_length
+from toolkit.checkpoint.catalog import DTYPE_OF_CODE, DTYPES, DamagedFile, byte_length
 
-ALIGNMENT = 64  # of the first tensor's byte, so that a mapped file has aligned tensors
-MOST_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones
+ALIGNMENT = 64  # of the first tensor, so that tensors of a memory-mapped file are aligned
+MOST_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 RULE = "a safetensors file is a header and the bytes that the header describes"
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A tensor of a file: bytes ``begin .. end``, counted from the start of the file."""
+class TensorEntry:
+    """A tensor in bytes ``begin .. end`` of a file."""
 
     name: str
     dtype: str  # torch's name
@@ -31,10 +31,10 @@ class Slot:
     end: int
 
 
-def encode(
+def encode_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[Slot]]:
-    """The header for tensors of (name, dtype, shape), and where each of them goes.
+) -> tuple[bytes, list[TensorEntry]]:
+    """Return the header for tensors of (name, dtype, shape), and the position of each.
 
     Wide dtypes come first, so that every tensor is aligned to its itemsize; otherwise the order is kept.
     """
@@ -45,57 +45,61 @@ def encode(
         end = at + byte_length(dtype, shape)
         assert name not in fields, f"{name} twice in one file"
         fields[name] = {"dtype": DTYPES[dtype].code, "shape": list(shape), "data_offsets": [at, end]}
-        relative.append(Slot(name, dtype, shape, at, end))
+        relative.append(TensorEntry(name, dtype, shape, at, end))
         at = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     header = struct.pack("<Q", length - 8) + text.ljust(length - 8)
     assert length <= MOST_HEADER_BYTES, f"a header of {length} bytes"
     return header, [
-        Slot(slot.name, slot.dtype, slot.shape, slot.begin + length, slot.end + length) for slot in relative
+        TensorEntry(entry.name, entry.dtype, entry.shape, entry.begin + length, entry.end + length)
+        for entry in relative
     ]
 
 
-def decode(path: Path) -> tuple[list[Slot], dict[str, str]]:
-    """The tensors of a file and its metadata, checked against each other and the file's size. Raises Damage."""
+def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
+    """Return the tensors of a file and its metadata, checked against each other and the file's size.
+    Raises DamagedFile.
+    """
     if not path.is_file():
-        raise Damage(path.name, f"{path} is missing", RULE)
+        raise DamagedFile(path.name, f"{path} is missing", RULE)
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + length > size or length > MOST_HEADER_BYTES:
-            raise Damage(path.name, f"{path} has {size} bytes, fewer than its header asks for", RULE)
+            raise DamagedFile(path.name, f"{path} has {size} bytes, fewer than its header asks for", RULE)
         text = file.read(length)
     try:
         fields = json.loads(text)
         metadata = fields.pop("__metadata__", {})
-        slots = [_slot(name, entry, 8 + length) for name, entry in fields.items()]
+        entries = [_slot(name, entry, 8 + length) for name, entry in fields.items()]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damage(path.name, f"{path} has an unreadable header ({error})", RULE) from error
+        raise DamagedFile(path.name, f"{path} has an unreadable header ({error})", RULE) from error
     at = 8 + length
-    for slot in sorted(slots, key=lambda slot: (slot.begin, slot.end)):
-        if slot.begin != at:
-            raise Damage(
+    for tensor in sorted(entries, key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.begin != at:
+            raise DamagedFile(
                 path.name,
-                f"{slot.name} in {path} begins at byte {slot.begin}, the tensor before it ends at {at}",
+                f"{tensor.name} in {path} begins at byte {tensor.begin}, the tensor before it ends at {at}",
                 RULE,
             )
-        at = slot.end
-        if slot.end - slot.begin != byte_length(slot.dtype, slot.shape):
-            raise Damage(
+        at = tensor.end
+        if tensor.end - tensor.begin != byte_length(tensor.dtype, tensor.shape):
+            raise DamagedFile(
                 path.name,
-                f"{slot.name} in {path} has {slot.end - slot.begin} bytes for {slot.dtype} {slot.shape}",
+                f"{tensor.name} in {path} has {tensor.end - tensor.begin} bytes for {tensor.dtype} "
+                f"{tensor.shape}",
                 RULE,
             )
     if size != at:
-        raise Damage(path.name, f"{path} has {size} bytes where its header says {at}", RULE)
-    return slots, metadata
+        raise DamagedFile(path.name, f"{path} has {size} bytes, but its header describes {at}", RULE)
+    return entries, metadata
 
 
-def _slot(name: str, entry: Mapping[str, Any], base: int) -> Slot:
+def _slot(name: str, entry: Mapping[str, Any], base: int) -> TensorEntry:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if any(type(count) is not int or count < 0 for count in (begin, end, *shape)):
         raise ValueError(f"{name} has shape {str(shape)[:100]} in bytes {begin}..{end}")
-    return Slot(name, DTYPE_OF_CODE[entry["dtype"]], shape, base + begin, base + end)
+    return TensorEntry(name, DTYPE_OF_CODE[entry["dtype"]], shape, base + begin, base + end)

@@ -1,9 +1,10 @@
-"""Files of ``torch.save``: where their tensors lie, and how to lay out one. Imports no torch.
+"""Locate the tensors in a file of ``torch.save``, and lay out such a file. Imports no torch.
 
-Such a file is a zip of stored (not compressed) records under one folder name: ``data.pkl``, ``byteorder``, ``data/N`` for each
-storage, ``version``, ``.data/serialization_id``. Storages start at multiples of 64 bytes: the local header of each record is
-padded by an extra field ``FB``. Sources: ``torch/serialization.py``, ``caffe2/serialize/inline_container.cc``; the zip format is
-PKWARE's APPNOTE 6.3, with zip64 records where a size or an offset needs more than 32 bits.
+The file is a zip of uncompressed records in one folder: ``data.pkl``, ``byteorder``, ``data/N`` for each
+storage, ``version``, ``.data/serialization_id``. Storages start at multiples of 64 bytes: an extra field
+``FB`` pads each record's local header. Sources: ``torch/serialization.py``,
+``caffe2/serialize/inline_container.cc``, and PKWARE's APPNOTE 6.3 for zip, with zip64 records if a size or an
+offset needs more than 32 bits.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Files, numpy_dtype
-from toolkit.checkpoint.catalog import DTYPES, Damage, Piece, Record, turned
-from toolkit.checkpoint.formats import pickles
-from toolkit.checkpoint.formats.pickles import Storage, StoredTensor, row_major
+from toolkit.checkpoint.blocks import CheckpointFiles, numpy_dtype
+from toolkit.checkpoint.catalog import DTYPES, ArchiveRecord, DamagedFile, TensorPiece, swap_last_dims
+from toolkit.checkpoint.formats import unpickle
+from toolkit.checkpoint.formats.pickle_writer import dumps
+from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor, row_major
 from toolkit.checkpoint.shard import Box, TensorKey
-from toolkit.checkpoint.target import Checksum, TargetFile
+from toolkit.checkpoint.target import FileChecksum, TargetFile
 
 ALIGNMENT = 64
-ROOT = "archive"  # of the records' names, if torch.save was given no path
-RULE = "a file of torch.save is a whole zip of stored records"
+ROOT = "archive"  # folder of the records if torch.save was not given a path
+RULE = "a file of torch.save is a complete zip of uncompressed records"
 _MOST_16, _MOST_32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
 
@@ -39,15 +41,21 @@ _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50,
 
 
 def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, named: bool = False) -> Any:
-    """The object that was saved in ``folder / file`` (or in its bytes ``begin .. end``), with tensors as ``StoredTensor``.
+    """Return the object saved in ``folder / file`` (or in its bytes ``begin .. end``), with tensors as
+    ``StoredTensor``.
 
-    Reads the directory and the pickle, no tensor. ``Storage.begin`` counts from the start of the file.
+    Reads the zip directory and the pickle, but no tensor. ``Storage.begin`` counts from the start of the
+    file.
 
     Args:
-        named: the file has the name under which it was saved, which its records repeat if torch.save was given a path.
+        folder: Folder of the checkpoint.
+        file: Path in the folder.
+        begin, end: Byte range, if the file contains several archives.
+        named: The file has kept the name under which it was saved, which its records repeat if torch.save was
+            given a path.
 
     Raises:
-        Damage: the file is missing, not whole, or not of torch.save.
+        DamagedFile: The file is missing, incomplete or not of torch.save.
     """
     path = folder / file
     try:
@@ -66,22 +74,22 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                 ]
                 if packed or len(records) != len(archive.infolist()):
                     seen = f"{packed[0][:200]} is compressed" if packed else "two records have one name"
-                    raise Damage(file, f"{path}: {seen}", RULE)
+                    raise DamagedFile(file, f"{path}: {seen}", RULE)
                 root = next(name for name in records if name.endswith("/data.pkl")).removesuffix("data.pkl")
                 if named and root not in (f"{ROOT}/", f"{Path(file).stem}/"):
-                    raise Damage(
+                    raise DamagedFile(
                         file,
                         f"{path} was saved as {root[:-1][:200]}.pt",
-                        "files have the names under which they were saved",
+                        "files keep the names under which they were saved",
                     )
                 if records.get(f"{root}byteorder") and archive.read(f"{root}byteorder") != b"little":
-                    raise Damage(file, f"{path} is big endian", "checkpoints are little endian")
+                    raise DamagedFile(file, f"{path} is big endian", "checkpoints are little endian")
                 text = archive.read(f"{root}data.pkl")
 
             def storage(dtype: str, key: str, numel: int) -> Storage:
                 info = records[f"{root}data/{key}"]
                 if info.file_size < numel * DTYPES[dtype].itemsize:
-                    raise Damage(
+                    raise DamagedFile(
                         file,
                         f"{path}: record {info.filename} has {info.file_size} bytes for {numel} of {dtype}",
                         RULE,
@@ -91,8 +99,8 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                 names, extra = struct.unpack("<HH", header[26:30])
                 start = begin + info.header_offset + 30 + names + extra
                 if header[:4] != struct.pack("<I", _LOCAL) or start + info.file_size > path.stat().st_size:
-                    raise Damage(
-                        file, f"{path}: record {info.filename} is not where the directory says", RULE
+                    raise DamagedFile(
+                        file, f"{path}: record {info.filename} is not at the directory's offset", RULE
                     )
                 return Storage(
                     key,
@@ -100,12 +108,12 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
                     numel,
                     file,
                     start,
-                    record=Record(file, start, start + info.file_size, info.CRC),
+                    record=ArchiveRecord(file, start, start + info.file_size, info.CRC),
                 )
 
-            return pickles.loads(text, storage)
+            return unpickle.loads(text, storage)
     except FileNotFoundError as error:
-        raise Damage(file, f"{path} is missing", "a checkpoint has all files of its layout") from error
+        raise DamagedFile(file, f"{path} is missing", "a checkpoint has all files of its layout") from error
     except (
         zipfile.BadZipFile,
         pickle.UnpicklingError,
@@ -118,25 +126,27 @@ def load(folder: Path, file: str, begin: int = 0, end: int | None = None, *, nam
         StopIteration,
         ValueError,
     ) as error:
-        raise Damage(
+        raise DamagedFile(
             file, f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error})", RULE
         ) from error
 
 
-def number(folder: Path, value: Any, file: str = "") -> float:
-    """A number that was saved as it is or as a tensor of one element, which is read from ``folder``.
+def read_number(folder: Path, value: Any, file: str = "") -> float:
+    """Return a number that was saved as such or as a tensor of one element, which is read from ``folder``.
 
     Args:
-        file: that holds a number which is no tensor.
+        folder: Folder of the checkpoint.
+        value: The number or tensor.
+        file: The file that contains a plain number, for the error.
 
     Raises:
-        Damage: it is not a finite number, or its bytes are not what was written.
+        DamagedFile: It is not a finite number, or its bytes are damaged.
     """
     found, file = value, value.storage.file if isinstance(value, StoredTensor) else file
     if isinstance(value, StoredTensor) and value.numel == 1:
         itemsize = DTYPES[value.dtype].itemsize
         content = memoryview(bytearray(itemsize))
-        with Files(folder) as files:
+        with CheckpointFiles(folder) as files:
             if value.storage.record is not None:
                 files.check_record(value.storage.record)
             files.fill(file, value.storage.begin + value.offset * itemsize, content)
@@ -147,14 +157,14 @@ def number(folder: Path, value: Any, file: str = "") -> float:
             if found is value and isinstance(value, StoredTensor)
             else repr(found)[:200]
         )
-        raise Damage(
-            file, f"{folder / file} has {seen} for a number", "what a checkpoint counts is a finite number"
+        raise DamagedFile(
+            file, f"{folder / file} has {seen} for a number", "counts in a checkpoint are finite numbers"
         )
     return float(found)
 
 
 class _Window(io.RawIOBase):
-    """Bytes ``begin .. end`` of a file, as a file."""
+    """Bytes ``begin .. end`` of a file, as a file object."""
 
     def __init__(self, stream: Any, begin: int, end: int) -> None:
         self._stream, self._begin, self._length, self._at = stream, begin, end - begin, 0
@@ -181,14 +191,18 @@ class _Window(io.RawIOBase):
         return len(data)
 
 
-def pieces_of(tensor: StoredTensor, key: TensorKey, global_shape: tuple[int, ...], box: Box) -> list[Piece]:
-    """``tensor``, which has the shape of ``box``, as pieces of a canonical tensor: one where it lies row-major or transposed,
-    one a row (or a box of lesser dims) where it has gaps."""
+def tensor_pieces(
+    tensor: StoredTensor, key: TensorKey, global_shape: tuple[int, ...], box: Box
+) -> list[TensorPiece]:
+    """Return ``tensor``, which has the shape of ``box``, as pieces of a canonical tensor.
+
+    It is one piece if it is row-major or transposed, otherwise one per row (or per box of fewer dims).
+    """
     assert tensor.shape == box.shape, f"{key}: stored {tensor.shape}, box {box.shape}"
-    return list(_cut(tensor.storage, key, global_shape, box, tensor.strides, tensor.offset, 0))
+    return list(_split_strided(tensor.storage, key, global_shape, box, tensor.strides, tensor.offset, 0))
 
 
-def _cut(
+def _split_strided(
     storage: Storage,
     key: TensorKey,
     global_shape: tuple[int, ...],
@@ -196,21 +210,23 @@ def _cut(
     strides: tuple[int, ...],
     at: int,
     dim: int,
-) -> Iterator[Piece]:
-    """Fix dims from ``dim`` on until what is left is row-major or transposed."""
+) -> Iterator[TensorPiece]:
+    """Split along dims from ``dim`` until the rest is row-major or transposed."""
     if box.numel == 0:
         return
     itemsize = DTYPES[storage.dtype].itemsize
     for transposed in (False, True):
         if transposed and len(box.shape) < 2:
             continue
-        shape, ordered = (turned(box.shape), turned(strides)) if transposed else (box.shape, strides)
+        shape, ordered = (
+            (swap_last_dims(box.shape), swap_last_dims(strides)) if transposed else (box.shape, strides)
+        )
         if all(
             size == 1 or have == want
             for size, have, want in zip(shape, ordered, row_major(shape), strict=True)
         ):
             begin = storage.begin + at * itemsize
-            yield Piece(
+            yield TensorPiece(
                 key,
                 storage.dtype,
                 global_shape,
@@ -229,35 +245,46 @@ def _cut(
             (*box.offset[:dim], box.offset[dim] + index, *box.offset[dim + 1 :]),
             (*box.shape[:dim], 1, *box.shape[dim + 1 :]),
         )
-        yield from _cut(storage, key, global_shape, inner, strides, at + index * strides[dim], dim + 1)
+        yield from _split_strided(
+            storage, key, global_shape, inner, strides, at + index * strides[dim], dim + 1
+        )
 
 
 # ---- writing
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ArchiveLayout:
     """A file of torch.save whose storages are still to be filled.
 
     Attributes:
-        storages: byte at which each storage that the pickle names begins, by its key.
+        file: The file with its fixed bytes.
+        storages: First byte of each storage, by its key.
     """
 
     file: TargetFile
     storages: dict[str, int]
 
 
-def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT, begin: int = 0) -> Layout:
-    """The file ``name`` of ``torch.save(value)``. ``value`` is what ``pickles.dumps`` takes; its tensors are of ``storages``.
+def lay_out(
+    name: str, value: Any, storages: Sequence[Storage], root: str = ROOT, begin: int = 0
+) -> ArchiveLayout:
+    """Lay out the file ``name`` of ``torch.save(value)``. ``value`` is accepted by ``pickle_writer.dumps``;
+    ``storages`` are those of its tensors.
 
     Args:
-        begin: byte at which it starts, where a file holds several; offsets of what is returned count from the file's start, and
-            ``file.numbytes`` is where it ends.
+        name: Path of the file.
+        value: The object to save.
+        storages: The storages, in order.
+        root: Folder of the records.
+        begin: First byte, if a file contains several archives. Returned offsets count from the file's start,
+            and ``file.numbytes`` is where the archive ends.
     """
     fixed: dict[int, bytes] = {}
-    entries: list[tuple[bytes, int, int, int]] = []  # name, crc (0: to come), bytes, offset from ``begin``
+    # name, CRC (0: not known yet), bytes, offset from ``begin``
+    entries: list[tuple[bytes, int, int, int]] = []
     starts: dict[str, int] = {}
-    checks: list[tuple[str, int, int, int]] = []  # storage, begin, end, place in the local header
+    checks: list[tuple[str, int, int, int]] = []  # storage, begin, end, offset of the CRC in the local header
     at = 0
 
     def add(record: str, numbytes: int, content: bytes | None) -> int:
@@ -290,7 +317,7 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT
         at = data_at + numbytes
         return data_at
 
-    pickled = pickles.dumps(value)
+    pickled = dumps(value)
     add("data.pkl", len(pickled), pickled)
     add("byteorder", 6, b"little")
     for storage in storages:
@@ -362,8 +389,8 @@ def lay_out(name: str, value: Any, storages: Sequence[Storage], root: str = ROOT
     fixed[begin + central_at] = bytes(directory)
     places = dict(zip((path for path, *_ in entries), crc_places, strict=True))
     checksums = tuple(
-        Checksum(first, last, (local, places[f"{root}/data/{key}".encode()]))
+        FileChecksum(first, last, (local, places[f"{root}/data/{key}".encode()]))
         for key, first, last, local in checks
         if last > first
     )
-    return Layout(TargetFile(name, begin + central_at + len(directory), fixed, checksums), starts)
+    return ArchiveLayout(TargetFile(name, begin + central_at + len(directory), fixed, checksums), starts)

@@ -1,1 +1,1 @@
-"""From a checkpoint of any format to one of any format, outside training: ``launch/reshard.py``."""
+"""Work on checkpoints without a training run: convert, plan, inspect, verify and compare them."""

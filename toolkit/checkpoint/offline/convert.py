@@ -1,9 +1,10 @@
-"""From any catalog to any target, committed whole or not at all; killed, it goes on where it was.
+"""Convert any catalog to any target, committed completely or not at all. A killed conversion continues.
 
-    hidden folder beside the target, journal -> files with their lengths and fixed bytes -> tensors, over a few threads
+    hidden folder next to the target, journal -> files with their lengths and fixed bytes -> tensors, over a
+    few threads
     -> sync and journal, every ``SYNC_BYTES`` -> checksums -> sync -> manifest -> rename
 
-Memory is two tiles, a block and casts a thread, whatever the sizes of tensors. Imports no torch.
+Memory is two tiles, a block and casts per thread, for tensors of any size. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,30 +21,31 @@ import xxhash
 
 import toolkit
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.blocks import UNFINISHED, Files, stamps
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Catalog, Damage, Piece
-from toolkit.checkpoint.offline.fill import Filler, Unit, Written, units_of
-from toolkit.checkpoint.offline.journal import Journal, is_journal_of
-from toolkit.checkpoint.offline.output import Output, Segment
-from toolkit.checkpoint.target import Target, TargetFile
-from toolkit.checkpoint.threads import each
+from toolkit.checkpoint.blocks import UNFINISHED, CheckpointFiles, read_stamps
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
+from toolkit.checkpoint.executor import parallel_map
+from toolkit.checkpoint.offline.fill import ConversionUnit, UnitWriter, WrittenPiece, plan_units
+from toolkit.checkpoint.offline.journal import ConversionJournal, is_journal_for
+from toolkit.checkpoint.offline.output import Segment, TargetOutput
+from toolkit.checkpoint.source import CheckpointSource
+from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
-OTHER_FILES = 64  # that a process has open besides
-SYNC_BYTES = 512 * 2**20  # written between two records of the journal: what a kill costs at most
+OTHER_FILES = 64  # other files that a process has open
+SYNC_BYTES = 512 * 2**20  # bytes between two syncs: what a kill loses at most
 JOURNAL = "journal.jsonl"
 
 
-class Phase(StrEnum):
-    """Told to ``on_phase``: what crash tests hook into."""
+class ConversionPhase(StrEnum):
+    """Phases reported to ``on_phase``, for crash tests."""
 
-    PREPARE = "prepare"  # the files have their lengths
-    UNITS = "units"  # after each tensor
-    SYNC = "sync"  # some tensors are written, not yet durable
-    SEAL = "seal"  # all tensors are durable
-    MANIFEST = "manifest"  # all files are
-    RENAME = "rename"  # the manifest is
+    PREPARE = "prepare"
+    UNITS = "units"
+    SYNC = "sync"
+    SEAL = "seal"
+    MANIFEST = "manifest"  # all files are durable
+    RENAME = "rename"  # the manifest is durable
     DONE = "done"
 
 
@@ -51,140 +53,144 @@ class Conversion:
     """One conversion to the folder ``path``.
 
     Args:
-        origin: what the source is, so that a killed conversion goes on from the same one only: its path and its files' sizes and
-            times, for instance.
-        refuse: the error for a damaged source.
-        workers: threads.
-        examine, advance: see ``Filler``.
+        source: Checkpoint to read. A killed conversion continues only if its files are unchanged.
+        target: Description of what to write.
+        path: Folder to create.
+        workers: Number of threads.
+        examine, advance: See ``UnitWriter``.
+        on_phase: Called with each phase.
     """
 
     def __init__(
         self,
-        source: Catalog,
-        target: Target,
+        source: CheckpointSource,
+        target: CheckpointTarget,
         path: Path,
         *,
-        origin: str,
-        refuse: Callable[[Path, Damage], CheckpointError],
         workers: int = 2,
         examine: bool = True,
         advance: Callable[[int], None] = lambda numbytes: None,
-        on_phase: Callable[[Phase], None] = lambda phase: None,
+        on_phase: Callable[[ConversionPhase], None] = lambda phase: None,
     ) -> None:
         self.source, self.target, self.path = source, target, path
-        self.units, self.unused = units_of(source, target)
+        self.units, self.unused = plan_units(source.catalog, target)
         self.temporary = path.with_name(f".{path.name}{UNFINISHED}")
-        self._stamps = stamps(source.folder)
-        decides = (toolkit.__version__, origin, target.format, target.identity, BLOCK_BYTES, examine)
+        self._stamps = read_stamps(source.folder)
+        decides = (toolkit.__version__, source.origin(), target.format, target.identity, BLOCK_BYTES, examine)
         self._identity = xxhash.xxh3_128_hexdigest("\n".join(map(str, decides)).encode())
-        self._refuse, self._workers, self._on_phase = refuse, workers, on_phase
-        self._filler = Filler(source, target, examine=examine, advance=advance)
+        self._workers, self._on_phase = workers, on_phase
+        self._filler = UnitWriter(source.catalog, target, examine=examine, advance=advance)
 
     @property
     def source_bytes(self) -> int:
-        """What ``advance`` adds up to."""
-        return sum(self._filler.numbytes(unit) for unit in self.units)
+        """The sum of all calls of ``advance``."""
+        return sum(self._filler.source_bytes(unit) for unit in self.units)
 
     def run(self) -> bool:
-        """Write, check and commit. Returns whether it went on where an earlier attempt was killed.
+        """Write, check and commit the target. Returns whether it continued a killed attempt.
 
         Raises:
-            CheckpointError: the source is damaged or changes meanwhile, the target's name is taken, the disk is full. What was written
-                stays for the next attempt, hidden beside the target.
+            CheckpointError: The source is damaged or changes, the target exists, or the disk is full. What
+                was written stays in the hidden folder for the next attempt.
         """
         try:
-            if is_journal_of(self.path / JOURNAL, self._identity):  # killed when it had its name
-                self._conclude()
+            # a previous attempt was killed after the rename
+            if is_journal_for(self.path / JOURNAL, self._identity):
+                self._finish()
                 return True
             if _is_taken(self.path):
-                raise self._taken()
+                raise self._exists_error()
             self.temporary.mkdir(parents=True, exist_ok=True)
-            journal = Journal(self.temporary / JOURNAL, self._identity)
+            journal = ConversionJournal(self.temporary / JOURNAL, self._identity)
         except OSError as error:
-            raise self._no_room_or_access(error) from error
+            raise self._write_error(error) from error
         _allow_open(len(self._stamps) + len(self.target.files) + OTHER_FILES)
-        output = Output(self.temporary, self.target.files)
+        output = TargetOutput(self.temporary, self.target.files)
         try:
-            if journal.done and output.is_there():
+            if journal.done and output.exists():
                 self._clean({JOURNAL, *(file.name for file in self.target.files)})
             else:
                 self._clean({JOURNAL})
                 journal.start()
-            done = _Done(journal)
+            written_units = _WrittenUnits(journal)
             output.prepare()
-            self._on_phase(Phase.PREPARE)
-            self._fill(output, done)
-            self._commit(output, done)
+            self._on_phase(ConversionPhase.PREPARE)
+            self._fill(output, written_units)
+            self._commit(output, written_units)
         except OSError as error:
-            raise self._no_room_or_access(error) from error
-        except Damage as damage:
-            raise self._refuse(self.source.folder, damage) from damage
+            raise self._write_error(error) from error
+        except DamagedFile as damage:
+            raise self.source.refuse(self.source.folder, damage) from damage
         finally:
             output.close()
             journal.close()
         return bool(journal.done)
 
     def _clean(self, keep: Collection[str]) -> None:
-        """Remove all but these files: what another conversion left, what a kill left of the manifest."""
-        for entry in sorted(self.temporary.rglob("*"), reverse=True):  # what is in a folder before it
+        """Remove all other files: those of another conversion, or of a manifest that was being written."""
+        for entry in sorted(self.temporary.rglob("*"), reverse=True):  # content before its folder
             if entry.is_dir() and not entry.is_symlink():
                 if not any(entry.iterdir()):
                     entry.rmdir()
             elif entry.relative_to(self.temporary).as_posix() not in keep:
                 entry.unlink()
 
-    def _fill(self, output: Output, done: _Done) -> None:
-        def work(unit: Unit, files: Files) -> None:
-            if unit in done:
+    def _fill(self, output: TargetOutput, written_units: _WrittenUnits) -> None:
+        def work(unit: ConversionUnit, files: CheckpointFiles) -> None:
+            if unit in written_units:
                 self._filler.skip(unit)
                 return
             written = self._filler.fill(unit, files, output)
-            due = done.add(unit, written, unit.pieces(self.target))
-            self._on_phase(Phase.UNITS)
+            due = written_units.add(unit, written, unit.pieces(self.target))
+            self._on_phase(ConversionPhase.UNITS)
             if due:
-                done.sync(output, self._on_phase)
+                written_units.sync(output, self._on_phase)
 
-        with Files(self.source.folder) as files:
-            each(lambda unit: work(unit, files), self.units, self._workers)
+        with CheckpointFiles(self.source.folder) as files:
+            parallel_map(lambda unit: work(unit, files), self.units, self._workers)
             changed = files.changed(self._stamps)
         if changed:
             raise CheckpointError(
                 Problem(
                     "source",
                     f"{self.source.folder / changed[0]} changed while it was read",
-                    "a source stays as it is until its conversion is done",
-                    "let what writes it end, and start the same command again",
+                    "a source must not change during its conversion",
+                    "wait until nothing writes to it, and run the same command again",
                 )
             )
-        done.sync(output, self._on_phase)
+        written_units.sync(output, self._on_phase)
 
-    def _commit(self, output: Output, done: _Done) -> None:
-        self._on_phase(Phase.SEAL)
+    def _commit(self, output: TargetOutput, written_units: _WrittenUnits) -> None:
+        self._on_phase(ConversionPhase.SEAL)
         segments: dict[str, list[Segment]] = {file.name: [] for file in self.target.files}
         for unit in self.units:
-            for piece, written in zip(unit.pieces(self.target), done.written(unit), strict=True):
+            for piece, written in zip(unit.pieces(self.target), written_units.written(unit), strict=True):
                 segments[piece.file] += written.segments
         sealed = {name: output.seal(name, of_file) for name, of_file in segments.items()}
         output.sync(segments)
-        self._on_phase(Phase.MANIFEST)
-        write_whole(self.temporary / self.target.manifest, manifest.encode(self._manifest(done, sealed)))
-        self._on_phase(Phase.RENAME)
+        self._on_phase(ConversionPhase.MANIFEST)
+        write_whole(
+            self.temporary / self.target.manifest, manifest.encode(self._manifest(written_units, sealed))
+        )
+        self._on_phase(ConversionPhase.RENAME)
         self.temporary.rename(self.path)
-        self._conclude()
+        self._finish()
 
-    def _conclude(self) -> None:
-        """The target has its name."""
+    def _finish(self) -> None:
+        """Make the rename durable and remove the journal."""
         sync_folder(self.path.parent)
         (self.path / JOURNAL).unlink(missing_ok=True)
-        self._on_phase(Phase.DONE)
+        self._on_phase(ConversionPhase.DONE)
 
-    def _manifest(self, done: _Done, sealed: Mapping[str, Mapping[int, bytes]]) -> manifest.Manifest:
-        """``sealed``: the checksums that each file got, by their places."""
+    def _manifest(
+        self, written_units: _WrittenUnits, sealed: Mapping[str, Mapping[int, bytes]]
+    ) -> manifest.Manifest:
+        """Build the manifest. ``sealed`` has each file's checksums by offset."""
         target = self.target
-        pieces: list[Piece] = []
-        copies: list[Piece] = []
+        pieces: list[TensorPiece] = []
+        copies: list[TensorPiece] = []
         for unit in self.units:
-            written = iter(done.written(unit))
+            written = iter(written_units.written(unit))
             for key in unit.targets:
                 pieces += (replace(piece, hashes=next(written).hashes) for piece in target.pieces[key])
                 copies += (
@@ -203,40 +209,47 @@ class Conversion:
             written_as=target.format,
         )
 
-    def _taken(self) -> CheckpointError:
+    def _exists_error(self) -> CheckpointError:
         return CheckpointError(
             Problem(
                 "target",
-                f"{self.path} is there already",
-                "a conversion makes a folder and replaces none",
-                "name another target=PATH, or move that one away",
+                f"{self.path} already exists",
+                "a conversion creates a folder and never replaces one",
+                "choose another target=PATH, or move the existing folder",
             )
         )
 
-    def _no_room_or_access(self, error: OSError) -> CheckpointError:
-        if _is_taken(self.path):  # since we began
-            return self._taken()
+    def _write_error(self, error: OSError) -> CheckpointError:
+        if _is_taken(self.path):  # another process created it meanwhile
+            return self._exists_error()
         needed = sum(file.numbytes for file in self.target.files)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = (
-                f"free room there (the whole target takes {needed / 1e9:.3g} GB) and start the same command again: it goes on with "
+                f"free disk space there (the whole target takes {needed / 1e9:.3g} GB) and run the same "
+                "command again: it continues with "
                 f"what is in {self.temporary}"
             )
         else:
-            remedy = "make it readable and writable, and start the same command again"
+            remedy = "make it readable and writable, and run the same command again"
         seen = f"{error.filename or self.temporary}: {error.strerror or error}"
-        return CheckpointError(Problem("target", seen, "a target is written whole", remedy))
+        return CheckpointError(
+            Problem("target", seen, "a target is written completely or not at all", remedy)
+        )
 
 
 def _is_taken(path: Path) -> bool:
-    """Whether a folder cannot be renamed to ``path``: only over an empty one, of the same file system."""
+    """Return whether a folder cannot be renamed to ``path``: that requires an empty folder of the same
+    file system, or none.
+    """
     return (
         path.is_symlink() or path.is_mount() or (path.exists() and (not path.is_dir() or any(path.iterdir())))
     )
 
 
 def _allow_open(files: int) -> None:
-    """Each file is opened once and stays open: ZeRO-3 of 1,024 ranks has 2,049, and shells allow 1,024 unless told otherwise."""
+    """Raise the limit of open files: each file is opened once and stays open, and ZeRO-3 of 1,024 ranks
+    has 2,049 files.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or files <= soft:
         return
@@ -244,16 +257,17 @@ def _allow_open(files: int) -> None:
         raise CheckpointError(
             Problem(
                 "target",
-                f"{files} files of source and target, of which this process may open {hard}",
-                "every file is open while tensors move",
-                f"start it where more are allowed: ulimit -n {files}",
+                f"{files} files in source and target, and this process may open {hard}",
+                "every file stays open during a conversion",
+                f"raise the limit: ulimit -n {files}",
             )
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def _record(file: TargetFile, sealed: Mapping[int, bytes]) -> manifest.FileRecord:
-    """The header as it lies in the file, with the checksums that were not known when the file was laid out."""
+    """Return the file's record, whose header includes checksums that were unknown when the file was
+    laid out."""
     header = bytearray(file.fixed.get(0, b""))
     for place, crc in sealed.items():
         if place + len(crc) <= len(header):
@@ -261,44 +275,45 @@ def _record(file: TargetFile, sealed: Mapping[int, bytes]) -> manifest.FileRecor
     return manifest.FileRecord(file.name, file.numbytes, len(header), xxhash.xxh3_128_hexdigest(header))
 
 
-class _Done:
-    """Units that are written, and of these the durable ones in the journal; shared by threads."""
+class _WrittenUnits:
+    """Written units, the durable ones of which are in the journal; shared by threads."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: ConversionJournal) -> None:
         self._journal = journal
         self._units = {
             name: [
-                Written(tuple(hashes), tuple((begin, length, crc) for begin, length, crc in segments))
+                WrittenPiece(tuple(hashes), tuple((begin, length, crc) for begin, length, crc in segments))
                 for hashes, segments in record
             ]
             for name, record in journal.done.items()
         }
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # protects the following fields
         self._syncing = threading.Lock()
-        self._waiting: dict[str, list[Written]] = {}
+        self._waiting: dict[str, list[WrittenPiece]] = {}
         self._dirty: set[str] = set()
         self._waiting_bytes = 0
         self._lost = False
 
-    def __contains__(self, unit: Unit) -> bool:
+    def __contains__(self, unit: ConversionUnit) -> bool:
         return str(unit.source) in self._units
 
-    def written(self, unit: Unit) -> list[Written]:
-        """In the order of the unit's pieces."""
+    def written(self, unit: ConversionUnit) -> list[WrittenPiece]:
+        """Return the written pieces, in the order of the unit's pieces."""
         return self._units[str(unit.source)]
 
-    def add(self, unit: Unit, written: list[Written], pieces: list[Piece]) -> bool:
-        """Returns whether it is time to sync."""
+    def add(self, unit: ConversionUnit, written: list[WrittenPiece], pieces: list[TensorPiece]) -> bool:
+        """Record a written unit. Returns whether it is time to sync."""
         with self._lock:
             self._units[str(unit.source)] = self._waiting[str(unit.source)] = written
             self._dirty |= {piece.file for piece in pieces}
             self._waiting_bytes += sum(piece.end - piece.begin for piece in pieces)
             return self._waiting_bytes >= SYNC_BYTES
 
-    def sync(self, output: Output, on_phase: Callable[[Phase], None]) -> None:
-        """Make what was added durable. One thread waits for the disk; the others go on.
+    def sync(self, output: TargetOutput, on_phase: Callable[[ConversionPhase], None]) -> None:
+        """Make the added units durable. One thread waits for the disk while the others continue.
 
-        After a failure nothing more is recorded: the system tells of a page that it could not write once, and to one caller.
+        After a failure nothing more is recorded, because the kernel reports a failed page write only once, to
+        one caller.
         """
         with self._syncing:
             with self._lock:
@@ -306,7 +321,7 @@ class _Done:
                 self._waiting, self._dirty, self._waiting_bytes = {}, set(), 0
             if waiting and not self._lost:
                 self._lost = True
-                on_phase(Phase.SYNC)
+                on_phase(ConversionPhase.SYNC)
                 output.sync(dirty)
                 self._journal.record(
                     {

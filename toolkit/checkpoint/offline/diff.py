@@ -1,10 +1,10 @@
-"""Two checkpoints of any formats, compared tensor by tensor under canonical names, whatever their layouts.
+r"""Compare two checkpoints of any formats and layouts tensor by tensor, under canonical names.
 
-    python -c "from toolkit.checkpoint.offline.diff import diff; print(*diff('A', 'B').lines(), sep='\\n')"
+    python -c "from toolkit.checkpoint.offline.diff import diff; print(*diff('A', 'B').lines(), sep='\n')"
 
-Equal means that training goes on from either as from the other: every tensor that one stores, the other stores, or stores more of it. So
-``planner.source_key`` decides what is compared: the fp32 weight of one is the master of the other, and a bf16 weight is compared with an
-fp32 one cast. Imports no torch.
+Equal means that training continues identically from either: the other side stores every tensor, or one that
+it can be derived from. ``planner.source_key`` decides which tensors are compared: an fp32 weight on one side
+with a master on the other, and a bf16 weight with an fp32 one after a cast. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Files, numpy_dtype
-from toolkit.checkpoint.catalog import DTYPES, Damage, byte_length
+from toolkit.checkpoint.blocks import CheckpointFiles, numpy_dtype
+from toolkit.checkpoint.catalog import DTYPES, DamagedFile, byte_length
+from toolkit.checkpoint.executor import parallel_map
 from toolkit.checkpoint.planner import source_key
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import Source, open_source
-from toolkit.checkpoint.threads import each
-from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, bits, boxes
+from toolkit.checkpoint.source import CheckpointSource, open_source
+from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, as_bits, tile_box
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 
-RESUMED = (STEP, CONSUMED, OPTIMIZER_STEP, LOSS_SCALER)  # scalars that are compared
+COMPARED_SCALARS = (STEP, CONSUMED, OPTIMIZER_STEP, LOSS_SCALER)
 
 Tensors = Mapping[TensorKey, TensorInfo]
 
 
-class Outcome(StrEnum):
-    EQUAL = "equal"  # in every bit
-    ABSENT = "absent"  # one side has nothing of it
+class DiffOutcome(StrEnum):
+    EQUAL = "equal"  # bitwise
+    ABSENT = "absent"  # only on one side
     SHAPE = "shape"
     DTYPE = (
-        "dtype"  # what one side has cannot hold what the other has; values are compared in the narrower dtype
+        # One side's dtype cannot represent the other's values; values are compared in the narrower dtype.
+        "dtype"
     )
     VALUES = "values"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """What is compared: a tensor of each side; None where a side has none.
+class TensorPair:
+    """The tensors that are compared; None if a side has none.
 
     Attributes:
-        lossy: a side has less than the other: a narrower dtype.
+        left, right: The tensor of each side.
+        lossy: One side has a narrower dtype.
     """
 
     left: TensorKey | None
@@ -58,17 +60,20 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Of one pair.
+class TensorDifference:
+    """The result for one pair.
 
     Attributes:
-        dtypes, shapes: of the left and the right; empty where a side has none.
-        differing: elements that are not the same bits (values, where dtypes have none in common).
-        max_abs, max_relative: of these, |a - b| and |a - b| / max(|a|, |b|); infinite where one is not a number.
+        pair: The tensors.
+        outcome: Kind of difference.
+        dtypes, shapes: Of left and right; empty if a side has none.
+        differing: Number of elements with different bits (different values, if the dtypes have no common
+            one).
+        max_abs, max_relative: Maximum of |a - b| and of |a - b| / max(|a|, |b|); infinite if one is NaN.
     """
 
-    pair: Pair
-    outcome: Outcome
+    pair: TensorPair
+    outcome: DiffOutcome
     dtypes: tuple[str, str] = ("", "")
     shapes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     differing: int = 0
@@ -77,68 +82,76 @@ class Difference:
 
     def __str__(self) -> str:
         left, right = self.pair.left, self.pair.right
-        if self.outcome is Outcome.ABSENT:
+        if self.outcome is DiffOutcome.ABSENT:
             return f"{left or right}: only on the {'left' if left else 'right'}"
         what = str(left) if left == right else f"{left} on the left, {right} on the right"
-        if self.outcome is Outcome.SHAPE:
+        if self.outcome is DiffOutcome.SHAPE:
             return f"{what}: {self.shapes[0]} on the left, {self.shapes[1]} on the right"
         as_stored = (
             self.dtypes[0] if self.dtypes[0] == self.dtypes[1] else f"{self.dtypes[0]} and {self.dtypes[1]}"
         )
         values = (
-            f"{self.differing} of {Box.whole(self.shapes[0]).numel} values differ, by {self.max_abs:.3g} at most, relatively by "
+            f"{self.differing} of {Box.whole(self.shapes[0]).numel} values differ, by {self.max_abs:.3g} at "
+            "most, relatively by "
             f"{self.max_relative:.3g}"
             if self.differing
             else "equal"
         )
-        if self.outcome is Outcome.DTYPE:
+        if self.outcome is DiffOutcome.DTYPE:
             return f"{what}: {as_stored}; {values} in the narrower"
         return f"{what}: {as_stored}, {values}"
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
-    """Attributes:
-    tensors: every pair, equal ones too, in the left's order.
-    scalars: (name, left, right) of what training resumes from and is not the same; None: not there.
+class CheckpointDiff:
+    """The result for two checkpoints.
+
+    Attributes:
+        left, right: The two folders.
+        tensors: Every pair, also equal ones, in the left's order.
+        scalars: (name, left, right) of scalars that differ; None if a side lacks it.
     """
 
     left: Path
     right: Path
-    tensors: tuple[Difference, ...]
+    tensors: tuple[TensorDifference, ...]
     scalars: tuple[tuple[str, object, object], ...]
 
     @property
     def equal(self) -> bool:
-        """A command that compares ends with 0 where this is so, and with 1 where it is not."""
-        return not self.scalars and all(one.outcome is Outcome.EQUAL for one in self.tensors)
+        """Whether there is no difference. A command that compares exits with 0 if so, otherwise with 1."""
+        return not self.scalars and all(tensor.outcome is DiffOutcome.EQUAL for tensor in self.tensors)
 
     def lines(self, most: int = 20) -> list[str]:
-        """For people: what differs, of each kind no more than ``most``; what stands for what; a summary."""
+        """Format the result: differences, at most ``most`` of each kind, corresponding states, and a
+        summary."""
         lines = [f"{name}: {left} on the left, {right} on the right" for name, left, right in self.scalars]
-        for outcome in Outcome:
-            of_kind = [one for one in self.tensors if one.outcome is outcome]
-            if outcome is Outcome.EQUAL:
+        for outcome in DiffOutcome:
+            matching = [tensor for tensor in self.tensors if tensor.outcome is outcome]
+            if outcome is DiffOutcome.EQUAL:
                 continue
-            lines += [str(one) for one in of_kind[:most]]
-            if len(of_kind) > most:
-                lines.append(f"and {len(of_kind) - most} more: {outcome}")
-        same = [one for one in self.tensors if one.outcome is Outcome.EQUAL]
-        stand_ins = sorted(
+            lines += [str(tensor) for tensor in matching[:most]]
+            if len(matching) > most:
+                lines.append(f"and {len(matching) - most} more: {outcome}")
+        equal = [tensor for tensor in self.tensors if tensor.outcome is DiffOutcome.EQUAL]
+        correspondences = sorted(
             {
-                (one.pair.left.state, one.pair.right.state, *one.dtypes)
-                for one in same
-                if one.pair.left
-                and one.pair.right
-                and (one.pair.left != one.pair.right or one.dtypes[0] != one.dtypes[1])
+                (tensor.pair.left.state, tensor.pair.right.state, *tensor.dtypes)
+                for tensor in equal
+                if tensor.pair.left
+                and tensor.pair.right
+                and (tensor.pair.left != tensor.pair.right or tensor.dtypes[0] != tensor.dtypes[1])
             }
         )
-        lines += [f"{a} ({of_a}) of the left is {b} ({of_b}) of the right" for a, b, of_a, of_b in stand_ins]
+        lines += [
+            f"{a} ({of_a}) of the left is {b} ({of_b}) of the right" for a, b, of_a, of_b in correspondences
+        ]
         verdict = "equal" if self.equal else "not equal"
-        numbers = f"; of what else training resumes from, {len(self.scalars)} differ" if self.scalars else ""
+        numbers = f"; scalars that differ: {len(self.scalars)}" if self.scalars else ""
         return [
             *lines,
-            f"{verdict}: {len(same)} of {len(self.tensors)} tensors are the same in {self.left} and {self.right}{numbers}",
+            f"{verdict}: {len(equal)} of {len(self.tensors)} tensors are equal in {self.left} and "
+            f"{self.right}{numbers}",
         ]
 
 
@@ -149,56 +162,60 @@ def diff(
     *,
     workers: int = WORKERS,
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> Diff:
-    """Compare what two paths are or point to. See ``diff_sources``."""
+) -> CheckpointDiff:
+    """Compare the checkpoints that two paths are or lead to. See ``diff_sources``."""
     return diff_sources(open_source(left, model), open_source(right, model), workers=workers, advance=advance)
 
 
 def diff_sources(
-    left: Source,
-    right: Source,
+    left: CheckpointSource,
+    right: CheckpointSource,
     *,
     workers: int = WORKERS,
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> Diff:
-    """Every tensor of both. Hashes are not looked at: what differs is said, whatever the reason.
+) -> CheckpointDiff:
+    """Compare every tensor of both sources. Hashes are not verified: any difference is reported.
 
     Args:
-        advance: told of bytes that were compared since it was told last, and of how many there are.
+        left, right: The sources.
+        workers: Number of threads.
+        advance: Called with the bytes compared since the last call, and the total.
 
     Raises:
-        InputError: they are of different kinds of models. CheckpointError: a file cannot be read.
+        InputError: The sources are of different kinds of models. CheckpointError: A file cannot be read.
     """
     if left.namespace != right.namespace:
         raise InputError(
             Problem(
                 "target",
-                f"{left.folder} has the names of {left.namespace}, {right.folder} those of {right.namespace}",
-                "tensors are compared by their names",
+                f"{left.folder} has names of {left.namespace}, {right.folder} of {right.namespace}",
+                "tensors are compared by name",
                 "compare checkpoints of one family",
             )
         )
-    found = pairs(left.catalog.tensors, right.catalog.tensors)
+    found = pair_tensors(left.catalog.tensors, right.catalog.tensors)
     total = sum(
         _bytes(pair.left, left.catalog.tensors) + _bytes(pair.right, right.catalog.tensors)
         for pair in found
         if _both(pair)
     )
     with ExitStack() as opened:
-        sides = [_Side(source, opened.enter_context(Files(source.folder))) for source in (left, right)]
+        sides = [
+            _Side(source, opened.enter_context(CheckpointFiles(source.folder))) for source in (left, right)
+        ]
         work = _Comparison(sides[0], sides[1], ByteProgress(advance, total))
-        differences = each(work.of, found, workers)
+        differences = parallel_map(work.compare, found, workers)
     of_left, of_right = left.catalog.scalars, right.catalog.scalars
     scalars = tuple(
         (name, of_left.get(name), of_right.get(name))
-        for name in RESUMED
+        for name in COMPARED_SCALARS
         if of_left.get(name) != of_right.get(name)
     )
-    return Diff(left.folder, right.folder, tuple(differences), scalars)
+    return CheckpointDiff(left.folder, right.folder, tuple(differences), scalars)
 
 
-def pairs(left: Tensors, right: Tensors) -> list[Pair]:
-    """What to compare: each tensor of either side with what the other has for it."""
+def pair_tensors(left: Tensors, right: Tensors) -> list[TensorPair]:
+    """Return each tensor of either side with its counterpart on the other."""
     found: dict[tuple[TensorKey | None, TensorKey | None], bool] = {}
     for key in {**left, **right}:
         if key in left and key in right and left[key].dtype == right[key].dtype:
@@ -206,22 +223,22 @@ def pairs(left: Tensors, right: Tensors) -> list[Pair]:
             continue
         if key in left:
             answer = source_key(key, left[key].dtype, right)
-            lossy = answer is not None and not _holds(right[answer].dtype, left[key].dtype)
+            lossy = answer is not None and not _can_represent(right[answer].dtype, left[key].dtype)
             found[key, answer] = found.get((key, answer), False) or lossy
         if key in right:
             answer = source_key(key, right[key].dtype, left)
-            lossy = answer is not None and not _holds(left[answer].dtype, right[key].dtype)
+            lossy = answer is not None and not _can_represent(left[answer].dtype, right[key].dtype)
             found[answer, key] = found.get((answer, key), False) or lossy
-    return [Pair(*both, lossy) for both, lossy in found.items()]
+    return [TensorPair(*both, lossy) for both, lossy in found.items()]
 
 
-def _holds(wide: str, narrow: str) -> bool:
-    """Whether every value of one dtype is one of the other."""
+def _can_represent(wide: str, narrow: str) -> bool:
+    """Return whether ``wide`` can represent every value of ``narrow``."""
     a, b = DTYPES[wide], DTYPES[narrow]
     return wide == narrow or (a.is_float == b.is_float and a.itemsize > b.itemsize)
 
 
-def _both(pair: Pair) -> bool:
+def _both(pair: TensorPair) -> bool:
     return pair.left is not None and pair.right is not None
 
 
@@ -230,19 +247,19 @@ def _bytes(key: TensorKey | None, tensors: Tensors) -> int:
 
 
 class _Side:
-    """One checkpoint. Says of damage what its format says."""
+    """One checkpoint, whose damage is reported as its format does."""
 
-    def __init__(self, source: Source, files: Files) -> None:
+    def __init__(self, source: CheckpointSource, files: CheckpointFiles) -> None:
         self.source, self.tensors = source, source.catalog.tensors
-        self._looker = TileReader(source.catalog, files)
+        self._reader = TileReader(source.catalog, files)
 
-    def turned(self, key: TensorKey) -> bool:
+    def is_transposed(self, key: TensorKey) -> bool:
         return any(piece.transposed for piece in self.source.catalog.pieces[key])
 
     def read(self, key: TensorKey, box: Box) -> Any:
         try:
-            return self._looker.read(key, box)
-        except Damage as damage:
+            return self._reader.read(key, box)
+        except DamagedFile as damage:
             raise self.source.refuse(self.source.folder, damage) from damage
 
 
@@ -250,40 +267,44 @@ class _Comparison:
     def __init__(self, left: _Side, right: _Side, advance: ByteProgress) -> None:
         self._left, self._right, self._advance = left, right, advance
 
-    def of(self, pair: Pair) -> Difference:
+    def compare(self, pair: TensorPair) -> TensorDifference:
         if pair.left is None or pair.right is None:
-            return Difference(pair, Outcome.ABSENT)
+            return TensorDifference(pair, DiffOutcome.ABSENT)
         a, b = self._left.tensors[pair.left], self._right.tensors[pair.right]
         dtypes, shapes = (a.dtype, b.dtype), (a.shape, b.shape)
         if a.shape != b.shape:
             self._advance(_bytes(pair.left, self._left.tensors) + _bytes(pair.right, self._right.tensors))
-            return Difference(pair, Outcome.SHAPE, dtypes, shapes)
+            return TensorDifference(pair, DiffOutcome.SHAPE, dtypes, shapes)
         differing, most, relative = 0, 0.0, 0.0
         for count, by, by_relative in self._tiles(pair.left, pair.right, a, b):
             differing, most, relative = differing + count, max(most, by), max(relative, by_relative)
-        outcome = Outcome.DTYPE if pair.lossy else Outcome.VALUES if differing else Outcome.EQUAL
-        return Difference(pair, outcome, dtypes, shapes, differing, most, relative)
+        outcome = DiffOutcome.DTYPE if pair.lossy else DiffOutcome.VALUES if differing else DiffOutcome.EQUAL
+        return TensorDifference(pair, outcome, dtypes, shapes, differing, most, relative)
 
     def _tiles(
         self, left: TensorKey, right: TensorKey, a: TensorInfo, b: TensorInfo
     ) -> Iterator[tuple[int, float, float]]:
-        """Of each tile: see ``apart``."""
-        both_turned = self._left.turned(left) and self._right.turned(right)
-        for box in boxes(Box.whole(a.shape), a.dtype, b.dtype, by_columns=both_turned):
+        """Yield the result of ``measure_difference`` for each tile."""
+        by_columns = self._left.is_transposed(left) and self._right.is_transposed(right)
+        for box in tile_box(Box.whole(a.shape), a.dtype, b.dtype, by_columns=by_columns):
             mine, theirs = self._left.read(left, box), self._right.read(right, box)
             numbytes = mine.nbytes + theirs.nbytes
             with np.errstate(over="ignore"):
-                if _holds(a.dtype, b.dtype):
+                if _can_represent(a.dtype, b.dtype):
                     mine = mine.astype(numpy_dtype(b.dtype), copy=False)
-                elif _holds(b.dtype, a.dtype):
+                elif _can_represent(b.dtype, a.dtype):
                     theirs = theirs.astype(numpy_dtype(a.dtype), copy=False)
-            yield apart(mine, theirs)
+            yield measure_difference(mine, theirs)
             self._advance(numbytes)
 
 
-def apart(a: Any, b: Any) -> tuple[int, float, float]:
-    """Elements of two arrays of one shape that differ, and by how much at most: absolutely, relatively to the larger of the two."""
-    where = bits(a) != bits(b) if a.dtype == b.dtype else a.astype(np.float64) != b.astype(np.float64)
+def measure_difference(a: Any, b: Any) -> tuple[int, float, float]:
+    """Return how many elements differ between two arrays of one shape, and the maximum absolute and relative
+    differences.
+
+    Relative differences are relative to the larger of the two magnitudes.
+    """
+    where = as_bits(a) != as_bits(b) if a.dtype == b.dtype else a.astype(np.float64) != b.astype(np.float64)
     count = int(np.count_nonzero(where))
     if not count:
         return 0, 0.0, 0.0
@@ -292,6 +313,6 @@ def apart(a: Any, b: Any) -> tuple[int, float, float]:
         absolute = np.abs(x - y)
         absolute[np.isnan(absolute)] = np.inf
         relative = absolute / np.maximum(np.abs(x), np.abs(y))
-        relative[np.isnan(relative)] = np.inf  # not numbers, or infinite
+        relative[np.isnan(relative)] = np.inf  # NaN or infinite
         relative[absolute == 0] = 0.0  # 0.0 and -0.0
     return count, float(absolute.max()), float(relative.max())

@@ -1,4 +1,6 @@
-"""Filling what is made of one tensor: read in tiles, looked at, cast, written, hashed. Imports no torch."""
+"""Write the target tensors derived from one source tensor: read tiles, examine, cast, write and hash them.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,142 +12,153 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import Block, Check, Files, numpy_dtype, slices
-from toolkit.checkpoint.catalog import DTYPES, Catalog, Piece, byte_length, flat_span
+from toolkit.checkpoint.blocks import (
+    BlockBuffer,
+    CheckpointFiles,
+    SequentialVerifier,
+    box_slices,
+    numpy_dtype,
+)
+from toolkit.checkpoint.catalog import DTYPES, Catalog, TensorPiece, byte_length, flat_span
 from toolkit.checkpoint.executor import read_piece
-from toolkit.checkpoint.offline.output import Output, PieceWriter, Segment, as_bytes
+from toolkit.checkpoint.offline.output import PieceWriter, Segment, TargetOutput, as_bytes
 from toolkit.checkpoint.planner import (
     PieceRead,
     ReadPlanner,
+    ReadTarget,
     SpanIndex,
-    check,
-    shifted,
+    build_span_index,
+    check_available,
+    find_coverage_errors,
+    shift_box,
     source_key,
-    span_index,
-    uncovered,
 )
-from toolkit.checkpoint.planner import Target as Wanted
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey
-from toolkit.checkpoint.target import Target
-from toolkit.checkpoint.tiles import place_in, tiles
-from toolkit.checkpoint.values import MASTER_RULE, faults, not_cast
+from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.checkpoint.tile_reader import element_offset, split_into_tiles
+from toolkit.checkpoint.value_checks import MASTER_RULE, differs_from_cast, find_value_faults
 from toolkit.errors import CheckpointError, Problem
 
-TILE_BYTES = 4 * 2**20  # less than a block: it stays in the processor's cache from reading to writing
-TURNED_TILES = (
-    4  # times as much by columns: each such tile passes over all rows of a source that has them in order
-)
+# smaller than a block, so that a tile stays in the processor's cache from reading to writing
+TILE_BYTES = 4 * 2**20
+COLUMN_TILE_FACTOR = 4  # larger tiles by columns, because each passes over all rows of a source in row order
 
 
 def tile_elements(dtype: str, *, by_columns: bool) -> int:
-    """The most of a tensor that is in memory at once."""
-    return TILE_BYTES * (TURNED_TILES if by_columns else 1) // DTYPES[dtype].itemsize
+    """Return the maximum number of elements of a tensor that are in memory at once."""
+    return TILE_BYTES * (COLUMN_TILE_FACTOR if by_columns else 1) // DTYPES[dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One tensor of the source, and the tensors of the target that are made of it."""
+class ConversionUnit:
+    """One source tensor, and the target tensors derived from it."""
 
     source: TensorKey
     targets: tuple[TensorKey, ...]
 
-    def pieces(self, target: Target) -> list[Piece]:
+    def pieces(self, target: CheckpointTarget) -> list[TensorPiece]:
         return [piece for key in self.targets for piece in (*target.pieces[key], *target.copies.get(key, ()))]
 
 
-def units_of(source: Catalog, target: Target) -> tuple[list[Unit], list[TensorKey]]:
-    """What to do, in the order of the source's tensors, and which tensors of the source nothing is made of.
+def plan_units(source: Catalog, target: CheckpointTarget) -> tuple[list[ConversionUnit], list[TensorKey]]:
+    """Return the units in the order of the source's tensors, and the source tensors that are not used.
 
     Raises:
-        CheckpointError: the target has tensors that the source cannot give.
+        CheckpointError: The target has tensors that the source cannot provide.
     """
-    check(source, [(key, info.dtype, info.shape) for key, info in target.tensors.items()])
+    check_available(source, [(key, info.dtype, info.shape) for key, info in target.tensors.items()])
     wanted: dict[TensorKey, list[TensorKey]] = {}
     for key, info in target.tensors.items():
         found = source_key(key, info.dtype, source.tensors)
         assert found is not None
         wanted.setdefault(found, []).append(key)
-    return [Unit(key, tuple(wanted[key])) for key in source.tensors if key in wanted], [
+    return [ConversionUnit(key, tuple(wanted[key])) for key in source.tensors if key in wanted], [
         key for key in source.tensors if key not in wanted
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A piece that is written: the hash of each of its blocks, and its checksum where its file asks for one."""
+class WrittenPiece:
+    """The hash of each block of a written piece, and checksums if its file needs them."""
 
     hashes: tuple[str, ...]
     segments: tuple[Segment, ...]
 
 
-class Filler:
-    """Fills units, from several threads. Each takes two tiles and a block, and more where dtypes are cast.
+class UnitWriter:
+    """Write units from several threads. Each thread needs two tiles and a block, and more if dtypes are cast.
 
     Args:
-        examine: refuse values that no sound run has: not finite, negative averages of squares, weights that are not their masters
-            cast, copies that differ.
-        advance: told of the bytes of source tensors that are done, one call at a time.
+        source: Catalog to read.
+        target: Description of what to write.
+        examine: Reject values that no correct run has: not finite, negative second moments, weights that are
+            not their masters cast, copies that differ.
+        advance: Called with the bytes of finished source tensors, by one thread at a time.
     """
 
     def __init__(
-        self, source: Catalog, target: Target, *, examine: bool, advance: Callable[[int], None]
+        self, source: Catalog, target: CheckpointTarget, *, examine: bool, advance: Callable[[int], None]
     ) -> None:
         self._source, self._target, self._examine, self._advance = source, target, examine, advance
         self._planner = ReadPlanner(source)
-        self._rooms = threading.local()
-        self._telling = threading.Lock()
+        self._buffers = threading.local()
+        self._reporting = threading.Lock()
 
-    def numbytes(self, unit: Unit) -> int:
-        """What ``advance`` is told of a unit."""
+    def source_bytes(self, unit: ConversionUnit) -> int:
+        """Return the bytes reported to ``advance`` for a unit."""
         info = self._source.tensors[unit.source]
         return byte_length(info.dtype, info.shape)
 
-    def fill(self, unit: Unit, files: Files, output: Output) -> list[Written]:
+    def fill(self, unit: ConversionUnit, files: CheckpointFiles, output: TargetOutput) -> list[WrittenPiece]:
         """Write every piece of ``unit``, in the order of ``unit.pieces``.
 
         Raises:
-            Damage, CheckpointError: the source is not what it was, or not what it can be.
+            DamagedFile, CheckpointError: The source is damaged or implausible.
         """
         info, pieces = self._source.tensors[unit.source], unit.pieces(self._target)
-        wrong = uncovered({key: self._target.pieces[key] for key in unit.targets})
-        assert not wrong, f"a target that is not whole: {'; '.join(wrong)}"
+        wrong = find_coverage_errors({key: self._target.pieces[key] for key in unit.targets})
+        assert not wrong, f"a target that is not complete: {'; '.join(wrong)}"
         by_columns = any(piece.transposed for piece in pieces)
         assert not by_columns or all(piece.transposed for piece in pieces), (
-            f"{unit.source}: a target has it both ways"
+            f"{unit.source}: a target has transposed and other pieces"
         )
-        index, writers = span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}
-        copies, check = span_index(self._source.copies.get(unit.source, ())), Check(by_columns=by_columns)
-        for tile in tiles(
+        index, writers = build_span_index(pieces), {id(piece): PieceWriter(piece, output) for piece in pieces}
+        copies, check = (
+            build_span_index(self._source.copies.get(unit.source, ())),
+            SequentialVerifier(by_columns=by_columns),
+        )
+        for tile in split_into_tiles(
             info.shape, tile_elements(info.dtype, by_columns=by_columns), by_columns=by_columns
         ):
             values = self._read(unit.source, tile, files, check, "tile")
             if self._examine:
-                self._look_at(unit.source, tile, values, files, check)
-                self._compare(unit.source, copies, tile, values, files, check)
+                self._examine_values(unit.source, tile, values, files, check)
+                self._compare_copies(unit.source, copies, tile, values, files, check)
             casts: dict[str, Any] = {info.dtype: values}
-            for piece in index.meeting(*flat_span(info.shape, tile)):
+            for piece in index.overlapping(*flat_span(info.shape, tile)):
                 common = piece.box.intersect(tile)
                 if common is None:
                     continue
                 if piece.dtype not in casts:
                     casts[piece.dtype] = self._cast(unit.source, values, piece.dtype)
-                part = casts[piece.dtype][slices(shifted(common, [-offset for offset in tile.offset]))]
+                part = casts[piece.dtype][box_slices(shift_box(common, [-offset for offset in tile.offset]))]
                 part = np.ascontiguousarray(part.swapaxes(-1, -2) if piece.transposed else part)
                 begin = (
-                    piece.begin + place_in(piece.box, common, transposed=piece.transposed) * piece.itemsize
+                    piece.begin
+                    + element_offset(piece.box, common, transposed=piece.transposed) * piece.itemsize
                 )
                 writers[id(piece)].write(begin, as_bytes(part))
-            with self._telling:
+            with self._reporting:
                 self._advance(values.nbytes)
         check.finish()
         for writer in writers.values():
             writer.finish()
-        return [Written(tuple(writer.hashes), tuple(writer.segments)) for writer in writers.values()]
+        return [WrittenPiece(tuple(writer.hashes), tuple(writer.segments)) for writer in writers.values()]
 
-    def skip(self, unit: Unit) -> None:
-        """It was filled before."""
-        with self._telling:
-            self._advance(self.numbytes(unit))
+    def skip(self, unit: ConversionUnit) -> None:
+        """Report a unit that an earlier attempt wrote."""
+        with self._reporting:
+            self._advance(self.source_bytes(unit))
 
     def _cast(self, key: TensorKey, values: Any, dtype: str) -> Any:
         with np.errstate(over="ignore"):
@@ -154,84 +167,92 @@ class Filler:
             raise CheckpointError(
                 Problem(
                     "target.precision",
-                    f"{key} of {self._source.folder} has values that {dtype} cannot hold",
-                    "weights keep their values, rounded",
+                    f"{key} of {self._source.folder} has values that {dtype} cannot represent",
+                    "weights keep their values except for rounding",
                     "write target.precision=bf16",
                 )
             )
         return found
 
-    def _read(self, key: TensorKey, tile: Box, files: Files, check: Check, use: str) -> Any:
+    def _read(
+        self, key: TensorKey, tile: Box, files: CheckpointFiles, check: SequentialVerifier, use: str
+    ) -> Any:
         info = self._source.tensors[key]
-        values = self._room(use, info.dtype, tile)
+        values = self._buffer(use, info.dtype, tile)
         for read in self._planner.plan([Shard(key, info.shape, tile, values)]):
             read_piece(read, files, self._block(), check)
         return values
 
-    def _room(self, use: str, dtype: str, box: Box) -> Any:
-        """Where this thread has a tile, or a part of one."""
+    def _buffer(self, use: str, dtype: str, box: Box) -> Any:
+        """Return this thread's memory for a tile or a part of one."""
         numbytes = byte_length(dtype, box.shape)
-        room = getattr(self._rooms, use, None)
-        if room is None or room.nbytes < numbytes:
-            room = np.empty(max(numbytes, TILE_BYTES), np.uint8)
-            setattr(self._rooms, use, room)
-        return room[:numbytes].view(numpy_dtype(dtype)).reshape(box.shape)
+        buffer = getattr(self._buffers, use, None)
+        if buffer is None or buffer.nbytes < numbytes:
+            buffer = np.empty(max(numbytes, TILE_BYTES), np.uint8)
+            setattr(self._buffers, use, buffer)
+        return buffer[:numbytes].view(numpy_dtype(dtype)).reshape(box.shape)
 
-    def _block(self) -> Block:
-        if not hasattr(self._rooms, "block"):
-            self._rooms.block = Block()
-        found: Block = self._rooms.block
+    def _block(self) -> BlockBuffer:
+        if not hasattr(self._buffers, "block"):
+            self._buffers.block = BlockBuffer()
+        found: BlockBuffer = self._buffers.block
         return found
 
-    def _look_at(self, key: TensorKey, tile: Box, values: Any, files: Files, check: Check) -> None:
-        """Raises CheckpointError for values that no sound run has."""
+    def _examine_values(
+        self, key: TensorKey, tile: Box, values: Any, files: CheckpointFiles, check: SequentialVerifier
+    ) -> None:
+        """Raises CheckpointError for values that no correct run has."""
         folder = self._source.folder
-        for seen, rule in faults(key.state, values):
-            raise _refused(folder, f"{key}: {seen}", rule)
+        for seen, rule in find_value_faults(key.state, values):
+            raise _corrupt_error(folder, f"{key}: {seen}", rule)
         weight = TensorKey(WEIGHT, key.name)
         if key.state != MASTER or weight not in self._source.tensors:
             return
         stored = self._read(weight, tile, files, check, "second")
-        differing = int(np.count_nonzero(not_cast(values, stored)))
+        differing = int(np.count_nonzero(differs_from_cast(values, stored)))
         if differing:
-            raise _refused(
+            raise _corrupt_error(
                 folder,
-                f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master weights, cast to "
+                f"{weight}: {differing} of {tile.numel} values at {tile.offset} are not their master "
+                "weights, cast to "
                 f"{stored.dtype}",
                 MASTER_RULE,
             )
 
-    def _compare(
-        self, key: TensorKey, copies: SpanIndex[Piece], tile: Box, values: Any, files: Files, check: Check
+    def _compare_copies(
+        self,
+        key: TensorKey,
+        copies: SpanIndex[TensorPiece],
+        tile: Box,
+        values: Any,
+        files: CheckpointFiles,
+        check: SequentialVerifier,
     ) -> None:
-        """Raises CheckpointError: what is stored a second time is not the same."""
-        for copy in copies.meeting(*flat_span(self._source.tensors[key].shape, tile)):
+        """Raises CheckpointError if a copy differs."""
+        for copy in copies.overlapping(*flat_span(self._source.tensors[key].shape, tile)):
             common = copy.box.intersect(tile)
             if common is None:
                 continue
-            other = self._room("second", copy.dtype, common)
+            other = self._buffer("second", copy.dtype, common)
             read_piece(
-                PieceRead(copy, (Wanted(Shard(key, copy.global_shape, common, other), common),)),
+                PieceRead(copy, (ReadTarget(Shard(key, copy.global_shape, common, other), common),)),
                 files,
                 self._block(),
                 check,
             )
             differing = int(
                 np.count_nonzero(
-                    values[slices(shifted(common, [-offset for offset in tile.offset]))] != other
+                    values[box_slices(shift_box(common, [-offset for offset in tile.offset]))] != other
                 )
             )
             if differing:
-                raise _refused(
+                raise _corrupt_error(
                     self._source.folder,
-                    f"{key}: {differing} of {common.numel} values at {common.offset} are others in "
-                    f"{copy.file}",
-                    "what is stored twice is the same",
+                    f"{key}: {differing} of {common.numel} values at {common.offset} differ in {copy.file}",
+                    "copies of a tensor are equal",
                 )
 
 
-def _refused(folder: Path, seen: str, rule: str) -> CheckpointError:
-    remedy = (
-        "take a checkpoint from before; action=verify looks at all of it; examine=false converts it as it is"
-    )
+def _corrupt_error(folder: Path, seen: str, rule: str) -> CheckpointError:
+    remedy = "use an earlier checkpoint; action=verify checks all of it; examine=false converts it unchanged"
     return CheckpointError(Problem("source", f"{folder} is corrupt: {seen}", rule, remedy))

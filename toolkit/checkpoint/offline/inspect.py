@@ -1,4 +1,4 @@
-"""What a checkpoint is, in words: computed from its metadata, reads no tensor. Imports no torch."""
+"""Describe a checkpoint from its metadata, without reading a tensor. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import asdict
 from toolkit import families
 from toolkit.checkpoint.catalog import byte_length
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
-from toolkit.checkpoint.source import MODEL, Source
+from toolkit.checkpoint.source import MODEL, CheckpointSource
 from toolkit.progress import quantity
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MOST_NAMES = 8
 
 
-def describe(source: Source) -> list[str]:
-    """Lines for a person."""
+def describe(source: CheckpointSource) -> list[str]:
+    """Return the lines of ``action=inspect``."""
     return [f"{label:<10} {text}" for label, text in _facts(source)] + [""] + _tensors(source)
 
 
-def _facts(source: Source) -> Iterator[tuple[str, str]]:
+def _facts(source: CheckpointSource) -> Iterator[tuple[str, str]]:
     yield "format", source.format
     yield "folder", str(source.folder)
     yield from source.facts.items()
@@ -35,17 +35,17 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
             f"{source.shape.family}: " + ", ".join(f"{name}={value}" for name, value in sizes.items()),
         )
     yield "parameters", _parameters(source)
-    yield "step", "of no training step" if source.step is None else str(source.step)
+    yield "step", "none (no training step)" if source.step is None else str(source.step)
     for name, value in source.catalog.scalars.items():
         if name not in (MODEL, "step"):
             yield "scalar", _shortened(f"{name}={value}")
     files = [path.stat().st_size for path in source.folder.rglob("*") if path.is_file()]
     yield "on disk", f"{quantity(sum(files), 'B')} in {len(files)} files"
-    for words in source.left_out:
-        yield "left out", words
+    for label in source.left_out:
+        yield "left out", label
 
 
-def _parameters(source: Source) -> str:
+def _parameters(source: CheckpointSource) -> str:
     shapes = {key.name: info.shape for key, info in source.catalog.tensors.items()}
     text = f"{sum(map(math.prod, shapes.values())):,} in {len(shapes)} tensors"
     if source.shape is None:
@@ -53,18 +53,20 @@ def _parameters(source: Source) -> str:
     wanted = {spec.name for spec in families.get_family(source.shape.family).parameters(source.shape)}
     absent = wanted - shapes.keys()
     return (
-        f"{text}; {named(TensorKey(WEIGHT, name) for name in sorted(absent))} missing"
+        f"{text}; {summarize_keys(TensorKey(WEIGHT, name) for name in sorted(absent))} missing"
         if absent
         else f"{text}: the whole model"
     )
 
 
-def _tensors(source: Source) -> list[str]:
-    """A line a kind of tensor: layers and experts are counted, not listed. And a line a state."""
+def _tensors(source: CheckpointSource) -> list[str]:
+    """Return one line per kind of tensor (layers and experts are counted, not listed), and one line per
+    state.
+    """
     tensors = source.catalog.tensors
     kinds: dict[tuple[str, tuple[int, ...]], dict[str, list[TensorKey]]] = {}
     for key, info in tensors.items():
-        kinds.setdefault((_kind(key.name), info.shape), {}).setdefault(key.state, []).append(key)
+        kinds.setdefault((_generic_name(key.name), info.shape), {}).setdefault(key.state, []).append(key)
     rows = [
         ("tensor", "count", "shape", "states"),
         *(
@@ -100,18 +102,20 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def named(keys: Iterable[TensorKey], among: Collection[TensorKey] = ()) -> str:
-    """Tensors in a few words: ``exp_avg:model.layers.*.mlp.up_proj.weight (22), exp_avg:model.norm.weight``; where they are all that
-    ``among`` has of a state: ``weight (all 291)``."""
+def summarize_keys(keys: Iterable[TensorKey], among: Collection[TensorKey] = ()) -> str:
+    """Summarize tensors: ``exp_avg:model.layers.*.mlp.up_proj.weight (22), exp_avg:model.norm.weight``.
+
+    If they are all tensors of a state in ``among``: ``weight (all 291)``.
+    """
     by_state: dict[str, list[TensorKey]] = {}
     for key in keys:
         by_state.setdefault(key.state, []).append(key)
     shown: list[str] = []
-    for state, of_state in by_state.items():
-        if len(of_state) == sum(key.state == state for key in among):
-            shown.append(f"{state} (all {len(of_state)})")
+    for state, same_state in by_state.items():
+        if len(same_state) == sum(key.state == state for key in among):
+            shown.append(f"{state} (all {len(same_state)})")
             continue
-        counts = Counter(_kind(key.name) for key in of_state)
+        counts = Counter(_generic_name(key.name) for key in same_state)
         shown += [
             f"{state}:{kind} ({count})" if "*" in kind else f"{state}:{kind}"
             for kind, count in counts.items()
@@ -121,7 +125,7 @@ def named(keys: Iterable[TensorKey], among: Collection[TensorKey] = ()) -> str:
     )
 
 
-def _kind(name: str) -> str:
+def _generic_name(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 

@@ -1,7 +1,7 @@
-"""What of a conversion is done and durable, so that one that was killed goes on where it was.
+"""The journal of a conversion: which tensors are written and durable, so that a killed conversion continues.
 
-A line of JSON for each tensor, appended only after its bytes were synced. The first line says of which conversion; a line that a
-kill cut short is dropped. Imports no torch.
+It has one line of JSON per tensor, appended after its bytes were synced. The first line identifies the
+conversion; an incomplete last line is dropped. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from toolkit.errors import CheckpointError, Problem
 
 
-class Journal:
-    """The journal at ``path``, which nobody else may write meanwhile.
+class ConversionJournal:
+    """The journal at ``path``, locked against other processes.
 
     Attributes:
-        done: what earlier attempts of the same conversion recorded, by unit; empty where there were none, or of another one:
-            ``start`` it then before anything is recorded.
+        done: Records of earlier attempts of the same conversion by unit. If it is empty, call ``start``
+            before recording.
 
     Raises:
-        CheckpointError: another process is at work on the same target.
+        CheckpointError: Another process writes the same target.
     """
 
     def __init__(self, path: Path, identity: str) -> None:
@@ -33,15 +33,15 @@ class Journal:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._descriptor), path.stat()):
-                raise BlockingIOError  # what we locked was removed meanwhile, and another process made a new one
+                raise BlockingIOError  # the locked file was removed and another process created a new one
         except (BlockingIOError, FileNotFoundError):
             os.close(self._descriptor)
             raise CheckpointError(
                 Problem(
                     "target",
                     f"another process is writing {path.parent}",
-                    "one process writes a target",
-                    "wait for it to end, or name another target=PATH",
+                    "only one process writes a target",
+                    "wait until it ends, or choose another target=PATH",
                 )
             ) from None
         self.done: dict[str, Any] = {}
@@ -52,13 +52,13 @@ class Journal:
         self._cut(end if resumed else 0)
 
     def start(self) -> None:
-        """Anew: nothing is done, and nothing of another conversion is left in the folder."""
+        """Begin a new journal, with no finished units."""
         self.done = {}
         self._cut(0)
         self._append([{"identity": self._identity}])
 
     def record(self, units: Mapping[str, Any]) -> None:
-        """Their bytes are durable."""
+        """Append units whose bytes are durable."""
         self._append({"unit": unit, "record": record} for unit, record in units.items())
 
     def close(self) -> None:
@@ -75,8 +75,8 @@ class Journal:
         os.fsync(self._descriptor)
 
 
-def is_journal_of(path: Path, identity: str) -> bool:
-    """Whether ``path`` is there and the journal of this conversion."""
+def is_journal_for(path: Path, identity: str) -> bool:
+    """Return whether ``path`` is the journal of this conversion."""
     return path.is_file() and _begins(_whole_lines(path)[0], identity)
 
 
@@ -85,7 +85,7 @@ def _begins(lines: list[Any], identity: str) -> bool:
 
 
 def _whole_lines(path: Path) -> tuple[list[Any], int]:
-    """The lines that are whole, and the byte after the last of them."""
+    """Return the complete lines, and the offset after the last one."""
     lines, end = [], 0
     for line in path.read_bytes().splitlines(keepends=True):
         try:

@@ -1,7 +1,4 @@
-"""Files of a target while they are filled: bytes at their places, with the hashes and checksums of what was written.
-
-Imports no torch.
-"""
+"""Write the files of a target, hashing pieces and computing checksums. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,18 +13,20 @@ from typing import Any
 import xxhash
 from isal import isal_zlib
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Piece
+from toolkit.checkpoint.catalog import BLOCK_BYTES, TensorPiece
 from toolkit.checkpoint.target import TargetFile
 from toolkit.files import sync_folder
 from toolkit.paths import inside
 
-# (byte, length, CRC-32) of a range that was written
+# (first byte, length, CRC-32) of a written range
 Segment = tuple[int, int, int]
 _ZEROS = bytes(2**20)
 
 
-class Output:
-    """The files of one target, made with their full length; shared by threads (``pwrite`` has no position)."""
+class TargetOutput:
+    """The files of one target, created with their full length; shared by threads (``pwrite`` has no file
+    position).
+    """
 
     def __init__(self, folder: Path, files: Sequence[TargetFile]) -> None:
         self.folder = folder
@@ -35,13 +34,15 @@ class Output:
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def is_there(self) -> bool:
-        """Every file is, with its length."""
+    def exists(self) -> bool:
+        """Return whether every file exists with its length."""
         paths = ((self.folder / name, file) for name, file in self._files.items())
         return all(path.is_file() and path.stat().st_size == file.numbytes for path, file in paths)
 
     def prepare(self) -> None:
-        """Every file has its length and its fixed bytes, and a name that lasts. What an earlier attempt wrote of pieces stays."""
+        """Create every file with its length and fixed bytes, durably. Pieces that an earlier attempt wrote
+        are preserved.
+        """
         for name, file in self._files.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             descriptor = self._descriptor(name)
@@ -52,27 +53,28 @@ class Output:
             sync_folder(self.folder / folder)
 
     def checked(self, name: str) -> bool:
-        """Whether the file's bytes go into a checksum."""
+        """Return whether the file has checksums."""
         return bool(self._files[name].checksums)
 
     def write(self, name: str, begin: int, data: memoryview) -> None:
         _write(self._descriptor(name), data, begin)
 
     def sync(self, names: Iterable[str]) -> None:
-        """What was written to these files is durable, their lengths too."""
+        """Make the content and lengths of these files durable."""
         for name in names:
             os.fsync(self._descriptor(name))
 
     def seal(self, name: str, segments: Sequence[Segment]) -> dict[int, bytes]:
-        """Write the checksums of a file of which ``segments`` were written, in any order; what lies between them is zero.
+        """Write the checksums of a file, given its written ``segments`` in any order; bytes between them are
+        zero.
 
         Returns:
-            The bytes of each checksum by their place in the file.
+            The bytes of each checksum, by offset in the file.
         """
         ordered, sealed = sorted(segments), {}
         for check in self._files[name].checksums:
             inside = ordered[bisect_left(ordered, (check.begin,)) : bisect_left(ordered, (check.end,))]
-            crc = struct.pack("<I", checksum(check.begin, check.end, inside))
+            crc = struct.pack("<I", combine_checksums(check.begin, check.end, inside))
             for place in check.places:
                 _write(self._descriptor(name), memoryview(crc), place)
                 sealed[place] = crc
@@ -96,8 +98,10 @@ def _write(descriptor: int, data: memoryview, begin: int) -> None:
         done += os.pwrite(descriptor, data[done:], begin + done)
 
 
-def checksum(begin: int, end: int, segments: Sequence[Segment]) -> int:
-    """The CRC-32 of bytes ``begin .. end``, of which ``segments`` (in order, none meeting another) are known and the rest is zero."""
+def combine_checksums(begin: int, end: int, segments: Sequence[Segment]) -> int:
+    """Return the CRC-32 of bytes ``begin .. end`` from the ordered, disjoint ``segments``; bytes between
+    them are zero.
+    """
     crc, at = 0, begin
     for first, length, of_segment in (*segments, (end, 0, 0)):
         assert first >= at, f"two pieces share bytes {first}..{at}"
@@ -115,9 +119,9 @@ def _zeros(count: int) -> int:
 
 
 class PieceWriter:
-    """Writes one piece front to back, hashing on the way."""
+    """Write one piece from front to back, and hash it."""
 
-    def __init__(self, piece: Piece, output: Output) -> None:
+    def __init__(self, piece: TensorPiece, output: TargetOutput) -> None:
         self.piece = piece
         self._output, self._checked = output, output.checked(piece.file)
         self._at = piece.begin
@@ -126,7 +130,7 @@ class PieceWriter:
         self.segments: list[Segment] = []
 
     def write(self, begin: int, data: memoryview) -> None:
-        """``data`` goes to byte ``begin`` of the file, which must be the next of this piece."""
+        """Write ``data`` at offset ``begin``, which must be the next byte of this piece."""
         assert begin == self._at, f"{self.piece.key}: byte {begin} comes after {self._at}"
         self._output.write(self.piece.file, begin, data)
         if self._checked:
@@ -150,7 +154,7 @@ class PieceWriter:
                 self._end_block()
 
     def finish(self) -> None:
-        """The piece is whole."""
+        """Assert that the piece is complete, and finish its last block."""
         assert self._at == self.piece.end, f"{self.piece.key}: {self._at} of {self.piece.end} written"
         if self._hashed:
             self._end_block()

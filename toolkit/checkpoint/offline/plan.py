@@ -1,10 +1,13 @@
-"""What a conversion will do, proven and counted without moving a byte: from the source's catalog and the target alone.
+"""Prove and count what a conversion will do, from the source's catalog and the target alone, without moving a
+byte.
 
-Proven are: every element of every tensor of the source lies in one piece, and in bytes that no other tensor has; the same of the
-target's pieces, and of every byte of its files; the source gives every tensor of the target, and what is not used is named.
+It proves that every element of every source tensor is in exactly one piece, whose bytes belong to no other
+tensor; the same for the target's pieces and every byte of its files; and that the source provides every
+target tensor. Unused source tensors are listed.
 
-Large runs cut tensors of one shape alike, so a cut is proven and its reads are counted once, however many tensors have it, and
-pieces are looked at one tensor at a time: 405 B parameters on 1,024 ranks take seconds and a few hundred MB. Imports no torch.
+Large runs cut tensors of one shape alike, so each cut is proven and its reads are counted only once, and
+pieces are created for one tensor at a time: 405 B parameters on 1,024 ranks take seconds and a few hundred
+MB. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,26 +19,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, Piece, flat_span, turned
-from toolkit.checkpoint.offline.fill import tile_elements, units_of
-from toolkit.checkpoint.planner import MOST_PROBLEMS, SpanIndex, shifted, uncovered
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, TensorPiece, flat_span, swap_last_dims
+from toolkit.checkpoint.offline.fill import plan_units, tile_elements
+from toolkit.checkpoint.planner import MAX_PROBLEMS, SpanIndex, find_coverage_errors, shift_box
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.target import Target, TargetFile
-from toolkit.checkpoint.tiles import tiles
+from toolkit.checkpoint.target import CheckpointTarget, TargetFile
+from toolkit.checkpoint.tile_reader import split_into_tiles
 from toolkit.errors import CheckpointError, Problem
 
 
 @dataclass(slots=True, kw_only=True)
 class ReshardPlan:
-    """Numbers of a conversion.
+    """The numbers of a conversion.
 
     Attributes:
-        tensors: of the target.
-        reads, bytes_read: calls to the system; blocks with hashes are read whole, masters' weights and copies too where values
-            are examined.
-        writes, bytes_written: of pieces. What files have besides is ``fixed_bytes`` (headers) and ``padding_bytes`` (zeros).
-        worker_bytes: memory that one worker takes at most.
-        unused: tensors of the source that the target has no use for.
+        tensors: Target tensors.
+        source_pieces, target_pieces: Number of pieces.
+        reads, bytes_read: System calls and bytes. Blocks with hashes are read whole; masters' weights and
+            copies are read too if values are examined.
+        writes, bytes_written: System calls and bytes of pieces.
+        fixed_bytes: Bytes of headers.
+        padding_bytes: Zero bytes.
+        files_read, files_written: Number of files.
+        worker_bytes: Maximum memory of one worker.
+        unused: Source tensors that the target does not use.
     """
 
     tensors: int = 0
@@ -54,35 +61,37 @@ class ReshardPlan:
 
     @property
     def target_bytes(self) -> int:
-        """Lengths of all files."""
+        """Total length of all files."""
         return self.bytes_written + self.fixed_bytes + self.padding_bytes
 
 
-def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> ReshardPlan:
-    """Raises CheckpointError that names what is not covered, is covered twice, or cannot be given."""
-    units, unused = units_of(source, target)
+def plan_reshard(source: Catalog, target: CheckpointTarget, *, examine: bool = True) -> ReshardPlan:
+    """Raises CheckpointError naming what is not covered, covered twice or unavailable."""
+    units, unused = plan_units(source, target)
     plan = ReshardPlan(tensors=len(target.tensors), unused=unused)
-    there = _Described(source.tensors, "source")
+    source_side = _Side(source.tensors, "source")
     for key in source.tensors:
-        plan.source_pieces += there.add(key, source.pieces.get(key, ()))
-    there.conclude(str(source.folder), {})
-    plan.files_read = len(there.ranges)
-    made = _Described(target.tensors, "target")
+        plan.source_pieces += source_side.add(key, source.pieces.get(key, ()))
+    source_side.prove_disjoint(str(source.folder), {})
+    plan.files_read = len(source_side.ranges)
+    target_side = _Side(target.tensors, "target")
     for unit in units:
         info = source.tensors[unit.source]
         pieces_of = {key: ([*target.pieces[key]], [*target.copies.get(key, ())]) for key in unit.targets}
         by_columns = any(piece.transposed for pieces, _ in pieces_of.values() for piece in pieces)
         tile = tile_elements(info.dtype, by_columns=by_columns)
         for key, (pieces, copies) in pieces_of.items():
-            plan.target_pieces += made.add(key, pieces) + made.add_copies(copies)
-            plan.writes += sum(made.writes(key, some, tile, by_columns) for some in (pieces, copies) if some)
+            plan.target_pieces += target_side.add(key, pieces) + target_side.add_copies(copies)
+            plan.writes += sum(
+                target_side.writes(key, some, tile, by_columns) for some in (pieces, copies) if some
+            )
             plan.bytes_written += sum(piece.end - piece.begin for piece in (*pieces, *copies))
-        looked_at = [unit.source]
+        examined = [unit.source]
         weight = TensorKey(WEIGHT, unit.source.name)
         if examine and unit.source.state == MASTER and weight in source.tensors:
-            looked_at.append(weight)
-        for key in looked_at:
-            reads, numbytes = there.reads(key, tile, by_columns)
+            examined.append(weight)
+        for key in examined:
+            reads, numbytes = source_side.reads(key, tile, by_columns)
             plan.reads += reads
             plan.bytes_read += numbytes
         copied = source.copies.get(unit.source, ()) if examine else ()
@@ -90,14 +99,14 @@ def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> Re
         plan.bytes_read += sum(piece.end - piece.begin for piece in copied)
         dtypes = {target.tensors[key].dtype for key in unit.targets} - {info.dtype}
         casts = sum(DTYPES[dtype].itemsize for dtype in dtypes) / DTYPES[info.dtype].itemsize
-        # Tiles and a block, the casts of a tile, and a part of it made contiguous.
+        # tiles and a block, casts of a tile, and a contiguous copy of a part of it
         tile_bytes = tile * DTYPES[info.dtype].itemsize
         plan.worker_bytes = max(
             plan.worker_bytes,
-            int(tile_bytes * (max(len(looked_at), 2 if copied else 1) + casts + 1)) + BLOCK_BYTES,
+            int(tile_bytes * (max(len(examined), 2 if copied else 1) + casts + 1)) + BLOCK_BYTES,
         )
     plan.files_written = len(target.files)
-    plan.fixed_bytes, plan.padding_bytes = made.conclude(
+    plan.fixed_bytes, plan.padding_bytes = target_side.prove_disjoint(
         "the target", {file.name: file for file in target.files}
     )
     return plan
@@ -105,7 +114,7 @@ def plan_reshard(source: Catalog, target: Target, *, examine: bool = True) -> Re
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a tensor is cut into pieces: the same for all tensors of one shape in most layouts."""
+    """How a tensor is cut into pieces; in most layouts the same for all tensors of one shape."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -119,13 +128,14 @@ class _Cut:
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """A cut that was looked at, kept by identity: thousands of boxes are hashed once a tensor.
+class _AnalyzedCut:
+    """A cut and its results. Compared by identity, because hashing thousands of boxes is slow.
 
     Attributes:
-        wrong: why it is not its tensor once; empty where it is.
-        numbytes: of each piece.
-        counts: reads or writes and their elements, by tile and order of tiles.
+        cut: The cut.
+        wrong: Why it does not cover its tensor exactly once; empty if it does.
+        numbytes: Bytes of each piece.
+        counts: Number of reads or writes and their elements, by kind, tile size and tile order.
     """
 
     cut: _Cut
@@ -134,52 +144,55 @@ class _Known:
     counts: dict[tuple[str, int, bool], tuple[int, int]] = field(default_factory=dict)
 
 
-class _Described:
-    """The tensors of one side, as they are added."""
+class _Side:
+    """The tensors of the source or of the target, added one by one."""
 
     def __init__(self, tensors: Mapping[TensorKey, TensorInfo], side: str) -> None:
         self._tensors, self._side = tensors, side
         self._wrong: list[str] = []
-        self._known: dict[_Cut, _Known] = {}
-        self._of_tensor: dict[TensorKey, _Known] = {}
-        self.ranges: dict[str, array[int]] = {}  # by file: begin and end of each piece, one after the other
+        self._known: dict[_Cut, _AnalyzedCut] = {}
+        self._of_tensor: dict[TensorKey, _AnalyzedCut] = {}
+        self.ranges: dict[str, array[int]] = {}  # file -> begin and end of each piece, flattened
 
-    def add(self, key: TensorKey, pieces: Sequence[Piece]) -> int:
-        """Prove that ``pieces`` are ``key``, each element once. Returns how many they are."""
+    def add(self, key: TensorKey, pieces: Sequence[TensorPiece]) -> int:
+        """Prove that ``pieces`` cover ``key`` exactly once. Returns their number."""
         info = self._tensors[key]
         known = self._of_tensor[key] = self._look_up(key, pieces)
         if known.wrong:
-            if len(self._wrong) < MOST_PROBLEMS:
-                self._wrong += uncovered({key: pieces}) if pieces else [f"{key}: no piece has any of it"]
+            if len(self._wrong) < MAX_PROBLEMS:
+                self._wrong += (
+                    find_coverage_errors({key: pieces}) if pieces else [f"{key}: no piece contains it"]
+                )
             return len(pieces)
         differing = next(
             (piece for piece in pieces if piece.dtype != info.dtype or piece.global_shape != info.shape), None
         )
         if differing is not None:
             self._wrong.append(
-                f"{key} is {info.dtype} {info.shape} and {differing.dtype} {differing.global_shape} in {differing.file}"
+                f"{key} is {info.dtype} {info.shape} and {differing.dtype} {differing.global_shape} in "
+                f"{differing.file}"
             )
-        self._lie(pieces, known.numbytes)
+        self._record_ranges(pieces, known.numbytes)
         return len(pieces)
 
-    def add_copies(self, pieces: Sequence[Piece]) -> int:
-        """What is written a second time: only its place is proven."""
-        self._lie(pieces, [piece.box.numel * piece.itemsize for piece in pieces])
+    def add_copies(self, pieces: Sequence[TensorPiece]) -> int:
+        """Record the position of copies."""
+        self._record_ranges(pieces, [piece.box.numel * piece.itemsize for piece in pieces])
         return len(pieces)
 
-    def _look_up(self, key: TensorKey, pieces: Sequence[Piece]) -> _Known:
+    def _look_up(self, key: TensorKey, pieces: Sequence[TensorPiece]) -> _AnalyzedCut:
         info = self._tensors[key]
         cut = _cut(info, pieces)
         known = self._known.get(cut)
         if known is None:
-            wrong = uncovered({key: pieces}) if pieces else ["none"] * (math.prod(info.shape) > 0)
-            known = self._known[cut] = _Known(
+            wrong = find_coverage_errors({key: pieces}) if pieces else ["none"] * (math.prod(info.shape) > 0)
+            known = self._known[cut] = _AnalyzedCut(
                 cut, wrong, tuple(box.numel * cut.itemsize for box in cut.boxes)
             )
         return known
 
-    def _lie(self, pieces: Sequence[Piece], numbytes: Sequence[int]) -> None:
-        """Record in which bytes they lie."""
+    def _record_ranges(self, pieces: Sequence[TensorPiece], numbytes: Sequence[int]) -> None:
+        """Record the bytes of each piece."""
         ranges = self.ranges
         for piece, length in zip(pieces, numbytes, strict=True):
             file, begin, end = piece.file, piece.begin, piece.end
@@ -189,11 +202,12 @@ class _Described:
                 ranges[file] = array("q")
             ranges[file].extend((begin, end))
 
-    def conclude(self, name: str, files: Mapping[str, TargetFile]) -> tuple[int, int]:
-        """Prove that no byte is two pieces'. Returns fixed and padding bytes of ``files``, those of a target.
+    def prove_disjoint(self, name: str, files: Mapping[str, TargetFile]) -> tuple[int, int]:
+        """Prove that no byte belongs to two pieces. Returns fixed and padding bytes of ``files``, the
+        target's files.
 
         Raises:
-            CheckpointError: with what was wrong of any tensor or file so far.
+            CheckpointError: Lists all errors found so far in tensors and files.
         """
         fixed = padding = 0
         for file in {**dict.fromkeys(self.ranges), **dict.fromkeys(files)}:
@@ -206,7 +220,7 @@ class _Described:
                 fixed += int((own[:, 1] - own[:, 0]).sum())
                 found = np.concatenate([found, own])
             elif files:
-                self._wrong.append(f"{file} has pieces and is no file of {name}")
+                self._wrong.append(f"{file} has pieces but is not a file of {name}")
             found = found[found[:, 1] > found[:, 0]]
             found = found[np.argsort(found[:, 0], kind="stable")]
             twice = np.flatnonzero(found[1:, 0] < found[:-1, 1])
@@ -222,34 +236,41 @@ class _Described:
                     Problem(
                         self._side,
                         f"{name}: {sentence}",
-                        "each element of each tensor lies in one place",
-                        "bring all files of the checkpoint together, or report this: it is a defect of the format's reader or writer",
+                        "each element of each tensor is stored once",
+                        "collect all files of the checkpoint, or report this as a bug of the format's "
+                        "reader or writer",
                     )
-                    for sentence in self._wrong[:MOST_PROBLEMS]
+                    for sentence in self._wrong[:MAX_PROBLEMS]
                 )
             )
         return fixed, padding
 
     def reads(self, key: TensorKey, tile: int, by_columns: bool) -> tuple[int, int]:
-        """Reads, and their bytes, that take ``key`` in tiles of ``tile`` elements."""
+        """Return the number and bytes of the reads of ``key`` in tiles of ``tile`` elements."""
         known = self._of_tensor[key]
         reads, elements = _counted(known, "reads", tile, by_columns, _count_reads)
         return reads, elements * known.cut.itemsize
 
-    def writes(self, key: TensorKey, pieces: Sequence[Piece], tile: int, by_columns: bool) -> int:
-        """Writes of ``pieces``, which are ``key`` or copies of it, from tiles of ``tile`` elements."""
+    def writes(self, key: TensorKey, pieces: Sequence[TensorPiece], tile: int, by_columns: bool) -> int:
+        """Return the number of writes of ``pieces``, which are ``key`` or copies of it, from tiles of
+        ``tile`` elements.
+        """
         return _counted(self._look_up(key, pieces), "writes", tile, by_columns, _count_writes)[0]
 
 
 def _counted(
-    known: _Known, what: str, tile: int, by_columns: bool, count: Callable[[_Cut, int, bool], tuple[int, int]]
+    known: _AnalyzedCut,
+    what: str,
+    tile: int,
+    by_columns: bool,
+    count: Callable[[_Cut, int, bool], tuple[int, int]],
 ) -> tuple[int, int]:
     if (what, tile, by_columns) not in known.counts:
         known.counts[what, tile, by_columns] = count(known.cut, tile, by_columns)
     return known.counts[what, tile, by_columns]
 
 
-def _cut(info: TensorInfo, pieces: Sequence[Piece]) -> _Cut:
+def _cut(info: TensorInfo, pieces: Sequence[TensorPiece]) -> _Cut:
     return _Cut(
         info.shape,
         info.dtype,
@@ -259,42 +280,48 @@ def _cut(info: TensorInfo, pieces: Sequence[Piece]) -> _Cut:
     )
 
 
-def _meetings(cut: _Cut, tile: int, by_columns: bool) -> Iterator[tuple[int, Box]]:
-    """(Number of a piece, what it has of a tile), tile by tile."""
+def _intersections(cut: _Cut, tile: int, by_columns: bool) -> Iterator[tuple[int, Box]]:
+    """Yield (index of a piece, its intersection with a tile), tile by tile."""
     index = SpanIndex(
         (*flat_span(cut.shape, box), number) for number, box in enumerate(cut.boxes) if box.numel
     )
-    for one in tiles(cut.shape, tile, by_columns=by_columns):
-        for number in index.meeting(*flat_span(cut.shape, one)):
+    for one in split_into_tiles(cut.shape, tile, by_columns=by_columns):
+        for number in index.overlapping(*flat_span(cut.shape, one)):
             common = cut.boxes[number].intersect(one)
             if common is not None:
                 yield number, common
 
 
 def _count_writes(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
-    """One for each part of a piece that a tile has."""
-    found = [common.numel for _, common in _meetings(cut, tile, by_columns)]
+    """Count one write for each intersection of a piece and a tile."""
+    found = [common.numel for _, common in _intersections(cut, tile, by_columns)]
     return len(found), sum(found)
 
 
 def _count_reads(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
-    """As ``executor.read_piece`` makes them: by blocks of the piece. Where tiles do not come in the order of its file these are whole if
-    they have hashes, and read once if the next tile begins in the same one."""
+    """Count reads as ``executor.read_piece`` performs them, by blocks of the piece.
+
+    If tiles do not follow the order of the file, blocks with hashes are read whole, and only once if the next
+    tile begins in the same block.
+    """
     per_block = BLOCK_BYTES // cut.itemsize
     reads = elements = 0
-    kept: tuple[int, int] | None = None
-    for number, common in _meetings(cut, tile, by_columns):
+    cached: tuple[int, int] | None = None
+    for number, common in _intersections(cut, tile, by_columns):
         box = cut.boxes[number]
-        local, shape = shifted(common, [-offset for offset in box.offset]), box.shape
+        local, shape = shift_box(common, [-offset for offset in box.offset]), box.shape
         if cut.transposed[number]:
-            local, shape = Box(turned(local.offset), turned(local.shape)), turned(shape)
+            local, shape = (
+                Box(swap_last_dims(local.offset), swap_last_dims(local.shape)),
+                swap_last_dims(shape),
+            )
         low, high = flat_span(shape, local)
         for block in range(low // per_block, -(-high // per_block)):
             start, stop = block * per_block, min((block + 1) * per_block, box.numel)
             whole = cut.hashed and cut.transposed[number] != by_columns
-            if whole and kept == (number, block):
+            if whole and cached == (number, block):
                 continue
-            kept = (number, block) if whole else None
+            cached = (number, block) if whole else None
             reads += 1
             elements += stop - start if whole else min(stop, high) - max(start, low)
     return reads, elements

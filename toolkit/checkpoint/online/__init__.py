@@ -1,1 +1,1 @@
-"""What a run saves while it trains."""
+"""Save checkpoints during training, in the background and with an atomic commit."""

@@ -1,17 +1,14 @@
-"""The protocol of one save, seen from one rank. See ``store.py`` for the order of things."""
+"""The protocol of one save, as executed by one rank. See ``store.py`` for the sequence."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import functools
 import json
-import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,38 +16,44 @@ from typing import Any
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, manifest
-from toolkit.checkpoint.blocks import Files, check_piece
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Damage, Piece
+from toolkit.checkpoint.blocks import CheckpointFiles, verify_piece
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
 from toolkit.checkpoint.manifest import FileRecord, Manifest
-from toolkit.checkpoint.online.writing import Outgoing, write_file
-from toolkit.checkpoint.planner import MOST_PROBLEMS, uncovered
+from toolkit.checkpoint.online.presence import has_died, hold_presence
+from toolkit.checkpoint.online.writing import WriteItem, write_data_file
+from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
 FAILED = "failed.json"
-LOOK_SECONDS = 1.0  # between two looks whether the ranks that are waited for still live
-WHOLE = "a checkpoint is committed when every rank has written its part, and not before"
-# What a person has to mend, and another start would meet again. Any other word of a file system may pass, as of a server that restarts.
+LOOK_SECONDS = 1.0  # between checks that awaited ranks are alive
+WHOLE = "a checkpoint is committed only after every rank has written its part"
+# Errors that the user must fix, because another start would fail too. Other file system errors may be
+# transient, such as those of a restarting server.
 NO_ROOM_OR_ACCESS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class SaveFailed(RuntimeError):
-    """Nobody's mistake: a rank was late or is gone, or a file system did not do what it was asked. Another start may fare better."""
+    """A save failed without a mistake of the user: a rank was late or died, or the file system failed. A
+    restart may succeed.
+    """
 
 
-class Phase(StrEnum):
-    """Told to ``on_phase``: on entry, and within PIECES after each piece, within RETENTION before each removal."""
+class SavePhase(StrEnum):
+    """Phases reported to ``on_phase``: on entry, in PIECES after each piece, in RETENTION before each
+    removal.
+    """
 
-    PIECES = "pieces"  # writing data
-    FSYNC = "fsync"  # data are written, not yet durable
-    RENAME = "rename"  # rank 0: all is durable, under the temporary name
-    POINTER = "pointer"  # rank 0: the folder has its name, ``latest`` is the old one
-    RETENTION = "retention"  # rank 0: ``latest`` is written
+    PIECES = "pieces"
+    FSYNC = "fsync"  # data is written but not durable
+    RENAME = "rename"  # rank 0: everything is durable under the temporary name
+    POINTER = "pointer"  # rank 0: the folder is renamed, ``latest`` is not updated
+    RETENTION = "retention"  # rank 0: ``latest`` is updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """One rank's part of one save. ``number`` counts the saves of this attempt, alike on all ranks."""
+class RankSave:
+    """One rank's part of one save. ``number`` counts the saves of this attempt and is equal on all ranks."""
 
     directory: Path
     step: int
@@ -59,16 +62,16 @@ class Save:
     ranks: int
     attempt: int
     number: int
-    outgoing: Sequence[Outgoing]
+    outgoing: Sequence[WriteItem]
     scalars: Mapping[str, Any]
     keep_last: int
     keep_every: int
     timeout_seconds: float
-    on_phase: Callable[[Phase], None]
+    on_phase: Callable[[SavePhase], None]
 
     @property
     def temporary(self) -> Path:
-        name = f"{checkpoint_folder.step_name(self.step)}-{_attempt(self.attempt)}-{self.number}"
+        name = f"{checkpoint_folder.step_name(self.step)}-{_attempt_name(self.attempt)}-{self.number}"
         return self.directory / f"{checkpoint_folder.TEMPORARY}{name}"
 
     @property
@@ -82,30 +85,32 @@ class Save:
         return self.temporary / f"report-{rank:05d}.json"
 
     def presence(self, rank: int) -> Path:
-        """The file that a rank holds locked during the save. It lies outside of ``temporary``, which the commit renames."""
+        """The file that a rank keeps locked during the save. It is outside ``temporary``, which the commit
+        renames.
+        """
         return (
             self.directory
-            / f"{checkpoint_folder.TEMPORARY}ranks-{_attempt(self.attempt)}-{self.number}"
+            / f"{checkpoint_folder.TEMPORARY}ranks-{_attempt_name(self.attempt)}-{self.number}"
             / f"{rank:05d}"
         )
 
 
-def _attempt(attempt: int) -> str:
+def _attempt_name(attempt: int) -> str:
     return f"attempt-{attempt:03d}"
 
 
-def carry_out(save: Save) -> None:
-    """Write this rank's part and see the save through to its commit. The checkpoints before stay, whatever it raises.
+def run_save(save: RankSave) -> None:
+    """Write this rank's part and take part in the commit. Earlier checkpoints stay, whatever happens.
 
     Raises:
-        CheckpointError: there is no room, or no access: whoever starts again has to mend that first.
-        SaveFailed: anything else that went wrong in writing, or that another rank told.
+        CheckpointError: No disk space or no access, which the user must fix before a restart.
+        SaveFailed: Any other error in writing, also of another rank.
     """
     try:
         if save.rank == 0:
             _clean(save)
         save.temporary.mkdir(parents=True, exist_ok=True)
-        with _presence(save.presence(save.rank)) if save.ranks > 1 else nullcontext():
+        with hold_presence(save.presence(save.rank)) if save.ranks > 1 else nullcontext():
             _write_part(save)
             if save.rank == 0:
                 _commit(save, _gather(save))
@@ -117,46 +122,47 @@ def carry_out(save: Save) -> None:
             if isinstance(error, CheckpointError)
             else f"{type(error).__name__}: {error}"
         )
-        told = _not_written(save, error) if isinstance(error, OSError) else error
-        _give_up(save, reason, error, mistake=isinstance(told, CheckpointError))
-        if told is not error:
-            raise told from error
+        translated = _not_written(save, error) if isinstance(error, OSError) else error
+        _report_failure(save, reason, error, mistake=isinstance(translated, CheckpointError))
+        if translated is not error:
+            raise translated from error
         raise
 
 
 # ---- every rank
 
 
-def _write_part(save: Save) -> None:
-    save.on_phase(Phase.PIECES)
+def _write_part(save: RankSave) -> None:
+    save.on_phase(SavePhase.PIECES)
     files: list[FileRecord] = []
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     if save.outgoing:
-        record, pieces = write_file(
+        record, pieces = write_data_file(
             save.data_file(save.rank),
             save.outgoing,
             {"format": manifest.FORMAT, "namespace": save.namespace, "step": str(save.step)},
-            on_piece=lambda: save.on_phase(Phase.PIECES),
-            on_sync=lambda: save.on_phase(Phase.FSYNC),
+            on_piece=lambda: save.on_phase(SavePhase.PIECES),
+            on_sync=lambda: save.on_phase(SavePhase.FSYNC),
         )
         files = [record]
     else:
-        save.on_phase(Phase.FSYNC)
+        save.on_phase(SavePhase.FSYNC)
     report = {
         "rank": save.rank,
         "ranks": save.ranks,
         "files": [asdict(record) for record in files],
         "pieces": [manifest.piece_to_json(piece) for piece in pieces],
     }
-    # A message to rank 0, and gone before the commit: only the data that it speaks of must be durable, and they are.
+    # The report is a message to rank 0 and is removed before the commit; only the data must be durable, and
+    # it is.
     write_whole(save.report(save.rank), json.dumps(report), durable=False)
 
 
-def _await_commit(save: Save) -> None:
+def _await_commit(save: RankSave) -> None:
     def committed() -> bool:
         if (save.temporary / FAILED).is_file():
-            told = json.loads((save.temporary / FAILED).read_text(encoding="utf-8"))
-            raise _told(save, told)
+            failure = json.loads((save.temporary / FAILED).read_text(encoding="utf-8"))
+            raise _peer_error(save, failure)
         return not save.temporary.is_dir()
 
     _wait(save, committed, lambda: [0], lambda: "rank 0 has not committed")
@@ -164,26 +170,31 @@ def _await_commit(save: Save) -> None:
         raise _failed(save, f"{save.temporary} was removed before step {save.step} was committed")
 
 
-def _give_up(save: Save, reason: str, error: Exception, mistake: bool) -> None:
-    """Free the disk and tell the others, so that they need not wait. Best effort: the error itself is what counts."""
-    told = json.dumps({"rank": save.rank, "reason": reason, "mistake": mistake})
+def _report_failure(save: RankSave, reason: str, error: Exception, mistake: bool) -> None:
+    """Free the disk and inform the other ranks, so that they need not wait. Errors here are only noted."""
+    failure = json.dumps({"rank": save.rank, "reason": reason, "mistake": mistake})
     try:
         save.data_file(save.rank).unlink(missing_ok=True)
         write_whole(
-            save.temporary / FAILED if save.rank == 0 else save.report(save.rank), told, durable=False
+            save.temporary / FAILED if save.rank == 0 else save.report(save.rank), failure, durable=False
         )
     except OSError as silent:
-        error.add_note(f"the other ranks could not be told: {silent}")
+        error.add_note(f"the other ranks could not be informed: {silent}")
 
 
 def _wait(
-    save: Save, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]], missing: Callable[[], str]
+    save: RankSave,
+    ready: Callable[[], bool],
+    awaited: Callable[[], Sequence[int]],
+    missing: Callable[[], str],
 ) -> None:
-    """Wait until ``ready``.
+    """Wait until ``ready`` returns true.
 
     Args:
-        awaited: the ranks that this one waits for; if one of them dies, the save fails at once.
-        missing: what to report after ``timeout_seconds``.
+        save: This rank's part of the save.
+        ready: Condition.
+        awaited: Returns the ranks that this rank waits for. If one of them dies, the save fails at once.
+        missing: Returns what to report after ``timeout_seconds``.
     """
     now = time.monotonic()
     deadline, next_look, pause = now + save.timeout_seconds, now + LOOK_SECONDS, 0.001
@@ -192,8 +203,8 @@ def _wait(
         if now > deadline:
             raise _failed(save, f"{missing()} within {save.timeout_seconds:.0f} s of saving step {save.step}")
         if now > next_look:
-            dead = [rank for rank in awaited() if _has_died(save.presence(rank))]
-            if dead and not ready():  # a rank that has done its part leaves too
+            dead = [rank for rank in awaited() if has_died(save.presence(rank))]
+            if dead and not ready():  # a rank that finished its part exits too
                 raise _failed(
                     save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved"
                 )
@@ -202,61 +213,16 @@ def _wait(
         pause = min(pause * 1.5, 0.1)
 
 
-@contextmanager
-def _presence(file: Path) -> Iterator[None]:
-    """Hold a lock on ``file``, which the kernel frees when this process dies: so the ranks that wait for it notice.
-
-    The file gets its name when the lock is held. A file system without locks leaves only the time-out.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unnamed = file.with_name(f".{file.name}")
-    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, _boot_id())
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            unnamed.unlink()
-        else:
-            unnamed.rename(file)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _has_died(presence: Path) -> bool:
-    """Whether the process that made ``presence`` is gone. False if that cannot be known: it has not begun, has ended its part, or runs
-    on another machine, whose locks some network file systems do not show."""
-    try:
-        descriptor = os.open(presence, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        if os.read(descriptor, 64) != _boot_id():
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
-
-
-@functools.cache
-def _boot_id() -> bytes:
-    """Equal for all processes of one machine, until it is restarted."""
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
-
-
 # ---- rank 0
 
 
-def _clean(save: Save) -> None:
-    """Remove what dead attempts left, and what resisted removal before. What resists now is tried again at the next save. A pointer that
-    an attempt died before writing is written: without it, a second such death would leave two checkpoints that nothing names.
+def _clean(save: RankSave) -> None:
+    """Remove what dead attempts left, and what could not be removed before; failures are retried at the next
+    save.
 
-    The folder of this attempt's save before this one may still tell a slow rank why it failed.
+    Also write a pointer that an attempt died before writing: a second such death would leave two checkpoints
+    that ``latest`` does not name. The folder of this attempt's previous save may still inform a slow rank why
+    it failed.
     """
     if not save.directory.is_dir():
         return
@@ -272,15 +238,15 @@ def _clean(save: Save) -> None:
         and newest.name != pointer
     ):
         write_whole(save.directory / checkpoint_folder.POINTER, newest.name + "\n")
-    own = {f"-{_attempt(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
+    own = {f"-{_attempt_name(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
     for entry in save.directory.iterdir():
         temporary = entry.name.startswith(checkpoint_folder.TEMPORARY) and not entry.name.endswith(tuple(own))
         if temporary or entry.name.startswith(checkpoint_folder.REMOVED):
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _gather(save: Save) -> list[dict[str, Any]]:
-    """Everybody's report, in the order of ranks."""
+def _gather(save: RankSave) -> list[dict[str, Any]]:
+    """Return every rank's report, in the order of ranks."""
     found: dict[int, dict[str, Any]] = {}
 
     def all_there() -> bool:
@@ -288,7 +254,7 @@ def _gather(save: Save) -> list[dict[str, Any]]:
             if rank not in found and save.report(rank).is_file():
                 found[rank] = json.loads(save.report(rank).read_text(encoding="utf-8"))
                 if "reason" in found[rank]:
-                    raise _told(save, found[rank])
+                    raise _peer_error(save, found[rank])
                 assert found[rank]["ranks"] == save.ranks, (
                     f"rank {rank} saves with {found[rank]['ranks']} ranks, not {save.ranks}"
                 )
@@ -307,7 +273,7 @@ def _gather(save: Save) -> list[dict[str, Any]]:
     return [found[rank] for rank in range(save.ranks)]
 
 
-def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
+def _commit(save: RankSave, reports: Sequence[Mapping[str, Any]]) -> None:
     written = Manifest(
         namespace=save.namespace,
         step=save.step,
@@ -317,22 +283,22 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
         files=tuple(manifest.file_from_json(record) for report in reports for record in report["files"]),
         pieces=tuple(manifest.piece_from_json(entry) for report in reports for entry in report["pieces"]),
     )
-    wrong = uncovered(written.by_tensor())
+    wrong = find_coverage_errors(written.by_tensor())
     if wrong:
-        raise _incomplete(save, f"step {save.step} does not add up: {'; '.join(wrong[:MOST_PROBLEMS])}")
+        raise _incomplete(save, f"step {save.step} is inconsistent: {'; '.join(wrong[:MAX_PROBLEMS])}")
     manifest.check_files(save.temporary, written.files)
     for rank in range(save.ranks):
         save.report(rank).unlink()
     write_whole(
         save.temporary / manifest.NAME, manifest.encode(written)
-    )  # syncs the folder: the data files' names are durable too
+    )  # also syncs the folder with the data files' names
 
-    save.on_phase(Phase.RENAME)
+    save.on_phase(SavePhase.RENAME)
     removed = (
         save.directory
         / f"{checkpoint_folder.REMOVED}{save.temporary.name.removeprefix(checkpoint_folder.TEMPORARY)}"
     )
-    if _keeps(save):
+    if _is_already_saved(save):
         save.temporary.rename(removed)
     else:
         if save.target.exists():
@@ -340,91 +306,96 @@ def _commit(save: Save, reports: Sequence[Mapping[str, Any]]) -> None:
         save.temporary.rename(save.target)
     sync_folder(save.directory)
 
-    save.on_phase(Phase.POINTER)
+    save.on_phase(SavePhase.POINTER)
     write_whole(save.directory / checkpoint_folder.POINTER, save.target.name + "\n")
 
-    save.on_phase(Phase.RETENTION)
+    save.on_phase(SavePhase.RETENTION)
     shutil.rmtree(removed, ignore_errors=True)
     shutil.rmtree(save.presence(0).parent, ignore_errors=True)
     _retain(save)
 
 
-def _keeps(save: Save) -> bool:
-    """A checkpoint of this step is there, of the same names, and every byte of it is intact."""
+def _is_already_saved(save: RankSave) -> bool:
+    """Return whether an intact checkpoint of this step and namespace exists."""
     if not save.target.exists():
         return False
     buffer = bytearray(BLOCK_BYTES)
     try:
         there = directory.load_manifest(save.target)
         manifest.check_files(save.target, there.files)
-        with Files(save.target) as files:
+        with CheckpointFiles(save.target) as files:
             for piece in there.pieces:
-                deque(check_piece(files, piece, buffer), maxlen=0)
-    except Damage:
+                deque(verify_piece(files, piece, buffer), maxlen=0)
+    except DamagedFile:
         return False
     if there.namespace != save.namespace:
         raise CheckpointError(
             Problem(
                 str(save.target),
                 f"{save.target} has namespace={there.namespace}",
-                f"a run directory holds one run, here of {save.namespace}",
+                f"a run directory contains one run, here of {save.namespace}",
                 "give this run its own run.name or run.dir",
             )
         )
     return True
 
 
-def _retain(save: Save) -> None:
-    """Let old checkpoints go: out of sight by a rename, then removed, so that half a checkpoint never looks like one.
+def _retain(save: RankSave) -> None:
+    """Remove old checkpoints: rename each first, so that a partly removed checkpoint is never mistaken for a
+    complete one.
 
-    This one is committed whatever happens here, so what cannot be removed is left to the next save's ``_clean``.
+    This save is committed already, so what cannot be removed is left to the next save's ``_clean``.
     """
-    there = checkpoint_folder.committed(save.directory)
-    whole = {step for step, folder in there.items() if directory.is_whole(folder)}
-    for step in directory.removable(
+    there = checkpoint_folder.committed_checkpoints(save.directory)
+    whole = {step for step, folder in there.items() if directory.is_complete(folder)}
+    for step in directory.removable_steps(
         there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every
     ):
         gone = save.directory / f"{checkpoint_folder.REMOVED}{there[step].name}"
         there[step].rename(gone)
-        save.on_phase(Phase.RETENTION)
+        save.on_phase(SavePhase.RETENTION)
         shutil.rmtree(gone, ignore_errors=True)
 
 
-# ---- what to say
+# ---- errors
 
 
-def _told(save: Save, told: Mapping[str, Any]) -> CheckpointError | SaveFailed:
-    """By another rank, whose trouble is this one's."""
-    seen = f"rank {told['rank']} could not save step {save.step}: {told['reason']}"
-    return _incomplete(save, seen) if told["mistake"] else _failed(save, seen)
+def _peer_error(save: RankSave, failure: Mapping[str, Any]) -> CheckpointError | SaveFailed:
+    """Return the error for a failure that another rank reported."""
+    seen = f"rank {failure['rank']} could not save step {save.step}: {failure['reason']}"
+    return _incomplete(save, seen) if failure["mistake"] else _failed(save, seen)
 
 
-def _newest(save: Save) -> str:
+def _newest_text(save: RankSave) -> str:
     newest = checkpoint_folder.find_newest(save.directory).checkpoint
     return (
         f"the newest complete checkpoint is {newest}" if newest else "no checkpoint was saved before this one"
     )
 
 
-def _failed(save: Save, seen: str) -> SaveFailed:
-    return SaveFailed(f"{seen}; {_newest(save)}")
+def _failed(save: RankSave, seen: str) -> SaveFailed:
+    return SaveFailed(f"{seen}; {_newest_text(save)}")
 
 
-def _incomplete(save: Save, seen: str) -> CheckpointError:
+def _incomplete(save: RankSave, seen: str) -> CheckpointError:
     return CheckpointError(
-        Problem("checkpoint", seen, WHOLE, f"mend the cause and start again: {_newest(save)}")
+        Problem("checkpoint", seen, WHOLE, f"fix the cause and start again: {_newest_text(save)}")
     )
 
 
-def _not_written(save: Save, error: OSError) -> CheckpointError | SaveFailed:
-    seen = f"step {save.step} could not be written to {error.filename or save.temporary}: {error.strerror or error}"
+def _not_written(save: RankSave, error: OSError) -> CheckpointError | SaveFailed:
+    seen = (
+        f"step {save.step} could not be written to {error.filename or save.temporary}: "
+        f"{error.strerror or error}"
+    )
     if error.errno not in NO_ROOM_OR_ACCESS:
         return _failed(save, seen)
-    then = f"then start again: {_newest(save)}"
+    then = f"then start again: {_newest_text(save)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         numbytes = sum(item.data.numel() * item.data.element_size() for item in save.outgoing)
         remedy = (
-            f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer: checkpoint.keep_last=1; {then}"
+            f"free {numbytes / 1e9:.3g} GB for this rank there, or keep fewer checkpoints: "
+            f"checkpoint.keep_last=1; {then}"
         )
     else:
         remedy = f"make it writable; {then}"

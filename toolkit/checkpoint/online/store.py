@@ -1,12 +1,15 @@
-"""Saving: every rank writes what it holds, rank 0 proves that it is whole and commits it. No collectives.
+"""Save checkpoints: every rank writes its shards, rank 0 proves completeness and commits. Uses no
+collectives.
 
-Ranks meet through files in a temporary folder that is named with the step, the attempt and the number of the save, so that
-nothing of a dead attempt is ever taken for this one's:
+Ranks communicate through files in a temporary folder named after the step, the attempt and the number of the
+save, so that files of a dead attempt are never used:
 
-    every rank  write part-NNNNN.safetensors, sync it, then write report-NNNNN.json with the list of its pieces
-    rank 0      wait for all reports, prove coverage, write manifest.json, sync, rename the folder to step-NNNNNNNN,
-                write ``latest``, remove what retention lets go
-    others      wait until the temporary folder is gone (committed) or holds ``failed.json``
+    every rank  write part-NNNNN.safetensors, sync it, then write report-NNNNN.json with the list of its
+    pieces
+    rank 0      wait for all reports, prove coverage, write manifest.json, sync, rename the folder to
+    step-NNNNNNNN,
+                write ``latest``, apply retention
+    others      wait until the temporary folder is gone (committed) or contains ``failed.json``
 """
 
 from __future__ import annotations
@@ -19,16 +22,15 @@ from pathlib import Path
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.blocks import part
-from toolkit.checkpoint.online.commit import Phase, Save, carry_out
-from toolkit.checkpoint.online.snapshot import Snapshot
-from toolkit.checkpoint.online.writing import Outgoing
-from toolkit.checkpoint.planner import boxes_to_write, shifted
+from toolkit.checkpoint.blocks import view_box
+from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
+from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
+from toolkit.checkpoint.planner import boxes_to_write, shift_box
 from toolkit.checkpoint.shard import Shard
 
 
 class PendingSave:
-    """A save under way. ``path`` is where the checkpoint will be, ``size`` the bytes that this rank writes."""
+    """A save in progress. ``path`` is the future checkpoint, ``size`` the bytes that this rank writes."""
 
     def __init__(self, path: Path, future: Future[float], size: int = 0) -> None:
         self.path = path
@@ -41,29 +43,29 @@ class PendingSave:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong; None while it runs and when it is committed."""
+        """The error of a failed save; None while it runs and after its commit."""
         return self._future.exception() if self._future.done() else None
 
     @property
     def seconds(self) -> float | None:
-        """That it took to its commit; None until then."""
+        """Seconds until the commit; None before it."""
         return self._future.result() if self._future.done() and self.error is None else None
 
     def wait(self) -> Path:
-        """Return when the checkpoint is committed, on every rank. Raises what went wrong."""
+        """Wait until the checkpoint is committed on every rank. Raises the error of a failed save."""
         self.waited = True
         self._future.result()
         return self.path
 
 
 class CheckpointStore:
-    """The checkpoints of one run, on a file system that all ranks see.
+    """The checkpoints of one run, on a file system that all ranks share.
 
     Args:
-        directory: the run's ``checkpoints`` folder; made by the first save.
-        keep_last, keep_every: see ``directory.removable``.
-        timeout_seconds: how long ranks wait for each other in one save.
-        on_phase: told of each phase from the writing thread: what crash tests hook into.
+        directory: The run's ``checkpoints`` folder; the first save creates it.
+        keep_last, keep_every: See ``directory.removable_steps``.
+        timeout_seconds: Maximum time that ranks wait for each other in a save.
+        on_phase: Called with each phase from the writing thread, for crash tests.
     """
 
     def __init__(
@@ -73,13 +75,13 @@ class CheckpointStore:
         keep_every: int = 0,
         *,
         timeout_seconds: float = 1800,
-        on_phase: Callable[[Phase], None] | None = None,
+        on_phase: Callable[[SavePhase], None] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._timeout_seconds = timeout_seconds
         self._on_phase = on_phase or (lambda phase: None)
-        self._snapshot = Snapshot()
+        self._snapshot = HostSnapshot()
         self._saves = 0
         self._pending: PendingSave | None = None
 
@@ -95,20 +97,24 @@ class CheckpointStore:
         attempt: int,
         background: bool = False,
     ) -> PendingSave:
-        """Save the state after ``step`` optimizer steps. Every rank of the run calls it, the same number of times.
+        """Save the state after ``step`` optimizer steps. Every rank calls it, the same number of times.
 
-        Where a complete checkpoint of that step is there (the run went back and came here again), it is kept if all its
-        bytes are intact, and replaced if not.
+        If an intact checkpoint of that step exists (the run went back), it is kept; a damaged one is
+        replaced.
 
         Args:
-            shards: what this rank holds; may be empty.
-            scalars: plain JSON types; those of rank 0 are recorded.
-            attempt: number of this start of the run; never used before in this directory.
-            background: copy the state to host memory and return; a thread writes while training goes on. Otherwise
-                return when the checkpoint is committed on every rank.
+            step: Completed optimizer steps.
+            shards: This rank's shards; may be empty.
+            scalars: Plain JSON types; those of rank 0 are recorded.
+            namespace: Namespace of the tensors' names.
+            rank, ranks: Global rank and world size.
+            attempt: Number of this start of the run, unique in this directory.
+            background: Copy the state to host memory and return, while a thread writes. Otherwise return
+                after the commit on every rank.
 
         Raises:
-            CheckpointError, SaveFailed: the save before this one failed, or (``background=False``) this one: see ``commit.carry_out``.
+            CheckpointError, SaveFailed: The previous save failed, or with ``background=False`` this one. See
+                ``commit.run_save``.
         """
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
         self.wait()
@@ -116,19 +122,19 @@ class CheckpointStore:
         if self._pending is not None and self._pending.path == target and self._pending.error is None:
             return (
                 self._pending
-            )  # this very state is saved: a cadence and the end of the run may fall together
+            )  # this state is already saved: a periodic save may coincide with the end of the run
         outgoing = [
-            Outgoing(
+            WriteItem(
                 shard.key,
                 shard.global_shape,
                 box,
-                part(shard.data.detach(), shifted(box, [-o for o in shard.box.offset])),
+                view_box(shard.data.detach(), shift_box(box, [-o for o in shard.box.offset])),
             )
             for shard in shards
             for box in boxes_to_write(shard)
         ]
         self._saves += 1
-        save = Save(
+        save = RankSave(
             directory=self.directory,
             step=step,
             namespace=namespace,
@@ -144,27 +150,33 @@ class CheckpointStore:
             on_phase=self._on_phase,
         )
         size = sum(item.data.numel() * item.data.element_size() for item in outgoing)
-        self._pending = PendingSave(target, _in_thread(lambda: carry_out(save), f"checkpoint-{step}"), size)
+        self._pending = PendingSave(target, _in_thread(lambda: run_save(save), f"checkpoint-{step}"), size)
         if not background:
             self._pending.wait()
         return self._pending
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises what went wrong in the last one, unless it was raised before."""
+        """Wait until no save is in progress.
+
+        Raises the error of the last one, unless it was raised before.
+        """
         if self._pending is not None and not self._pending.waited:
             self._pending.wait()
 
     def newest(self) -> Path | None:
-        """The checkpoint to continue from, see ``checkpoint_folder.newest``. Raises CheckpointError: the files do not agree on one."""
-        return checkpoint_folder.newest(self.directory)
+        """Return the checkpoint to resume from. Raises CheckpointError if the files disagree."""
+        return checkpoint_folder.newest_checkpoint(self.directory)
 
     def complete(self) -> list[Path]:
-        """Whole checkpoints in rising order of steps."""
-        return directory.complete(self.directory)
+        """Return complete checkpoints in ascending order of steps."""
+        return directory.complete_checkpoints(self.directory)
 
 
 def _in_thread(work: Callable[[], None], name: str) -> Future[float]:
-    """The seconds that it takes. A daemon, unlike a pool's thread: a rank that dies of something else does not wait for its peers."""
+    """Run ``work`` in a thread; the result is its duration in seconds.
+
+    The thread is a daemon, unlike a pool's: a rank that dies of another error does not wait for its peers.
+    """
     future: Future[float] = Future()
 
     def run() -> None:

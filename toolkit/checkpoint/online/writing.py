@@ -1,25 +1,30 @@
-"""Pieces to a file, with their hashes: what every rank does of a save."""
+"""Write one rank's data file with hashes, from the engine's memory or from a host copy of it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import xxhash
 
-from toolkit.checkpoint.blocks import part
-from toolkit.checkpoint.catalog import BLOCK_BYTES, Piece
+from toolkit.checkpoint.blocks import view_box
+from toolkit.checkpoint.catalog import BLOCK_BYTES, TensorPiece
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.shard import Box, TensorKey, flat_boxes
 
+_ALIGNMENT = 64  # bytes: enough for every dtype, and a cache line
+
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """``box`` of a tensor, to be written; ``data`` has the shape ``box.shape`` and may be a view on any device."""
+class WriteItem:
+    """The part ``box`` of a tensor, to be written. ``data`` has shape ``box.shape`` and may be a view on
+    any device.
+    """
 
     key: TensorKey
     global_shape: tuple[int, ...]
@@ -28,7 +33,7 @@ class Outgoing:
 
     @property
     def name(self) -> str:
-        """In the file's own header, so that a file without its manifest still says what it holds."""
+        """Name in the file's header, which describes the content without a manifest."""
         return f"{self.key}:{','.join(map(str, self.box.offset))}"
 
 
@@ -36,45 +41,48 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_file(
+def write_data_file(
     path: Path,
-    outgoing: Sequence[Outgoing],
+    items: Sequence[WriteItem],
     metadata: Mapping[str, str],
     on_piece: Callable[[], None],
     on_sync: Callable[[], None],
-) -> tuple[FileRecord, list[Piece]]:
-    """Write a safetensors file, hashing on the way, and make it durable.
+) -> tuple[FileRecord, list[TensorPiece]]:
+    """Write a safetensors file with hashes and make it durable.
 
     Args:
-        on_piece: called after each piece.
-        on_sync: called between the last byte and the sync.
+        path: The file.
+        outgoing: The tensors to write.
+        metadata: Metadata of the file's header.
+        on_piece: Called after each piece.
+        on_sync: Called before the sync.
     """
-    by_name = {item.name: item for item in outgoing}
-    header, slots = safetensors.encode(
-        [(item.name, dtype_name(item.data.dtype), item.box.shape) for item in outgoing], metadata
+    by_name = {item.name: item for item in items}
+    header, slots = safetensors.encode_header(
+        [(item.name, dtype_name(item.data.dtype), item.box.shape) for item in items], metadata
     )
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         _write_all(descriptor, memoryview(header))
         pieces = []
         staging: torch.Tensor | None = None
-        for slot in slots:
-            item = by_name[slot.name]
+        for entry in slots:
+            item = by_name[entry.name]
             if staging is None and not _is_plain(item.data):
                 staging = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=item.data.is_cuda)
             hashes = []
-            for block in blocks_of(item.data, staging):
+            for block in iterate_blocks(item.data, staging):
                 hashes.append(xxhash.xxh3_128_hexdigest(block))
                 _write_all(descriptor, block)
             pieces.append(
-                Piece(
+                TensorPiece(
                     item.key,
-                    slot.dtype,
+                    entry.dtype,
                     item.global_shape,
                     item.box,
                     path.name,
-                    slot.begin,
-                    slot.end,
+                    entry.begin,
+                    entry.end,
                     tuple(hashes),
                 )
             )
@@ -91,8 +99,10 @@ def _is_plain(data: torch.Tensor) -> bool:
     return data.device.type == "cpu" and data.is_contiguous()
 
 
-def blocks_of(data: torch.Tensor, staging: torch.Tensor | None) -> Iterator[memoryview]:
-    """The row-major bytes of a tensor, one block at a time: its own memory where that is plain, else copied to ``staging``."""
+def iterate_blocks(data: torch.Tensor, staging: torch.Tensor | None) -> Iterator[memoryview]:
+    """Yield the row-major bytes of a tensor in blocks: its own memory if contiguous on the CPU, otherwise
+    copied to ``staging``.
+    """
     if _is_plain(data):
         everything = data.detach().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(everything), BLOCK_BYTES):
@@ -105,7 +115,7 @@ def blocks_of(data: torch.Tensor, staging: torch.Tensor | None) -> Iterator[memo
         stop = min(start + step, data.numel())
         at = 0
         for box in flat_boxes(tuple(data.shape), start, stop):
-            room[at : at + box.numel].view(box.shape).copy_(part(data.detach(), box))
+            room[at : at + box.numel].view(box.shape).copy_(view_box(data.detach(), box))
             at += box.numel
         yield staging.numpy().data[: (stop - start) * data.element_size()]
 
@@ -113,3 +123,28 @@ def blocks_of(data: torch.Tensor, staging: torch.Tensor | None) -> Iterator[memo
 def _write_all(descriptor: int, data: memoryview) -> None:
     while len(data):
         data = data[os.write(descriptor, data) :]
+
+
+class HostSnapshot:
+    """One buffer of host memory, pinned if data is on CUDA, that is reused by every save and grows if
+    needed."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, outgoing: Sequence[WriteItem]) -> list[WriteItem]:
+        """Return the items with ``data`` copied, valid until the next call."""
+        sizes = [item.data.numel() * item.data.element_size() for item in outgoing]
+        starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        from_cuda = any(item.data.is_cuda for item in outgoing)
+        if self._buffer.numel() < starts[-1] or (from_cuda and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
+            self._buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=from_cuda)
+        copies = []
+        for item, start, size in zip(outgoing, starts, sizes, strict=False):
+            view = self._buffer[start : start + size].view(item.data.dtype).view(item.box.shape)
+            view.copy_(item.data, non_blocking=True)
+            copies.append(replace(item, data=view))
+        if from_cuda:
+            torch.cuda.synchronize()
+        return copies

@@ -30,7 +30,7 @@ from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.files import write_whole
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.lock import lock_file
+from toolkit.rundir.lock import acquire_lock
 from toolkit.rundir.status import RunState, Status
 
 FORMAT_VERSION = 1
@@ -153,7 +153,7 @@ class Record:
 
         Nobody has to clean up: the kernel takes the claim from a process that dies.
         """
-        return lock_file(self._claims / f"{name}.lock")[0]
+        return acquire_lock(self._claims / f"{name}.lock")[0]
 
 
 # -- how a point is

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.engine import seeding
 from toolkit.engine.deepspeed import context_parallel, patches, replicas, state, unused_parameters
 from toolkit.engine.deepspeed.build import build_deepspeed_model
@@ -169,7 +169,7 @@ class DeepSpeedEngine:
     def scalars(self) -> dict[str, object]:
         return state.scalars(self._ds.optimizer, self._partitions(), self._ranks)
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         if self._stage == 3:
             state.partition_parameters(self._ds.optimizer)
         partitions = self._partitions()

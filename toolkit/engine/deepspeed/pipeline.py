@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.checkpoint.shard import Box, Reader, Shard
+from toolkit.checkpoint.shard import Box, Shard, StateReader
 from toolkit.engine import seeding
 from toolkit.engine.deepspeed import patches, replicas, state
 from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition, read_partitions
@@ -144,7 +144,7 @@ class DeepSpeedPipelineEngine:
     def scalars(self) -> dict[str, object]:
         return state.scalars(self._ds.optimizer, self._partitions(), self._plan.axes.data)
 
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         partitions = self._partitions()
         state.load(self._ds.optimizer, partitions, reader, self._plan.axes.data)
         state.update_weights(self._ds.optimizer, partitions)

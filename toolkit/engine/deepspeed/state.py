@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP, SCALER_STATE
-from toolkit.checkpoint.shard import WEIGHT, Reader, Shard
+from toolkit.checkpoint.shard import WEIGHT, Shard, StateReader
 from toolkit.engine.deepspeed.partitions import ZeroPartition
 from toolkit.engine.optimizers import has_optimizer_state, master_or_weight_key
 
@@ -64,7 +64,7 @@ def scalars(optimizer: Any, partitions: Sequence[ZeroPartition], averaged: int) 
 
 
 @torch.no_grad()
-def load(optimizer: Any, partitions: Sequence[ZeroPartition], reader: Reader, averaged: int) -> None:
+def load(optimizer: Any, partitions: Sequence[ZeroPartition], reader: StateReader, averaged: int) -> None:
     """Load masters, moments, step counts and the loss scaler. Call :func:`update_weights` next.
 
     Raises:
@@ -117,7 +117,7 @@ def gather_persistent_parameters(optimizer: Any) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-def _master_targets(partition: ZeroPartition, reader: Reader) -> list[Shard]:
+def _master_targets(partition: ZeroPartition, reader: StateReader) -> list[Shard]:
     """The shards of the partition's master under the keys that a checkpoint has them under."""
     found = partition.shards(WEIGHT, partition.master)
     return [
@@ -160,7 +160,7 @@ def _on_nvme(optimizer: Any, partition: ZeroPartition) -> bool:
 
 
 def _load_nvme(
-    optimizer: Any, partition: ZeroPartition, reader: Reader, *, with_moments: bool, step: int
+    optimizer: Any, partition: ZeroPartition, reader: StateReader, *, with_moments: bool, step: int
 ) -> None:
     """Load a partition on NVMe, which has memory only between swap-in and swap-out."""
     optimizer._optimizer_states_and_gradient_swap_in(partition.number)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
-from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.checkpoint.shard import Shard, StateReader
 from toolkit.data.evaluation import IGNORED
 from toolkit.engine import seeding
 from toolkit.engine.megatron import cpu, patches
@@ -135,7 +135,7 @@ class MegatronEngine:
         return found
 
     @torch.no_grad()
-    def load(self, reader: Reader) -> None:
+    def load(self, reader: StateReader) -> None:
         state = self._model.state
         self._model.wait_for_weights()
         continues = has_optimizer_state(reader, self._model.state_names)

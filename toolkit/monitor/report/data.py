@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import InputError, Problem
-from toolkit.goodput import SAVES, TIMES, Times, read_times
+from toolkit.goodput import SAVES, TIMES, AttemptTimes, read_times
 from toolkit.monitor.parts import BACKWARD, BUBBLE, FORWARD
 from toolkit.monitor.report.nodes import Node, number_of, read_node
 from toolkit.monitor.report.reduce import Curves, Total, bucket_width, reduce
@@ -436,7 +436,7 @@ def _attempts(folder: Path) -> Iterator[Attempt]:
         )
 
 
-def _end(times: Times | None) -> str:
+def _end(times: AttemptTimes | None) -> str:
     if times is None or times.state is None:
         return ""
     return f"{times.state}: {times.reason}" if times.reason else str(times.state)

@@ -1,0 +1,2 @@
+"""PyTorch's distributed checkpoints (DCP). ``source.py`` reads them; ``metadata.py`` also writes
+``.metadata`` for Megatron-core."""

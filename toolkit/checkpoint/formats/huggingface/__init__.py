@@ -1,0 +1,2 @@
+"""Hugging Face folders: ``config.json`` and safetensors. ``source.py`` reads them, ``target.py`` writes
+them."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's universal checkpoints. ``source.py`` reads them, ``target.py`` writes them."""
