@@ -1,7 +1,7 @@
-"""A user's own pipeline for test_deepspeed_users.py: transformers blocks as layers of ``PipelineModule``,
-optionally with tensor ranks.
+"""A user's own pipeline: transformers' blocks as layers of DeepSpeed's ``PipelineModule``, by hand also with a tensor axis.
 
-The expected parameters are written out here independently of the reader.
+For test_deepspeed_users.py. What its parameters are is written out here once more, so that the reader's guess has something to be held
+against.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def save_layers(
     rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], tensor: int = 1
 ) -> State:
-    """Three steps of a two-stage pipeline, DeepSpeed's checkpoint, and its state."""
+    """Three steps of a pipeline of two stages, DeepSpeed's own checkpoint, and what it holds."""
     deepspeed = patches.import_deepspeed(Device.CPU, rank)
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -84,7 +84,7 @@ def save_layers(
     engine, *_ = deepspeed.initialize(
         model=net, model_parameters=groups_of(net, shuffled=False), config=config, dist_init_required=False
     )
-    pipeline_compat.disable_timers(engine)
+    patches.disable_timers(engine)
     generator = torch.Generator().manual_seed(rank // tensor)
     for _ in range(STOP):
         ids = torch.randint(0, shape.vocab_size, (2, 8), generator=generator)
@@ -107,9 +107,9 @@ def save_layers(
     shards = [shard for shard in state.shards(engine.optimizer, partitions) if shard.key.name not in repeated]
     found = gather_tensors(shards, rank, ranks)
     engine.destroy()
-    pipeline_compat.drop_last_step(engine)
-    pipeline_compat.drop_pipeline_grid()
-    compat.release_parallel_groups()
+    patches.drop_last_step(engine)
+    patches.drop_pipeline_grid()
+    patches.release_parallel_groups()
     return found
 
 
@@ -133,7 +133,7 @@ def layers_of(shape: ModelShape) -> Iterator[Any]:
 
 
 def cut(net: Any) -> None:
-    """Replace layers of the blocks by DeepSpeed's tensor-parallel layers."""
+    """DeepSpeed's own tensor-parallel layers in the blocks."""
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 
     set_autotp_mode(training=True)
@@ -148,8 +148,8 @@ def cut(net: Any) -> None:
                 )
 
 
-def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, ranks: int) -> state.Place:
-    """The expected mapping: layer 0 is the embedding, then blocks, the norm, the output layer."""
+def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, ranks: int) -> ParameterBox:
+    """By hand: layer 0 is the embedding, then blocks, the norm, the output layer."""
     local = tuple(parameter.shape)
     if name.startswith("tied_modules.embed."):
         canonical = "model.embed_tokens.weight"
