@@ -100,7 +100,7 @@ def test_missing_resume_source_is_refused(stopped: Path, data: Path, tmp_path: P
     path = convert(stopped, tmp_path / "out", TargetFormat.native)
     start = TinyRun(tmp_path / "run", data, config=resuming(path), checkpoint__at_end=False)
     path.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="out', which is not there"):
+    with pytest.raises(CheckpointError, match="out', which does not exist"):
         TinyRun(start.directory.path, data)
 
 
