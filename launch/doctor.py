@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cluster.doctor.command import JSON, DoctorCommand, Measurements
-from toolkit.cluster.doctor.data import FirstRead
+from toolkit.cluster.doctor.data_access import DataReadResult
 from toolkit.cluster.environment import read_launch
 from toolkit.cluster.exit_handling import ExitHandler, exit_now
-from toolkit.cluster.stop import StopRequest, launchers
+from toolkit.cluster.stop_request import StopRequest, find_launchers
 from toolkit.config.schema import RunConfig
 from toolkit.layout.axes import Axes
 from toolkit.plan.types import BatchPlan
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     with ExitHandler(stop) as exit_handler:
         launch, words = read_launch(os.environ, [word for word in arguments if word != JSON])
         exit_handler.launch, stop.abort = launch, exit_handler.abort
-        stop.install(launchers(launch))
+        stop.install(find_launchers(launch))
         measurements = Measurements(first_read=first_read, links=links)
         exit_handler.code = DoctorCommand(
             launch, words, exit_handler, measurements, script=sys.argv[0], as_json=JSON in arguments
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     return exit_handler.code
 
 
-def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> FirstRead:
+def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> DataReadResult:
     from toolkit.data.first_read import first_read
 
     return first_read(config, vocab_size, batch)

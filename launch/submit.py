@@ -58,7 +58,7 @@ def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
 def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
     """Raises UserError or NothingToDo: nothing was handed over."""
     from toolkit.cluster import backends, submission
-    from toolkit.cluster.job import make_job, plan_job
+    from toolkit.cluster.job import create_job, plan_job
     from toolkit.config.compose import compose
     from toolkit.plan.target import check_target
 
@@ -67,8 +67,8 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
     for warning in plan.warnings:
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     check_work(plan.config, RunDirectory(plan.run_dir))
-    job = make_job(plan, TRAIN)
-    backend = backends.of(job.config.cluster.where)
+    job = create_job(plan, TRAIN)
+    backend = backends.get_backend(job.config.cluster.where)
     if dry_run:
         for name, text in backend.render(job).items():
             print(f"# ---- {job.folder / name}\n{text.rstrip()}\n")

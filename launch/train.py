@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from toolkit.cluster.environment import Launch, read_launch
 from toolkit.cluster.exit_handling import ExitHandler, exit_now
 from toolkit.cluster.launch_process import RunCallbacks, launch_process
-from toolkit.cluster.start import Start
-from toolkit.cluster.stop import StopRequest, launchers
+from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.stop_request import StopRequest, find_launchers
 from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     with ExitHandler(stop) as exit_handler:
         launch, words = read_launch(os.environ, arguments)
         exit_handler.launch, stop.abort = launch, exit_handler.abort
-        stop.install(launchers(launch))
+        stop.install(find_launchers(launch))
         if {"-m", "--multirun"}.isdisjoint(words):
             work = RunCallbacks(make_data_ready=make_data_ready, train=train)
             exit_handler.code = launch_process(launch, words, exit_handler, stop, work, script=sys.argv[0])
@@ -55,7 +55,7 @@ def make_data_ready(plan: RunPlan) -> str:
         return ready_for(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
 
 
-def train(plan: RunPlan, launch: Launch, start: Start, stop: StopRequest) -> ExitCode:
+def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) -> ExitCode:
     from toolkit.train.run import run
 
     return run(

@@ -16,10 +16,10 @@ import pytest
 
 from tests.cluster.sweeping import EIGHT, GIB, LAPTOP, TRAIN, points
 from toolkit.cluster import backends
-from toolkit.cluster.job import Job, JobId, JobState
-from toolkit.cluster.sweep import carriers
-from toolkit.cluster.sweep.carriers import LocalCarrier, QueueCarrier
-from toolkit.cluster.sweep.slots import Slots, need_of
+from toolkit.cluster.job import TrainingJob, JobId, JobState
+from toolkit.cluster.sweep import runners as carriers
+from toolkit.cluster.sweep.runners import LocalRunner, QueueRunner
+from toolkit.cluster.sweep.resources import ResourcePool, compute_resources
 from toolkit.config.cluster import Where
 from toolkit.errors import InputError, Problem
 from toolkit.rundir.directory import RunDirectory
@@ -32,9 +32,9 @@ def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
     [point] = points(
         "+exp=quickstart", "cluster.gpus_per_node=3", "train.global_batch=24", machine=EIGHT, folder=tmp_path
     )
-    need = need_of(point.plan, EIGHT, points=5)
+    need = compute_resources(point.plan, EIGHT, points=5)
     assert (point.plan.world.ranks, need.gpus, need.threads) == (3, 3, 8)
-    slots, other = Slots(EIGHT, tmp_path / "slots"), Slots(EIGHT, tmp_path / "slots")
+    slots, other = ResourcePool(EIGHT, tmp_path / "slots"), ResourcePool(EIGHT, tmp_path / "slots")
     first, second = slots.take(need), other.take(need)
     assert first is not None
     assert second is not None
@@ -54,9 +54,9 @@ def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
 
 
 def test_what_an_orphan_uses_stays_taken(tmp_path: Path) -> None:
-    slots = Slots(EIGHT, tmp_path)
+    slots = ResourcePool(EIGHT, tmp_path)
     need = replace(
-        need_of(points("+exp=quickstart", machine=EIGHT, folder=tmp_path)[0].plan, EIGHT, 1), host_bytes=0
+        compute_resources(points("+exp=quickstart", machine=EIGHT, folder=tmp_path)[0].plan, EIGHT, 1), host_bytes=0
     )
     place = slots.take(need)
     assert place is not None
@@ -73,31 +73,31 @@ def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> 
     [point] = points("+exp=quickstart", machine=EIGHT, folder=tmp_path)
     (tmp_path / "file").touch()
     plan = replace(point.plan, run_dir=str(tmp_path / "file" / "run"))
-    slots = Slots(EIGHT, tmp_path / "slots")
-    carrier = LocalCarrier(TRAIN, EIGHT, 1, slots)
+    slots = ResourcePool(EIGHT, tmp_path / "slots")
+    carrier = LocalRunner(TRAIN, EIGHT, 1, slots)
     with pytest.raises(InputError, match=r"run\.dir"):
         carrier.start(replace(point, plan=plan), claim=0)
-    assert slots.take(need_of(point.plan, EIGHT, 1)) is not None, "all eight are free"
+    assert slots.take(compute_resources(point.plan, EIGHT, 1)) is not None, "all eight are free"
 
 
 def test_the_locks_of_another_user_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Slots(EIGHT, tmp_path)
+    ResourcePool(EIGHT, tmp_path)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(InputError, match="belongs to user"):
-        Slots(EIGHT, tmp_path)
+        ResourcePool(EIGHT, tmp_path)
 
 
 def test_cores_are_shared_and_memory_counted(tmp_path: Path) -> None:
     one, two = points("+exp=quickstart", "engine.name=deepspeed", "cluster.cpu_ranks=1,2", folder=tmp_path)
-    assert [need_of(one.plan, LAPTOP, count).cores for count in (1, 2, 4, 8)] == [4, 2, 1, 1]
-    assert [need_of(two.plan, LAPTOP, count).cores for count in (1, 2, 4)] == [4, 2, 2]
-    assert (need_of(two.plan, LAPTOP, 2).threads, need_of(one.plan, LAPTOP, 2).threads) == (1, 2)
+    assert [compute_resources(one.plan, LAPTOP, count).cores for count in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert [compute_resources(two.plan, LAPTOP, count).cores for count in (1, 2, 4)] == [4, 2, 2]
+    assert (compute_resources(two.plan, LAPTOP, 2).threads, compute_resources(one.plan, LAPTOP, 2).threads) == (1, 2)
     [written] = points("+exp=quickstart", "debug.threads=3", folder=tmp_path)
-    assert (need_of(written.plan, LAPTOP, 4).cores, need_of(written.plan, LAPTOP, 4).threads) == (3, 3)
-    need = replace(need_of(one.plan, LAPTOP, 4), cores=0, host_bytes=9 * GIB)
-    slots = Slots(LAPTOP, tmp_path / "slots")
+    assert (compute_resources(written.plan, LAPTOP, 4).cores, compute_resources(written.plan, LAPTOP, 4).threads) == (3, 3)
+    need = replace(compute_resources(one.plan, LAPTOP, 4), cores=0, host_bytes=9 * GIB)
+    slots = ResourcePool(LAPTOP, tmp_path / "slots")
     assert slots.take(need) is not None
     assert slots.take(need) is None, "18 of 16 GiB"
     assert slots.take(replace(need, host_bytes=7 * GIB)) is not None
@@ -110,15 +110,15 @@ class Queue:
     """A backend whose jobs are as the test says."""
 
     def __init__(self) -> None:
-        self.submitted: list[Job] = []
+        self.submitted: list[TrainingJob] = []
         self.cancelled: list[JobId] = []
         self.state_of = JobState.RUNNING
         self.asked = 0
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: TrainingJob) -> dict[str, str]:
         return {"config.yaml": job.yaml}
 
-    def submit(self, job: Job) -> JobId:
+    def submit(self, job: TrainingJob) -> JobId:
         self.submitted.append(job)
         return JobId(Where.slurm, str(len(self.submitted)))
 
@@ -142,8 +142,8 @@ def test_a_job_of_a_queue_is_handed_over_once_and_is_over_by_its_own_word(
     monkeypatch.setattr(carriers, "BETWEEN_SECONDS", 0.0)
     [made] = points("+exp=quickstart", "cluster=slurm", "cluster.gpus_per_node=0", folder=tmp_path)
     point = replace(made, plan=replace(made.plan, run_dir=str(tmp_path / made.name)))
-    handle = QueueCarrier(TRAIN).start(point, claim=0)
-    again = QueueCarrier(TRAIN).start(point, claim=0)
+    handle = QueueRunner(TRAIN).start(point, claim=0)
+    again = QueueRunner(TRAIN).start(point, claim=0)
     assert handle is not None
     assert again is not None
     assert len(queue.submitted) == 1, "another process finds the job, and hands nothing over"
@@ -160,7 +160,7 @@ def test_a_job_of_a_queue_is_handed_over_once_and_is_over_by_its_own_word(
     assert queue.asked == asked, "its own word is enough"
     directory.write_status(Status(state=RunState.DONE, attempt=1, step=1))
     queue.state_of = JobState.RUNNING
-    later = QueueCarrier(TRAIN).start(point, claim=0)
+    later = QueueRunner(TRAIN).start(point, claim=0)
     assert later is not None
     assert not later.ended(), "done with fewer steps than are asked for now"
     queue.state_of = JobState.ENDED

@@ -22,15 +22,15 @@ from typing import NoReturn, cast
 import pytest
 
 from toolkit.cluster.doctor import clocks, disk, host
-from toolkit.cluster.doctor.examine import CHECKS, Silent, gather, look
+from toolkit.cluster.doctor.preflight import CHECKS, MachinesTimedOut, gather_reports, run_checks
 from toolkit.cluster.doctor.timeout import TimedResult, call_with_timeout
-from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Need, Verdict, fail, ok
+from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, MachineReport, RunRequirements, CheckVerdict, fail, ok
 from toolkit.cluster.environment import Launch
-from toolkit.cluster.rendezvous import Meeting
+from toolkit.cluster.rendezvous import Rendezvous
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 
-NEED = Need(
+NEED = RunRequirements(
     device=Device.CPU,
     engine=EngineName.local,
     ranks=1,
@@ -123,11 +123,11 @@ def test_a_secret_is_found_once_and_in_the_commands_above_too() -> None:
     assert "word" not in done.stdout.replace("password", "")
 
 
-def judge(facts: str, need: Need) -> Iterator[Finding]:
+def judge(facts: str, need: RunRequirements) -> Iterator[CheckFinding]:
     yield ok(facts) if facts == "well" else fail(facts, "mend it")
 
 
-CHECK = Check(
+CHECK = DoctorCheck(
     name="one",
     how="by asking",
     measure=lambda need: "well",
@@ -142,7 +142,7 @@ def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
     slow = replace(CHECK, measure=lambda need: time.sleep(0.5) or "well")
     hanging = replace(CHECK, name="nfs", measure=lambda need: time.sleep(60), seconds=0.7)
     began = time.monotonic()
-    report = look(
+    report = run_checks(
         NEED,
         3,
         [
@@ -154,13 +154,13 @@ def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
     )
     assert time.monotonic() - began < 5  # one after the other it would not be four seconds alone
     assert [finding.verdict for finding in report.findings] == [
-        Verdict.FAIL,
-        *[Verdict.OK] * 4,
-        Verdict.WARN,
-        Verdict.FAIL,
+        CheckVerdict.FAIL,
+        *[CheckVerdict.OK] * 4,
+        CheckVerdict.WARN,
+        CheckVerdict.FAIL,
     ]
-    assert report.findings[0] == Finding(
-        Verdict.FAIL, "no answer within 0.7 s", "restart the server", "nfs", "by asking"
+    assert report.findings[0] == CheckFinding(
+        CheckVerdict.FAIL, "no answer within 0.7 s", "restart the server", "nfs", "by asking"
     )
     assert "Stale file handle" in report.findings[5].evidence
     assert report.findings[6].remedy == "mend it"
@@ -169,7 +169,7 @@ def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
 
 def test_this_machine_has_an_answer_to_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
-    report = look(replace(NEED, run_dir=tmp_path, serves_port=0))
+    report = run_checks(replace(NEED, run_dir=tmp_path, serves_port=0))
     assert {finding.check for finding in report.findings} == {check.name for check in CHECKS}
     assert not [finding for finding in report.findings if "could not be looked at" in finding.evidence]
     assert {"torch", "deepspeed", "GPUs", "driver"} <= report.traits.keys()
@@ -198,14 +198,14 @@ def test_a_machine_that_is_silent_is_named_and_the_others_are_heard() -> None:
     own, other = (
         MachineReport(node=node, host=f"node{node}", findings=(ok("fine"),), traits={}) for node in (0, 2)
     )
-    meeting = cast(Meeting, Messages(**{"doctor/machine/2": other.to_json()}))
+    meeting = cast(Rendezvous, Messages(**{"doctor/machine/2": other.to_json()}))
     launch = Launch(ranks=6, ranks_per_node=2)
-    with pytest.raises(Silent, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s") as caught:
-        gather(own, launch, meeting, 9)
+    with pytest.raises(MachinesTimedOut, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s") as caught:
+        gather_reports(own, launch, meeting, 9)
     assert caught.value.heard == [own, other]
     meeting.publish("doctor/machine/1", replace(other, node=1).to_json())
-    assert [one.node for one in gather(own, launch, meeting, 9)] == [0, 1, 2]
-    assert gather(own, replace(launch, rank=2), meeting, 9) == []
+    assert [one.node for one in gather_reports(own, launch, meeting, 9)] == [0, 1, 2]
+    assert gather_reports(own, replace(launch, rank=2), meeting, 9) == []
 
 
 # ---- clocks
@@ -235,8 +235,8 @@ class Store:
 def test_a_clock_that_is_wrong_is_found(skew: float) -> None:
     store = Store()
     with ThreadPoolExecutor(1) as threads:
-        told = threads.submit(clocks.tell, store, 1)
-        found = clocks.compare(store, 1, lambda: time.time() + skew)
+        told = threads.submit(clocks.serve_time, store, 1)
+        found = clocks.measure_offset(store, 1, lambda: time.time() + skew)
         told.result(10)
     assert found.seconds == pytest.approx(skew, abs=found.error_seconds + 1e-3)
     assert 0 < found.error_seconds < 1
@@ -252,7 +252,7 @@ def test_the_fastest_round_counts() -> None:
     store = Store()
     for turn in range(clocks.ROUNDS):
         store.set(f"clock/1/{turn}/told", "100.0")
-    found = clocks.compare(store, 1, times.get_nowait)
+    found = clocks.measure_offset(store, 1, times.get_nowait)
     assert (found.seconds, found.error_seconds) == (pytest.approx(10.05), pytest.approx(0.05))
     with pytest.raises(Empty):
         times.get_nowait()
@@ -262,13 +262,13 @@ def test_a_machine_waits_longer_for_its_turn_than_for_an_answer(monkeypatch: pyt
     monkeypatch.setattr(clocks, "ANSWER_SECONDS", 2.0)
     store = Store()
     with ThreadPoolExecutor(1) as threads:
-        asks = threads.submit(clocks.compare, store, 1)
+        asks = threads.submit(clocks.measure_offset, store, 1)
         time.sleep(2.5)
-        clocks.tell(store, 1)
+        clocks.serve_time(store, 1)
         assert asks.result(10).error_seconds < 1
 
 
 def test_a_machine_that_does_not_ask_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "ANSWER_SECONDS", 0.1)
     with pytest.raises(TimeoutError):
-        clocks.tell(Store(), 1)
+        clocks.serve_time(Store(), 1)

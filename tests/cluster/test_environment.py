@@ -18,16 +18,16 @@ from toolkit.cluster.environment import (
     read_launch,
     set_defaults,
 )
-from toolkit.cluster.machine import Gpu, Machine, this_machine, visible
+from toolkit.cluster.machine_info import GpuInfo, MachineInfo, detect_machine, select_visible_gpus
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError
 from toolkit.plan.types import Device, World
 
 GIB = 2**30
-H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, "GPU-h100")
-A100 = Gpu("NVIDIA A100-SXM4-40GB", 40 * GIB, "GPU-a100")
-CPU_MACHINE = Machine(cores=16, host_memory_bytes=64 * GIB)
-EIGHT_H100 = Machine(
+H100 = GpuInfo("NVIDIA H100 80GB HBM3", 80 * GIB, "GPU-h100")
+A100 = GpuInfo("NVIDIA A100-SXM4-40GB", 40 * GIB, "GPU-a100")
+CPU_MACHINE = MachineInfo(cores=16, host_memory_bytes=64 * GIB)
+EIGHT_H100 = MachineInfo(
     cores=64, gpus=(H100,) * 8, host_memory_bytes=2048 * GIB, has_libaio=True, has_compiler=True
 )
 
@@ -168,10 +168,10 @@ def test_gpus_of_this_machine() -> None:
 
 
 def test_unlike_or_unknown_gpus_are_not_guessed() -> None:
-    mixed = Machine(cores=8, gpus=(H100, A100))
+    mixed = MachineInfo(cores=8, gpus=(H100, A100))
     assert detect_world(ClusterConfig(), Launch(), mixed).gpu is None
     assert detect_world(ClusterConfig(), Launch(), mixed).device_memory_bytes == 40 * GIB
-    unknown = Machine(cores=8, gpus=(Gpu("NVIDIA Z9", None),))
+    unknown = MachineInfo(cores=8, gpus=(GpuInfo("NVIDIA Z9", None),))
     assert detect_world(ClusterConfig(), Launch(), unknown).device_memory_bytes is None
 
 
@@ -202,7 +202,7 @@ def test_what_is_here_starts() -> None:
 
 
 def test_a_torch_without_cuda_is_refused_on_gpus() -> None:
-    machine = Machine(cores=8, gpus=(H100,), torch_has_cuda=False)
+    machine = MachineInfo(cores=8, gpus=(H100,), torch_has_cuda=False)
     with pytest.raises(ConfigError, match="gpus_per_node=0"):
         check_startable(ClusterConfig(), Launch(), machine)
     check_startable(ClusterConfig(gpus_per_node=0), Launch(), machine)
@@ -235,7 +235,7 @@ def test_what_a_launcher_started_is_the_world() -> None:
     ],
 )
 def test_a_written_cluster_that_differs_is_refused(
-    cluster: ClusterConfig, launch: Launch, machine: Machine, named: str
+    cluster: ClusterConfig, launch: Launch, machine: MachineInfo, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         detect_world(cluster, launch, machine)
@@ -264,16 +264,16 @@ def test_a_thousand_ranks_agree_on_their_world() -> None:
         ("0,7,1", (H100,)),
     ],
 )
-def test_visible_gpus(selection: str | None, expected: tuple[Gpu, ...]) -> None:
-    assert visible((H100, A100), selection) == expected
+def test_visible_gpus(selection: str | None, expected: tuple[GpuInfo, ...]) -> None:
+    assert select_visible_gpus((H100, A100), selection) == expected
 
 
 def test_a_slice_of_a_gpu_is_a_gpu_of_unknown_memory() -> None:
-    assert visible((H100,), "MIG-1234") == (Gpu("MIG", None, "MIG-1234"),)
+    assert select_visible_gpus((H100,), "MIG-1234") == (GpuInfo("MIG", None, "MIG-1234"),)
 
 
 def test_this_machine() -> None:
-    machine = this_machine({"CUDA_VISIBLE_DEVICES": ""})
+    machine = detect_machine({"CUDA_VISIBLE_DEVICES": ""})
     assert machine.cores >= 1
     assert machine.gpus == ()
     assert machine.host_memory_bytes is not None

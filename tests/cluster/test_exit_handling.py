@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.exit_handling import LOST, ExitHandler
+from toolkit.cluster.exit_handling import LOST_CONNECTION, ExitHandler
 from toolkit.errors import CheckpointError, ExitCode, Problem
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -91,7 +91,7 @@ def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(
     end = exit_handler.directory.status()
     assert end is not None
     assert end.reason is not None
-    assert end.reason.startswith(LOST) is lost
+    assert end.reason.startswith(LOST_CONNECTION) is lost
     assert end.reason.endswith(f"{type(error).__name__}: {error}")
 
 

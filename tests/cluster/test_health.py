@@ -48,16 +48,16 @@ def test_health_is_read_from_the_status(
     state: RunState, age: float, ill: bool, directory: RunDirectory
 ) -> None:
     directory.write_status(Status(state=state, attempt=1))
-    assert (health.what_ails(directory.path, time.time() + age) is not None) is ill
+    assert (health.find_failure(directory.path, time.time() + age) is not None) is ill
 
 
 def test_a_run_is_found_by_its_lock_wherever_it_is(directory: RunDirectory) -> None:
     own = Path(f"/proc/{os.getpid()}")
-    assert directory.path not in set(health.run_folders(own.parent))
+    assert directory.path not in set(health.find_run_folders(own.parent))
     descriptor, _ = lock_file(directory.path / "lock")
     assert descriptor is not None
     try:
-        assert directory.path in set(health.run_folders(own.parent))
+        assert directory.path in set(health.find_run_folders(own.parent))
     finally:
         os.close(descriptor)
 
@@ -69,7 +69,7 @@ def test_a_process_that_ends_meanwhile_is_passed_over(directory: RunDirectory, t
     (proc / "7" / "fd").touch()  # its descriptors cannot be listed any more
     (proc / "9" / "fd").mkdir()
     (proc / "9" / "fd" / "3").symlink_to(directory.path / "lock")
-    assert list(health.run_folders(proc)) == [directory.path]
+    assert list(health.find_run_folders(proc)) == [directory.path]
 
 
 def test_it_is_quick_and_imports_nothing_heavy() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import ADDRESSES, two_nodes
-from toolkit.cluster import interface
+from toolkit.cluster import network_interface as interface
 from toolkit.cluster.environment import Launch, set_defaults
-from toolkit.cluster.interface import interface_to
-from toolkit.cluster.machine import Machine
+from toolkit.cluster.network_interface import find_interface_to
+from toolkit.cluster.machine_info import MachineInfo
 from toolkit.plan.types import Device, World
 
 TWO = World(ranks=2, ranks_per_node=1, device=Device.CPU)
@@ -52,7 +52,7 @@ def test_it_is_the_way_to_where_the_ranks_meet(
     monkeypatch: pytest.MonkeyPatch, way: str | None, interfaces: dict[str, list[str]], expected: str | None
 ) -> None:
     machine(monkeypatch, way, **interfaces)
-    assert interface_to("first") == expected
+    assert find_interface_to("first") == expected
 
 
 @pytest.mark.parametrize(("address", "way"), [("127.0.0.1", "127.0.0.1"), ("localhost", "::1")])
@@ -60,7 +60,7 @@ def test_nodes_of_one_machine_meet_at_its_loopback(
     monkeypatch: pytest.MonkeyPatch, address: str, way: str
 ) -> None:
     machine(monkeypatch, way, eth0=LINK, lo=LOOPBACK)
-    assert interface_to(address) == "lo"
+    assert find_interface_to(address) == "lo"
 
 
 def test_what_the_user_wrote_stays_and_one_machine_needs_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_what_the_user_wrote_stays_and_one_machine_needs_no_way(monkeypatch: pyt
         ({"GLOO_SOCKET_IFNAME": "ib0"}, TWO, "ib0"),
         ({}, World(ranks=2, ranks_per_node=2, device=Device.CPU), "lo"),
     ):
-        set_defaults(environ, Launch(), world, Machine(cores=1), None)
+        set_defaults(environ, Launch(), world, MachineInfo(cores=1), None)
         assert environ["GLOO_SOCKET_IFNAME"] == expected
 
 
@@ -79,12 +79,12 @@ def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert interface_to("first") is None
+    assert find_interface_to("first") is None
 
 
 def test_on_two_machines_without_names(tmp_path: Path) -> None:
     """On the first node the way to its own address is the loopback's, and the interface that has it is another one."""
-    code = "import sys; from toolkit.cluster.interface import interface_to; print(interface_to(sys.argv[1]), interface_to(sys.argv[2]))"
+    code = "import sys; from toolkit.cluster.network_interface import interface_to; print(interface_to(sys.argv[1]), interface_to(sys.argv[2]))"
     with two_nodes(tmp_path) as nodes:
         for node in nodes:
             assert node.run(sys.executable, "-c", code, ADDRESSES[0], "127.0.1.1").split() == ["wire", "wire"]

@@ -15,9 +15,9 @@ import pytest
 
 from toolkit.cluster import backends, submission
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.job import FROZEN, Job, JobId, JobState, make_job, plan_job, take_folder, write_files
-from toolkit.cluster.machine import Machine
-from toolkit.cluster.start import begin, configuration
+from toolkit.cluster.job import FROZEN, TrainingJob, JobId, JobState, create_job, plan_job, create_job_folder, write_files
+from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.attempt_spec import start_attempt, load_config
 from toolkit.config.cluster import Where
 from toolkit.config.compose import compose, from_yaml
 from toolkit.config.keys import flatten
@@ -25,7 +25,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, UserError
 from toolkit.plan.types import Device
 
-HERE = Machine(cores=2)
+HERE = MachineInfo(cores=2)
 EXPERIMENT = "+exp=quickstart"
 ELSEWHERE = {
     "local": (),
@@ -38,8 +38,8 @@ ELSEWHERE = {
 }
 
 
-def job_of(*words: str, here: Path = Path("/home/u")) -> Job:
-    return make_job(plan_job(compose([EXPERIMENT, *words]), HERE), "/repo/launch/train.py", here=here)
+def job_of(*words: str, here: Path = Path("/home/u")) -> TrainingJob:
+    return create_job(plan_job(compose([EXPERIMENT, *words]), HERE), "/repo/launch/train.py", here=here)
 
 
 @pytest.mark.parametrize("where", ELSEWHERE)
@@ -57,7 +57,7 @@ def test_the_configuration_is_the_same_but_for_cluster_and_run_dir(where: str) -
 
 def test_every_backend_is_one() -> None:
     assert all(
-        callable(getattr(backends.of(Where.slurm), name))
+        callable(getattr(backends.get_backend(Where.slurm), name))
         for name in ("render", "argv", "submit", "state", "cancel")
     )
 
@@ -108,7 +108,7 @@ def test_a_name_of_two_lines_is_refused() -> None:
 def test_competing_processes_never_share_a_folder(tmp_path: Path) -> None:
     job = job_of(*ELSEWHERE["slurm"], here=tmp_path)
     taken: list[int] = []
-    threads = [threading.Thread(target=lambda: taken.append(take_folder(job).number)) for _ in range(16)]
+    threads = [threading.Thread(target=lambda: taken.append(create_job_folder(job).number)) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -123,13 +123,13 @@ class Stand:
     """A backend that only remembers."""
 
     def __init__(self) -> None:
-        self.submitted: list[Job] = []
+        self.submitted: list[TrainingJob] = []
         self.now = JobState.QUEUED
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: TrainingJob) -> dict[str, str]:
         return {"config.yaml": job.yaml, "words.txt": " ".join(job.command())}
 
-    def submit(self, job: Job) -> JobId:
+    def submit(self, job: TrainingJob) -> JobId:
         assert (
             json.dumps(sorted(path.name for path in job.folder.iterdir())) == '["config.yaml", "words.txt"]'
         )
@@ -158,7 +158,7 @@ def test_a_run_has_one_job_at_a_time(stand: Stand, tmp_path: Path) -> None:
     stand.now = JobState.ENDED
     second, id = submission.submit(job)
     assert (second.number, id.id) == (2, "2")
-    assert submission.last_job(Path(job.run_dir)) == (2, submission.read_record(second.folder))
+    assert submission.find_last_job(Path(job.run_dir)) == (2, submission.read_record(second.folder))
 
 
 def test_of_two_who_submit_a_run_at_once_one_is_refused(
@@ -167,7 +167,7 @@ def test_of_two_who_submit_a_run_at_once_one_is_refused(
     job = job_of(*ELSEWHERE["slurm"], here=tmp_path)
     inner = stand.submit
 
-    def while_it_takes_the_job(one: Job) -> JobId:
+    def while_it_takes_the_job(one: TrainingJob) -> JobId:
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is submitting a job"):
             submission.submit(job)
         return inner(one)
@@ -194,28 +194,28 @@ def test_another_runs_directory_is_refused_before_the_queue(stand: Stand, tmp_pa
 
 
 @pytest.fixture
-def frozen(tmp_path: Path) -> Job:
-    job = take_folder(job_of(f"run.dir={tmp_path}/run", "train.steps=7"))
+def frozen(tmp_path: Path) -> TrainingJob:
+    job = create_job_folder(job_of(f"run.dir={tmp_path}/run", "train.steps=7"))
     write_files(job, {"config.yaml": job.yaml})
     return job
 
 
-def test_a_frozen_configuration_is_taken_as_it_stands(frozen: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_configuration_is_taken_as_it_stands(frozen: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> RunConfig:
         raise AssertionError("nothing is composed again")
 
     monkeypatch.setattr("toolkit.config.compose.compose", never)
     monkeypatch.setattr("toolkit.plan.pretrained.resolve", never)
-    start, plan, directory = begin([f"{FROZEN}{frozen.config_file}"], Launch(), HERE)
+    start, plan, directory = start_attempt([f"{FROZEN}{frozen.config_file}"], Launch(), HERE)
     assert plan.config == frozen.config
     assert start.yaml == frozen.yaml
     assert directory.config_file.read_text() == frozen.yaml
     directory.release()
 
 
-def test_nothing_is_composed_with_a_frozen_configuration(frozen: Job) -> None:
+def test_nothing_is_composed_with_a_frozen_configuration(frozen: TrainingJob) -> None:
     with pytest.raises(ConfigError, match=r"nothing is composed with it") as raised:
-        configuration([f"{FROZEN}{frozen.config_file}", "train.steps=8"], Launch())
+        load_config([f"{FROZEN}{frozen.config_file}", "train.steps=8"], Launch())
     assert "leave out train.steps=8" in str(raised.value)
 
 
@@ -225,23 +225,23 @@ def test_a_file_that_is_no_configuration_is_told(text: str | None, tmp_path: Pat
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError):
-        configuration([f"{FROZEN}{path}"], Launch())
+        load_config([f"{FROZEN}{path}"], Launch())
 
 
 def test_a_file_that_is_not_there_names_itself(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent\.yaml"):
-        configuration([f"{FROZEN}{tmp_path}/absent.yaml"], Launch())
+        load_config([f"{FROZEN}{tmp_path}/absent.yaml"], Launch())
 
 
-def test_plain_python_does_not_train_here_what_is_for_elsewhere(frozen: Job) -> None:
+def test_plain_python_does_not_train_here_what_is_for_elsewhere(frozen: TrainingJob) -> None:
     words = [EXPERIMENT, *ELSEWHERE["slurm"]]
     with pytest.raises(ConfigError, match=r"launch/submit\.py"):
-        configuration(words, Launch())
+        load_config(words, Launch())
     assert (
-        configuration(words, Launch(launcher=Launcher.TORCHELASTIC)).cluster.where is Where.slurm
+        load_config(words, Launch(launcher=Launcher.TORCHELASTIC)).cluster.where is Where.slurm
     )  # in a script of the user's own
     job = replace(frozen, config=compose(words))
     write_files(job, {"config.yaml": job.yaml})
     assert (
-        configuration([f"{FROZEN}{frozen.config_file}"], Launch()).cluster.where is Where.slurm
+        load_config([f"{FROZEN}{frozen.config_file}"], Launch()).cluster.where is Where.slurm
     )  # it has been handed over

@@ -23,7 +23,7 @@ import yaml
 
 from toolkit.cluster import backends
 from toolkit.cluster.backends import kubernetes
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState, make_job, plan_job
+from toolkit.cluster.job import CONFIG_FILE, TrainingJob, JobId, JobState, create_job, plan_job
 from toolkit.config.cluster import ClusterConfig, KubernetesConfig, Where
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.schema import RunConfig, RunSection
@@ -43,7 +43,7 @@ def job(
     name: str | None = None,
     grace: int = 60,
     **keys: Any,
-) -> Job:
+) -> TrainingJob:
     own = KubernetesConfig(
         **{"image": "registry.example/toolkit:1.0", "volumes": {"/workspace": "training"}, **keys}
     )
@@ -54,7 +54,7 @@ def job(
     world = World(
         ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU
     )
-    return Job(
+    return TrainingJob(
         name=name or Path(run_dir).name,
         run_dir=run_dir,
         number=number,
@@ -106,12 +106,12 @@ CASES = {
 }
 
 
-def documents(of: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+def documents(of: TrainingJob) -> tuple[dict[str, Any], dict[str, Any]]:
     config_map, job_set = yaml.safe_load_all(kubernetes.render(of)[kubernetes.MANIFEST_FILE])
     return config_map, job_set
 
 
-def golden(of: Job) -> str:
+def golden(of: TrainingJob) -> str:
     """The manifest without the configuration, which changes with every key of the schema."""
     text = kubernetes.render(of)[kubernetes.MANIFEST_FILE]
     return re.sub(r"(?<=config\.yaml: \|\n)(?:    .*\n)+", "    (the frozen configuration)\n", text)
@@ -231,7 +231,7 @@ def test_a_job_of_several_nodes_meets_at_the_first_pod() -> None:
     )
     assert f"--meet={name}-node-0-0.{name}:29400" in pod_of(job_set)["containers"][0]["command"]
     assert job_set["spec"]["network"]["subdomain"] == name
-    assert not any(word.startswith("--meet") for word in kubernetes.command(job()))
+    assert not any(word.startswith("--meet") for word in kubernetes.container_command(job()))
 
 
 def test_exit_codes_are_carried_out() -> None:
@@ -325,8 +325,8 @@ def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
     }
 
     def frozen(words: list[str]) -> RunConfig:
-        of = make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path)
-        config = from_yaml(backends.of(of.config.cluster.where).render(of)[CONFIG_FILE])
+        of = create_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path)
+        config = from_yaml(backends.get_backend(of.config.cluster.where).render(of)[CONFIG_FILE])
         assert config.run.dir is not None
         return replace(
             config, cluster=ClusterConfig(), run=replace(config.run, dir=Path(config.run.dir).name)
@@ -339,7 +339,7 @@ def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
 
 # ---- refused before anything is written
 
-REFUSED: dict[str, tuple[Job, str]] = {
+REFUSED: dict[str, tuple[TrainingJob, str]] = {
     "no image": (job(image=None), "cluster.kubernetes.image"),
     "image of two words": (job(image="toolkit: 1"), "cluster.kubernetes.image"),
     "no volume": (job(volumes={}), "cluster.kubernetes.volumes"),
@@ -438,7 +438,7 @@ def test_typed_keys_reach_the_manifest(tmp_path: Path) -> None:
         "cluster.kubernetes.affinity={podAntiAffinity: {preferredDuringSchedulingIgnoredDuringExecution: []}}",
         "cluster.kubernetes.extra_volumes={/scratch: {hostPath: {path: /mnt/nvme}}}",
     ]
-    _, job_set = documents(make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path))
+    _, job_set = documents(create_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path))
     pod = pod_of(job_set)
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in pod["containers"][0]["env"]
     assert {"key": "dedicated", "operator": "Exists"} in pod["tolerations"]
@@ -479,7 +479,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_job_is_applied_from_its_folder(kubectl: Path) -> None:
     of = replace(ALL, run_dir="/data/run dir; touch pwned")
-    id = backends.of(Where.kubernetes).submit(of)
+    id = backends.get_backend(Where.kubernetes).submit(of)
     assert id == JobId(Where.kubernetes, f"research/{kubernetes.object_name(of)}")
     assert (kubectl / "asked").read_text().splitlines() == kubernetes.argv(of)[1:]
     assert kubernetes.argv(of)[-1] == "--filename=/data/run dir; touch pwned/jobs/001/job.yaml"

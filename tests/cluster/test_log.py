@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from toolkit.cluster.log import log_to
+from toolkit.cluster.output_log import tee_output
 from toolkit.progress import Progress, Tee
 
 
@@ -86,7 +86,7 @@ def test_both_streams_are_added_to_the_file(
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     file = tmp_path / "log.txt"
     file.write_text("before\n")
-    log_to(file)
+    tee_output(file)
     print("out")
     print("err", file=sys.stderr)
     assert file.read_text() == "before\nout\nerr\n"

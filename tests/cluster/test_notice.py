@@ -13,9 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from toolkit.cluster import notice
-from toolkit.cluster.notice import Taken, server, watch
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster import preemption as notice
+from toolkit.cluster.preemption import PreemptionNotice, metadata_client, watch_preemption
+from toolkit.cluster.stop_request import StopRequest
 from toolkit.config.cluster import Notice
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
@@ -63,20 +63,20 @@ def metadata() -> Iterator[Metadata]:
 def test_google_says_true(metadata: Metadata) -> None:
     path = "/computeMetadata/v1/instance/preempted"
     metadata.answers[path] = ("FALSE", {"Metadata-Flavor": "Google"})
-    assert notice.gce(server(metadata.url), NOW) is None
+    assert notice.poll_gce(metadata_client(metadata.url), NOW) is None
     metadata.answers[path] = ("TRUE", {"Metadata-Flavor": "Google"})
-    assert notice.gce(server(metadata.url), NOW) == Taken("Google Cloud preempts this machine", 30)
+    assert notice.poll_gce(metadata_client(metadata.url), NOW) == PreemptionNotice("Google Cloud preempts this machine", 30)
 
 
 def test_aws_says_when_and_wants_a_token(metadata: Metadata) -> None:
     path = "/latest/meta-data/spot/instance-action"
     metadata.answers["/latest/api/token"] = ("secret", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
-    assert notice.aws(server(metadata.url), NOW) is None
+    assert notice.poll_aws(metadata_client(metadata.url), NOW) is None
     metadata.answers[path] = (
         json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"}),
         {"X-aws-ec2-metadata-token": "secret"},
     )
-    assert notice.aws(server(metadata.url), NOW) == Taken(
+    assert notice.poll_aws(metadata_client(metadata.url), NOW) == PreemptionNotice(
         "AWS will terminate this machine at 2017-09-18T08:22:00Z", 120
     )
     assert metadata.asked[:2] == ["PUT /latest/api/token", f"GET {path}"]
@@ -96,13 +96,13 @@ def test_azure_says_it_of_all_machines_and_one_is_this(metadata: Metadata) -> No
         json.dumps({"DocumentIncarnation": 1, "Events": [event]}),
         {"Metadata": "true"},
     )
-    assert notice.azure(server(metadata.url), NOW) is None
+    assert notice.poll_azure(metadata_client(metadata.url), NOW) is None
     event["Resources"] = ["other", "mine"]
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
-    assert notice.azure(server(metadata.url), NOW) == Taken("Azure announces Preempt for this machine", 45)
+    assert notice.poll_azure(metadata_client(metadata.url), NOW) == PreemptionNotice("Azure announces Preempt for this machine", 45)
     event["EventType"] = "Freeze"  # it goes on by itself some seconds later
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
-    assert notice.azure(server(metadata.url), NOW) is None
+    assert notice.poll_azure(metadata_client(metadata.url), NOW) is None
 
 
 def test_a_notice_is_a_request_to_stop_with_its_own_time(
@@ -112,7 +112,7 @@ def test_a_notice_is_a_request_to_stop_with_its_own_time(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there: metadata go past proxies
     stop = StopRequest()
     stop._grace_seconds = 3600
-    watch(Notice.gce, stop.request, poll_seconds=0.02)
+    watch_preemption(Notice.gce, stop.request, poll_seconds=0.02)
     deadline = time.monotonic() + 10
     while len(metadata.asked) < 3 and time.monotonic() < deadline:  # 404 each time: no notice
         time.sleep(0.01)
@@ -133,7 +133,7 @@ def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(
 ) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", "http://127.0.0.1:9")
     requests: list[str] = []
-    ended = watch(Notice.aws, lambda words, seconds: requests.append(words), poll_seconds=0.01)
+    ended = watch_preemption(Notice.aws, lambda words, seconds: requests.append(words), poll_seconds=0.01)
     time.sleep(0.5)
     ended.set()
     assert not requests
@@ -144,7 +144,7 @@ def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(
 def test_nobody_is_asked_without_being_told_to(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", metadata.url)
     before = threading.active_count()
-    watch(Notice.none, lambda words, seconds: None, poll_seconds=0.01)
+    watch_preemption(Notice.none, lambda words, seconds: None, poll_seconds=0.01)
     time.sleep(0.1)
     assert metadata.asked == []
     assert threading.active_count() == before

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.parent import watches
+from toolkit.cluster.supervisor import needs_supervisor
 from toolkit.config.cluster import ClusterConfig
 from toolkit.plan.types import Device, World
 
@@ -30,4 +30,4 @@ def test_plain_python_is_a_parent_and_nobody_else(
     launcher: Launcher, ranks: int, restarts: int, answer: bool
 ) -> None:
     world = World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU)
-    assert watches(Launch(launcher=launcher), world, ClusterConfig(restarts=restarts)) is answer
+    assert needs_supervisor(Launch(launcher=launcher), world, ClusterConfig(restarts=restarts)) is answer

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import pod
-from toolkit.cluster.requeue import Asked, Before
+from toolkit.cluster.requeue import StopSignal, JobBaseline
 from toolkit.config.cluster import ClusterConfig, Where
 from toolkit.config.compose import to_yaml
 from toolkit.config.schema import RunConfig, RunSection
@@ -133,11 +133,11 @@ def test_the_last_word_is_waited_for(tmp_path: Path) -> None:
     directory.write_status(Status(state=RunState.RUNNING, attempt=1))
     late = threading.Timer(0.4, lambda: directory.write_status(Status(state=RunState.DONE, attempt=1)))
     late.start()
-    assert pod.settled(tmp_path, Before(), Asked.NONE, 1, seconds=20).state is RunState.DONE
+    assert pod.settled(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=20).state is RunState.DONE
     late.join()
     directory.write_status(Status(state=RunState.RUNNING, attempt=1))
     began = time.monotonic()
-    assert pod.settled(tmp_path, Before(), Asked.NONE, 1, seconds=0.3).state is RunState.RUNNING
+    assert pod.settled(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=0.3).state is RunState.RUNNING
     assert time.monotonic() - began < 25
 
 
@@ -169,7 +169,7 @@ def test_a_signal_reaches_the_launcher_once(tmp_path: Path) -> None:
 def test_a_pod_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may wait for its node, or for its image; and a stop ends the waiting."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    launcher = pod.Launcher()
+    launcher = pod.PodLauncher()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         meet = f"127.0.0.1:{server.getsockname()[1]}"
@@ -182,7 +182,7 @@ def test_a_pod_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher.wait_for(meet, seconds=30)
         assert 0.6 <= time.monotonic() - began < 25
         late.join()
-    launcher.asked = Asked.TERM
+    launcher.asked = StopSignal.TERM
     began = time.monotonic()
     launcher.wait_for("host.invalid:1", seconds=30)
     assert time.monotonic() - began < 25
@@ -191,11 +191,11 @@ def test_a_pod_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_node_is_launched_by_our_parent_and_several_by_torchrun() -> None:
     config = RunConfig(cluster=ClusterConfig(where=Where.kubernetes, nodes=4, restarts=5))
-    alone = pod.command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
+    alone = pod.build_command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
     assert alone == [sys.executable, "-u", str(pod.TRAIN), "--frozen=/c.yaml"]
     assert pod.TRAIN.is_file()
     first, last = (
-        pod.command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1") for index in (0, 3)
+        pod.build_command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1") for index in (0, 3)
     )
     assert first[-2:] == last[-2:] == [str(pod.TRAIN), "--frozen=/c.yaml"]
     assert {

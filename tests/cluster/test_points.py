@@ -22,10 +22,10 @@ from tests.cluster.sweeping import EIGHT, GIB, LAPTOP, TRAIN, batches, points
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.environment import Launcher as StartedBy
 from toolkit.cluster.job import plan_job
-from toolkit.cluster.rendezvous import Left
+from toolkit.cluster.rendezvous import PeerExited
 from toolkit.cluster.sweep import run
-from toolkit.cluster.sweep.points import make_points, name_of
-from toolkit.cluster.sweep.run import refuse_in_ranks
+from toolkit.cluster.sweep.points import make_points, point_name
+from toolkit.cluster.sweep.run import refuse_launcher
 from toolkit.config.compose import compose, to_yaml
 from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, PlanError
@@ -129,10 +129,10 @@ def test_a_slip_in_one_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
 
 
 def test_a_point_has_one_name_whoever_makes_it() -> None:
-    assert name_of(("zero=stage1", "parallel.tensor=2")).startswith("zero-stage1-tensor-2-")
+    assert point_name(("zero=stage1", "parallel.tensor=2")).startswith("zero-stage1-tensor-2-")
     assert (
-        name_of(("zero=stage1", "parallel.tensor=2"))[-8:]
-        == name_of(("parallel.tensor=2", "zero=stage1"))[-8:]
+        point_name(("zero=stage1", "parallel.tensor=2"))[-8:]
+        == point_name(("parallel.tensor=2", "zero=stage1"))[-8:]
     )
     awkward = [
         ("data.path='a/b'",),
@@ -141,7 +141,7 @@ def test_a_point_has_one_name_whoever_makes_it() -> None:
         ("monitor.prompt=" + "x" * 300,),
         (),
     ]
-    names = {name_of(swept) for swept in awkward}
+    names = {point_name(swept) for swept in awkward}
     assert len(names) == len(awkward)
     assert all(
         name == Path(name).name and name.isascii() and len(name) < 80 and not name.startswith((".", "-"))
@@ -307,8 +307,8 @@ def test_hydra_finds_the_launcher_and_other_programs_are_told_that_it_is_not_the
 
 def test_no_rank_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ANSWER_SECONDS", 0.0)
-    refuse_in_ranks(Launch(), ["-m"])
+    refuse_launcher(Launch(), ["-m"])
     with pytest.raises(ConfigError, match=r"write python launch/train\.py -m optim\.lr=1,2"):
-        refuse_in_ranks(Launch(launcher=StartedBy.TORCHELASTIC, ranks=2), ["-m", "optim.lr=1,2"])
-    with pytest.raises(Left):
-        refuse_in_ranks(Launch(launcher=StartedBy.DEEPSPEED, ranks=2, rank=1), ["-m", "optim.lr=1,2"])
+        refuse_launcher(Launch(launcher=StartedBy.TORCHELASTIC, ranks=2), ["-m", "optim.lr=1,2"])
+    with pytest.raises(PeerExited):
+        refuse_launcher(Launch(launcher=StartedBy.DEEPSPEED, ranks=2, rank=1), ["-m", "optim.lr=1,2"])

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.cluster import ranks as ranks_of_machine
-from toolkit.cluster.ranks import Ranks, combined
-from toolkit.cluster.stop import Process, StopRequest
+from toolkit.cluster import rank_processes as ranks_of_machine
+from toolkit.cluster.rank_processes import RankProcesses, combine_exit_codes
+from toolkit.cluster.stop_request import ProcessId, StopRequest
 from toolkit.errors import ExitCode
 from toolkit.plan.types import Device, World
 
@@ -40,7 +40,7 @@ TWO = World(ranks=2, ranks_per_node=2, device=Device.CPU)
     ],
 )
 def test_one_answer_for_all_ranks(codes: list[int], answer: int) -> None:
-    assert combined(codes) == answer
+    assert combine_exit_codes(codes) == answer
 
 
 def script(tmp_path: Path, text: str) -> list[str]:
@@ -68,7 +68,7 @@ def ranks_there(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_each_rank_has_its_place(tmp_path: Path) -> None:
-    ranks = Ranks(script(tmp_path, ""), TWO)
+    ranks = RankProcesses(script(tmp_path, ""), TWO)
     assert ranks.wait(StopRequest(), 5) == ExitCode.DONE
     seen = ranks_there(tmp_path)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -86,12 +86,12 @@ def test_when_a_rank_dies_the_others_are_told_then_killed(
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.3)
     monkeypatch.setattr(ranks_of_machine, "KILL_SECONDS", 0.3)
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
-    ranks = Ranks(script(tmp_path, deaf), TWO)
+    ranks = RankProcesses(script(tmp_path, deaf), TWO)
     began = time.monotonic()
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     assert time.monotonic() - began < 10
     assert ranks.first_failure() == "rank 1 was ended by signal 9 (SIGKILL)"
-    assert all(Process.of(one["pid"]) is None for one in ranks_there(tmp_path))
+    assert all(ProcessId.of(one["pid"]) is None for one in ranks_there(tmp_path))
 
 
 def test_ranks_that_diverge_are_no_failure_of_one_of_them(
@@ -99,14 +99,14 @@ def test_ranks_that_diverge_are_no_failure_of_one_of_them(
 ) -> None:
     """They end alike, the first rank a little later: it is not asked to stop meanwhile."""
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
-    ranks = Ranks(script(tmp_path, "if rank == '0': time.sleep(1)\nsys.exit(65)"), TWO)
+    ranks = RankProcesses(script(tmp_path, "if rank == '0': time.sleep(1)\nsys.exit(65)"), TWO)
     assert ranks.wait(StopRequest(), 60) == ExitCode.DIVERGED
     assert ranks.first_failure() is None
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
-    ranks = Ranks(script(tmp_path, "if rank == '1': sys.exit(3)\ntime.sleep(60)"), TWO)
+    ranks = RankProcesses(script(tmp_path, "if rank == '1': sys.exit(3)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     assert ranks.first_failure() == "rank 1 failed first (code 3): see the attempt's log"
 
@@ -125,7 +125,7 @@ def test_a_mistake_of_one_rank_is_a_mistake_unless_another_was_killed_before(
     first: str, then: int, code: int, tmp_path: Path
 ) -> None:
     """It leaves the others alone in a collective, where they fail, and may well be seen to end before the rank that tells of it."""
-    ranks = Ranks(script(tmp_path, f"if rank == '0': {first}\ntime.sleep(0.5); sys.exit({then})"), TWO)
+    ranks = RankProcesses(script(tmp_path, f"if rank == '0': {first}\ntime.sleep(0.5); sys.exit({then})"), TWO)
     assert ranks.wait(StopRequest(), 60) == code
 
 
@@ -143,8 +143,8 @@ sys.exit(75 if heard.times == 1 else 1)
 """.replace("{tmp_path}", str(tmp_path))
     code = """
 import sys
-from toolkit.cluster.ranks import Ranks
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.rank_processes import Ranks
+from toolkit.cluster.stop_request import StopRequest
 from toolkit.plan.types import Device, World
 stop = StopRequest(); stop.install(); stop.arm(None)
 sys.exit(Ranks(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)).wait(stop, 5))
@@ -164,7 +164,7 @@ sys.exit(Ranks(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)
 
 def test_a_stop_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_of_machine, "KILL_SECONDS", 0.2)
-    ranks = Ranks(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
+    ranks = RankProcesses(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
 
 
@@ -186,7 +186,7 @@ if rank == "0": sys.exit(75)
 time.sleep(0.2)
 {other}
 """
-    ranks = Ranks(script(tmp_path, text), TWO)
+    ranks = RankProcesses(script(tmp_path, text), TWO)
     deadline = time.monotonic() + 20
     while len(list(tmp_path.glob("*.listens"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -204,13 +204,13 @@ def test_a_signal_before_a_rank_listens_waits_for_it(tmp_path: Path) -> None:
     file.write_text("""
 import signal, sys, time
 time.sleep(0.5)
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.stop_request import StopRequest
 stop = StopRequest(); stop.arm(None); stop.install()
 while stop() is None: time.sleep(0.01)
 stop.close()
 sys.exit(75 if stop() == "SIGINT" else 1)
 """)
-    ranks = Ranks([str(file)], TWO)
+    ranks = RankProcesses([str(file)], TWO)
     ranks.send(signal.SIGINT)
     assert ranks.wait(StopRequest(), 20) == ExitCode.STOPPED
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}, (

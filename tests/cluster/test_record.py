@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from tests.cluster.sweeping import points
-from toolkit.cluster.sweep.record import PointState, Record, Row, number_of, result
-from toolkit.cluster.sweep.show import grouped, ranked, table
+from toolkit.cluster.sweep.store import PointState, SweepStore, PointRow, read_metric, read_result
+from toolkit.cluster.sweep.report import group_reasons, rank_rows, format_table
 from toolkit.config.compose import compose
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, ExitCode
@@ -28,11 +28,11 @@ from toolkit.rundir.status import RunState, Status
 
 
 def test_a_claim_is_of_one_process_and_of_nobody_when_it_dies(tmp_path: Path) -> None:
-    record = Record(tmp_path)
+    record = SweepStore(tmp_path)
     record.begin("id", ["zero=stage1"], SweepSection())
     code = f"""
 from pathlib import Path
-from toolkit.cluster.sweep.record import Record
+from toolkit.cluster.sweep.store import Record
 assert Record(Path({str(tmp_path)!r})).claim("point") is not None
 print("taken", flush=True)
 input()
@@ -48,10 +48,10 @@ input()
 
 
 def test_two_records_keep_each_others_points(tmp_path: Path) -> None:
-    first, second = Record(tmp_path), Record(tmp_path)
+    first, second = SweepStore(tmp_path), SweepStore(tmp_path)
     for record in (first, second):
         record.begin("id", ["zero=stage1"], SweepSection())
-    row = Row(name="a", swept=[], words=[], run_dir="a", state=PointState.WAITING)
+    row = PointRow(name="a", swept=[], words=[], run_dir="a", state=PointState.WAITING)
     first.note(row)
     second.note(replace(row, name="b"))
     first.note(replace(row, state=PointState.DONE, number=1.0))
@@ -80,17 +80,17 @@ def test_a_process_without_a_word_of_its_own_is_not_told_by_an_older_one(tmp_pat
     [point] = points("+exp=quickstart", folder=tmp_path)
     directory = RunDirectory(tmp_path / point.name)
     directory.path.mkdir()
-    assert result(point, tmp_path, None, silent="exit code 2: no").reason == "exit code 2: no"
+    assert read_result(point, tmp_path, None, silent="exit code 2: no").reason == "exit code 2: no"
     older = Status(state=RunState.FAILED, attempt=1, exit_code=1, reason="older")
     directory.write_status(older)
-    told = result(point, tmp_path, None, before=older, silent="exit code 2: no")
+    told = read_result(point, tmp_path, None, before=older, silent="exit code 2: no")
     assert (told.state, told.reason) == (PointState.FAILED, "exit code 2: no")
-    asked = result(point, tmp_path, None, before=older, silent="exit code 75", asked=True)
+    asked = read_result(point, tmp_path, None, before=older, silent="exit code 75", asked=True)
     assert (asked.state, asked.reason) == (PointState.STOPPED, "stopped before it began")
     directory.write_status(replace(older, attempt=2, reason="its own"))
-    assert result(point, tmp_path, None, before=older, silent="exit code 1").reason == "its own"
+    assert read_result(point, tmp_path, None, before=older, silent="exit code 1").reason == "its own"
     directory.write_status(Status(state=RunState.RUNNING, attempt=2, step=3))
-    killed = result(point, tmp_path, None, before=older, silent="ended by signal 9")
+    killed = read_result(point, tmp_path, None, before=older, silent="ended by signal 9")
     assert (killed.state, killed.reason, killed.step) == (PointState.FAILED, "ended by signal 9", 3)
 
 
@@ -101,39 +101,39 @@ def test_a_diverged_point_is_told_apart_from_a_failed_one(tmp_path: Path) -> Non
     directory.write_status(
         Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.DIVERGED, reason="step 7: NaN")
     )
-    row = result(point, tmp_path, None, silent="exit code 65")
+    row = read_result(point, tmp_path, None, silent="exit code 65")
     assert (row.state, row.reason, row.step, row.number) == (PointState.DIVERGED, "step 7: NaN", 7, None)
     directory.write_status(
         Status(state=RunState.FAILED, attempt=1, step=7, exit_code=ExitCode.FAILURE, reason="why")
     )
-    assert result(point, tmp_path, None, silent="exit code 1").state is PointState.FAILED
+    assert read_result(point, tmp_path, None, silent="exit code 1").state is PointState.FAILED
 
 
 def test_the_number_that_points_are_compared_by(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     config = compose(["+exp=quickstart", "eval.sets=[validation,other]", "eval.every=2"])
-    assert number_of(directory, config, None) is None
+    assert read_metric(directory, config, None) is None
     metrics = [
         {"step": step, "loss": 5.0 - step, "tokens_per_second": speed}
         for step, speed in enumerate((1.0, 10.0, 30.0, 20.0), 1)
     ]
     directory.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in metrics) + '{"step": 5, "lo')
-    assert number_of(directory, config, None) is None, "the evaluation is what counts"
-    assert number_of(directory, compose(["+exp=quickstart", "eval.every=0"]), None) == 1.0
+    assert read_metric(directory, config, None) is None, "the evaluation is what counts"
+    assert read_metric(directory, compose(["+exp=quickstart", "eval.every=0"]), None) == 1.0
     evaluated = [("validation", 3.0), ("other", 9.0), ("validation", 2.5), ("other", 8.0)]
     directory.eval_file.write_text(
         "".join(json.dumps({"step": 1, "set": name, "loss": loss}) + "\n" for name, loss in evaluated)
     )
-    assert number_of(directory, config, None) == 2.5
-    assert number_of(directory, config, "other") == 8.0
-    assert number_of(directory, config, "tokens_per_second") == 20.0, "the median, without the first step"
-    assert number_of(directory, config, "nosuch") is None
+    assert read_metric(directory, config, None) == 2.5
+    assert read_metric(directory, config, "other") == 8.0
+    assert read_metric(directory, config, "tokens_per_second") == 20.0, "the median, without the first step"
+    assert read_metric(directory, config, "nosuch") is None
     directory.eval_file.write_text(json.dumps({"step": 1, "set": "validation", "loss": float("nan")}) + "\n")
-    assert number_of(directory, config, None) is None, "a run that diverged is not the best one"
+    assert read_metric(directory, config, None) is None, "a run that diverged is not the best one"
 
 
 def test_best_first() -> None:
-    row = Row(name="", swept=[], words=[], run_dir="", state=PointState.DONE)
+    row = PointRow(name="", swept=[], words=[], run_dir="", state=PointState.DONE)
     rows = [
         replace(row, name="refused", state=PointState.REFUSED),
         replace(row, name="2", number=2.0),
@@ -141,20 +141,20 @@ def test_best_first() -> None:
         replace(row, name="1", number=1.0),
         replace(row, name="failed", state=PointState.FAILED),
     ]
-    assert [row.name for row in ranked(rows, maximize=False)] == ["1", "2", "none", "failed", "refused"]
-    assert [row.name for row in ranked(rows, maximize=True)] == ["2", "1", "none", "failed", "refused"]
+    assert [row.name for row in rank_rows(rows, maximize=False)] == ["1", "2", "none", "failed", "refused"]
+    assert [row.name for row in rank_rows(rows, maximize=True)] == ["2", "1", "none", "failed", "refused"]
 
 
 # -- shown
 
 
 def test_reasons_are_told_once_each() -> None:
-    row = Row(name="", swept=[], words=[], run_dir="", state=PointState.REFUSED)
+    row = PointRow(name="", swept=[], words=[], run_dir="", state=PointState.REFUSED)
     rows = [
         replace(row, swept=[f"a={number}"], reason="odd" if number % 2 else "even\neven so")
         for number in range(9)
     ]
-    assert grouped(rows) == [
+    assert group_reasons(rows) == [
         "5 points refused: a=0, a=2, a=4, a=6 and 1 more\n    even\n    even so",
         "4 points refused: a=1, a=3, a=5, a=7\n    odd",
     ]
@@ -163,7 +163,7 @@ def test_reasons_are_told_once_each() -> None:
         replace(row, swept=["a=9"], reason="odd\nlarge"),
         replace(row, swept=["a=1"], state=PointState.FAILED, reason="x" * 999),
     ]
-    assert grouped(both)[1:] == [
+    assert group_reasons(both)[1:] == [
         "5 points refused: a=1, a=3, a=5, a=7 and 1 more\n    odd",
         "1 point refused: a=9\n    large",
         f"1 point failed: a=1\n    {'x' * 300} ...",
@@ -171,7 +171,7 @@ def test_reasons_are_told_once_each() -> None:
 
 
 def test_the_table_can_be_read_in_a_narrow_terminal() -> None:
-    row = Row(
+    row = PointRow(
         name="",
         swept=["zero=stage1", "optim.lr=0.001"],
         words=[],
@@ -184,7 +184,7 @@ def test_the_table_can_be_read_in_a_narrow_terminal() -> None:
         replace(row, swept=["zero=stage1", "optim.lr=0.002"], state=PointState.DONE, number=2.5, step=300),
     ]
     console = Console(width=80, file=io.StringIO())
-    console.print(table(rows, "loss", maximize=False))
+    console.print(format_table(rows, "loss", maximize=False))
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     assert ["│", "1", "│", "zero=stage1", "optim.lr=0.002", "│", "2.5", "│", "300", "│", "done", "│"] in lines
     assert ["│", "│", "zero=stage1", "optim.lr=0.001", "│", "│", "│", "refused", "│"] in lines

@@ -15,8 +15,8 @@ import pytest
 from torch.distributed import DistNetworkError, PrefixStore
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.ranks import free_port
-from toolkit.cluster.rendezvous import Left, Meeting
+from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.rendezvous import PeerExited, Rendezvous
 from toolkit.errors import ExitCode, InputError
 
 
@@ -32,7 +32,7 @@ class Ranks:
     def __init__(
         self, count: int, port: int | None = None, overrides: tuple[str, ...] = ("a=1",), **keys: object
     ) -> None:
-        self.port = port or free_port()
+        self.port = port or find_free_port()
         launches = [
             Launch(
                 **{
@@ -47,9 +47,9 @@ class Ranks:
             )  # type: ignore[arg-type]
             for rank in range(count)
         ]
-        self.meetings = [Meeting(launch, overrides, seconds=10) for launch in launches]
+        self.meetings = [Rendezvous(launch, overrides, seconds=10) for launch in launches]
 
-    def others(self, threads: ThreadPoolExecutor, do: Callable[[Meeting], object]) -> list[Future[object]]:
+    def others(self, threads: ThreadPoolExecutor, do: Callable[[Rendezvous], object]) -> list[Future[object]]:
         return [threads.submit(do, meeting) for meeting in self.meetings[1:]]
 
 
@@ -102,12 +102,12 @@ def test_a_mistake_sends_all_away_and_rank_0_stays_until_they_have_heard(threads
     ranks = Ranks(3)
     first = threads.submit(ranks.meetings[0].dismiss, ExitCode.USER)
     early = threads.submit(ranks.meetings[1].receive, "start")
-    with pytest.raises(Left) as left:
+    with pytest.raises(PeerExited) as left:
         early.result(10)
     assert left.value.code == ExitCode.USER
     time.sleep(0.2)
     assert not first.done()  # one rank is still importing torch
-    with pytest.raises(Left):
+    with pytest.raises(PeerExited):
         ranks.meetings[2].receive("start")
     first.result(10)
     assert ranks.meetings[2].dismissed(0)
@@ -142,7 +142,7 @@ def test_waiting_is_bounded() -> None:
     ranks = Ranks(2)
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.3 s for the store at 127"):
-        Meeting(ranks.meetings[1]._launch, [], seconds=0.3).receive("start")
+        Rendezvous(ranks.meetings[1]._launch, [], seconds=0.3).receive("start")
     ranks.meetings[0].publish("other", {})
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.3 s for start"):
         ranks.meetings[1].receive("start", seconds=0.3)
@@ -177,7 +177,7 @@ def test_ranks_meet_whatever_their_agents_have_counted(threads: ThreadPoolExecut
         Launch(**three, rank=rank, restart=restart)  # type: ignore[arg-type]
         for rank, restart in enumerate((0, 2, 1))
     ]
-    meetings = [Meeting(launch, ("a=1",), seconds=10) for launch in launches]
+    meetings = [Rendezvous(launch, ("a=1",), seconds=10) for launch in launches]
     heard = [threads.submit(meeting.receive, "start") for meeting in meetings[1:]]
     meetings[0].publish("start", {"attempt": 1})
     assert [future.result(10) for future in heard] == [[{"attempt": 1}]] * 2
@@ -187,7 +187,7 @@ def test_a_rank_that_asked_and_died_is_not_waited_for(threads: ThreadPoolExecuto
     """It was killed while it waited for rank 0, or between two words; those of the next start take its place."""
     agent = Ranks(2)
     agent.meetings[0].publish("start", {"attempt": 0})
-    gone = Meeting(Ranks(2, port=agent.port, agent_store=True).meetings[1]._launch, ("a=1",), seconds=0.5)
+    gone = Rendezvous(Ranks(2, port=agent.port, agent_store=True).meetings[1]._launch, ("a=1",), seconds=0.5)
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.5 s for rank 0"):
         gone.receive("start")
     PrefixStore(gone._prefix, gone._open()).add("asked", 1)
@@ -200,7 +200,7 @@ def test_a_rank_that_asked_and_died_is_not_waited_for(threads: ThreadPoolExecuto
 def test_who_does_not_come_is_counted() -> None:
     agent = Ranks(2)
     agent.meetings[0].publish("start", {"attempt": 0})
-    alone = Meeting(Ranks(2, port=agent.port, agent_store=True).meetings[0]._launch, ("a=1",), seconds=0.3)
+    alone = Rendezvous(Ranks(2, port=agent.port, agent_store=True).meetings[0]._launch, ("a=1",), seconds=0.3)
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.3 s for all 2 ranks to come"):
         alone.publish("start", {})
 
@@ -220,7 +220,7 @@ def test_a_name_that_does_not_resolve_is_said(monkeypatch: pytest.MonkeyPatch) -
         agent_store=True,
     )
     with pytest.raises(TimeoutError, match=r"the store at node0:1, .* --local-addr=ADDRESS"):
-        Meeting(launch, (), seconds=0.3).receive("start")
+        Rendezvous(launch, (), seconds=0.3).receive("start")
 
 
 def test_another_launch_at_the_same_port_is_not_heard() -> None:

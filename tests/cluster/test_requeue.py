@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import requeue
-from toolkit.cluster.requeue import Asked, Before, Ended, Next, decide
+from toolkit.cluster.requeue import StopSignal, JobBaseline, JobOutcome, NextAction, decide
 from toolkit.config.compose import compose, to_yaml
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
@@ -23,16 +23,16 @@ from toolkit.rundir.status import RunState, Status
 def ended(
     state: RunState | None,
     *,
-    asked: Asked = Asked.NONE,
+    asked: StopSignal = StopSignal.NONE,
     code: int = 1,
     attempt: int = 2,
     checkpoint: str | None = "step-1",
     reason: str | None = "SIGTERM",
-) -> Ended:
-    return Ended(asked=asked, code=code, attempt=attempt, state=state, reason=reason, checkpoint=checkpoint)
+) -> JobOutcome:
+    return JobOutcome(asked=asked, code=code, attempt=attempt, state=state, reason=reason, checkpoint=checkpoint)
 
 
-BEFORE = Before(attempt=1, checkpoint="step-1")
+BEFORE = JobBaseline(attempt=1, checkpoint="step-1")
 NEWER = "step-2"
 
 
@@ -40,32 +40,32 @@ NEWER = "step-2"
     ("end", "next", "code"),
     [
         # srun's code is torchrun's, and says nothing of what the ranks said
-        (ended(RunState.DONE, code=1), Next.END, ExitCode.DONE),
-        (ended(RunState.REFUSED, code=1), Next.END, ExitCode.USER),
-        (ended(RunState.STOPPED, code=1, asked=Asked.TERM), Next.AGAIN, None),
-        (ended(RunState.STOPPED, code=1), Next.AGAIN, None),  # preempted: Slurm told the tasks itself
-        (ended(RunState.STOPPED, asked=Asked.INT), Next.END, ExitCode.STOPPED),
-        (ended(RunState.STOPPED, reason="SIGINT"), Next.END, ExitCode.STOPPED),  # from W&B's page, or by hand
-        (ended(RunState.FAILED, checkpoint=NEWER), Next.AGAIN, None),
-        (ended(RunState.FAILED), Next.END, ExitCode.FAILURE),  # its launcher has had cluster.restarts already
-        (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), Next.END, ExitCode.DIVERGED),
+        (ended(RunState.DONE, code=1), NextAction.END, ExitCode.DONE),
+        (ended(RunState.REFUSED, code=1), NextAction.END, ExitCode.USER),
+        (ended(RunState.STOPPED, code=1, asked=StopSignal.TERM), NextAction.AGAIN, None),
+        (ended(RunState.STOPPED, code=1), NextAction.AGAIN, None),  # preempted: Slurm told the tasks itself
+        (ended(RunState.STOPPED, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
+        (ended(RunState.STOPPED, reason="SIGINT"), NextAction.END, ExitCode.STOPPED),  # from W&B's page, or by hand
+        (ended(RunState.FAILED, checkpoint=NEWER), NextAction.AGAIN, None),
+        (ended(RunState.FAILED), NextAction.END, ExitCode.FAILURE),  # its launcher has had cluster.restarts already
+        (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), NextAction.END, ExitCode.DIVERGED),
         (
             replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=2),
-            Next.END,
+            NextAction.END,
             ExitCode.USER,
         ),  # a full disk, say
-        (ended(RunState.RUNNING, code=137), Next.AGAIN, None),
-        (ended(RunState.RUNNING, checkpoint=NEWER, code=137), Next.AGAIN, None),  # killed without a word
-        (ended(RunState.FAILED, asked=Asked.INT), Next.END, ExitCode.FAILURE),
+        (ended(RunState.RUNNING, code=137), NextAction.AGAIN, None),
+        (ended(RunState.RUNNING, checkpoint=NEWER, code=137), NextAction.AGAIN, None),  # killed without a word
+        (ended(RunState.FAILED, asked=StopSignal.INT), NextAction.END, ExitCode.FAILURE),
         # no attempt was begun
-        (ended(None, attempt=1, code=2), Next.END, ExitCode.USER),
-        (ended(RunState.STOPPED, attempt=1, code=1), Next.END, ExitCode.FAILURE),
-        (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.TERM), Next.AGAIN, None),
-        (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.INT), Next.END, ExitCode.STOPPED),
-        (ended(RunState.DONE, attempt=1, code=0), Next.END, ExitCode.DONE),
+        (ended(None, attempt=1, code=2), NextAction.END, ExitCode.USER),
+        (ended(RunState.STOPPED, attempt=1, code=1), NextAction.END, ExitCode.FAILURE),
+        (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.TERM), NextAction.AGAIN, None),
+        (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
+        (ended(RunState.DONE, attempt=1, code=0), NextAction.END, ExitCode.DONE),
     ],
 )
-def test_the_next_thing(end: Ended, next: Next, code: ExitCode | None) -> None:
+def test_the_next_thing(end: JobOutcome, next: NextAction, code: ExitCode | None) -> None:
     decision = decide(BEFORE, end, restarts=3, requeue=True)
     assert decision.next is next
     assert code is None or decision.code is code
@@ -74,13 +74,13 @@ def test_the_next_thing(end: Ended, next: Next, code: ExitCode | None) -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        ended(RunState.STOPPED, asked=Asked.TERM),
+        ended(RunState.STOPPED, asked=StopSignal.TERM),
         ended(RunState.FAILED, checkpoint=NEWER),
-        ended(None, attempt=1, asked=Asked.TERM),
+        ended(None, attempt=1, asked=StopSignal.TERM),
     ],
 )
-def test_without_requeue_every_end_is_one(end: Ended) -> None:
-    assert decide(BEFORE, end, restarts=3, requeue=False).next is Next.END
+def test_without_requeue_every_end_is_one(end: JobOutcome) -> None:
+    assert decide(BEFORE, end, restarts=3, requeue=False).next is NextAction.END
 
 
 def test_ends_without_a_word_are_bounded_and_progress_forgives_them() -> None:
@@ -88,14 +88,14 @@ def test_ends_without_a_word_are_bounded_and_progress_forgives_them() -> None:
     for attempt in range(2, 6):
         decision = decide(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
         decisions.append(decision.next)
-        before = Before(attempt=attempt, checkpoint="step-1", fruitless=decision.fruitless)
-        if decision.next is Next.END:
+        before = JobBaseline(attempt=attempt, checkpoint="step-1", fruitless=decision.fruitless)
+        if decision.next is NextAction.END:
             break
-    assert decisions == [Next.AGAIN, Next.AGAIN, Next.END]
-    twice = Before(attempt=3, checkpoint="step-1", fruitless=2)
+    assert decisions == [NextAction.AGAIN, NextAction.AGAIN, NextAction.END]
+    twice = JobBaseline(attempt=3, checkpoint="step-1", fruitless=2)
     forgiven = decide(twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
-    assert (forgiven.next, forgiven.fruitless) == (Next.AGAIN, 0)
-    assert decide(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next is Next.END
+    assert (forgiven.next, forgiven.fruitless) == (NextAction.AGAIN, 0)
+    assert decide(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next is NextAction.END
 
 
 # ---- the command
@@ -183,13 +183,13 @@ def test_a_last_word_that_comes_late_is_waited_for(folder: Path) -> None:
         0.5, lambda: RunDirectory(run_dir).write_status(Status(state=RunState.DONE, attempt=1))
     )
     late.start()
-    assert requeue.settled(run_dir, Before(), Asked.NONE, 1, seconds=20).state is RunState.DONE
+    assert requeue.wait_for_outcome(run_dir, JobBaseline(), StopSignal.NONE, 1, seconds=20).state is RunState.DONE
     late.join()
     assert (
-        requeue.settled(run_dir, Before(attempt=1), Asked.NONE, 2, seconds=20).attempt == 1
+        requeue.wait_for_outcome(run_dir, JobBaseline(attempt=1), StopSignal.NONE, 2, seconds=20).attempt == 1
     )  # a mistake before it began: at once
 
 
 def test_an_incomplete_checkpoint_is_no_progress(folder: Path) -> None:
     attempt(folder, 1, RunState.FAILED, checkpoint=".step-2")
-    assert requeue.newest(folder.parent.parent) is None
+    assert requeue.newest_checkpoint_name(folder.parent.parent) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.oom import oom_kills, oom_words
+from toolkit.cluster.oom_kills import count_oom_kills, describe_oom_kills
 from toolkit.cluster.restarts import MOST_SECONDS, NoRestart, Restart, after, words
 from toolkit.errors import ExitCode
 
@@ -98,20 +98,20 @@ def machine(
 
 
 def test_a_kill_for_want_of_memory_is_said_with_its_evidence(tmp_path: Path) -> None:
-    before = oom_kills(machine(tmp_path, 1, 5))
-    assert oom_words(before, oom_kills(tmp_path)) == "", "the control"
-    told = oom_words(before, oom_kills(machine(tmp_path, 2, 6)))
+    before = count_oom_kills(machine(tmp_path, 1, 5))
+    assert describe_oom_kills(before, count_oom_kills(tmp_path)) == "", "the control"
+    told = describe_oom_kills(before, count_oom_kills(machine(tmp_path, 2, 6)))
     assert told.startswith(
         "out of host memory: the kernel killed 1 process in its container or job meanwhile (oom_kill of "
     )
     assert told.endswith("job/memory.events)")
-    elsewhere = oom_words(oom_kills(tmp_path), oom_kills(machine(tmp_path, 2, 8)))
+    elsewhere = describe_oom_kills(count_oom_kills(tmp_path), count_oom_kills(machine(tmp_path, 2, 8)))
     assert "2 processes on this machine" in elsewhere
 
 
 def test_the_older_control_groups_and_none_at_all(tmp_path: Path) -> None:
     old = {"cgroup": "4:memory:/job\n1:cpu:/\n", "file": "sys/fs/cgroup/memory/job/memory.oom_control"}
-    before = oom_kills(machine(tmp_path, 0, 0, **old))
-    assert "memory.oom_control" in oom_words(before, oom_kills(machine(tmp_path, 1, 1, **old)))
-    assert oom_kills(tmp_path / "nothing") == {}
-    assert oom_kills()["/proc/vmstat"] >= 0  # this kernel's
+    before = count_oom_kills(machine(tmp_path, 0, 0, **old))
+    assert "memory.oom_control" in describe_oom_kills(before, count_oom_kills(machine(tmp_path, 1, 1, **old)))
+    assert count_oom_kills(tmp_path / "nothing") == {}
+    assert count_oom_kills()["/proc/vmstat"] >= 0  # this kernel's

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster.backends import slurm
-from toolkit.cluster.job import Job, JobId, JobState
+from toolkit.cluster.job import TrainingJob, JobId, JobState
 from toolkit.config.cluster import ClusterConfig, SlurmConfig, Where
 from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ConfigError, InputError
@@ -38,7 +38,7 @@ def job(
     slurm: SlurmConfig | None = None,
     grace: int = 60,
     script: str = "/repo/launch/train.py",
-) -> Job:
+) -> TrainingJob:
     cluster = ClusterConfig(
         where=Where.slurm, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, slurm=slurm or SlurmConfig()
     )
@@ -46,7 +46,7 @@ def job(
     world = World(
         ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU
     )
-    return Job(name=Path(run_dir).name, run_dir=run_dir, number=1, config=config, world=world, script=script)
+    return TrainingJob(name=Path(run_dir).name, run_dir=run_dir, number=1, config=config, world=world, script=script)
 
 
 CASES = {
@@ -60,7 +60,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_script_is_the_golden_one(name: str) -> None:
-    assert slurm.script(CASES[name], PYTHON) == (GOLDEN / name).read_text()
+    assert slurm.render_script(CASES[name], PYTHON) == (GOLDEN / name).read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,7 +68,7 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("shellcheck did not look at the script: apt-get install shellcheck")
-    text = slurm.script(CASES[name], PYTHON)
+    text = slurm.render_script(CASES[name], PYTHON)
     done = subprocess.run(
         [shellcheck, "-"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
@@ -128,7 +128,7 @@ def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_left_out_is_the_sites_to_decide() -> None:
-    words = slurm.options(job(gpus=0, slurm=SlurmConfig(requeue=False)))
+    words = slurm.sbatch_options(job(gpus=0, slurm=SlurmConfig(requeue=False)))
     assert [word.partition("=")[0] for word in words] == [
         "--job-name",
         "--nodes",
@@ -142,13 +142,13 @@ def test_what_is_left_out_is_the_sites_to_decide() -> None:
 
 
 def test_a_users_own_form_of_asking_for_gpus_stands_for_ours() -> None:
-    words = slurm.options(job(slurm=SlurmConfig(options={"gpus-per-node": "h100:8"})))
+    words = slurm.sbatch_options(job(slurm=SlurmConfig(options={"gpus-per-node": "h100:8"})))
     assert "--gpus-per-node=h100:8" in words
     assert not any(word.startswith("--gres") for word in words)
 
 
 def test_a_percent_sign_of_a_folder_is_not_a_pattern_of_slurms() -> None:
-    assert "--output=/data/50%%/jobs/001/output.txt" in slurm.options(job(run_dir="/data/50%"))
+    assert "--output=/data/50%%/jobs/001/output.txt" in slurm.sbatch_options(job(run_dir="/data/50%"))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_percent_sign_of_a_folder_is_not_a_pattern_of_slurms() -> None:
     ],
 )
 def test_forms_of_a_time_limit(time: str, seconds: int | None) -> None:
-    assert slurm.limit_seconds(time) == seconds
+    assert slurm.parse_time_limit(time) == seconds
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_job_begins_without_the_marks_of_what_is_around_it() -> None:
         "SBATCH_PARTITION": "mine",
         "WANDB_MODE": "offline",
     }
-    assert slurm.clean(around) == {
+    assert slurm.submission_environment(around) == {
         "PATH": "/bin",
         "SLURM_CONF": "/etc/slurm.conf",
         "SBATCH_PARTITION": "mine",
@@ -249,10 +249,10 @@ def calls(environ: dict[str, str]) -> list[list[str]]:
     return [line.split("\0") for line in lines if line]
 
 
-def started(job: Job, environ: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+def started(job: TrainingJob, environ: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
     python = str(Path(environ["NOTES"]) / "bin" / "python")
     path = cwd / "job.sh"
-    path.write_text(slurm.script(job, python))
+    path.write_text(slurm.render_script(job, python))
     # A shell cannot trap what it was begun to ignore, as the tests may be when they run in the background of another shell.
     return subprocess.Popen(
         ["bash", str(path)],
@@ -405,5 +405,5 @@ def test_files_hold_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
-        (GOLDEN / name).write_text(slurm.script(case, PYTHON))
+        (GOLDEN / name).write_text(slurm.render_script(case, PYTHON))
     sys.exit(0)

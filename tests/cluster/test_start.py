@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from toolkit.cluster.start import Start
+from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.plan.types import Device, World
 
-START = Start(
+START = AttemptSpec(
     yaml="run:\n  name: 'ü: \"quoted\"'\n",
     attempt=7,
     data="data/stdlib/0123456789ab",
@@ -22,11 +22,11 @@ START = Start(
 
 
 def test_through_the_store() -> None:
-    again = Start.from_json(json.loads(json.dumps(START.to_json())))
+    again = AttemptSpec.from_json(json.loads(json.dumps(START.to_json())))
     assert again == START
     assert again.world.device is Device.CUDA
 
 
 def test_through_a_file(tmp_path: Path) -> None:
     START.write(tmp_path / "handover.json")
-    assert Start.read(tmp_path / "handover.json") == START
+    assert AttemptSpec.read(tmp_path / "handover.json") == START

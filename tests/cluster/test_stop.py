@@ -14,12 +14,12 @@ import time
 import pytest
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.stop import Process, StopRequest, launchers, own_beginning
+from toolkit.cluster.stop_request import ProcessId, StopRequest, find_launchers, process_start_time
 
 # Prints "ready", then what it sees; `save` is how long it takes to leave after a request.
 WAITER = """
 import sys, time
-from toolkit.cluster.stop import StopRequest, Process
+from toolkit.cluster.stop_request import StopRequest, Process
 arm, grace, save, watched = sys.argv[1] == "arm", float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 stop = StopRequest()
 stop.abort = lambda reason, code: print("abort", int(code), reason, flush=True)
@@ -136,7 +136,7 @@ def test_a_dead_launcher_is_a_reason(collected: bool) -> None:
 def test_a_forked_worker_that_is_ended_does_not_stop_the_run() -> None:
     code = """
 import multiprocessing, time
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.stop_request import StopRequest
 stop = StopRequest(); stop.install(); stop.arm(None)
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 worker.start(); time.sleep(0.2); worker.terminate(); worker.join(10)
@@ -151,7 +151,7 @@ print(worker.exitcode, stop())
 
 def test_a_process_knows_when_it_was_started() -> None:
     code = (
-        "import time; time.sleep(1.5); from toolkit.cluster.stop import own_beginning; print(own_beginning())"
+        "import time; time.sleep(1.5); from toolkit.cluster.stop_request import own_beginning; print(own_beginning())"
     )
     before = time.time()
     told = float(
@@ -160,21 +160,21 @@ def test_a_process_knows_when_it_was_started() -> None:
         ).stdout
     )
     assert before - 0.1 < told < before + 1.0
-    assert own_beginning() < time.time()
+    assert process_start_time() < time.time()
 
 
 def test_a_process_is_known_by_its_start_too() -> None:
-    own = Process.of(os.getpid())
+    own = ProcessId.of(os.getpid())
     assert own is not None
     assert own.alive()
-    assert not Process(own.pid, "1").alive()  # the number, used again by another process
-    assert Process.of(2**22 + 1) is None
+    assert not ProcessId(own.pid, "1").alive()  # the number, used again by another process
+    assert ProcessId.of(2**22 + 1) is None
 
 
 def chain(outer: str, inner: str) -> list[int]:
     """Which ancestors a rank watches that stands under two processes, whose command lines hold these words."""
     rank = (
-        "from toolkit.cluster.stop import *; import os; "
+        "from toolkit.cluster.stop_request import *; import os; "
         "print(os.getppid(), *[p.pid for p in launchers(Launch(launcher=Launcher.DEEPSPEED, ranks=2))])"
     )
     start = (
@@ -194,4 +194,4 @@ def test_both_processes_of_deepspeed_are_watched() -> None:
 def test_a_shell_above_the_launcher_is_not_watched() -> None:
     parent, *watched = chain("bash", "torchrun")
     assert watched == [parent]
-    assert launchers(Launch(launcher=Launcher.NONE)) == []
+    assert find_launchers(Launch(launcher=Launcher.NONE)) == []

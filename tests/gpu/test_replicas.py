@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.engine.hashing import hashes
 from toolkit.observe.replicas import _Pending
 from toolkit.plan.devices import find
@@ -64,6 +64,6 @@ def test_hashing_is_reading(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -
             f"hashing takes {device / 4 * 1e3:.2f} ms a GiB, of the host {asked * 1e3:.1f} ms to ask for 64 tensors"
         )
     assert answered >= asked
-    known = find(this_machine().gpus[0].product)
+    known = find(detect_machine().gpus[0].product)
     if known is not None:
         assert device < 4 * (4 * GIB / known.bandwidth) + 64 * 50e-6

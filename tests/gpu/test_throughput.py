@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gpu.test_gpu import sized, text
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.monitor.throughput import Throughput
@@ -48,8 +48,8 @@ def test_a_run_in_bf16_uses_a_plausible_part_of_the_gpu(
     engine: EngineName, stage: int, gpu: RankPool
 ) -> None:
     """Small as the model is, more than a fiftieth of it, and less than nine tenths, which nothing reaches."""
-    kind = normalise(this_machine().gpus[0].product)
-    assert kind is not None, f"toolkit/plan/devices.py does not know {this_machine().gpus[0].product}"
+    kind = normalise(detect_machine().gpus[0].product)
+    assert kind is not None, f"toolkit/plan/devices.py does not know {detect_machine().gpus[0].product}"
     plan = sized(engine, stage)
     plan = replace(plan, world=replace(plan.world, gpu=kind))
     seconds = gpu.run(step_seconds, plan, timeout=300)[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 
 def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2) -> list[str]:
     """As typed, with a port of its own: other runs of this machine must not matter. ``ranks`` None: the bare form."""
-    port = ["--master_port", str(free_port())]
+    port = ["--master_port", str(find_free_port())]
     match launcher:
         case "deepspeed":
             return [

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
@@ -107,12 +107,12 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
         (folder / name).mkdir(parents=True)
     host = os.uname().nodename.partition(".")[0]
     nodes = [
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN"
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={find_free_port()} CPUs={cores} State=UNKNOWN"
         for node in EVERY
     ]
     (folder / "slurm.conf").write_text(
         CONFIG.format(
-            folder=folder, nodes="\n".join(nodes), main=",".join(NODES), aside=ASIDE, control=free_port()
+            folder=folder, nodes="\n".join(nodes), main=",".join(NODES), aside=ASIDE, control=find_free_port()
         )
     )
     (folder / "munge" / "key").write_bytes(os.urandom(1024))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.processes import BIN, ROOT, Started, hit, status_of
 from tests.launch.test_killed import data, rows
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
@@ -98,7 +98,7 @@ def uninterrupted(data: Path, tmp_path: Path) -> Iterator[dict[int, float]]:
 def test_an_elastic_run_continues_without_a_lost_node_and_with_it_when_it_returns(
     data: Path, uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
-    run_dir, port = tmp_path / "run", free_port()
+    run_dir, port = tmp_path / "run", find_free_port()
     with agent(run_dir, data, port, 0, tmp_path / "first") as first:
         second = agent(
             run_dir, data, port, 1, tmp_path / "second"

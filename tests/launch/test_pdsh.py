@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import BIN
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 
 pytestmark = [
     pytest.mark.full,
@@ -61,7 +61,7 @@ def through(folder: Path, *words: str) -> list[list[str]]:
         f"--hostfile={hosts}",
         "--no_ssh_check",
         "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}",
+        f"--master_port={find_free_port()}",
         str(script),
         *words,
     ]

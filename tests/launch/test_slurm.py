@@ -18,7 +18,7 @@ from tests.launch.processes import FAKE, ROOT, TRAIN, command, status_of
 from tests.launch.slurm import Slurm, loopback_slurm, missing
 from toolkit.cluster import submission
 from toolkit.cluster.backends import slurm as backend
-from toolkit.cluster.job import Job, JobId, JobState, make_job, plan_job
+from toolkit.cluster.job import TrainingJob, JobId, JobState, create_job, plan_job
 from toolkit.config.compose import compose
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -66,7 +66,7 @@ def log_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, JobId]:
+def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingJob, JobId]:
     """A job whose time limit comes near while the other tests run, on a node that they do not use."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         log_in(slurm, monkeypatch)
@@ -121,7 +121,7 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     ).stdout
     assert not run_dir.exists()
     subprocess.run(submit, check=True, timeout=60)
-    found = submission.last_job(run_dir)
+    found = submission.find_last_job(run_dir)
     assert found is not None
     number, record = found
     folder, id = run_dir / "jobs" / f"{number:03d}", record.id
@@ -157,10 +157,10 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     )  # a control: one step off is seen
 
 
-def fake_job(run_dir: Path, *words: str, grace_seconds: int = 30) -> Job:
+def fake_job(run_dir: Path, *words: str, grace_seconds: int = 30) -> TrainingJob:
     """On one node, with a training that only keeps time."""
     where = ("cluster=slurm", "cluster.gpus_per_node=0", f"cluster.grace_seconds={grace_seconds}")
-    return make_job(plan_job(compose(["+exp=quickstart", *where, f"run.dir={run_dir}", *words])), FAKE)
+    return create_job(plan_job(compose(["+exp=quickstart", *where, f"run.dir={run_dir}", *words])), FAKE)
 
 
 def fake_steps(directory: RunDirectory) -> int:
@@ -225,7 +225,7 @@ def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -
 
 
 def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(
-    slurm: Slurm, limited: tuple[Job, JobId]
+    slurm: Slurm, limited: tuple[TrainingJob, JobId]
 ) -> None:
     """sbatch(1), --signal: the warning may come up to a minute earlier than asked for."""
     job, id = limited

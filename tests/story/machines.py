@@ -14,7 +14,7 @@ from tests.cluster.nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
 from tests.data.served import Store, environment
 from tests.launch.processes import Started
 from tests.story.telling import Story
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 
 PORT, STORE_PORT = 29500, 9000  # of networks that nobody else has
 ENDED_SECONDS = 60.0  # in which both commands are gone after one rank was killed
@@ -65,7 +65,7 @@ class Machines:
             stack.enter_context(serving)
             until(lambda: store.s3 in serving.output, 20, "serving", serving)
         else:
-            self.shared, self.address, self._port = folder, "127.0.0.1", free_port()
+            self.shared, self.address, self._port = folder, "127.0.0.1", find_free_port()
             self.what = f"two launchers on loopback ({why})"
             self._environ = story.environ
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from toolkit.cluster.interface import interface_to
-from toolkit.cluster.machine import Machine, this_machine
+from toolkit.cluster.network_interface import find_interface_to
+from toolkit.cluster.machine_info import MachineInfo, detect_machine
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.devices import normalise
@@ -20,7 +20,7 @@ HANDOVER = "--handover="  # our parent gives each rank the frozen start as a fil
 
 class Launcher(StrEnum):
     NONE = "none"  # a person, or a script: plain python
-    PARENT = "parent"  # our own parent process: cluster/parent.py
+    PARENT = "parent"  # our own parent process: cluster/supervisor.py
     DEEPSPEED = "deepspeed"
     TORCHELASTIC = "torchrun"
     OTHER = "other"  # anything that sets torch's variables
@@ -75,10 +75,10 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
             rest.append(argument)
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return Launch(), rest
-    ranks, rank = _number(environ, "WORLD_SIZE"), _number(environ, "RANK")
+    ranks, rank = _read_number(environ, "WORLD_SIZE"), _read_number(environ, "RANK")
     # torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
     per_node = next(
-        (_number(environ, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), ranks
+        (_read_number(environ, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), ranks
     )
     if handover is not None:
         launcher = Launcher.PARENT
@@ -91,20 +91,20 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
     return Launch(
         launcher=launcher,
         rank=rank,
-        local_rank=_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank % per_node,
+        local_rank=_read_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank % per_node,
         ranks=ranks,
         ranks_per_node=per_node,
-        address=_text(environ, "MASTER_ADDR"),
-        port=_number(environ, "MASTER_PORT"),
+        address=_read_text(environ, "MASTER_ADDR"),
+        port=_read_number(environ, "MASTER_PORT"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=(restart := int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         restarts_left=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart,
-        elastic=launcher is Launcher.TORCHELASTIC and is_elastic(environ, _agent_words()),
+        elastic=launcher is Launcher.TORCHELASTIC and is_elastic(environ, _agent_command_line()),
         handover=handover,
     ), rest
 
 
-def detect_world(cluster: ClusterConfig, launch: Launch, machine: Machine | None = None) -> World:
+def detect_world(cluster: ClusterConfig, launch: Launch, machine: MachineInfo | None = None) -> World:
     """The world of this run: what a launcher started, else what is described by ``cluster.*``, else this machine.
 
     A described world need not be here (``launch/plan.py`` plans for it); :func:`check_startable` refuses to start it.
@@ -112,24 +112,24 @@ def detect_world(cluster: ClusterConfig, launch: Launch, machine: Machine | None
     Raises:
         ConfigError: a launcher started something else than ``cluster.*`` says.
     """
-    machine = machine or this_machine()
+    machine = machine or detect_machine()
     if launch.launcher is Launcher.NONE:
         gpus = len(machine.gpus) if cluster.gpus_per_node is None else cluster.gpus_per_node
         per_node = gpus or cluster.cpu_ranks
         ranks = per_node * (cluster.nodes or 1)
-        here = not _differences(cluster, machine)
+        here = not _find_mismatches(cluster, machine)
     else:
         _check_launched(cluster, launch, machine)
         gpus = 0 if cluster.gpus_per_node == 0 else len(machine.gpus)
         per_node, ranks = launch.ranks_per_node, launch.ranks
         here = True
-    own_gpu = here or cluster.gpu is None or normalise(cluster.gpu) == _kind(machine)
+    own_gpu = here or cluster.gpu is None or normalise(cluster.gpu) == _gpu_kind(machine)
     return World(
         ranks=ranks,
         ranks_per_node=per_node,
         device=Device.CUDA if gpus else Device.CPU,
-        gpu=(cluster.gpu or _kind(machine)) if gpus else None,
-        device_memory_bytes=_memory(machine) if gpus and own_gpu else None,
+        gpu=(cluster.gpu or _gpu_kind(machine)) if gpus else None,
+        device_memory_bytes=_smallest_gpu_memory(machine) if gpus and own_gpu else None,
         # Elsewhere, what a machine has besides its GPUs is its owner's to know; starting there checks it.
         host_memory_bytes=machine.host_memory_bytes if here else None,
         has_libaio=machine.has_libaio or not here,
@@ -137,15 +137,15 @@ def detect_world(cluster: ClusterConfig, launch: Launch, machine: Machine | None
     )
 
 
-def check_startable(cluster: ClusterConfig, launch: Launch, machine: Machine | None = None) -> None:
+def check_startable(cluster: ClusterConfig, launch: Launch, machine: MachineInfo | None = None) -> None:
     """Refuse to start what can only be planned here.
 
     Raises:
         ConfigError: the described machines are not this one, or the installed torch cannot use its GPUs.
     """
-    machine = machine or this_machine()
+    machine = machine or detect_machine()
     if launch.launcher is Launcher.NONE:
-        problems = _differences(cluster, machine)
+        problems = _find_mismatches(cluster, machine)
         if problems:
             raise ConfigError(*problems)
     if machine.gpus and cluster.gpus_per_node != 0 and not machine.torch_has_cuda:
@@ -160,7 +160,7 @@ def check_startable(cluster: ClusterConfig, launch: Launch, machine: Machine | N
 
 
 def set_defaults(
-    environ: MutableMapping[str, str], launch: Launch, world: World, machine: Machine, threads: int | None
+    environ: MutableMapping[str, str], launch: Launch, world: World, machine: MachineInfo, threads: int | None
 ) -> None:
     """Settings that libraries read when they are imported, so this comes before torch. What the user set stays.
 
@@ -186,7 +186,7 @@ def set_defaults(
         environ.setdefault(
             "GLOO_SOCKET_IFNAME", "lo"
         )  # else gloo looks up the host's name, which need not resolve
-    elif (interface := interface_to(launch.address)) is not None:
+    elif (interface := find_interface_to(launch.address)) is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # Libraries that were written for launchers look for these, also where one process runs alone.
     for name, value in (
@@ -209,7 +209,7 @@ def set_thread_default(
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_per_node)))
 
 
-def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) -> None:
+def _check_launched(cluster: ClusterConfig, launch: Launch, machine: MachineInfo) -> None:
     on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
     started = f"{launch.launcher} started {launch.ranks} ranks, {launch.ranks_per_node} a node"
     written: list[tuple[str, object, object]] = [("nodes", cluster.nodes, launch.nodes)]
@@ -217,7 +217,7 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) ->
         written.append(("gpus_per_node", cluster.gpus_per_node, launch.ranks_per_node))
     if not on_gpus and cluster.cpu_ranks != 1:  # 1 is the default: nobody need have written it
         written.append(("cpu_ranks", cluster.cpu_ranks, launch.ranks_per_node))
-    kind = _kind(machine)
+    kind = _gpu_kind(machine)
     if on_gpus and kind is not None:
         written.append(("gpu", cluster.gpu, kind))
     problems = [
@@ -231,7 +231,7 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) ->
         if value is not None and value != real and not (name == "gpu" and normalise(str(value)) == real)
     ]
     if cluster.gpus_per_node and not machine.gpus:
-        problems.append(_no_gpus(cluster.gpus_per_node))
+        problems.append(_too_few_gpus(cluster.gpus_per_node))
     elif on_gpus and launch.local_rank >= len(machine.gpus):
         problems.append(
             Problem(
@@ -245,7 +245,7 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) ->
         raise ConfigError(*problems)
 
 
-def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
+def _find_mismatches(cluster: ClusterConfig, machine: MachineInfo) -> list[Problem]:
     """How the described machines differ from this one."""
     problems = []
     if (cluster.nodes or 1) > 1:
@@ -258,10 +258,10 @@ def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
             )
         )
     if cluster.gpus_per_node and len(machine.gpus) < cluster.gpus_per_node:
-        problems.append(_no_gpus(cluster.gpus_per_node, len(machine.gpus)))
+        problems.append(_too_few_gpus(cluster.gpus_per_node, len(machine.gpus)))
     if cluster.gpu is not None:
         on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
-        here = _kind(machine) if on_gpus else None
+        here = _gpu_kind(machine) if on_gpus else None
         if not on_gpus or (
             here is not None and normalise(cluster.gpu) != here
         ):  # a GPU of unknown kind may be called anything
@@ -276,7 +276,7 @@ def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
     return problems
 
 
-def _no_gpus(wanted: int, here: int = 0) -> Problem:
+def _too_few_gpus(wanted: int, here: int = 0) -> Problem:
     return Problem(
         "cluster.gpus_per_node",
         f"cluster.gpus_per_node={wanted}",
@@ -285,13 +285,13 @@ def _no_gpus(wanted: int, here: int = 0) -> Problem:
     )
 
 
-def _kind(machine: Machine) -> str | None:
+def _gpu_kind(machine: MachineInfo) -> str | None:
     """None where there is no GPU, an unknown one, or two kinds."""
     kinds = {normalise(gpu.product) for gpu in machine.gpus}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _memory(machine: Machine) -> int | None:
+def _smallest_gpu_memory(machine: MachineInfo) -> int | None:
     """Of the smallest GPU: every rank holds an equal share."""
     sizes = [gpu.memory_bytes for gpu in machine.gpus]
     return min((size for size in sizes if size is not None), default=None) if None not in sizes else None
@@ -313,13 +313,13 @@ def is_elastic(environ: Mapping[str, str], agent_words: Sequence[str]) -> bool:
     return bool(most) and least != most
 
 
-def _agent_words() -> list[str]:
+def _agent_command_line() -> list[str]:
     import psutil
 
     return psutil.Process(os.getppid()).cmdline()
 
 
-def _text(environ: Mapping[str, str], name: str) -> str:
+def _read_text(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
         present = ", ".join(
@@ -340,8 +340,8 @@ def _text(environ: Mapping[str, str], name: str) -> str:
     return value
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    value = _text(environ, name)
+def _read_number(environ: Mapping[str, str], name: str) -> int:
+    value = _read_text(environ, name)
     if not value.isdigit():
         seen = f"{name}={value} in the environment"
         raise ConfigError(

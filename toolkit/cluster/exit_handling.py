@@ -16,22 +16,22 @@ from types import TracebackType
 from typing import NoReturn
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.log import bare
-from toolkit.cluster.rendezvous import Left, Meeting
-from toolkit.cluster.tracebacks import own_lines
+from toolkit.cluster.output_log import unwrap_stream
+from toolkit.cluster.rendezvous import PeerExited, Rendezvous
+from toolkit.cluster.tracebacks import format_user_frames
 from toolkit.errors import ExitCode, InputError, UserError
 from toolkit.rundir.continuing import NothingToDo
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
-LOST = "a connection to another rank was lost, which ended or cannot be reached"
+LOST_CONNECTION = "a connection to another rank was lost, which ended or cannot be reached"
 SIGNS_OF_LOSS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 TAKE_OVER_SECONDS = 1.0  # how long another rank waits for the lock of a rank 0 that is dying; then it leaves
 POLL_SECONDS = 0.05
-ECHO_SECONDS = 3.0  # how long another rank with a mistake waits for rank 0 to say the same
+PEER_ERROR_SECONDS = 3.0  # how long another rank with a mistake waits for rank 0 to say the same
 
 
-def is_lost_rank(error: Exception) -> bool:
+def is_lost_connection(error: Exception) -> bool:
     """Whether gloo, NCCL or the store of ``torch.distributed`` say in their own way that a process is there no longer."""
     words = str(error)
     return (type(error).__name__.startswith("Dist") or "/gloo/" in words) and any(
@@ -66,7 +66,7 @@ class ExitHandler:
     def __init__(self, stop: Callable[[], str | None]) -> None:
         self.code = ExitCode.DONE
         self.launch = Launch()
-        self.meeting: Meeting | None = None
+        self.meeting: Rendezvous | None = None
         self.directory: RunDirectory | None = None
         self.attempt = 0
         self._stop = stop
@@ -80,7 +80,7 @@ class ExitHandler:
         if error is not None and not isinstance(error, Exception):
             return False
         reason = self._stop()
-        if isinstance(error, Left):
+        if isinstance(error, PeerExited):
             self.code = ExitCode(error.code)
         elif isinstance(error, NothingToDo):
             self.code = ExitCode.DONE
@@ -91,13 +91,13 @@ class ExitHandler:
         elif error is not None:
             notes = getattr(error, "__notes__", [])  # what was found out about it
             self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
-            if not notes and is_lost_rank(error):
-                reason = f"{LOST}: its own words, or its node's, say why\n{reason}"
+            if not notes and is_lost_connection(error):
+                reason = f"{LOST_CONNECTION}: its own words, or its node's, say why\n{reason}"
             self._report(error)
         elif self.code is ExitCode.STOPPED and reason is None:
             reason = "another rank was asked to stop"
         self.record(reason if self.code is not ExitCode.DONE else None)
-        if error is not None and not isinstance(error, Left) and self.meeting is not None:
+        if error is not None and not isinstance(error, PeerExited) and self.meeting is not None:
             self.meeting.dismiss(self.code)
         if self._must_end_agent():
             os.kill(os.getppid(), signal.SIGTERM)
@@ -198,7 +198,7 @@ class ExitHandler:
                 os.write(2, words.encode())
 
     def _answer(self, error: UserError) -> None:
-        if self.launch.rank != 0 and self.meeting is not None and self.meeting.dismissed(ECHO_SECONDS):
+        if self.launch.rank != 0 and self.meeting is not None and self.meeting.dismissed(PEER_ERROR_SECONDS):
             return
         words = str(error) if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}"
         print(words, file=sys.stderr, flush=True)
@@ -220,13 +220,13 @@ class ExitHandler:
                 file.write(f"rank {self.launch.rank}: {whole}")
             logged = f"the whole traceback is in {log}\n"
         comes_first = self._comes_first()
-        text = (own_lines(error) or whole) if comes_first or not logged else ""
+        text = (format_user_frames(error) or whole) if comes_first or not logged else ""
         if not text and comes_first is None:
             text = f"{type(error).__name__}: {error}\n"
         if text:
             rank = f"rank {self.launch.rank}: " if self.launch.ranks > 1 else ""
             # Past the log, which has it.
-            print(f"{rank}{text}{logged if text != whole else ''}", file=bare(sys.stderr), end="", flush=True)
+            print(f"{rank}{text}{logged if text != whole else ''}", file=unwrap_stream(sys.stderr), end="", flush=True)
 
     def _comes_first(self) -> bool | None:
         """Whether no other rank has reported a failure; None if the ranks' store is gone, with rank 0."""

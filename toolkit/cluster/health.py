@@ -26,14 +26,14 @@ MARGIN_SECONDS = 60.0  # for the watchdog to collect stacks and end the run
 
 
 def main(proc: Path = Path("/proc")) -> int:
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, _time_out)
     signal.alarm(SECONDS)
-    found = {folder: what_ails(folder, time.time()) for folder in sorted(set(run_folders(proc)))}
+    found = {folder: find_failure(folder, time.time()) for folder in sorted(set(find_run_folders(proc)))}
     print("\n".join(f"{folder}: {ill or 'well'}" for folder, ill in found.items()) or "no run here")
     return 1 if any(found.values()) else 0
 
 
-def run_folders(proc: Path) -> Iterator[Path]:
+def find_run_folders(proc: Path) -> Iterator[Path]:
     """Of the runs whose lock a process that this one may look at holds open."""
     for process in proc.glob("[0-9]*"):
         for link in _entries(process / "fd"):
@@ -51,7 +51,7 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def what_ails(folder: Path, now: float) -> str | None:
+def find_failure(folder: Path, now: float) -> str | None:
     """None: nothing.
 
     Args:
@@ -72,7 +72,7 @@ def what_ails(folder: Path, now: float) -> str | None:
     return None
 
 
-def _late(*_: object) -> None:
+def _time_out(*_: object) -> None:
     print(f"its files could not be read in {SECONDS} s")
     sys.stdout.flush()
     raise SystemExit(1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
-from toolkit.cluster.machine import Machine
+from toolkit.cluster.machine_info import MachineInfo
 from toolkit.config.cluster import ClusterConfig, Where
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
@@ -33,7 +33,7 @@ RECORD_FILE = "job.json"  # once it was handed over: submission.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     """
     Attributes:
         name: for people and for lists of jobs.
@@ -93,17 +93,17 @@ class JobId:
 class Backend(Protocol):
     """One way to carry out a job; a module of ``cluster/backends`` is one."""
 
-    def render(self, job: Job) -> Mapping[str, str]:
+    def render(self, job: TrainingJob) -> Mapping[str, str]:
         """The files of the job's folder, by name; with ``config.yaml``. Pure.
 
         Raises:
             ConfigError: what this backend cannot carry out, before anything is written.
         """
 
-    def argv(self, job: Job) -> Sequence[str]:
+    def argv(self, job: TrainingJob) -> Sequence[str]:
         """The command that hands the job over, once its files are written."""
 
-    def submit(self, job: Job) -> JobId:
+    def submit(self, job: TrainingJob) -> JobId:
         """Hand it over. Its files are written. Raises InputError with the backend's own words where it is not accepted."""
 
     def state(self, id: JobId) -> JobState:
@@ -113,7 +113,7 @@ class Backend(Protocol):
         """A waiting job is withdrawn; a running one saves and ends, and is not started again."""
 
 
-def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> World:
+def resolve_world(cluster: ClusterConfig, machine: MachineInfo | None = None) -> World:
     """The world that a job will have: here for cluster=local, else as ``cluster.*`` describes it, since the nodes are not here.
 
     Raises:
@@ -143,7 +143,7 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
     )
 
 
-def plan_job(config: RunConfig, machine: Machine | None = None) -> RunPlan:
+def plan_job(config: RunConfig, machine: MachineInfo | None = None) -> RunPlan:
     """The plan of a composed configuration on the machines that ``cluster`` names. Reads the sizes of ``model.pretrained``.
 
     Raises:
@@ -153,10 +153,10 @@ def plan_job(config: RunConfig, machine: Machine | None = None) -> RunPlan:
     from toolkit.plan.pretrained import resolve
 
     config = resolve(config)
-    return make_plan(config, planned_world(config.cluster, machine))
+    return make_plan(config, resolve_world(config.cluster, machine))
 
 
-def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here: Path | None = None) -> Job:
+def create_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here: Path | None = None) -> TrainingJob:
     """The job that carries out ``plan``, with the number that is free now.
 
     ``run.dir`` is written into its configuration. It is absolute unless the job runs in containers, which have folders of their
@@ -185,10 +185,10 @@ def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here
                 )
             )
     config = replace(plan.config, run=replace(plan.config.run, dir=run_dir))
-    return Job(
+    return TrainingJob(
         name=name,
         run_dir=run_dir,
-        number=next_number(Path(run_dir)),
+        number=next_job_number(Path(run_dir)),
         config=config,
         world=plan.world,
         script=str(script),
@@ -199,7 +199,7 @@ def jobs_folder(run_dir: Path) -> Path:
     return run_dir / "jobs"
 
 
-def numbers(run_dir: Path) -> list[int]:
+def list_job_numbers(run_dir: Path) -> list[int]:
     """The jobs of a run so far, in order."""
     folder = jobs_folder(run_dir)
     return (
@@ -209,11 +209,11 @@ def numbers(run_dir: Path) -> list[int]:
     )
 
 
-def next_number(run_dir: Path) -> int:
-    return max(numbers(run_dir), default=0) + 1
+def next_job_number(run_dir: Path) -> int:
+    return max(list_job_numbers(run_dir), default=0) + 1
 
 
-def take_folder(job: Job) -> Job:
+def create_job_folder(job: TrainingJob) -> TrainingJob:
     """``job`` with a folder that no other process has: its number grows where somebody was faster.
 
     Raises:
@@ -221,16 +221,16 @@ def take_folder(job: Job) -> Job:
     """
     while True:
         try:
-            with writable(Path(job.run_dir)):
+            with convert_write_errors(Path(job.run_dir)):
                 job.folder.mkdir(parents=True)
         except FileExistsError:
-            job = replace(job, number=max(job.number, next_number(Path(job.run_dir)) - 1) + 1)
+            job = replace(job, number=max(job.number, next_job_number(Path(job.run_dir)) - 1) + 1)
         else:
             return job
 
 
 @contextmanager
-def writable(run_dir: Path) -> Iterator[None]:
+def convert_write_errors(run_dir: Path) -> Iterator[None]:
     """Around making something below ``run_dir``. Raises InputError where that cannot be; FileExistsError as it is."""
     try:
         yield
@@ -247,7 +247,7 @@ def writable(run_dir: Path) -> Iterator[None]:
         ) from None
 
 
-def write_files(job: Job, files: Mapping[str, str]) -> None:
+def write_files(job: TrainingJob, files: Mapping[str, str]) -> None:
     """The rendered files, each whole, into the job's folder."""
     for name, text in files.items():
         write_whole(job.folder / name, text)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from toolkit.cluster.environment import Launch, set_defaults, set_thread_default
 from toolkit.cluster.exit_handling import ExitHandler
-from toolkit.cluster.log import log_to
-from toolkit.cluster.machine import Machine, this_machine
-from toolkit.cluster.notice import watch as watch_notices
-from toolkit.cluster.parent import start_ranks, watches
-from toolkit.cluster.rendezvous import Meeting
-from toolkit.cluster.start import Start, announce, begin
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.output_log import tee_output
+from toolkit.cluster.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.preemption import watch_preemption as watch_notices
+from toolkit.cluster.supervisor import supervise_ranks, needs_supervisor
+from toolkit.cluster.rendezvous import Rendezvous
+from toolkit.cluster.attempt_spec import AttemptSpec, log_start, start_attempt
+from toolkit.cluster.stop_request import StopRequest
 from toolkit.errors import ExitCode, file_errors
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
@@ -30,7 +30,7 @@ class RunCallbacks:
     make_data_ready: Callable[
         [RunPlan], str
     ]  # the folder of the run's data, made and checked; once a machine
-    train: Callable[[RunPlan, Launch, Start, StopRequest], ExitCode]  # within the process group
+    train: Callable[[RunPlan, Launch, AttemptSpec, StopRequest], ExitCode]  # within the process group
 
 
 def launch_process(
@@ -50,20 +50,20 @@ def launch_process(
         UserError: a mistake in the words or the input.
         Left: another rank has said why.
     """
-    machine, meeting = this_machine(), Meeting(launch, words)
+    machine, meeting = detect_machine(), Rendezvous(launch, words)
     if launch.ranks > 1:
         exit_handler.meeting = meeting
         set_thread_default(
             os.environ, launch.ranks_per_node, machine.cores
         )  # before the meeting imports torch
     with file_errors():
-        start, plan, directory = _agree(launch, words, machine, meeting, exit_handler)
-        start = _with_data(start, plan, launch, meeting, work)
+        start, plan, directory = _exchange_spec(launch, words, machine, meeting, exit_handler)
+        start = _prepare_data(start, plan, launch, meeting, work)
     stop.heard = exit_handler.hear
-    if watches(launch, plan.world, plan.config.cluster):
-        return start_ranks(script, start, directory, stop, exit_handler, plan.config.cluster)
+    if needs_supervisor(launch, plan.world, plan.config.cluster):
+        return supervise_ranks(script, start, directory, stop, exit_handler, plan.config.cluster)
     if plan.config.cluster.preflight:
-        _look_at_machines(plan, launch, meeting)
+        _run_preflight(plan, launch, meeting)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
     stop.arm(plan.config.cluster.grace_seconds)
     if launch.local_rank == 0:
@@ -72,32 +72,32 @@ def launch_process(
         return work.train(plan, launch, start, stop)
 
 
-def _agree(
-    launch: Launch, words: Sequence[str], machine: Machine, meeting: Meeting, exit_handler: ExitHandler
-) -> tuple[Start, RunPlan, RunDirectory]:
+def _exchange_spec(
+    launch: Launch, words: Sequence[str], machine: MachineInfo, meeting: Rendezvous, exit_handler: ExitHandler
+) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
     """The start, which rank 0 composes and the others are told, or which our parent has handed over."""
     composes = launch.rank == 0 and launch.handover is None
     if composes:
-        start, plan, directory = begin(words, launch, machine)
+        start, plan, directory = start_attempt(words, launch, machine)
     else:
         start = (
-            Start.read(launch.handover)
+            AttemptSpec.read(launch.handover)
             if launch.handover is not None
-            else Start.from_json(*meeting.receive("start"))
+            else AttemptSpec.from_json(*meeting.receive("start"))
         )
         plan = start.plan()
         directory = RunDirectory(plan.run_dir)
     exit_handler.directory, exit_handler.attempt = directory, start.attempt
     if launch.rank == 0:
-        log_to(directory.log_file(start.attempt))
+        tee_output(directory.log_file(start.attempt))
     if composes:
-        announce(plan, start.attempt, launch)
+        log_start(plan, start.attempt, launch)
         if launch.ranks > 1:
             meeting.publish("start", start.to_json())
     return start, plan, directory
 
 
-def _with_data(start: Start, plan: RunPlan, launch: Launch, meeting: Meeting, work: RunCallbacks) -> Start:
+def _prepare_data(start: AttemptSpec, plan: RunPlan, launch: Launch, meeting: Rendezvous, work: RunCallbacks) -> AttemptSpec:
     """``start``, once the data are ready on every machine: by each one's first rank, or by our parent before there are ranks."""
     if launch.handover is not None:
         return start
@@ -109,11 +109,11 @@ def _with_data(start: Start, plan: RunPlan, launch: Launch, meeting: Meeting, wo
     return replace(start, data=ready[launch.node]["folder"])
 
 
-def _look_at_machines(plan: RunPlan, launch: Launch, meeting: Meeting) -> None:
+def _run_preflight(plan: RunPlan, launch: Launch, meeting: Rendezvous) -> None:
     """By every rank. Raises InputError with what would make the run fail, before anything of an engine is started."""
-    from toolkit.cluster.doctor.examine import preflight
-    from toolkit.cluster.doctor.show import show
+    from toolkit.cluster.doctor.preflight import run_preflight
+    from toolkit.cluster.doctor.report import print_report
 
-    report = preflight(plan, launch, meeting)
+    report = run_preflight(plan, launch, meeting)
     if report is not None:
-        show(report, sys.stdout)
+        print_report(report, sys.stdout)

@@ -25,14 +25,14 @@ import toolkit
 from toolkit.cluster.job import FROZEN
 from toolkit.cluster.requeue import (
     SETTLE_SECONDS,
-    Asked,
-    Before,
+    StopSignal,
+    JobBaseline,
     Decision,
-    Ended,
-    Next,
-    at_submission,
+    JobOutcome,
+    NextAction,
+    read_baseline,
     decide,
-    settled,
+    wait_for_outcome,
 )
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, UserError
@@ -44,19 +44,19 @@ MEET_SECONDS = 1800
 PROBE_SECONDS = 2.0
 
 
-class Launcher:
+class PodLauncher:
     """The process that starts this node's ranks. It gets each signal once, as it has a session of its own."""
 
     def __init__(self) -> None:
-        self.asked = Asked.NONE
+        self.asked = StopSignal.NONE
         self._number: int | None = None  # of the signal, until it is passed on
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, _: object) -> None:
-        if self.asked is Asked.NONE:
-            self.asked, self._number = Asked.TERM if number == signal.SIGTERM else Asked.INT, number
+        if self.asked is StopSignal.NONE:
+            self.asked, self._number = StopSignal.TERM if number == signal.SIGTERM else StopSignal.INT, number
             self._pass_on()
 
     def _pass_on(self) -> None:
@@ -64,11 +64,11 @@ class Launcher:
             number, self._number = self._number, None
             self._process.send_signal(number)
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+    def run(self, build_command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Its exit code; that of a stop where one was asked for before it began."""
-        if self.asked is not Asked.NONE:
+        if self.asked is not StopSignal.NONE:
             return ExitCode.STOPPED
-        self._process = subprocess.Popen(command, env=dict(environ), start_new_session=True)
+        self._process = subprocess.Popen(build_command, env=dict(environ), start_new_session=True)
         self._pass_on()  # what came between the look and the start
         return self._process.wait()
 
@@ -76,7 +76,7 @@ class Launcher:
         """Until somebody listens at ``meet``, or ``seconds`` are over: torchrun itself gives up after a minute."""
         host, _, port = meet.rpartition(":")
         until = time.monotonic() + seconds
-        while self.asked is Asked.NONE and time.monotonic() < until:
+        while self.asked is StopSignal.NONE and time.monotonic() < until:
             try:
                 socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
             except OSError:  # it has no name yet, or nobody listens yet
@@ -85,7 +85,7 @@ class Launcher:
                 return
 
 
-def command(
+def build_command(
     config: RunConfig, config_file: str, *, meet: str | None, ranks: int, index: int, id: str
 ) -> list[str]:
     """
@@ -116,9 +116,9 @@ def command(
     ]
 
 
-def code_of(decision: Decision, ended: Ended, before: Before) -> ExitCode:
+def choose_exit_code(decision: Decision, ended: JobOutcome, before: JobBaseline) -> ExitCode:
     """The word for Kubernetes."""
-    if decision.next is Next.AGAIN:
+    if decision.next is NextAction.AGAIN:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
     if (
         decision.code is ExitCode.FAILURE and ended.attempt <= before.attempt
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--meet")
     parser.add_argument("--ranks", type=int, default=0)
     given = parser.parse_args(arguments)
-    launcher = Launcher()
+    launcher = PodLauncher()
     try:
         config = from_yaml(Path(given.config).read_text(encoding="utf-8"))
     except UserError as error:
@@ -144,21 +144,21 @@ def main(arguments: Sequence[str]) -> int:
     assert config.run.dir is not None, "a frozen configuration has its directory"
     run_dir = Path(config.run.dir)
     index, start = int(os.environ.get("JOB_COMPLETION_INDEX", "0")), os.environ.get("JOBSET_RESTART") or "0"
-    before = at_submission(run_dir)
+    before = read_baseline(run_dir)
     if given.meet is not None and index > 0:
         launcher.wait_for(given.meet)
     leave = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LEAVE_SECONDS)
     }  # else torchrun kills ranks after 30 s
-    words = command(
+    words = build_command(
         config, given.config, meet=given.meet, ranks=given.ranks, index=index, id=f"start-{start}"
     )
     code = launcher.run(words, os.environ | leave)
     # On one node our parent has written the last word before it ended.
-    ended = settled(run_dir, before, launcher.asked, code, SETTLE_SECONDS if given.meet is not None else 0.0)
+    ended = wait_for_outcome(run_dir, before, launcher.asked, code, SETTLE_SECONDS if given.meet is not None else 0.0)
     decision = decide(before, ended, restarts=config.cluster.restarts, requeue=True)
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)
-    return code_of(decision, ended, before)
+    return choose_exit_code(decision, ended, before)
 
 
 if __name__ == "__main__":

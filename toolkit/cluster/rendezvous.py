@@ -24,7 +24,7 @@ from toolkit.plan.types import Device
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-MEETING_SECONDS = 300.0
+RENDEZVOUS_SECONDS = 300.0
 FAREWELL_SECONDS = 30.0  # rank 0 serves the store this much longer, for ranks that are still importing torch
 # Importing torch takes all of a core: meanwhile rank 0 composes, and a mistake is answered sooner. It costs nothing, since the store
 # opens only when rank 0 has imported torch after that.
@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"  # where ranks of one machine meet, whatever MASTER_ADDR 
 ERROR = "error"
 
 
-class Left(Exception):
+class PeerExited(Exception):
     """This rank ends with ``code`` and prints nothing: another one has said why."""
 
     def __init__(self, code: int) -> None:
@@ -42,7 +42,7 @@ class Left(Exception):
         super().__init__(code)
 
 
-class Meeting:
+class Rendezvous:
     """Messages between the ranks of one launch. The store is opened at the first use, since it needs torch.
 
     Args:
@@ -50,12 +50,12 @@ class Meeting:
         seconds: how long to wait for another rank.
     """
 
-    def __init__(self, launch: Launch, overrides: Sequence[str], seconds: float = MEETING_SECONDS) -> None:
+    def __init__(self, launch: Launch, overrides: Sequence[str], seconds: float = RENDEZVOUS_SECONDS) -> None:
         self._launch = launch
         self._seconds = seconds
         self._opened: Store | None = None
         self._grouped = False
-        self._prefix = f"toolkit/{_token(launch, overrides)}"
+        self._prefix = f"toolkit/{_launch_token(launch, overrides)}"
 
     # ---- messages
 
@@ -76,7 +76,7 @@ class Meeting:
         self._wait(lambda: store.check([ERROR]) or store.check(list(names)), " and ".join(names), seconds)
         if store.check([ERROR]):
             store.add("heard", 1)
-            raise Left(int(store.get(ERROR)))
+            raise PeerExited(int(store.get(ERROR)))
         return [json.loads(store.get(name)) for name in names]
 
     def dismiss(self, code: int) -> None:
@@ -164,7 +164,7 @@ class Meeting:
         own = secrets.token_hex(8)
         if self._launch.rank == 0:
             self._wait(
-                _RollCall(store, own, self._launch.ranks - 1),
+                _GenerationServer(store, own, self._launch.ranks - 1),
                 f"all {self._launch.ranks} ranks to come",
                 seconds,
             )
@@ -206,7 +206,7 @@ class Meeting:
                     )
                 ) from error
         # Looking first avoids the warnings that the store's client prints while nobody answers.
-        door = _Door(address, port)
+        door = _PortProbe(address, port)
         self._wait(door, f"the store at {address}:{port}, which rank 0 or its launcher serves", why=door.why)
         return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
@@ -230,7 +230,7 @@ def _loopback_socket(port: int) -> int:
         return bound.detach()
 
 
-class _RollCall:
+class _GenerationServer:
     """Rank 0's part of a gathering: each call answers those that have asked since, and says whether everybody has heard it.
 
     Args:
@@ -256,7 +256,7 @@ class _RollCall:
         return self._store.add(f"{self._name}/here", 0) >= self._others
 
 
-class _Door:
+class _PortProbe:
     """Whether somebody listens at ``address``:``port``."""
 
     def __init__(self, address: str, port: int) -> None:
@@ -276,7 +276,7 @@ class _Door:
         return f" ({self._error})" if self._error else ""
 
 
-def _token(launch: Launch, overrides: Sequence[str]) -> str:
+def _launch_token(launch: Launch, overrides: Sequence[str]) -> str:
     """Equal in all ranks of a launch; another launch that took the same port by mistake has another one."""
     own = [str(launch.ranks), *overrides]
     if launch.nodes == 1 and launch.launcher in (Launcher.DEEPSPEED, Launcher.TORCHELASTIC, Launcher.PARENT):

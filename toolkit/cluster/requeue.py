@@ -32,7 +32,7 @@ SETTLE_SECONDS = 15.0
 POLL_SECONDS = 0.2
 
 
-class Asked(StrEnum):
+class StopSignal(StrEnum):
     """By which signal the batch script was asked to end."""
 
     NONE = "none"
@@ -40,13 +40,13 @@ class Asked(StrEnum):
     INT = "INT"  # a person: cancel() of cluster/backends/slurm.py
 
 
-class Next(StrEnum):
+class NextAction(StrEnum):
     END = "end"
     AGAIN = "again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
+class JobBaseline:
     """When the job was submitted, or at its last end."""
 
     attempt: int = 0  # the newest; 0: none
@@ -55,7 +55,7 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobOutcome:
     """What there is after the tasks have ended.
 
     Attributes:
@@ -64,7 +64,7 @@ class Ended:
         exit_code: of the newest attempt, as its status has it.
     """
 
-    asked: Asked
+    asked: StopSignal
     code: int
     attempt: int
     state: RunState | None
@@ -75,13 +75,13 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    next: Next
+    next: NextAction
     code: ExitCode  # of the job, if this is its end
     why: str
     fruitless: int = 0
 
 
-def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Decision:
+def decide(before: JobBaseline, ended: JobOutcome, *, restarts: int, requeue: bool) -> Decision:
     """
     Args:
         restarts: ``cluster.restarts``. The launcher inside the job (our parent, torchrun) has had so many starts already; where it
@@ -90,18 +90,18 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
     """
 
     def again(why: str, fruitless: int = 0) -> Decision:
-        return Decision(next=Next.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
+        return Decision(next=NextAction.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
 
     def end(code: ExitCode, why: str) -> Decision:
-        return Decision(next=Next.END, code=code, why=why)
+        return Decision(next=NextAction.END, code=code, why=why)
 
     if ended.attempt <= before.attempt and ended.state is not RunState.DONE:
         # What refused it before it could write into the run's directory would refuse it again.
-        if ended.asked is Asked.TERM and requeue:
+        if ended.asked is StopSignal.TERM and requeue:
             return again("stopped before an attempt began")
         code = (
             ExitCode.STOPPED
-            if ended.asked is not Asked.NONE
+            if ended.asked is not StopSignal.NONE
             else ExitCode.USER
             if ended.code == ExitCode.USER
             else ExitCode.FAILURE
@@ -113,13 +113,13 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
         return end(ExitCode.USER, f"refused, which another start would not change: {ended.reason}")
     if ended.state is RunState.FAILED and ended.exit_code in (ExitCode.USER, ExitCode.DIVERGED):
         return end(ExitCode(ended.exit_code), f"failed, which another start would not change: {ended.reason}")
-    if ended.asked is Asked.INT:
+    if ended.asked is StopSignal.INT:
         return end(
             ExitCode.STOPPED if ended.state is RunState.STOPPED else ExitCode.FAILURE,
             f"stopped by a person: {ended.reason}",
         )
     if ended.state is RunState.STOPPED:
-        if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is Asked.NONE:
+        if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is StopSignal.NONE:
             return end(ExitCode.STOPPED, "stopped by a person (SIGINT), so it is not started again")
         return (
             again(f"stopped ({ended.reason}); goes on from {ended.checkpoint or 'the beginning'}")
@@ -150,46 +150,46 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
     )
 
 
-def at_submission(run_dir: Path) -> Before:
-    return Before(attempt=max(RunDirectory(run_dir).attempts(), default=0), checkpoint=newest(run_dir))
+def read_baseline(run_dir: Path) -> JobBaseline:
+    return JobBaseline(attempt=max(RunDirectory(run_dir).attempts(), default=0), checkpoint=newest_checkpoint_name(run_dir))
 
 
-def newest(run_dir: Path) -> str | None:
+def newest_checkpoint_name(run_dir: Path) -> str | None:
     """Name of the run's newest checkpoint."""
     found = RunDirectory(run_dir).newest_checkpoint()
     return found.name if found is not None else None
 
 
-def read_before(folder: Path) -> Before:
+def load_baseline(folder: Path) -> JobBaseline:
     """Of the job's last end, or of its submission; of the run's beginning where neither was recorded."""
     file = folder / ENDS_FILE
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     if lines:
         last = json.loads(lines[-1])
-        return Before(attempt=last["attempt"], checkpoint=last["checkpoint"], fruitless=last["fruitless"])
+        return JobBaseline(attempt=last["attempt"], checkpoint=last["checkpoint"], fruitless=last["fruitless"])
     file = folder / RECORD_FILE
-    return Before(**json.loads(file.read_text(encoding="utf-8"))["before"]) if file.exists() else Before()
+    return JobBaseline(**json.loads(file.read_text(encoding="utf-8"))["before"]) if file.exists() else JobBaseline()
 
 
-def look(run_dir: Path, asked: Asked, code: int) -> Ended:
+def read_outcome(run_dir: Path, asked: StopSignal, code: int) -> JobOutcome:
     directory = RunDirectory(run_dir)
     status = directory.status()
-    return Ended(
+    return JobOutcome(
         asked=asked,
         code=code,
         attempt=max(directory.attempts(), default=0),
         state=status.state if status else None,
         reason=status.reason if status else None,
-        checkpoint=newest(run_dir),
+        checkpoint=newest_checkpoint_name(run_dir),
         exit_code=status.exit_code if status else None,
     )
 
 
-def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float) -> Ended:
+def wait_for_outcome(run_dir: Path, before: JobBaseline, asked: StopSignal, code: int, seconds: float) -> JobOutcome:
     """:func:`look`, once the run has said its last word, if it does so within ``seconds``."""
     until = time.monotonic() + seconds
     while True:
-        ended = look(run_dir, asked, code)
+        ended = read_outcome(run_dir, asked, code)
         begun = ended.attempt > before.attempt
         told = begun and ended.state is not None and not ended.state.live
         if told or (not begun and code == ExitCode.USER) or time.monotonic() > until:
@@ -197,7 +197,7 @@ def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: flo
         time.sleep(POLL_SECONDS)
 
 
-def record(folder: Path, ended: Ended, decision: Decision) -> None:
+def append_outcome(folder: Path, ended: JobOutcome, decision: Decision) -> None:
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **asdict(ended),
@@ -210,7 +210,7 @@ def record(folder: Path, ended: Ended, decision: Decision) -> None:
         os.fsync(file.fileno())
 
 
-def put_back(job: str) -> None:
+def requeue_job(job: str) -> None:
     """``scontrol requeue``, where the job runs still. Slurm would put back a cancelled job, too, and while its script runs
     it is shown as COMPLETING, as one that was over its time is."""
     shown = _scontrol("--oneliner", "show", "job", job)
@@ -242,20 +242,20 @@ def main(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.requeue")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--asked", type=Asked, required=True)
+    parser.add_argument("--asked", type=StopSignal, required=True)
     parser.add_argument("--code", type=int, required=True)
     given = parser.parse_args(arguments)
     config: RunConfig = from_yaml((given.folder / CONFIG_FILE).read_text(encoding="utf-8"))
     assert config.run.dir is not None, "a frozen configuration has its directory"
-    before = read_before(given.folder)
+    before = load_baseline(given.folder)
     several = (config.cluster.nodes or 1) > 1
-    ended = settled(Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0)
+    ended = wait_for_outcome(Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0)
     decision = decide(before, ended, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
-    record(given.folder, ended, decision)
+    append_outcome(given.folder, ended, decision)
     job = os.environ["SLURM_JOB_ID"]
     print(f"job {job}: {decision.why}", flush=True)
-    if decision.next is Next.AGAIN:
-        put_back(job)
+    if decision.next is NextAction.AGAIN:
+        requeue_job(job)
     return decision.code
 
 

@@ -1,4 +1,4 @@
-"""Whether ranks that failed are started again, and when. Pure: the parent carries it out (cluster/parent.py)."""
+"""Whether ranks that failed are started again, and when. Pure: the parent carries it out (cluster/supervisor.py)."""
 
 from __future__ import annotations
 

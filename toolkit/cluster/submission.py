@@ -17,16 +17,16 @@ from typing import Any
 from toolkit.cluster import backends
 from toolkit.cluster.job import (
     RECORD_FILE,
-    Job,
+    TrainingJob,
     JobId,
     JobState,
     jobs_folder,
-    numbers,
-    take_folder,
-    writable,
+    list_job_numbers,
+    create_job_folder,
+    convert_write_errors,
     write_files,
 )
-from toolkit.cluster.requeue import Before, at_submission
+from toolkit.cluster.requeue import JobBaseline, read_baseline
 from toolkit.config.cluster import Where
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
@@ -37,40 +37,40 @@ ONE_JOB = "a run has one job at a time"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JobRecord:
     """``job.json``: what was handed over, and what there was of the run before."""
 
     id: JobId
     name: str
     submitted: str  # local time with its offset
-    before: Before
+    before: JobBaseline
 
 
-def submit(job: Job) -> tuple[Job, JobId]:
+def submit(job: TrainingJob) -> tuple[TrainingJob, JobId]:
     """Hand ``job`` over; it may get a higher number than it had.
 
     Raises:
         ConfigError: an earlier job of the run waits or runs still, or the backend cannot carry it out; then nothing is written.
         InputError: the backend does not take it; its folder stays, with what was to be submitted.
     """
-    backend, run_dir = backends.of(job.config.cluster.where), Path(job.run_dir)
+    backend, run_dir = backends.get_backend(job.config.cluster.where), Path(job.run_dir)
     backend.render(job)  # refused before a folder is taken
     RunDirectory(run_dir).check(job.config)
-    with _one_at_a_time(run_dir):
-        check_alone(run_dir)
-        before = at_submission(run_dir)
-        job = take_folder(job)
+    with _lock_submission(run_dir):
+        check_no_active_job(run_dir)
+        before = read_baseline(run_dir)
+        job = create_job_folder(job)
         write_files(job, backend.render(job))
         id = backend.submit(job)
-        record = Record(id, job.name, time.strftime("%Y-%m-%dT%H:%M:%S%z"), before)
+        record = JobRecord(id, job.name, time.strftime("%Y-%m-%dT%H:%M:%S%z"), before)
         write_whole(job.folder / RECORD_FILE, json.dumps(_to_json(record), indent=1) + "\n")
     return job, id
 
 
 @contextmanager
-def _one_at_a_time(run_dir: Path) -> Iterator[None]:
+def _lock_submission(run_dir: Path) -> Iterator[None]:
     """Of two who submit a run at the same moment, both would find that no job of it waits."""
-    with writable(run_dir):
+    with convert_write_errors(run_dir):
         jobs_folder(run_dir).mkdir(parents=True, exist_ok=True)
         descriptor, owner = lock_file(jobs_folder(run_dir) / "lock")
     if descriptor is None:
@@ -89,40 +89,40 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _to_json(record: Record) -> dict[str, Any]:
+def _to_json(record: JobRecord) -> dict[str, Any]:
     return {**asdict(record), "id": {"where": record.id.where.value, "id": record.id.id}}
 
 
-def read_record(folder: Path) -> Record | None:
+def read_record(folder: Path) -> JobRecord | None:
     """None where the job has not been handed over, or is being so just now."""
     file = folder / RECORD_FILE
     if not file.exists():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    return Record(
+    return JobRecord(
         JobId(Where(found["id"]["where"]), found["id"]["id"]),
         found["name"],
         found["submitted"],
-        Before(**found["before"]),
+        JobBaseline(**found["before"]),
     )
 
 
-def last_job(run_dir: Path) -> tuple[int, Record] | None:
+def find_last_job(run_dir: Path) -> tuple[int, JobRecord] | None:
     """Of the jobs of a run that were handed over, the newest: its number and record."""
-    for number in reversed(numbers(run_dir)):
+    for number in reversed(list_job_numbers(run_dir)):
         record = read_record(jobs_folder(run_dir) / f"{number:03d}")
         if record is not None:
             return number, record
     return None
 
 
-def check_alone(run_dir: Path) -> None:
+def check_no_active_job(run_dir: Path) -> None:
     """Two jobs of one run would wait for each other's directory. Raises ConfigError."""
-    last = last_job(run_dir)
+    last = find_last_job(run_dir)
     if last is None:
         return
     number, record = last
-    state = backends.of(record.id.where).state(record.id)
+    state = backends.get_backend(record.id.where).state(record.id)
     if state is not JobState.ENDED:
         known = f"{record.id.where.value} {record.id.id}"
         raise ConfigError(

@@ -9,6 +9,6 @@ from toolkit.cluster.job import Backend
 from toolkit.config.cluster import Where
 
 
-def of(where: Where) -> Backend:
+def get_backend(where: Where) -> Backend:
     """The backend that ``cluster=`` names, imported when it is needed."""
     return cast(Backend, import_module(f"toolkit.cluster.backends.{where.value}"))

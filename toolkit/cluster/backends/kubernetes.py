@@ -25,8 +25,8 @@ from typing import Any
 
 import yaml
 
-from toolkit.cluster.backends.kubernetes_checks import CONFIG_FOLDER, WORKING_DIR, problems_of
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
+from toolkit.cluster.backends.kubernetes_rules import CONFIG_FOLDER, WORKING_DIR, find_problems
+from toolkit.cluster.job import CONFIG_FILE, TrainingJob, JobId, JobState
 from toolkit.config.cluster import KubernetesConfig, Where
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem
 
@@ -40,20 +40,20 @@ PORT = 29400  # of the rendezvous; a pod has all ports to itself
 END_SECONDS = (
     30  # besides cluster.grace_seconds: launchers end after their ranks, and the pod reads status.json
 )
-GIB = "Gi"
+GIB_SUFFIX = "Gi"
 
 # 63 characters are a pod's host name at most (RFC 1123); JobSet adds "-node-0-", the pod's index and five characters of its own.
-MOST_NAME = 40
+MAX_NAME_LENGTH = 40
 
 
-def render(job: Job) -> dict[str, str]:
-    problems = list(problems_of(job))
+def render(job: TrainingJob) -> dict[str, str]:
+    problems = list(find_problems(job))
     if problems:
         raise ConfigError(*problems)
-    return {CONFIG_FILE: job.yaml, MANIFEST_FILE: manifests(job)}
+    return {CONFIG_FILE: job.yaml, MANIFEST_FILE: render_manifests(job)}
 
 
-def argv(job: Job) -> list[str]:
+def argv(job: TrainingJob) -> list[str]:
     """Server-side, so that the cluster itself refuses a field that its JobSet does not know."""
     return [
         "kubectl",
@@ -64,7 +64,7 @@ def argv(job: Job) -> list[str]:
     ]
 
 
-def manifests(job: Job) -> str:
+def render_manifests(job: TrainingJob) -> str:
     """Both objects, as YAML. Golden files: tests/golden/kubernetes."""
     head = f"# {job.name}, job {job.number}: one distributed training, one pod a node ({job.world.nodes}). Made by launch/submit.py.\n"
     documents = (config_map(job), job_set(job))
@@ -73,17 +73,17 @@ def manifests(job: Job) -> str:
     )
 
 
-def object_name(job: Job) -> str:
+def object_name(job: TrainingJob) -> str:
     """Of both objects: a DNS label, its own for each job of each run directory."""
     readable = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
     own = hashlib.sha256(f"{job.run_dir}\0{job.number}".encode()).hexdigest()[:8]
-    readable = (readable if readable[:1].isalpha() else f"run-{readable}")[: MOST_NAME - len(own) - 1].rstrip(
+    readable = (readable if readable[:1].isalpha() else f"run-{readable}")[: MAX_NAME_LENGTH - len(own) - 1].rstrip(
         "-"
     )
     return f"{readable}-{own}"
 
 
-def metadata(job: Job) -> dict[str, Any]:
+def metadata(job: TrainingJob) -> dict[str, Any]:
     return {
         "name": object_name(job),
         "namespace": job.config.cluster.kubernetes.namespace,
@@ -97,7 +97,7 @@ def metadata(job: Job) -> dict[str, Any]:
     }
 
 
-def config_map(job: Job) -> dict[str, Any]:
+def config_map(job: TrainingJob) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -107,7 +107,7 @@ def config_map(job: Job) -> dict[str, Any]:
     }
 
 
-def job_set(job: Job) -> dict[str, Any]:
+def job_set(job: TrainingJob) -> dict[str, Any]:
     cluster, kubernetes = job.config.cluster, job.config.cluster.kubernetes
     meta = metadata(job)
     if kubernetes.queue is not None:  # Kueue itself holds the JobSet back until there is room for all of it
@@ -153,7 +153,7 @@ def job_set(job: Job) -> dict[str, Any]:
     }
 
 
-def pod(job: Job) -> dict[str, Any]:
+def pod(job: TrainingJob) -> dict[str, Any]:
     cluster, kubernetes = job.config.cluster, job.config.cluster.kubernetes
     claims = sorted(set(kubernetes.volumes.values()))
     extra = list(kubernetes.extra_volumes.items())
@@ -174,7 +174,7 @@ def pod(job: Job) -> dict[str, Any]:
             {
                 "name": CONTAINER,
                 "image": kubernetes.image,
-                "command": command(job),
+                "command": container_command(job),
                 "workingDir": WORKING_DIR,
                 "env": _environment(kubernetes),
                 "resources": _resources(job),
@@ -197,7 +197,7 @@ def pod(job: Job) -> dict[str, Any]:
             {"name": "config", "configMap": {"name": object_name(job)}},
             {
                 "name": "shared-memory",
-                "emptyDir": {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}{GIB}"},
+                "emptyDir": {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}{GIB_SUFFIX}"},
             },
             *(
                 {"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}}
@@ -227,7 +227,7 @@ def pod(job: Job) -> dict[str, Any]:
     return spec
 
 
-def _affinity(job: Job) -> dict[str, Any]:
+def _affinity(job: TrainingJob) -> dict[str, Any]:
     """What the user wrote; and, if nothing queues the job, that its pods share ``topology``."""
     kubernetes = job.config.cluster.kubernetes
     if kubernetes.topology is None or kubernetes.queue is not None:
@@ -241,7 +241,7 @@ def _affinity(job: Job) -> dict[str, Any]:
     return {**kubernetes.affinity, "podAffinity": together}
 
 
-def command(job: Job) -> list[str]:
+def container_command(job: TrainingJob) -> list[str]:
     """Of the container: an init, and the pod's own parent. No text of the user is in it: Kubernetes would expand $(NAME)."""
     words = [
         "tini",
@@ -309,7 +309,7 @@ def _environment(kubernetes: KubernetesConfig) -> list[dict[str, Any]]:
     return found
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _resources(job: TrainingJob) -> dict[str, Any]:
     """Devices and memory are requested and bounded; cores are requested alone: a bound would throttle a pod that finds idle ones."""
     cluster, kubernetes = job.config.cluster, job.config.cluster.kubernetes
     exact: dict[str, Any] = {}
@@ -317,7 +317,7 @@ def _resources(job: Job) -> dict[str, Any]:
         exact["nvidia.com/gpu"] = cluster.gpus_per_node
     exact |= kubernetes.rdma
     if kubernetes.memory_gib is not None:
-        exact["memory"] = f"{kubernetes.memory_gib}{GIB}"
+        exact["memory"] = f"{kubernetes.memory_gib}{GIB_SUFFIX}"
     requests = exact | ({"cpu": kubernetes.cpus} if kubernetes.cpus is not None else {})
     return {name: value for name, value in (("requests", requests), ("limits", exact)) if value}
 
@@ -344,7 +344,7 @@ _Dumper.add_representer(str, _text)
 # ---- kubectl
 
 
-def submit(job: Job) -> JobId:
+def submit(job: TrainingJob) -> JobId:
     _kubectl(argv(job))
     return JobId(Where.kubernetes, f"{job.config.cluster.kubernetes.namespace}/{object_name(job)}")
 

@@ -1,4 +1,4 @@
-"""Jobs on this machine: a process in the background, which starts and watches its ranks (cluster/parent.py)."""
+"""Jobs on this machine: a process in the background, which starts and watches its ranks (cluster/supervisor.py)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from signal import SIGTERM
 
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
-from toolkit.cluster.stop import Process
+from toolkit.cluster.job import CONFIG_FILE, TrainingJob, JobId, JobState
+from toolkit.cluster.stop_request import ProcessId
 from toolkit.config.cluster import Where
 
 OUTPUT = "output.txt"
 
 
-def render(job: Job) -> dict[str, str]:
+def render(job: TrainingJob) -> dict[str, str]:
     return {CONFIG_FILE: job.yaml}
 
 
-def argv(job: Job) -> list[str]:
+def argv(job: TrainingJob) -> list[str]:
     return [sys.executable, "-u", *job.command()]
 
 
-def start(
-    job: Job, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()
+def start_process(
+    job: TrainingJob, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
     """The job as a process of its own session, which this one may outlive or not; what it prints is added to ``output.txt``.
 
@@ -44,13 +44,13 @@ def start(
         )
 
 
-def submit(job: Job) -> JobId:
-    return id_of(start(job))
+def submit(job: TrainingJob) -> JobId:
+    return job_id(start_process(job))
 
 
-def id_of(process: subprocess.Popen[bytes]) -> JobId:
+def job_id(process: subprocess.Popen[bytes]) -> JobId:
     """Its number and its start: a later process with the same number is another job."""
-    found = Process.of(process.pid)
+    found = ProcessId.of(process.pid)
     return JobId(Where.local, f"{process.pid}:{found.started if found is not None else ''}")
 
 
@@ -64,6 +64,6 @@ def cancel(id: JobId) -> None:
         os.kill(process.pid, SIGTERM)
 
 
-def _process(id: JobId) -> Process:
+def _process(id: JobId) -> ProcessId:
     pid, _, started = id.id.partition(":")
-    return Process(int(pid), started)
+    return ProcessId(int(pid), started)

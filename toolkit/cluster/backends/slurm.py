@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
+from toolkit.cluster.job import CONFIG_FILE, TrainingJob, JobId, JobState
 from toolkit.config.cluster import ClusterConfig, SlurmConfig, Where
 from toolkit.errors import ConfigError, InputError, Problem
 
@@ -29,7 +29,7 @@ OUTPUT = "output.txt"
 # Besides cluster.grace_seconds, in which the ranks save: launchers end after them, and the script decides what comes next.
 END_SECONDS = 30
 COMMAND_SECONDS = 120.0
-MOST_SIGNAL_SECONDS = 65535  # sbatch(1): --signal's time is an integer of 16 bits
+MAX_SIGNAL_SECONDS = 65535  # sbatch(1): --signal's time is an integer of 16 bits
 # Ports below those that Linux hands out by itself (ip_local_port_range: 32768 and up).
 FIRST_PORT, PORTS = 20000, 10000
 
@@ -46,7 +46,7 @@ QUEUED = {
 RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 
 # What this file asks sbatch for by itself, and the key that decides it.
-KEYS = {
+OPTION_KEYS = {
     "job-name": "run.name",
     "nodes": "cluster.nodes",
     "ntasks": "cluster.nodes",
@@ -78,18 +78,18 @@ GPU_OPTIONS = {
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 
 
-def render(job: Job) -> dict[str, str]:
-    problems = list(_problems(job.config.cluster))
+def render(job: TrainingJob) -> dict[str, str]:
+    problems = list(_find_problems(job.config.cluster))
     if problems:
         raise ConfigError(*problems)
-    return {CONFIG_FILE: job.yaml, SCRIPT_FILE: script(job)}
+    return {CONFIG_FILE: job.yaml, SCRIPT_FILE: render_script(job)}
 
 
-def argv(job: Job) -> list[str]:
-    return ["sbatch", "--parsable", *options(job), str(job.folder / SCRIPT_FILE)]
+def argv(job: TrainingJob) -> list[str]:
+    return ["sbatch", "--parsable", *sbatch_options(job), str(job.folder / SCRIPT_FILE)]
 
 
-def options(job: Job) -> list[str]:
+def sbatch_options(job: TrainingJob) -> list[str]:
     """What is asked of sbatch, in its long options. ``--chdir`` makes relative paths of the configuration mean what they meant here."""
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
     asked: list[tuple[str, object]] = [
@@ -122,7 +122,7 @@ def options(job: Job) -> list[str]:
     return [f"--{name}={value}" if value != "" else f"--{name}" for name, value in asked if value is not None]
 
 
-def script(job: Job, python: str = sys.executable) -> str:
+def render_script(job: TrainingJob, python: str = sys.executable) -> str:
     """The batch script. Golden files: tests/golden/slurm.
 
     Args:
@@ -146,16 +146,16 @@ def script(job: Job, python: str = sys.executable) -> str:
         "#!/bin/bash",
         f"# {job.name}, job {job.number}: one distributed training, one task a node ({nodes}). Made by launch/submit.py.",
         "",
-        _ASKED,
+        _TRAPS,
         *(["# cluster.slurm.setup", *slurm.setup, ""] if slurm.setup else []),
         "set -uo pipefail",
         f"python={shlex.quote(python)}",
         f"folder={shlex.quote(str(job.folder))}",
-        f"train=({_words(job.command())})",
-        f"srun=({_words(srun)})",
-        _ONE
+        f"train=({_quote_words(job.command())})",
+        f"srun=({_quote_words(srun)})",
+        _ONE_NODE
         if nodes == 1
-        else _SEVERAL.format(
+        else _SEVERAL_NODES.format(
             nodes=nodes,
             ranks=job.world.ranks_per_node,
             first=FIRST_PORT,
@@ -168,7 +168,7 @@ def script(job: Job, python: str = sys.executable) -> str:
     return "\n".join(parts)
 
 
-_ASKED = """\
+_TRAPS = """\
 asked=none  # by which signal this script was asked to end
 ask() {
   asked=$1
@@ -180,14 +180,14 @@ trap 'ask INT' INT    # somebody stops the run: save, and that is all
 """
 
 # One node: the parent starts the ranks, passes signals on, and starts them again (cluster.restarts).
-_ONE = """\
+_ONE_NODE = """\
 task=("$python" -u "${train[@]}")
 """
 
 # Several: torchrun on each. Which of them serves the rendezvous is said, since torchrun would compare its host's name with the address;
 # and each gives away, for the case that the first rank is its own, the address by which Slurm itself reaches it: a node's name need not
 # resolve on the others. (torchrun numbers nodes by address, so that the first rank may be on any.)
-_SEVERAL = """\
+_SEVERAL_NODES = """\
 addresses=" $(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |
   sed -n 's/^NodeName=\\([^ ]*\\) .* NodeAddr=\\([^ ]*\\).*/\\1=\\2/p' | tr '\\n' ' ')"  # " n1=10.0.0.1 n2=10.0.0.2 "
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -217,14 +217,14 @@ trap '' TERM INT  # from here on it is decided, whoever asks
 """
 
 
-def submit(job: Job) -> JobId:
-    printed = _run(argv(job), clean(os.environ))
+def submit(job: TrainingJob) -> JobId:
+    printed = _run(argv(job), submission_environment(os.environ))
     return JobId(
         Where.slurm, printed.strip().partition(";")[0]
     )  # --parsable: the number, with several clusters ;NAME
 
 
-def clean(environ: Mapping[str, str]) -> dict[str, str]:
+def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment that the job begins with, which is the submitting shell's: but for what a job around that shell, or a
     launcher, has set for itself. It would decide how srun and the ranks of the new job are started."""
     launcher = {
@@ -246,19 +246,19 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 def state(id: JobId) -> JobState:
     """squeue forgets a job some minutes after its end, and then does not know its number."""
-    found = _of_known_job("squeue", "--noheader", f"--jobs={id.id}", "--format=%T").split()
+    found = _run_for_job("squeue", "--noheader", f"--jobs={id.id}", "--format=%T").split()
     if found and found[0] in QUEUED:
         return JobState.QUEUED
     return JobState.RUNNING if found and found[0] in RUNNING else JobState.ENDED
 
 
 def cancel(id: JobId) -> None:
-    _of_known_job("scancel", "--state=PENDING", id.id)
+    _run_for_job("scancel", "--state=PENDING", id.id)
     if state(id) is not JobState.ENDED:
-        _of_known_job("scancel", "--batch", "--signal=INT", id.id)  # the script's own word for a stop
+        _run_for_job("scancel", "--batch", "--signal=INT", id.id)  # the script's own word for a stop
 
 
-def _of_known_job(*command: str) -> str:
+def _run_for_job(*command: str) -> str:
     """What it prints; nothing where Slurm no longer knows the job."""
     try:
         return _run(command)
@@ -304,11 +304,11 @@ def _run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> st
     return done.stdout
 
 
-def _words(words: Sequence[str]) -> str:
+def _quote_words(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-def limit_seconds(time: str) -> int | None:
+def parse_time_limit(time: str) -> int | None:
     """Slurm's forms of a time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S (sbatch(1), --time). None: it is none of them."""
     match = _TIME.fullmatch(time)
     if match is None:
@@ -322,18 +322,18 @@ def limit_seconds(time: str) -> int | None:
     return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
 
 
-def _problems(cluster: ClusterConfig) -> Iterator[Problem]:
+def _find_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     slurm = cluster.slurm
     warned = cluster.grace_seconds + END_SECONDS
-    if warned > MOST_SIGNAL_SECONDS:
+    if warned > MAX_SIGNAL_SECONDS:
         yield Problem(
             "cluster.grace_seconds",
             f"cluster.grace_seconds={cluster.grace_seconds}",
-            f"Slurm warns a job at most {MOST_SIGNAL_SECONDS} s before its end",
-            f"write cluster.grace_seconds={MOST_SIGNAL_SECONDS - END_SECONDS} or less",
+            f"Slurm warns a job at most {MAX_SIGNAL_SECONDS} s before its end",
+            f"write cluster.grace_seconds={MAX_SIGNAL_SECONDS - END_SECONDS} or less",
         )
     if slurm.time is not None:
-        limit = limit_seconds(slurm.time)
+        limit = parse_time_limit(slurm.time)
         seen = f"cluster.slurm.time={slurm.time}"
         if limit is None:
             yield Problem(
@@ -350,7 +350,7 @@ def _problems(cluster: ClusterConfig) -> Iterator[Problem]:
                 f"{cluster.grace_seconds} and {END_SECONDS} s), so a limit of {limit} s leaves nothing to train in",
                 "write a longer limit, or a smaller cluster.grace_seconds",
             )
-    yield from _texts(slurm)
+    yield from _check_texts(slurm)
     for name, value in slurm.options.items():
         seen = f"cluster.slurm.options={{{name}: {value}}}"
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
@@ -360,16 +360,16 @@ def _problems(cluster: ClusterConfig) -> Iterator[Problem]:
                 "an option is a long one of sbatch, without its dashes",
                 "write {mail-type: END}",
             )
-        elif name in KEYS:
+        elif name in OPTION_KEYS:
             yield Problem(
                 "cluster.slurm.options",
                 seen,
-                f"{KEYS[name]} decides --{name}",
-                f"leave it out, and write {KEYS[name]}",
+                f"{OPTION_KEYS[name]} decides --{name}",
+                f"leave it out, and write {OPTION_KEYS[name]}",
             )
 
 
-def _texts(slurm: SlurmConfig) -> Iterator[Problem]:
+def _check_texts(slurm: SlurmConfig) -> Iterator[Problem]:
     """Every text is one word of sbatch's argv; a line end in it can only be a slip."""
     texts: dict[str, str | None] = {
         name: getattr(slurm, name)

@@ -19,7 +19,7 @@ TURN_SECONDS = 300.0  # the first machine hears of all others before, also of on
 Clock = Callable[[], float]
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """Of torch.distributed's stores, what is used here."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -28,21 +28,21 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Offset:
+class ClockOffset:
     """``seconds``: this machine's clock less the first one's, give or take ``error_seconds``."""
 
     seconds: float
     error_seconds: float
 
 
-def tell(store: Store, node: int, now: Clock = time.time) -> None:
+def serve_time(store: KeyValueStore, node: int, now: Clock = time.time) -> None:
     """On the first machine: answer ``node``'s questions. Raises torch's error of a time-out where it does not ask."""
     for turn in range(ROUNDS):
         _wait(store, f"clock/{node}/{turn}/asked", ANSWER_SECONDS)
         store.set(f"clock/{node}/{turn}/told", repr(now()))
 
 
-def compare(store: Store, node: int, now: Clock = time.time) -> Offset:
+def measure_offset(store: KeyValueStore, node: int, now: Clock = time.time) -> ClockOffset:
     """On machine ``node``, at the same time."""
     found = []
     for turn in range(ROUNDS):
@@ -51,9 +51,9 @@ def compare(store: Store, node: int, now: Clock = time.time) -> Offset:
         _wait(store, f"clock/{node}/{turn}/told", ANSWER_SECONDS if turn else TURN_SECONDS)
         ended = now()
         told = float(store.get(f"clock/{node}/{turn}/told"))
-        found.append(Offset((began + ended) / 2 - told, (ended - began) / 2))
+        found.append(ClockOffset((began + ended) / 2 - told, (ended - began) / 2))
     return min(found, key=lambda offset: offset.error_seconds)
 
 
-def _wait(store: Store, key: str, seconds: float) -> None:
+def _wait(store: KeyValueStore, key: str, seconds: float) -> None:
     store.wait([key], timedelta(seconds=seconds))

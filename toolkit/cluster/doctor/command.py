@@ -13,19 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.cluster.doctor import cross_node, network, requirements
-from toolkit.cluster.doctor.data import FirstRead, data_check
-from toolkit.cluster.doctor.examine import CHECKS, Silent, compare_clocks, gather, look
-from toolkit.cluster.doctor.requirements import ExaminedRun
+from toolkit.cluster.doctor import cross_node, network
+from toolkit.cluster.doctor import planned_run as requirements
+from toolkit.cluster.doctor.data_access import DataReadResult, make_data_check
+from toolkit.cluster.doctor.preflight import CHECKS, MachinesTimedOut, compare_clocks, gather_reports, run_checks
+from toolkit.cluster.doctor.planned_run import DoctorTarget
 from toolkit.cluster.doctor.timeout import call_with_timeout
-from toolkit.cluster.doctor.types import Check, Finding, MachineReport, Report, Verdict
+from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, MachineReport, DoctorReport, CheckVerdict
 from toolkit.cluster.environment import HANDOVER, Launch, Launcher, set_defaults, set_thread_default
 from toolkit.cluster.exit_handling import ExitHandler
-from toolkit.cluster.machine import Machine, this_machine
-from toolkit.cluster.ranks import Ranks
-from toolkit.cluster.rendezvous import Left, Meeting
-from toolkit.cluster.start import Start
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.rank_processes import RankProcesses
+from toolkit.cluster.rendezvous import PeerExited, Rendezvous
+from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.stop_request import StopRequest
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes
@@ -45,7 +46,7 @@ ENDS_SECONDS = 5.0  # rank 0 says why; then the others go
 class Measurements:
     """What is measured by parts of the toolkit that this one does not import."""
 
-    first_read: Callable[[RunConfig, int | None, BatchPlan | None], FirstRead]  # toolkit/data/first_read.py
+    first_read: Callable[[RunConfig, int | None, BatchPlan | None], DataReadResult]  # toolkit/data/first_read.py
     links: Callable[
         [Axes | None, torch.device, int, int], Sequence[Mapping[str, Any]]
     ]  # toolkit/observe/comm_benchmark.py
@@ -77,7 +78,7 @@ class DoctorCommand:
         )
         self._script, self._as_json = script, as_json
         self._machines: list[MachineReport] = []
-        self._together: list[Finding] = []
+        self._together: list[CheckFinding] = []
         self._told = threading.Lock()
 
     def examine(self, stop: StopRequest) -> ExitCode:
@@ -86,50 +87,50 @@ class DoctorCommand:
             UserError: a mistake in the words.
             Left: another rank has said why.
         """
-        asked = call_with_timeout(this_machine, MACHINE_SECONDS)
-        machine: Machine | None = asked.value
+        asked = call_with_timeout(detect_machine, MACHINE_SECONDS)
+        machine: MachineInfo | None = asked.value
         silence = f"{asked.problem} (within {MACHINE_SECONDS:g} s)" if asked.hangs else str(asked.problem)
         if self._launch.ranks > 1:
             return self._among_ranks(machine, silence)
-        found = requirements.from_words(self._words, self._launch, machine, silence)
+        found = requirements.target_from_overrides(self._words, self._launch, machine, silence)
         if found.world.ranks > 1 and found.plan is not None and self._launch.launcher is Launcher.NONE:
             return self._start_ranks(found, stop)
-        self._machines = [look(found.need(self._launch), checks=self._checks(found))]
+        self._machines = [run_checks(found.need(self._launch), checks=self._checks(found))]
         met = (
-            cross_node.single_rank()
+            cross_node.report_single_rank()
             if found.plan is not None
-            else cross_node.not_tried("the run cannot be planned")
+            else cross_node.report_skipped("the run cannot be planned")
         )
-        self._together = [*cross_node.of_plan(found.plan, found.problems), *met]
+        self._together = [*cross_node.check_plan(found.plan, found.problems), *met]
         return self._tell()
 
     # ---- one of several ranks
 
-    def _among_ranks(self, machine: Machine | None, silence: str) -> ExitCode:
+    def _among_ranks(self, machine: MachineInfo | None, silence: str) -> ExitCode:
         launch = self._launch
         set_thread_default(
             os.environ, launch.ranks_per_node, os.cpu_count() or 1
         )  # before the meeting imports torch
-        meeting = self._exit_handler.meeting = Meeting(launch, self._words, seconds=MEET_SECONDS)
+        meeting = self._exit_handler.meeting = Rendezvous(launch, self._words, seconds=MEET_SECONDS)
         try:
             if launch.rank == 0:
                 found = self._own(machine, silence)
-                place = look(
-                    found.need(launch), checks=[network.PLACE]
+                place = run_checks(
+                    found.need(launch), checks=[network.MASTER_ADDRESS_CHECK]
                 )  # before the meeting opens and this process takes the port
-                self._machines, self._together = [place], cross_node.of_plan(found.plan, found.problems)
-                if any(finding.verdict is Verdict.FAIL for finding in place.findings):
+                self._machines, self._together = [place], cross_node.check_plan(found.plan, found.problems)
+                if any(finding.verdict is CheckVerdict.FAIL for finding in place.findings):
                     self._machines = [self._look_here(found)]
                     return self._not_met("there is no place to meet at: see above")
                 if launch.handover is None:
                     meeting.publish("doctor/start", found.start().to_json())
             elif launch.handover is not None:
-                found = requirements.from_start(Start.read(launch.handover))
+                found = requirements.target_from_spec(AttemptSpec.read(launch.handover))
             else:
-                found = requirements.from_start(Start.from_json(*meeting.receive("doctor/start")))
+                found = requirements.target_from_spec(AttemptSpec.from_json(*meeting.receive("doctor/start")))
             self._look_at_all(meeting, found)
             return self._measure(meeting, found, machine)
-        except Left:
+        except PeerExited:
             raise
         except TimeoutError as error:
             return self._not_met(str(error))
@@ -137,47 +138,47 @@ class DoctorCommand:
             first_line = str(error).partition("\n")[0]
             return self._not_met(f"{type(error).__name__}: {first_line}")
 
-    def _own(self, machine: Machine | None, silence: str) -> ExaminedRun:
+    def _own(self, machine: MachineInfo | None, silence: str) -> DoctorTarget:
         handover = self._launch.handover
         return (
-            requirements.from_start(Start.read(handover))
+            requirements.target_from_spec(AttemptSpec.read(handover))
             if handover is not None
-            else requirements.from_words(self._words, self._launch, machine, silence)
+            else requirements.target_from_overrides(self._words, self._launch, machine, silence)
         )
 
-    def _look_at_all(self, meeting: Meeting, found: ExaminedRun) -> None:
+    def _look_at_all(self, meeting: Rendezvous, found: DoctorTarget) -> None:
         """Each machine by its first rank. Raises Silent on rank 0, or torch's errors."""
         launch = self._launch
         if launch.local_rank == 0:
             self._machines = [self._look_here(found)]
         try:  # not all need have met so far: a machine may start late
-            machines = gather(
+            machines = gather_reports(
                 self._machines[0] if launch.local_rank == 0 else None, launch, meeting, MEET_SECONDS
             )
-        except Silent as silent:
+        except MachinesTimedOut as silent:
             self._machines = silent.heard
             raise
         if launch.rank == 0:
             self._machines = machines
         times = compare_clocks(machines, launch, meeting)
-        self._together += [*cross_node.alike(machines), *times]
+        self._together += [*cross_node.check_uniformity(machines), *times]
 
-    def _look_here(self, found: ExaminedRun) -> MachineReport:
+    def _look_here(self, found: DoctorTarget) -> MachineReport:
         seen = tuple(
             finding for machine in self._machines for finding in machine.findings
         )  # of rank 0: the place
-        checks = [check for check in self._checks(found) if not (seen and check is network.PLACE)]
-        own = look(found.need(self._launch), self._launch.node, checks)
+        checks = [check for check in self._checks(found) if not (seen and check is network.MASTER_ADDRESS_CHECK)]
+        own = run_checks(found.need(self._launch), self._launch.node, checks)
         return replace(own, findings=(*own.findings, *seen))
 
-    def _measure(self, meeting: Meeting, found: ExaminedRun, machine: Machine | None) -> ExitCode:
+    def _measure(self, meeting: Rendezvous, found: DoctorTarget, machine: MachineInfo | None) -> ExitCode:
         """The process group, the links, and the same exit code on all ranks."""
         launch = self._launch
         set_defaults(
             os.environ,
             launch,
             found.world,
-            machine or Machine(cores=os.cpu_count() or 1),
+            machine or MachineInfo(cores=os.cpu_count() or 1),
             found.config.debug.threads,
         )
         import torch
@@ -199,7 +200,7 @@ class DoctorCommand:
             )
             guard.cancel()
             if launch.rank == 0:
-                self._together += cross_node.links(rows, met_seconds)
+                self._together += cross_node.check_links(rows, met_seconds)
                 meeting.publish("doctor/end", {"code": int(self._tell())})
             code = ExitCode(meeting.receive("doctor/end")[0]["code"])
             torch.distributed.barrier()  # rank 0 may be the one that serves the store
@@ -212,11 +213,11 @@ class DoctorCommand:
 
     # ---- plain python: the ranks are started here
 
-    def _start_ranks(self, found: ExaminedRun, stop: StopRequest) -> ExitCode:
+    def _start_ranks(self, found: DoctorTarget, stop: StopRequest) -> ExitCode:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             handover = Path(folder) / "handover.json"
             found.start().write(handover)
-            ranks = Ranks(
+            ranks = RankProcesses(
                 [self._script, f"{HANDOVER}{handover}", *([JSON] if self._as_json else [])], found.world
             )
 
@@ -233,31 +234,31 @@ class DoctorCommand:
             finally:
                 ranks.kill()
 
-    def _checks(self, found: ExaminedRun) -> list[Check]:
-        def read() -> FirstRead:
+    def _checks(self, found: DoctorTarget) -> list[DoctorCheck]:
+        def read() -> DataReadResult:
             plan = found.plan
             vocab_size = plan.shape.vocab_size if plan is not None and plan.shape is not None else None
             return self._measurements.first_read(
                 found.config, vocab_size, plan.batch if plan is not None else None
             )
 
-        return [*CHECKS, data_check(read)]
+        return [*CHECKS, make_data_check(read)]
 
     # ---- telling
 
     def _not_met(self, why: str) -> ExitCode:
-        self._together += cross_node.not_met(why)
+        self._together += cross_node.report_failed_rendezvous(why)
         return self._tell()
 
     def _tell(self) -> ExitCode:
         """Once a process: rank 0 on stdout; where it comes to that, the first rank of another machine on stderr."""
-        report = Report(machines=tuple(self._machines), together=tuple(self._together))
+        report = DoctorReport(machines=tuple(self._machines), together=tuple(self._together))
         if self._launch.local_rank == 0 and self._told.acquire(blocking=False):
-            from toolkit.cluster.doctor.show import show, to_json
+            from toolkit.cluster.doctor.report import print_report, to_json
 
             stream = sys.stdout if self._launch.rank == 0 else sys.stderr
             if self._as_json:
                 print(json.dumps(to_json(report), indent=1), file=stream, flush=True)
             else:
-                show(report, stream)
-        return ExitCode.USER if report.verdict is Verdict.FAIL else ExitCode.DONE
+                print_report(report, stream)
+        return ExitCode.USER if report.verdict is CheckVerdict.FAIL else ExitCode.DONE

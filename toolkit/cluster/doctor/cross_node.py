@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from toolkit.cluster.doctor.clocks import Offset
-from toolkit.cluster.doctor.types import Finding, MachineReport, Verdict, fail, ok, unknown, warn
+from toolkit.cluster.doctor.clocks import ClockOffset
+from toolkit.cluster.doctor.types import CheckFinding, MachineReport, CheckVerdict, fail, ok, unknown, warn
 from toolkit.errors import Problem, Severity
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
@@ -15,22 +15,22 @@ from toolkit.plan.types import Device, RunPlan
 # Logs and status files of several machines are read side by side; and stores refuse requests that are signed with a wrong time (S3
 # beyond 15 minutes: its error RequestTimeTooSkewed).
 WARN_SECONDS, FAIL_SECONDS = 0.5, 300.0
-SLOWEST = 0.5  # of the fastest group along an axis
+SLOW_GROUP_FRACTION = 0.5  # of the fastest group along an axis
 
 
-def _of(check: str, how: str, findings: Iterable[Finding]) -> list[Finding]:
+def _label(check: str, how: str, findings: Iterable[CheckFinding]) -> list[CheckFinding]:
     return [replace(finding, check=check, how=how) for finding in findings]
 
 
-def of_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> list[Finding]:
+def check_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> list[CheckFinding]:
     """
     Args:
         problems: the rules that the run breaks, and warnings.
     """
-    return _of("plan", "the rules and bytes of launch/plan.py", _plan(plan, problems))
+    return _label("plan", "the rules and bytes of launch/plan.py", _judge_plan(plan, problems))
 
 
-def _plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[Finding]:
+def _judge_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[CheckFinding]:
     for problem in problems:
         tell = fail if problem.severity is Severity.ERROR else warn
         yield tell(f"{problem.seen}: {problem.rule}", problem.remedy)
@@ -49,14 +49,14 @@ def _plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[Finding
     )
 
 
-def alike(machines: Sequence[MachineReport]) -> list[Finding]:
+def check_uniformity(machines: Sequence[MachineReport]) -> list[CheckFinding]:
     """Versions, drivers and GPUs of all machines."""
     if len(machines) < 2:
         return []
-    return _of("alike", "what the machines say of themselves, compared", _alike(machines))
+    return _label("alike", "what the machines say of themselves, compared", _judge_uniformity(machines))
 
 
-def _alike(machines: Sequence[MachineReport]) -> Iterator[Finding]:
+def _judge_uniformity(machines: Sequence[MachineReport]) -> Iterator[CheckFinding]:
     names = dict.fromkeys(name for machine in machines for name in machine.traits)
     differing = False
     for name in names:
@@ -66,7 +66,7 @@ def _alike(machines: Sequence[MachineReport]) -> Iterator[Finding]:
         if len(having) > 1:
             differing = True
             ordered = sorted(having.items(), key=lambda item: -len(item[1]))
-            said = "; ".join(f"{value} on {_hosts(hosts)}" for value, hosts in ordered)
+            said = "; ".join(f"{value} on {_format_hosts(hosts)}" for value, hosts in ordered)
             # Ranks of different versions exchange messages that they do not understand; unlike GPUs or drivers only wait.
             tell = warn if name in ("GPUs", "driver", "Python") else fail
             yield tell(
@@ -79,25 +79,25 @@ def _alike(machines: Sequence[MachineReport]) -> Iterator[Finding]:
         yield ok(f"{len(machines)} machines have the same {', '.join(names)}")
 
 
-def _hosts(hosts: Sequence[str]) -> str:
+def _format_hosts(hosts: Sequence[str]) -> str:
     return ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
 
 
-def clocks(offsets: Mapping[str, Offset]) -> list[Finding]:
+def check_clocks(offsets: Mapping[str, ClockOffset]) -> list[CheckFinding]:
     """
     Args:
         offsets: by name, of every machine but the first, which is what they are compared with.
     """
     if not offsets:
         return []
-    return _of(
+    return _label(
         "clocks",
         "the first machine's time, asked through the store; half of the way there and back is the error",
-        _clocks(offsets),
+        _judge_clocks(offsets),
     )
 
 
-def _clocks(offsets: Mapping[str, Offset]) -> Iterator[Finding]:
+def _judge_clocks(offsets: Mapping[str, ClockOffset]) -> Iterator[CheckFinding]:
     wrong = False
     for host, offset in offsets.items():
         least = abs(offset.seconds) - offset.error_seconds  # what it is apart for certain
@@ -116,19 +116,19 @@ def _clocks(offsets: Mapping[str, Offset]) -> Iterator[Finding]:
         )
 
 
-HOW_LINKS = "all-reduces over groups of the ranks along each axis and of all: a few bytes for latency, MiBs for bus bandwidth"
+LINKS_METHOD = "all-reduces over groups of the ranks along each axis and of all: a few bytes for latency, MiBs for bus bandwidth"
 
 
-def links(rows: Sequence[Mapping[str, Any]], seconds: float) -> list[Finding]:
+def check_links(rows: Sequence[Mapping[str, Any]], seconds: float) -> list[CheckFinding]:
     """
     Args:
         rows: of monitor/probe.py, one an axis.
         seconds: that the ranks took to meet.
     """
-    return _of("ranks meet", HOW_LINKS, _links(rows, seconds))
+    return _label("ranks meet", LINKS_METHOD, _judge_links(rows, seconds))
 
 
-def _links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[Finding]:
+def _judge_links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[CheckFinding]:
     yield ok(f"they met in {seconds:.1f} s")
     for row in rows:
         slow, fast = row["bandwidth_bytes_per_second"], row["best_bandwidth_bytes_per_second"]
@@ -136,7 +136,7 @@ def _links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[Findin
             f"{row['axis']} ({row['ranks']} ranks): {row['latency_p50_seconds'] * 1e6:,.0f} µs (p99 "
             f"{row['latency_p99_seconds'] * 1e6:,.0f}), bus bandwidth {slow / 1e9:.2f} GB/s"
         )
-        if slow < SLOWEST * fast:
+        if slow < SLOW_GROUP_FRACTION * fast:
             ranks = ", ".join(map(str, row["slowest_ranks"][:8]))
             yield warn(
                 f"{said} between ranks {ranks}; {fast / 1e9:.2f} GB/s in the fastest group",
@@ -147,17 +147,17 @@ def _links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[Findin
             yield ok(said)
 
 
-def single_rank() -> list[Finding]:
-    return _of("ranks meet", HOW_LINKS, [ok("one rank: nobody to meet")])
+def report_single_rank() -> list[CheckFinding]:
+    return _label("ranks meet", LINKS_METHOD, [ok("one rank: nobody to meet")])
 
 
-def not_tried(why: str) -> list[Finding]:
-    return _of("ranks meet", HOW_LINKS, [unknown(f"not tried: {why}")])
+def report_skipped(why: str) -> list[CheckFinding]:
+    return _label("ranks meet", LINKS_METHOD, [unknown(f"not tried: {why}")])
 
 
-def not_met(why: str) -> list[Finding]:
+def report_failed_rendezvous(why: str) -> list[CheckFinding]:
     remedy = (
         "all machines start the same command, with one MASTER_ADDR and MASTER_PORT that the others reach (firewall); the interface "
         "between them is named where there are several: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
     )
-    return _of("ranks meet", HOW_LINKS, [Finding(Verdict.FAIL, why, remedy)])
+    return _label("ranks meet", LINKS_METHOD, [CheckFinding(CheckVerdict.FAIL, why, remedy)])

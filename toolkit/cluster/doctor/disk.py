@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, gib, ok, warn
+from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, RunRequirements, fail, format_size, ok, warn
 
 BLOCK_BYTES = 8 * 2**20
-MOST_BYTES = 256 * 2**20
-MOST_SECONDS = 2.0
+MAX_BYTES = 256 * 2**20
+MAX_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
+class DiskProbe:
     """
     Attributes:
         folder: the nearest folder above the run's directory, or itself, that is there.
@@ -31,22 +31,22 @@ class Disk:
     seconds: float = 0.0
 
 
-def measure(need: Need) -> Disk:
+def measure(need: RunRequirements) -> DiskProbe:
     folder = need.run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent
     free = os.statvfs(folder)
     free_bytes = free.f_bavail * free.f_frsize
     path = folder / f".doctor-{os.urandom(6).hex()}"
-    most = min(MOST_BYTES, free_bytes // 4)  # so that looking is not what fills it
+    most = min(MAX_BYTES, free_bytes // 4)  # so that looking is not what fills it
     try:
-        written, seconds = write(path, most)
+        written, seconds = timed_write(path, most)
     except OSError as error:
-        return Disk(folder=str(folder), free_bytes=free_bytes, problem=error.strerror or str(error))
-    return Disk(folder=str(folder), free_bytes=free_bytes, written_bytes=written, seconds=seconds)
+        return DiskProbe(folder=str(folder), free_bytes=free_bytes, problem=error.strerror or str(error))
+    return DiskProbe(folder=str(folder), free_bytes=free_bytes, written_bytes=written, seconds=seconds)
 
 
-def write(path: Path, most: int, seconds: float = MOST_SECONDS) -> tuple[int, float]:
+def timed_write(path: Path, most: int, seconds: float = MAX_SECONDS) -> tuple[int, float]:
     """Up to ``most`` bytes in about ``seconds``, synced block by block, so that a slow disk is found slow and not its cache fast.
 
     The file loses its name at once, so that nothing is left of it however this process ends. Returns bytes and seconds.
@@ -65,7 +65,7 @@ def write(path: Path, most: int, seconds: float = MOST_SECONDS) -> tuple[int, fl
     return written, time.perf_counter() - began
 
 
-def judge(disk: Disk, need: Need) -> Iterator[Finding]:
+def judge(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
     if disk.problem is not None:
         yield fail(
             f"{disk.folder}: {disk.problem}",
@@ -73,30 +73,30 @@ def judge(disk: Disk, need: Need) -> Iterator[Finding]:
         )
         return
     size = need.checkpoint_bytes
-    room = f"{disk.folder}: {gib(disk.free_bytes)} free"
+    room = f"{disk.folder}: {format_size(disk.free_bytes)} free"
     if size is None:
         yield ok(f"{room}; what a checkpoint takes is not known")
     elif disk.free_bytes < size:
         yield fail(
-            f"{room}; one checkpoint takes {gib(size)}", "make room, or write run.dir=FOLDER on a larger disk"
+            f"{room}; one checkpoint takes {format_size(size)}", "make room, or write run.dir=FOLDER on a larger disk"
         )
     elif disk.free_bytes < size * (need.keep_checkpoints + 1):
         yield warn(
             f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written take "
-            f"{gib(size * (need.keep_checkpoints + 1))}",
+            f"{format_size(size * (need.keep_checkpoints + 1))}",
             "make room, or write a smaller checkpoint.keep_last",
         )
     else:
-        yield ok(f"{room}; one checkpoint takes {gib(size)}")
-    yield from _speed(disk, need)
+        yield ok(f"{room}; one checkpoint takes {format_size(size)}")
+    yield from _judge_speed(disk, need)
 
 
-def _speed(disk: Disk, need: Need) -> Iterator[Finding]:
+def _judge_speed(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
     if not disk.written_bytes:
         yield warn(f"{disk.folder}: too full to measure how fast it is", "make room")
         return
     speed = disk.written_bytes / disk.seconds
-    said = f"{gib(disk.written_bytes)} written and synced at {speed / 1e6:,.0f} MB/s"
+    said = f"{format_size(disk.written_bytes)} written and synced at {speed / 1e6:,.0f} MB/s"
     if need.checkpoint_bytes is None:
         yield ok(said)
         return
@@ -116,9 +116,9 @@ def _speed(disk: Disk, need: Need) -> Iterator[Finding]:
         yield ok(said)
 
 
-CHECK = Check(
+CHECK = DoctorCheck(
     name="disk",
-    how=f"free space; a file of up to {gib(MOST_BYTES)} or {MOST_SECONDS:g} s, synced every {gib(BLOCK_BYTES)}, on all "
+    how=f"free space; a file of up to {format_size(MAX_BYTES)} or {MAX_SECONDS:g} s, synced every {format_size(BLOCK_BYTES)}, on all "
     "machines at about the same time; a save is each machine's share of the checkpoint at that speed",
     measure=measure,
     judge=judge,

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.cluster.doctor.software import torch_cuda
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, gib, ok, unknown, warn
-from toolkit.cluster.machine import Gpu, visible
+from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, RunRequirements, fail, format_size, ok, unknown, warn
+from toolkit.cluster.machine_info import GpuInfo, select_visible_gpus
 from toolkit.plan.types import Device
 
 # Reasons for low clocks that mean that something is wrong; NVML's names: nvmlClocksThrottleReason...
-HARMFUL = {
+HARMFUL_THROTTLING = {
     "HwSlowdown": "hardware slowdown",
     "SwThermalSlowdown": "heat (driver)",
     "HwThermalSlowdown": "heat (hardware)",
     "HwPowerBrakeSlowdown": "power brake",
 }
-OTHERS_BYTES = 1 << 30  # on a GPU before a run: contexts and idle servers take less
+IDLE_BYTES = 1 << 30  # on a GPU before a run: contexts and idle servers take less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class GpuState:
     """One GPU. None: it does not say."""
 
     index: int
@@ -40,7 +40,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
+class DriverInfo:
     """
     Attributes:
         version: None: NVML says that there is no driver.
@@ -53,23 +53,23 @@ class Driver:
     built: tuple[int, int] | None = None
 
 
-def measure_driver(need: Need, nvml: Any = None) -> Driver:
-    nvml = nvml or load()
+def measure_driver(need: RunRequirements, nvml: Any = None) -> DriverInfo:
+    nvml = nvml or load_nvml()
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return Driver(version=None)
+        return DriverInfo(version=None)
     number = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 12080 of 12.8
     built = torch_cuda()
     major, minor = (*(built or "0.0").split("."), "0")[:2]
-    return Driver(
+    return DriverInfo(
         version=_text(nvml.nvmlSystemGetDriverVersion()),
         cuda=(number // 1000, number % 1000 // 10),
         built=(int(major), int(minor)) if built else None,
     )
 
 
-def judge_driver(driver: Driver, need: Need) -> Iterator[Finding]:
+def judge_driver(driver: DriverInfo, need: RunRequirements) -> Iterator[CheckFinding]:
     if driver.version is None or driver.cuda is None:
         if need.device is Device.CPU:
             yield ok("none, and the run is planned for CPU ranks")
@@ -80,48 +80,48 @@ def judge_driver(driver: Driver, need: Need) -> Iterator[Finding]:
                 "trains on the CPU",
             )
         return
-    seen = f"{driver.version}, up to CUDA {_dotted(driver.cuda)}"
+    seen = f"{driver.version}, up to CUDA {_format_version(driver.cuda)}"
     if driver.built is None or need.device is Device.CPU:
         yield ok(seen)
     elif driver.built[0] > driver.cuda[0]:
         yield fail(
-            f"{seen}; torch was built with CUDA {_dotted(driver.built)}",
+            f"{seen}; torch was built with CUDA {_format_version(driver.built)}",
             f"install a driver for CUDA {driver.built[0]}, or a torch built with CUDA {driver.cuda[0]}",
         )
     elif driver.built > driver.cuda:
         # CUDA's compatibility guide: minor versions of one major version run on its older drivers, with less of what is compiled late.
         yield warn(
-            f"{seen}; torch was built with CUDA {_dotted(driver.built)}",
+            f"{seen}; torch was built with CUDA {_format_version(driver.built)}",
             "install a newer driver: what is compiled on the machine "
             "(torch.compile, JIT kernels) may not load",
         )
     else:
-        yield ok(f"{seen}; torch was built with CUDA {_dotted(driver.built)}")
+        yield ok(f"{seen}; torch was built with CUDA {_format_version(driver.built)}")
 
 
-def measure_gpus(need: Need, nvml: Any = None, selection: str | None = None) -> list[Card]:
-    nvml = nvml or load()
+def measure_gpus(need: RunRequirements, nvml: Any = None, selection: str | None = None) -> list[GpuState]:
+    nvml = nvml or load_nvml()
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return []
-    cards: list[tuple[Gpu, Card]] = []
+    cards: list[tuple[GpuInfo, GpuState]] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = _text(nvml.nvmlDeviceGetName(handle))
         cards.append(
-            (Gpu(name, None, _text(nvml.nvmlDeviceGetUUID(handle))), _card(nvml, handle, index, name))
+            (GpuInfo(name, None, _text(nvml.nvmlDeviceGetUUID(handle))), _read_gpu(nvml, handle, index, name))
         )
-    chosen = visible(
+    chosen = select_visible_gpus(
         [gpu for gpu, _ in cards],
         selection if selection is not None else os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
     own = {gpu.uuid: card for gpu, card in cards}
     # A slice of a GPU (MIG) has no entry of its own: it is counted, and nothing more is said of it.
-    return [own.get(gpu.uuid) or Card(index=index, name=gpu.product) for index, gpu in enumerate(chosen)]
+    return [own.get(gpu.uuid) or GpuState(index=index, name=gpu.product) for index, gpu in enumerate(chosen)]
 
 
-def _card(nvml: Any, handle: Any, index: int, name: str) -> Card:
+def _read_gpu(nvml: Any, handle: Any, index: int, name: str) -> GpuState:
     def said(question: Callable[[], Any]) -> Any:
         try:
             return question()
@@ -133,7 +133,7 @@ def _card(nvml: Any, handle: Any, index: int, name: str) -> Card:
     persistent = said(lambda: nvml.nvmlDeviceGetPersistenceMode(handle))
     remapped = said(lambda: nvml.nvmlDeviceGetRemappedRows(handle))  # corrected, uncorrected, pending, failed
     bits = said(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
-    return Card(
+    return GpuState(
         index=index,
         name=name,
         total_bytes=memory and memory.total,
@@ -151,13 +151,13 @@ def _card(nvml: Any, handle: Any, index: int, name: str) -> Card:
         remap_failed=None if remapped is None else bool(remapped[3]),
         slowed=tuple(
             words
-            for name, words in HARMFUL.items()
+            for name, words in HARMFUL_THROTTLING.items()
             if bits & getattr(nvml, f"nvmlClocksThrottleReason{name}")
         ),
     )
 
 
-def judge_gpus(cards: Sequence[Card], need: Need) -> Iterator[Finding]:
+def judge_gpus(cards: Sequence[GpuState], need: RunRequirements) -> Iterator[CheckFinding]:
     kinds = sorted({card.name for card in cards})
     seen = f"{len(cards)} x {' and '.join(kinds)}" if cards else "none"
     if need.device is Device.CPU:
@@ -170,7 +170,7 @@ def judge_gpus(cards: Sequence[Card], need: Need) -> Iterator[Finding]:
             "or start fewer ranks",
         )
     used = cards[: need.ranks_per_node]
-    problems = [problem for card in used for problem in _problems(card, need)]
+    problems = [problem for card in used for problem in _find_gpu_problems(card, need)]
     if len({card.name for card in used}) > 1:
         problems.append(
             warn(
@@ -191,7 +191,7 @@ def judge_gpus(cards: Sequence[Card], need: Need) -> Iterator[Finding]:
         yield ok(f"{seen}; {ecc}, no memory errors, no harmful throttling now")
 
 
-def _problems(card: Card, need: Need) -> Iterator[Finding]:
+def _find_gpu_problems(card: GpuState, need: RunRequirements) -> Iterator[CheckFinding]:
     name = f"GPU {card.index}"
     if card.uncorrected:
         yield fail(
@@ -220,17 +220,17 @@ def _problems(card: Card, need: Need) -> Iterator[Finding]:
         free = card.total_bytes - card.used_bytes
         if need.device_bytes is not None and free < need.device_bytes:
             yield fail(
-                f"{name}: {gib(free)} free of {gib(card.total_bytes)}; the run needs {gib(need.device_bytes)}",
+                f"{name}: {format_size(free)} free of {format_size(card.total_bytes)}; the run needs {format_size(need.device_bytes)}",
                 "end the processes that nvidia-smi shows on it, or plan for fewer bytes a rank (launch/plan.py)",
             )
-        elif card.used_bytes > OTHERS_BYTES:
+        elif card.used_bytes > IDLE_BYTES:
             yield warn(
-                f"{name}: {gib(card.used_bytes)} are in use already",
+                f"{name}: {format_size(card.used_bytes)} are in use already",
                 "end the processes that nvidia-smi shows on it",
             )
 
 
-def load() -> Any:
+def load_nvml() -> Any:
     import pynvml
 
     return pynvml
@@ -240,28 +240,28 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _format_version(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-HANGS = (
+DRIVER_HANGS_REMEDY = (
     "the GPU driver hangs: look at dmesg for Xid; the machine has to be restarted, so leave it out of the run"
 )
 CHECKS = (
-    Check(
+    DoctorCheck(
         name="driver",
         how="NVML, against the CUDA of torch/version.py",
         measure=measure_driver,
         judge=judge_driver,
-        stuck=HANGS,
+        stuck=DRIVER_HANGS_REMEDY,
         traits=lambda driver: {"driver": str(driver.version)},
     ),
-    Check(
+    DoctorCheck(
         name="GPUs",
         how="NVML: number, kind, memory in use, ECC, row remapping, persistence mode, throttling at this moment",
         measure=measure_gpus,
         judge=judge_gpus,
-        stuck=HANGS,
+        stuck=DRIVER_HANGS_REMEDY,
         traits=lambda cards: {"GPUs": ", ".join(sorted({card.name for card in cards})) or "none"},
     ),
 )

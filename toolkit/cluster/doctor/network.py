@@ -8,20 +8,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, Verdict, fail, ok, warn
+from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, RunRequirements, CheckVerdict, fail, ok, warn
 from toolkit.plan.types import Device
 
 # ---- the machine's name
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class HostName:
     host: str
     addresses: tuple[str, ...]
 
 
-def measure_name(need: Need) -> Name:
-    return Name(host := socket.gethostname(), resolve(host))
+def measure_name(need: RunRequirements) -> HostName:
+    return HostName(host := socket.gethostname(), resolve(host))
 
 
 def resolve(host: str) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def judge_name(name: Name, need: Need) -> Iterator[Finding]:
+def judge_name(name: HostName, need: RunRequirements) -> Iterator[CheckFinding]:
     several = need.nodes > 1
     if not name.addresses and several:
         # Not more: gloo and NCCL are told an interface (cluster/environment.py). But torchrun tells the other machines this name.
@@ -61,7 +61,7 @@ def _is_loopback(address: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interfaces:
+class NetworkInterfaces:
     """
     Attributes:
         up: by name, whether the interface is up.
@@ -77,7 +77,7 @@ class Interfaces:
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
-def measure_interfaces(need: Need) -> Interfaces:
+def measure_interfaces(need: RunRequirements) -> NetworkInterfaces:
     import psutil
 
     # Of this process's own network: in a container /sys/class/net may show the machine's.
@@ -87,13 +87,13 @@ def measure_interfaces(need: Need) -> Interfaces:
         f"{port.parts[-4]}:{port.parts[-2]}": port.read_text(encoding="utf-8").partition(":")[2].strip()
         for port in ports
     }
-    return Interfaces(
+    return NetworkInterfaces(
         up=up, rdma=rdma, chosen={name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     )
 
 
-def judge_interfaces(found: Interfaces, need: Need) -> Iterator[Finding]:
-    problems = list(_chosen(found, need))
+def judge_interfaces(found: NetworkInterfaces, need: RunRequirements) -> Iterator[CheckFinding]:
+    problems = list(_check_selection(found, need))
     down = [port for port, state in found.rdma.items() if state != "ACTIVE"]
     if need.device is Device.CUDA and need.nodes > 1 and down:
         problems.append(
@@ -111,12 +111,12 @@ def judge_interfaces(found: Interfaces, need: Need) -> Iterator[Finding]:
         yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {told}")
 
 
-def _chosen(found: Interfaces, need: Need) -> Iterator[Finding]:
+def _check_selection(found: NetworkInterfaces, need: RunRequirements) -> Iterator[CheckFinding]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = found.chosen.get(variable)
         if text is None or (variable.startswith("NCCL") and need.device is Device.CPU):
             continue
-        named = selected(text, found.up, exact=variable.startswith("GLOO"))
+        named = select_interfaces(text, found.up, exact=variable.startswith("GLOO"))
         there = ", ".join(found.up)
         if not named:
             yield fail(
@@ -136,14 +136,14 @@ def _chosen(found: Interfaces, need: Need) -> Iterator[Finding]:
     text = found.chosen.get("NCCL_IB_HCA")
     if text is not None and need.device is Device.CUDA and not text.startswith("^"):
         devices = {port.partition(":")[0] for port in found.rdma}
-        if not any(selected(text, dict.fromkeys(devices, True), exact=False)):
+        if not any(select_interfaces(text, dict.fromkeys(devices, True), exact=False)):
             yield fail(
                 f"NCCL_IB_HCA={text}: no such RDMA device; there are {', '.join(sorted(devices)) or 'none'}",
                 "write one of them, or: unset NCCL_IB_HCA",
             )
 
 
-def selected(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
+def select_interfaces(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
     """What a variable chooses. gloo takes names, comma-separated; NCCL beginnings of names, all but those after ``^``, or names after
     ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME)."""
     without = not exact and text.startswith("^")
@@ -160,7 +160,7 @@ def selected(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MasterAddress:
     """
     Attributes:
         addresses: what MASTER_ADDR resolves to.
@@ -171,15 +171,15 @@ class Place:
     taken: str | None = None
 
 
-def measure_place(need: Need) -> Place:
+def measure_master_address(need: RunRequirements) -> MasterAddress:
     host = need.address or "127.0.0.1"
     addresses = resolve(host)
-    return Place(
-        addresses=addresses, taken=_taken(need.serves_port) if need.serves_port is not None else None
+    return MasterAddress(
+        addresses=addresses, taken=_probe_port(need.serves_port) if need.serves_port is not None else None
     )
 
 
-def _taken(port: int) -> str | None:
+def _probe_port(port: int) -> str | None:
     """As the store's server listens: on all addresses. Port 0: any free one."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -191,7 +191,7 @@ def _taken(port: int) -> str | None:
     return None
 
 
-def judge_place(place: Place, need: Need) -> Iterator[Finding]:
+def judge_master_address(place: MasterAddress, need: RunRequirements) -> Iterator[CheckFinding]:
     host = need.address or "127.0.0.1"
     if need.ranks == 1:
         yield ok("one rank needs none")
@@ -217,24 +217,24 @@ def judge_place(place: Place, need: Need) -> Iterator[Finding]:
         yield ok(f"{host} is {', '.join(place.addresses[:3])}{served}")
 
 
-PLACE = Check(
+MASTER_ADDRESS_CHECK = DoctorCheck(
     name="meeting place",
     how="MASTER_ADDR asked of the resolver; where this process serves the port, listening on it",
-    measure=measure_place,
-    judge=judge_place,
+    measure=measure_master_address,
+    judge=judge_master_address,
     stuck="a name server does not answer: write MASTER_ADDR as an IP address",
 )
 CHECKS = (
-    PLACE,
-    Check(
+    MASTER_ADDRESS_CHECK,
+    DoctorCheck(
         name="host name",
         how="this machine's name, asked of the resolver",
         measure=measure_name,
         judge=judge_name,
-        hanging=Verdict.WARN,
+        hanging=CheckVerdict.WARN,
         stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts",
     ),
-    Check(
+    DoctorCheck(
         name="interfaces",
         how="flags of the interfaces, /sys/class/infiniband and the environment",
         measure=measure_interfaces,

@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
+from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, RunRequirements, fail, ok, warn
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 
@@ -24,11 +24,11 @@ ENGINES = {
     "megatron-core": EngineName.megatron,
 }  # each is needed by its own runs only
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-ALIKE = ("torch", "deepspeed", "megatron-core")  # on all machines: ranks exchange what these make
+UNIFORM_PACKAGES = ("torch", "deepspeed", "megatron-core")  # on all machines: ranks exchange what these make
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Versions:
+class InstalledVersions:
     """
     Attributes:
         python_range, requirements: as the installed project's metadata, which is pyproject.toml's, says.
@@ -45,11 +45,11 @@ class Versions:
     nccl: str | None = None
 
 
-def measure_versions(need: Need) -> Versions:
+def measure_versions(need: RunRequirements) -> InstalledVersions:
     own = metadata.metadata(PROJECT)
     requirements = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
     names = [Requirement(text).name for text in requirements]
-    return Versions(
+    return InstalledVersions(
         python=platform.python_version(),
         python_range=own["Requires-Python"] or "",
         requirements=requirements,
@@ -59,11 +59,11 @@ def measure_versions(need: Need) -> Versions:
     )
 
 
-def judge_versions(versions: Versions, need: Need) -> Iterator[Finding]:
-    wrong = list(_wrong(versions, need))
+def judge_versions(versions: InstalledVersions, need: RunRequirements) -> Iterator[CheckFinding]:
+    wrong = list(_find_version_problems(versions, need))
     yield from wrong
     shown = ", ".join(
-        f"{name} {version}" for name, version in versions.installed.items() if name in ALIKE and version
+        f"{name} {version}" for name, version in versions.installed.items() if name in UNIFORM_PACKAGES and version
     )
     built = f"CUDA {versions.cuda}" if versions.cuda else "no CUDA"
     nccl = f", NCCL {versions.nccl}" if versions.nccl else ""
@@ -78,7 +78,7 @@ def judge_versions(versions: Versions, need: Need) -> Iterator[Finding]:
         )
 
 
-def _wrong(versions: Versions, need: Need) -> Iterator[Finding]:
+def _find_version_problems(versions: InstalledVersions, need: RunRequirements) -> Iterator[CheckFinding]:
     if versions.python_range and not _within(versions.python, versions.python_range):
         yield fail(
             f"Python {versions.python}", f"install one of the tested versions: {versions.python_range}"
@@ -134,18 +134,18 @@ SECRETS: Mapping[str, re.Pattern[str]] = {
     "a password in a URL": re.compile(r"[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/@]+@", re.IGNORECASE),
 }
 
-MOST_ABOVE = 16  # of a chain of processes
+MAX_ANCESTORS = 16  # of a chain of processes
 
 
-def measure_arguments(need: Need) -> list[str]:
+def measure_arguments(need: RunRequirements) -> list[str]:
     """What kind of secret stands in which command line; never the secret itself."""
     asker = os.getppid()  # checks are asked in a child
-    return secrets_in(
-        {"this command" if pid == asker else f"process {pid}": words for pid, words in _above().items()}
+    return find_secrets(
+        {"this command" if pid == asker else f"process {pid}": words for pid, words in _read_ancestor_command_lines().items()}
     )
 
 
-def secrets_in(lines: Mapping[str, Sequence[str]]) -> list[str]:
+def find_secrets(lines: Mapping[str, Sequence[str]]) -> list[str]:
     return [
         f"{kind} in the command line of {where}"
         for where, words in lines.items()
@@ -154,7 +154,7 @@ def secrets_in(lines: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def judge_arguments(found: list[str], need: Need) -> Iterator[Finding]:
+def judge_arguments(found: list[str], need: RunRequirements) -> Iterator[CheckFinding]:
     for text in found:
         yield fail(
             f"{text}: everybody on the machine sees command lines, and logs keep them",
@@ -164,11 +164,11 @@ def judge_arguments(found: list[str], need: Need) -> Iterator[Finding]:
         yield ok("none is seen")
 
 
-def _above() -> dict[int, list[str]]:
+def _read_ancestor_command_lines() -> dict[int, list[str]]:
     """Command lines by process, of those above this one, as far as they can be read; everybody may, unless proc is mounted otherwise."""
     found: dict[int, list[str]] = {}
     pid = os.getppid()
-    while pid > 0 and len(found) < MOST_ABOVE:
+    while pid > 0 and len(found) < MAX_ANCESTORS:
         try:
             found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
@@ -179,7 +179,7 @@ def _above() -> dict[int, list[str]]:
     return found
 
 
-VERSIONS = Check(
+VERSIONS = DoctorCheck(
     name="versions",
     how="metadata of the installed packages against the ranges of pyproject.toml; torch itself is not imported",
     measure=measure_versions,
@@ -188,10 +188,10 @@ VERSIONS = Check(
     traits=lambda versions: {
         "Python": versions.python,
         "NCCL": str(versions.nccl),
-        **{name: str(versions.installed.get(name)) for name in ALIKE},
+        **{name: str(versions.installed.get(name)) for name in UNIFORM_PACKAGES},
     },
 )
-ARGUMENTS = Check(
+ARGUMENTS = DoctorCheck(
     name="secrets",
     how="tokens of known form in the command lines of this process and those above it",
     measure=measure_arguments,

@@ -49,7 +49,7 @@ class TimedCall:
             self._pid = os.fork()
         if self._pid == 0:
             os.close(self._pipe)
-            _reply(question, answer)
+            _send_result(question, answer)
         os.close(answer)
 
     def answer(self) -> TimedResult:
@@ -87,7 +87,7 @@ def call_with_timeout(question: Callable[[], Any], seconds: float) -> TimedResul
     return TimedCall(question, seconds).answer()
 
 
-def _reply(question: Callable[[], Any], pipe: int) -> NoReturn:
+def _send_result(question: Callable[[], Any], pipe: int) -> NoReturn:
     try:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (

@@ -14,18 +14,18 @@ from toolkit.plan.saved import checkpoint_bytes
 from toolkit.plan.types import Device, RunPlan, World
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     OK = "ok"
     WARN = "warn"  # the run starts; this may cost time, or the run later on
     FAIL = "fail"  # the run would not start, or would be lost
     UNKNOWN = "unknown"  # it could not be looked at, and why is said
 
 
-RANKING = (Verdict.OK, Verdict.UNKNOWN, Verdict.WARN, Verdict.FAIL)
+RANKING = (CheckVerdict.OK, CheckVerdict.UNKNOWN, CheckVerdict.WARN, CheckVerdict.FAIL)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """
     Attributes:
         evidence: what was seen.
@@ -33,7 +33,7 @@ class Finding:
         check, how: of the check that found it.
     """
 
-    verdict: Verdict
+    verdict: CheckVerdict
     evidence: str
     remedy: str = ""
     check: str = ""
@@ -43,32 +43,32 @@ class Finding:
         return {**asdict(self), "verdict": self.verdict.value}
 
     @staticmethod
-    def from_json(message: Mapping[str, str]) -> Finding:
-        return Finding(**{**message, "verdict": Verdict(message["verdict"])})  # type: ignore[arg-type]
+    def from_json(message: Mapping[str, str]) -> CheckFinding:
+        return CheckFinding(**{**message, "verdict": CheckVerdict(message["verdict"])})  # type: ignore[arg-type]
 
 
-def ok(evidence: str) -> Finding:
-    return Finding(Verdict.OK, without_secrets(evidence))
+def ok(evidence: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.OK, without_secrets(evidence))
 
 
-def warn(evidence: str, remedy: str) -> Finding:
-    return Finding(Verdict.WARN, without_secrets(evidence), without_secrets(remedy))
+def warn(evidence: str, remedy: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.WARN, without_secrets(evidence), without_secrets(remedy))
 
 
-def fail(evidence: str, remedy: str) -> Finding:
-    return Finding(Verdict.FAIL, without_secrets(evidence), without_secrets(remedy))
+def fail(evidence: str, remedy: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.FAIL, without_secrets(evidence), without_secrets(remedy))
 
 
-def unknown(evidence: str) -> Finding:
-    return Finding(Verdict.UNKNOWN, without_secrets(evidence))
+def unknown(evidence: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.UNKNOWN, without_secrets(evidence))
 
 
-def worst(findings: Iterable[Finding]) -> Verdict:
-    return max((finding.verdict for finding in findings), key=RANKING.index, default=Verdict.OK)
+def worst(findings: Iterable[CheckFinding]) -> CheckVerdict:
+    return max((finding.verdict for finding in findings), key=RANKING.index, default=CheckVerdict.OK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class RunRequirements:
     """What a run asks of each of its machines."""
 
     device: Device
@@ -86,14 +86,14 @@ class Need:
     serves_port: int | None = None  # the port that this process will listen on, as rank 0
 
 
-def need_of(
+def compute_requirements(
     config: RunConfig,
     world: World,
     plan: RunPlan | None,
     *,
     address: str | None = None,
     serves_port: int | None = None,
-) -> Need:
+) -> RunRequirements:
     """
     Args:
         plan: None where the run breaks a rule; then its bytes are unknown.
@@ -106,7 +106,7 @@ def need_of(
         host = here * (memory.host + (memory.device_total if world.device is Device.CPU else 0))
         if config.checkpoint.background and saved is not None:  # a copy of the whole state, over all machines
             host += saved // world.nodes
-    return Need(
+    return RunRequirements(
         device=world.device,
         engine=config.engine.name,
         ranks=world.ranks,
@@ -124,7 +124,7 @@ def need_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class DoctorCheck:
     """One thing that is looked at on a machine.
 
     Attributes:
@@ -139,12 +139,12 @@ class Check:
 
     name: str
     how: str
-    measure: Callable[[Need], Any]
-    judge: Callable[[Any, Need], Iterable[Finding]]
+    measure: Callable[[RunRequirements], Any]
+    judge: Callable[[Any, RunRequirements], Iterable[CheckFinding]]
     seconds: float = (
         30.0  # all run side by side on a machine that may be busy, and another one may hang as long
     )
-    hanging: Verdict = Verdict.FAIL
+    hanging: CheckVerdict = CheckVerdict.FAIL
     stuck: str = "look at the machine's kernel log (dmesg): something of it hangs"
     traits: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
@@ -155,7 +155,7 @@ class MachineReport:
 
     node: int
     host: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     traits: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -168,27 +168,27 @@ class MachineReport:
 
     @staticmethod
     def from_json(message: Mapping[str, Any]) -> MachineReport:
-        findings = tuple(Finding.from_json(finding) for finding in message["findings"])
+        findings = tuple(CheckFinding.from_json(finding) for finding in message["findings"])
         return MachineReport(
             node=message["node"], host=message["host"], findings=findings, traits=message["traits"]
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class DoctorReport:
     """All that the doctor has to say. ``together``: of the plan and between machines."""
 
     machines: tuple[MachineReport, ...]
-    together: tuple[Finding, ...]
+    together: tuple[CheckFinding, ...]
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[CheckFinding, ...]:
         return (*(finding for machine in self.machines for finding in machine.findings), *self.together)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         return worst(self.findings)
 
 
-def gib(size: float) -> str:
+def format_size(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from toolkit.cluster import backends
 from toolkit.cluster.environment import Launch, check_startable
-from toolkit.cluster.job import make_job, plan_job
-from toolkit.cluster.machine import Machine
+from toolkit.cluster.job import create_job, plan_job
+from toolkit.cluster.machine_info import MachineInfo
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import OWN, SweepWords, quoted
 from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError, without_secrets
@@ -19,11 +19,11 @@ from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import check_identity
 
-NAME = 60  # letters of a point's name before the digits: a folder that can be read
+MAX_NAME_LENGTH = 60  # letters of a point's name before the digits: a folder that can be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """
     Attributes:
         name: of its folder in the sweep's, the same whenever and by whomever the point is made.
@@ -56,8 +56,8 @@ class Point:
 
 
 def make_points(
-    batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine, script: Path
-) -> list[Point]:
+    batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: MachineInfo, script: Path
+) -> list[SweepPoint]:
     """One point for each combination of words; the same combination twice is one point.
 
     Args:
@@ -68,36 +68,36 @@ def make_points(
         ConfigError: a word that no point can mean, such as an unknown key: that is a slip and no point to be left out. Or the words
             no longer mean what a point of this folder was run with, since a file that they name has changed.
     """
-    unplanned = {point.name: point for point in (_named(combination, words, folder) for combination in batch)}
-    _check_words(list(unplanned.values()), words.options)
-    points = [_planned(point, machine, script) for point in unplanned.values()]
-    changed = [problem for point in points if (problem := _changed(point)) is not None]
+    unplanned = {point.name: point for point in (_make_point(combination, words, folder) for combination in batch)}
+    _check_overrides(list(unplanned.values()), words.options)
+    points = [_plan_point(point, machine, script) for point in unplanned.values()]
+    changed = [problem for point in points if (problem := _find_changed_config(point)) is not None]
     if changed:
         raise ConfigError(*changed)
     return points
 
 
-def name_of(swept: Sequence[str]) -> str:
+def point_name(swept: Sequence[str]) -> str:
     """``zero-stage1-tensor-2-1f2e3d4c``: the last parts of the keys, the values, and eight digits that tell any two points apart."""
     digits = hashlib.sha256("\0".join(sorted(swept)).encode()).hexdigest()[:8]
     parts = (
         f"{re.split('[./]', key.lstrip('+~'))[-1]}-{value}"
         for key, _, value in (word.partition("=") for word in swept)
     )
-    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")[:NAME].rstrip("-.")
+    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")[:MAX_NAME_LENGTH].rstrip("-.")
     return f"{text}-{digits}" if text else f"point-{digits}"
 
 
-def _named(combination: Sequence[str], words: SweepWords, folder: Path) -> Point:
+def _make_point(combination: Sequence[str], words: SweepWords, folder: Path) -> SweepPoint:
     swept = words.swept(combination)
-    name = name_of(swept)
+    name = point_name(swept)
     own = [f"{OWN[0]}={quoted(folder / name)}"]
     if not any(word.partition("=")[0] == OWN[1] for word in combination):
         own.append(f"{OWN[1]}={quoted(folder.name)}")
-    return Point(name=name, words=(*words.options, *combination, *own), swept=swept)
+    return SweepPoint(name=name, words=(*words.options, *combination, *own), swept=swept)
 
 
-def _check_words(points: Sequence[Point], options: Sequence[str]) -> None:
+def _check_overrides(points: Sequence[SweepPoint], options: Sequence[str]) -> None:
     """Each word once, however many points have it."""
     from toolkit.config.overrides import read
 
@@ -105,28 +105,28 @@ def _check_words(points: Sequence[Point], options: Sequence[str]) -> None:
     read([*options, *words])
 
 
-def _planned(point: Point, machine: Machine, script: Path) -> Point:
+def _plan_point(point: SweepPoint, machine: MachineInfo, script: Path) -> SweepPoint:
     from toolkit.config.compose import compose
     from toolkit.plan.target import check_target
 
     try:
         config = compose(point.words)
         here = config.cluster.where is Where.local
-        seen = share(machine, config.cluster.gpus_per_node) if here else machine
+        seen = limit_gpus(machine, config.cluster.gpus_per_node) if here else machine
         if here:
             check_startable(config.cluster, Launch(), seen)
         plan = plan_job(config, seen)
         check_target(plan.config.model)
         if not here:
-            backends.of(config.cluster.where).render(
-                make_job(plan, script)
+            backends.get_backend(config.cluster.where).render(
+                create_job(plan, script)
             )  # for what the cluster would refuse
     except UserError as error:
         return replace(point, problems=error.problems)
     return replace(point, plan=plan, problems=plan.warnings)
 
 
-def _changed(point: Point) -> Problem | None:
+def _find_changed_config(point: SweepPoint) -> Problem | None:
     """A point that was begun as another run than its words describe now."""
     if point.plan is None:
         return None
@@ -142,12 +142,12 @@ def _changed(point: Point) -> Problem | None:
     return None
 
 
-def share(machine: Machine, gpus: int | None) -> Machine:
+def limit_gpus(machine: MachineInfo, gpus: int | None) -> MachineInfo:
     """What a point sees of this machine: as many GPUs as it asks for, of those here."""
     return replace(machine, gpus=machine.gpus[:gpus]) if gpus else machine
 
 
-def host_bytes(plan: RunPlan) -> int:
+def planned_host_bytes(plan: RunPlan) -> int:
     """Of a node, that its ranks are planned to use. 0 where that is unknown: model.target."""
     if plan.memory is None:
         return 0
@@ -155,7 +155,7 @@ def host_bytes(plan: RunPlan) -> int:
     return each * min(plan.world.ranks, plan.world.ranks_per_node)
 
 
-def all_refused(points: Sequence[Point]) -> PlanError:
+def all_refused_error(points: Sequence[SweepPoint]) -> PlanError:
     """Nothing is left to run: each reason once."""
     problems = {str(problem): problem for point in points for problem in point.problems}
     return PlanError(*problems.values())

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.machine import this_machine
-from toolkit.cluster.rendezvous import Left
-from toolkit.cluster.stop import StopRequest
-from toolkit.cluster.sweep import show
-from toolkit.cluster.sweep.carriers import Carrier, Handle, carrier_of
-from toolkit.cluster.sweep.points import Point, all_refused, make_points, name_of
-from toolkit.cluster.sweep.record import PointState, Record, Row, is_done, result, row_of
+from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.rendezvous import PeerExited
+from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.sweep import report as show
+from toolkit.cluster.sweep.runners import PointRunner, PointHandle, make_runner
+from toolkit.cluster.sweep.points import SweepPoint, all_refused_error, make_points, point_name
+from toolkit.cluster.sweep.store import PointState, SweepStore, PointRow, is_done, read_result, make_row
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError, file_errors
@@ -31,9 +31,9 @@ from toolkit.progress import Progress, Task
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
-BAD = (PointState.FAILED, PointState.DIVERGED, PointState.REFUSED)  # such a point has no number, and a reason
+FAILED_STATES = (PointState.FAILED, PointState.DIVERGED, PointState.REFUSED)  # such a point has no number, and a reason
 POLL_SECONDS = 0.1
-ANSWER_SECONDS = 10.0  # in which rank 0 says what is wrong: a launcher that sees another rank end ends it, too, and the words with it
+PEER_EXIT_SECONDS = 10.0  # in which rank 0 says what is wrong: a launcher that sees another rank end ends it, too, and the words with it
 
 
 def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: str) -> ExitCode:
@@ -46,7 +46,7 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
         UserError: a mistake, or no point can run; then nothing was started.
         Left: this is a rank, and another one says that.
     """
-    refuse_in_ranks(launch, arguments)
+    refuse_launcher(launch, arguments)
     words = read_sweep(arguments)
     with file_errors("sweep.dir", "write sweep.dir=FOLDER, one that can be written"):
         carried = _Sweep(words, stop, Path(script).absolute())
@@ -54,7 +54,7 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     try:
         run_sweeper(words, carried.folder, CarryOut(carried.batch))
         return carried.tell()
-    except _Enough as end:
+    except _SweepEnd as end:
         if end.reason is not None:
             carried.tell()
             print(
@@ -66,13 +66,13 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
         raise
 
 
-def refuse_in_ranks(launch: Launch, arguments: Sequence[str]) -> None:
+def refuse_launcher(launch: Launch, arguments: Sequence[str]) -> None:
     """Under a launcher every rank would be a sweep of its own. Raises ConfigError in rank 0, Left in the others, a little later."""
     if launch.launcher is Launcher.NONE:
         return
     if launch.rank != 0:
-        time.sleep(ANSWER_SECONDS)
-        raise Left(ExitCode.USER)
+        time.sleep(PEER_EXIT_SECONDS)
+        raise PeerExited(ExitCode.USER)
     words = shlex.join(arguments)
     raise ConfigError(
         Problem(
@@ -84,7 +84,7 @@ def refuse_in_ranks(launch: Launch, arguments: Sequence[str]) -> None:
     )
 
 
-class _Enough(Exception):
+class _SweepEnd(Exception):
     """No more points are wanted."""
 
     def __init__(self, code: ExitCode, reason: str | None = None) -> None:
@@ -98,8 +98,8 @@ class PointFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    point: Point
-    handle: Handle
+    point: SweepPoint
+    handle: PointHandle
     claim: int
     before: Status | None  # of the point, when it was started
 
@@ -108,8 +108,8 @@ class _Sweep:
     def __init__(self, words: SweepWords, stop: StopRequest, script: Path) -> None:
         self.words, self._options, self._stop, self._script = words, words.sweep, stop, script
         self.folder = Path(words.sweep.dir or f"sweeps/{words.name}-{words.id}").expanduser().absolute()
-        self._machine = this_machine()
-        self._record = Record(self.folder)
+        self._machine = detect_machine()
+        self._record = SweepStore(self.folder)
         self._record.check(words.id, self._typed)
         self._began = time.time()
         self._elsewhere: set[str] = set()  # points that another process had when it was last asked
@@ -146,39 +146,39 @@ class _Sweep:
         """One number a combination. Raises _Enough where no more are wanted."""
         points = make_points(combinations, self.words, self.folder, self._machine, self._script)
         refused = [
-            row_of(point, self.folder, PointState.REFUSED, point.reason)
+            make_row(point, self.folder, PointState.REFUSED, point.reason)
             for point in points
             if point.plan is None
         ]
         if self.words.grid and len(refused) == len(points) and not self._options.dry_run:
-            raise all_refused(points)
-        for line in show.grouped(refused):
+            raise all_refused_error(points)
+        for line in show.group_reasons(refused):
             print(line, file=sys.stderr)
         if self._options.dry_run:
             self._show(
                 [
                     *refused,
                     *(
-                        row_of(point, self.folder, PointState.WAITING)
+                        make_row(point, self.folder, PointState.WAITING)
                         for point in points
                         if point.plan is not None
                     ),
                 ]
             )
             self.leave_nothing()
-            raise _Enough(ExitCode.DONE)
+            raise _SweepEnd(ExitCode.DONE)
         self._record.begin(self.words.id, self._typed, self._options)
         feasible = [point for point in points if point.plan is not None]
         self._record.expect(
-            [*refused, *(row_of(point, self.folder, PointState.WAITING) for point in feasible)]
+            [*refused, *(make_row(point, self.folder, PointState.WAITING) for point in feasible)]
         )
         self._mine |= {point.name for point in feasible}
         if feasible:
             self._carry_out(feasible)
         rows = {row.name: row for row in self._record.rows()}
-        return [self._number(rows[name_of(self.words.swept(combination))]) for combination in combinations]
+        return [self._number(rows[point_name(self.words.swept(combination))]) for combination in combinations]
 
-    def _number(self, row: Row) -> float | Exception | None:
+    def _number(self, row: PointRow) -> float | Exception | None:
         """What the sweeper gets: a refused or diverged point is as bad as can be, so that its neighbours are avoided too."""
         if row.number is not None or self.words.grid:
             return row.number
@@ -188,11 +188,11 @@ class _Sweep:
 
     # ---- carrying points out
 
-    def _carry_out(self, points: Sequence[Point]) -> None:
+    def _carry_out(self, points: Sequence[SweepPoint]) -> None:
         assert points[0].plan is not None
         wheres = {point.plan.config.cluster.where for point in points if point.plan is not None}
         at_once = min(len(points), self._options.at_once or len(points))
-        carriers = {where: carrier_of(where, self._script, self._machine, at_once) for where in wheres}
+        carriers = {where: make_runner(where, self._script, self._machine, at_once) for where in wheres}
         waiting, running = {point.name: point for point in points}, dict[str, _Running]()
         self._stop.arm(None)  # from now on there is something to save
         with (
@@ -202,7 +202,7 @@ class _Sweep:
             while True:
                 if self._stop() is not None:
                     self._stop_points(running)
-                    raise _Enough(ExitCode.STOPPED, self._stop())
+                    raise _SweepEnd(ExitCode.STOPPED, self._stop())
                 self._collect(running, task)
                 self._start(waiting, running, carriers, task)
                 if not waiting and not running:
@@ -215,9 +215,9 @@ class _Sweep:
 
     def _start(
         self,
-        waiting: dict[str, Point],
+        waiting: dict[str, SweepPoint],
         running: dict[str, _Running],
-        carriers: Mapping[Where, Carrier],
+        carriers: Mapping[Where, PointRunner],
         task: Task,
     ) -> None:
         """In order, as long as there is room. A point that does not fit now is waited for, so that small ones do not starve it."""
@@ -239,7 +239,7 @@ class _Sweep:
                         not self._started
                     ):  # the cluster does not answer, say: the next point would fare no better
                         raise
-                    row = row_of(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
+                    row = make_row(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
                 else:
                     if handle is None:
                         os.close(claim)
@@ -250,7 +250,7 @@ class _Sweep:
                         return
                     self._started = True
                     running[name] = _Running(point, handle, claim, before)
-                    self._record.note(row_of(point, self.folder, PointState.RUNNING))
+                    self._record.note(make_row(point, self.folder, PointState.RUNNING))
             if row is not None:
                 self._finish(row, claim, task)
             del waiting[name]
@@ -260,14 +260,14 @@ class _Sweep:
             self._told.add(text)
             print(text, file=sys.stderr)
 
-    def _settled(self, point: Point) -> Row | None:
+    def _settled(self, point: SweepPoint) -> PointRow | None:
         """A point that is done; or that another process has tried while this one waited, and not done: it is not tried again."""
         if is_done(point):
-            return result(point, self.folder, self._options.metric)
+            return read_result(point, self.folder, self._options.metric)
         if point.name in self._elsewhere:
             self._elsewhere.discard(point.name)
             row = next(row for row in self._record.rows() if row.name == point.name)
-            if row.state in BAD and (row.ended or 0.0) >= self._began:
+            if row.state in FAILED_STATES and (row.ended or 0.0) >= self._began:
                 return row
         return None
 
@@ -277,8 +277,8 @@ class _Sweep:
                 self._finish(self._result(run), run.claim, task)
                 del running[name]
 
-    def _result(self, run: _Running, *, asked: bool = False) -> Row:
-        return result(
+    def _result(self, run: _Running, *, asked: bool = False) -> PointRow:
+        return read_result(
             run.point,
             self.folder,
             self._options.metric,
@@ -287,11 +287,11 @@ class _Sweep:
             asked=asked,
         )
 
-    def _finish(self, row: Row, claim: int, task: Task | None = None) -> None:
+    def _finish(self, row: PointRow, claim: int, task: Task | None = None) -> None:
         """The row is there before another process can take the claim."""
         self._record.note(row)
         os.close(claim)
-        if row.state in BAD:
+        if row.state in FAILED_STATES:
             print(f"{row.state}: {' '.join(row.swept) or row.name}: {row.reason}", file=sys.stderr)
         if task is not None:
             numbers = [other.number for other in self._record.rows() if other.number is not None]
@@ -331,9 +331,9 @@ class _Sweep:
         show.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
         picture = show.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
         self._show(rows)
-        for text in show.grouped([row for row in rows if row.ended is not None and row.state in BAD]):
+        for text in show.group_reasons([row for row in rows if row.ended is not None and row.state in FAILED_STATES]):
             print(text)
-        best = show.ranked(rows, maximize)[0]
+        best = show.rank_rows(rows, maximize)[0]
         if best.number is not None:
             print(
                 f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}"
@@ -355,11 +355,11 @@ class _Sweep:
             else ExitCode.DONE
         )
 
-    def _show(self, rows: Sequence[Row]) -> None:
+    def _show(self, rows: Sequence[PointRow]) -> None:
         from rich.console import Console
 
         Console(width=None if sys.stdout.isatty() else 140).print(
-            show.table(rows, self._metric, self._options.maximize)
+            show.format_table(rows, self._metric, self._options.maximize)
         )
 
     def leave_nothing(self) -> None:

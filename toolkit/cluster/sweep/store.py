@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from toolkit.cluster.sweep.points import Point
+from toolkit.cluster.sweep.points import SweepPoint
 from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, ExitCode, Problem
@@ -47,7 +47,7 @@ class PointState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PointRow:
     """A point in ``sweep.json``. ``number`` is what points are compared by; ``ended`` is Unix time, of its last end."""
 
     name: str
@@ -62,7 +62,7 @@ class Row:
     ended: float | None = None
 
 
-class Record:
+class SweepStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._claims = folder / "claims"
@@ -101,7 +101,7 @@ class Record:
                 }
             )
 
-    def expect(self, rows: Sequence[Row]) -> None:
+    def expect(self, rows: Sequence[PointRow]) -> None:
         """Points of a batch: waiting, or refused by their plans. What is known of those that were begun stays; also where it was
         another machine that did what this one cannot."""
         with self._locked():
@@ -113,19 +113,19 @@ class Record:
                 or (row.state is PointState.REFUSED and known[row.name] is not PointState.DONE)
             )
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PointRow]:
         """In the order in which points were made."""
         return [
-            Row(**{**row, "state": PointState(row["state"])})
+            PointRow(**{**row, "state": PointState(row["state"])})
             for row in (self._read() or {"points": []})["points"]
         ]
 
-    def note(self, *rows: Row) -> None:
+    def note(self, *rows: PointRow) -> None:
         """These points are as ``rows`` say; the others stay."""
         with self._locked():
             self._put(rows)
 
-    def _put(self, rows: Iterable[Row]) -> None:
+    def _put(self, rows: Iterable[PointRow]) -> None:
         found = self._read()
         assert found is not None, "begin() comes first"
         known = {row["name"]: row for row in found["points"]} | {row.name: asdict(row) for row in rows}
@@ -159,8 +159,8 @@ class Record:
 # -- how a point is
 
 
-def row_of(point: Point, folder: Path, state: PointState, reason: str | None = None, **more: Any) -> Row:
-    return Row(
+def make_row(point: SweepPoint, folder: Path, state: PointState, reason: str | None = None, **more: Any) -> PointRow:
+    return PointRow(
         name=point.name,
         swept=list(point.swept),
         words=list(point.words),
@@ -171,15 +171,15 @@ def row_of(point: Point, folder: Path, state: PointState, reason: str | None = N
     )
 
 
-def result(
-    point: Point,
+def read_result(
+    point: SweepPoint,
     folder: Path,
     metric: str | None,
     *,
     before: Status | None = None,
     silent: str | None = None,
     asked: bool = False,
-) -> Row:
+) -> PointRow:
     """How a point whose process has ended is, from its own files.
 
     Args:
@@ -192,7 +192,7 @@ def result(
     status = directory.status()
     if status is None or (status == before and status.state is not RunState.DONE):
         state, why = (PointState.STOPPED, "stopped before it began") if asked else (PointState.FAILED, silent)
-        return row_of(point, folder, state, why, ended=time.time())
+        return make_row(point, folder, state, why, ended=time.time())
     ends = {
         RunState.DONE: PointState.DONE,
         RunState.STOPPED: PointState.STOPPED,
@@ -201,10 +201,10 @@ def result(
     diverged = status.exit_code == ExitCode.DIVERGED
     state = PointState.DIVERGED if diverged else ends.get(status.state, PointState.FAILED)
     reason = status.reason or (silent or "it ended without a word" if status.state.live else None)
-    number = number_of(directory, point.plan.config, metric) if state is PointState.DONE else None
+    number = read_metric(directory, point.plan.config, metric) if state is PointState.DONE else None
     if state is PointState.DONE and number is None:
         reason = f"no {metric or 'loss'} in its eval.jsonl or metrics.jsonl: it is not compared"
-    return row_of(
+    return make_row(
         point,
         folder,
         state,
@@ -216,7 +216,7 @@ def result(
     )
 
 
-def is_done(point: Point) -> bool:
+def is_done(point: SweepPoint) -> bool:
     """By its own word, and as far as it shall go: the experiment's file may say more steps by now."""
     assert point.plan is not None
     status = RunDirectory(point.plan.run_dir).status()
@@ -227,7 +227,7 @@ def is_done(point: Point) -> bool:
     )
 
 
-def number_of(directory: RunDirectory, config: RunConfig, metric: str | None) -> float | None:
+def read_metric(directory: RunDirectory, config: RunConfig, metric: str | None) -> float | None:
     """What the point is compared by; None where it is not there or not finite."""
     evaluated = [row for row in read_rows(directory.eval_file) if "loss" in row]
     steps = list(read_rows(directory.metrics_file))

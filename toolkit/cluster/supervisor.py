@@ -12,10 +12,10 @@ import time
 from toolkit.cluster import restarts
 from toolkit.cluster.environment import HANDOVER, Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
-from toolkit.cluster.log import log_to
-from toolkit.cluster.ranks import POLL_SECONDS, Ranks
-from toolkit.cluster.start import Start, begin_again
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.output_log import tee_output
+from toolkit.cluster.rank_processes import POLL_SECONDS, RankProcesses
+from toolkit.cluster.attempt_spec import AttemptSpec, start_next_attempt
+from toolkit.cluster.stop_request import StopRequest
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
@@ -23,15 +23,15 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
 
-def watches(launch: Launch, world: World, cluster: ClusterConfig) -> bool:
+def needs_supervisor(launch: Launch, world: World, cluster: ClusterConfig) -> bool:
     """Whether this process is the parent of ranks: plain python, and our jobs of one node. Alone, it is itself the only rank where nobody
     wants it started again: a debugger is there at once."""
     return launch.launcher is Launcher.NONE and (world.ranks > 1 or cluster.restarts > 0)
 
 
-def start_ranks(
+def supervise_ranks(
     script: str,
-    start: Start,
+    start: AttemptSpec,
     directory: RunDirectory,
     stop: StopRequest,
     exit_handler: ExitHandler,
@@ -42,7 +42,7 @@ def start_ranks(
     fruitless, starts = 0, 1
     while True:
         before = directory.saved_step()
-        code, by_itself = _attempt(script, start, directory, stop, exit_handler, cluster.grace_seconds)
+        code, by_itself = _run_attempt(script, start, directory, stop, exit_handler, cluster.grace_seconds)
         saved = directory.saved_step()
         following = restarts.after(
             code,
@@ -66,11 +66,11 @@ def start_ranks(
         )
         # The attempt begins before the pause: whoever looks at status.json meanwhile sees a run that goes on.
         fruitless = following.fruitless
-        start = begin_again(start, directory, starts)
+        start = start_next_attempt(start, directory, starts)
         starts += 1
         exit_handler.attempt, exit_handler.code = start.attempt, ExitCode.DONE
-        log_to(directory.log_file(start.attempt))
-        if not _pause(stop, following.seconds):
+        tee_output(directory.log_file(start.attempt))
+        if not _wait_unless_stopped(stop, following.seconds):
             exit_handler.code = ExitCode.STOPPED
             exit_handler.record(f"{stop()} before training began")
             return exit_handler.code
@@ -81,7 +81,7 @@ def _has_stepped(directory: RunDirectory, starts: int) -> bool:
     return any(attempt.times.first_step is not None for attempt in directory.tried()[-starts:])
 
 
-def _pause(stop: StopRequest, seconds: float) -> bool:
+def _wait_unless_stopped(stop: StopRequest, seconds: float) -> bool:
     """Whether nobody asked to stop meanwhile."""
     deadline = time.monotonic() + seconds
     while stop() is None and (left := deadline - time.monotonic()) > 0:
@@ -89,9 +89,9 @@ def _pause(stop: StopRequest, seconds: float) -> bool:
     return stop() is None
 
 
-def _attempt(
+def _run_attempt(
     script: str,
-    start: Start,
+    start: AttemptSpec,
     directory: RunDirectory,
     stop: StopRequest,
     exit_handler: ExitHandler,
@@ -101,7 +101,7 @@ def _attempt(
     handover = directory.attempt_folder(start.attempt).absolute() / "handover.json"
     start.write(handover)
     # The ranks keep the directory taken should this process be killed: they will still be saving.
-    ranks = Ranks([script, f"{HANDOVER}{handover}"], start.world, keep=[directory.lock_descriptor])
+    ranks = RankProcesses([script, f"{HANDOVER}{handover}"], start.world, keep=[directory.lock_descriptor])
 
     def abort(reason: str, code: ExitCode) -> None:
         ranks.kill()

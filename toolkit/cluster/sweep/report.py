@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cluster.sweep.record import PointState, Row
+from toolkit.cluster.sweep.store import PointState, PointRow
 from toolkit.files import write_whole
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ STYLES = {
     PointState.FAILED: "red",
     PointState.REFUSED: "yellow",
 }
-MOST = 40  # of the picture; worse points are in the table
-FEW = 4  # points named of those with one reason; all are in the table
-LINES = 8  # of a reason, and
-LETTERS = 300  # of a line; the whole reason is in sweep.json
+MAX_PLOTTED = 40  # of the picture; worse points are in the table
+MAX_NAMED_POINTS = 4  # points named of those with one reason; all are in the table
+MAX_REASON_LINES = 8  # of a reason, and
+MAX_LINE_LENGTH = 300  # of a line; the whole reason is in sweep.json
 
 
-def ranked(rows: Sequence[Row], maximize: bool) -> list[Row]:
+def rank_rows(rows: Sequence[PointRow], maximize: bool) -> list[PointRow]:
     """Best first; then what has no number, by how far it is."""
 
-    def key(row: Row) -> tuple[int, int, float]:
+    def key(row: PointRow) -> tuple[int, int, float]:
         number = row.number
         return (
             ORDER.index(row.state),
@@ -49,7 +49,7 @@ def ranked(rows: Sequence[Row], maximize: bool) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def table(rows: Sequence[Row], metric: str, maximize: bool) -> RenderableType:
+def format_table(rows: Sequence[PointRow], metric: str, maximize: bool) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -59,7 +59,7 @@ def table(rows: Sequence[Row], metric: str, maximize: bool) -> RenderableType:
     shown.add_column(metric, justify="right", no_wrap=True)
     shown.add_column("step", justify="right", no_wrap=True)
     shown.add_column("state", no_wrap=True)
-    for place, row in enumerate(ranked(rows, maximize), 1):
+    for place, row in enumerate(rank_rows(rows, maximize), 1):
         done = row.number is not None
         shown.add_row(
             str(place) if done else "",
@@ -71,24 +71,24 @@ def table(rows: Sequence[Row], metric: str, maximize: bool) -> RenderableType:
     return shown
 
 
-def grouped(rows: Sequence[Row]) -> list[str]:
+def group_reasons(rows: Sequence[PointRow]) -> list[str]:
     """Each line of a reason once, below the points that have it."""
     points: dict[tuple[PointState, str], list[str]] = {}
     for row in rows:
-        for line in list(dict.fromkeys((row.reason or "").splitlines()))[:LINES]:
+        for line in list(dict.fromkeys((row.reason or "").splitlines()))[:MAX_REASON_LINES]:
             points.setdefault((row.state, line), []).append(" ".join(row.swept) or row.name)
     reasons: dict[tuple[PointState, tuple[str, ...]], list[str]] = {}
     for (state, line), having in points.items():
         reasons.setdefault((state, tuple(having)), []).append(
-            line if len(line) <= LETTERS else line[:LETTERS] + " ..."
+            line if len(line) <= MAX_LINE_LENGTH else line[:MAX_LINE_LENGTH] + " ..."
         )
     texts = []
     for (state, names), lines in reasons.items():
-        more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+        more = f" and {len(names) - MAX_NAMED_POINTS} more" if len(names) > MAX_NAMED_POINTS else ""
         texts.append(
             "\n    ".join(
                 [
-                    f"{len(names)} point{'s' * (len(names) > 1)} {state}: {', '.join(names[:FEW])}{more}",
+                    f"{len(names)} point{'s' * (len(names) > 1)} {state}: {', '.join(names[:MAX_NAMED_POINTS])}{more}",
                     *lines,
                 ]
             )
@@ -96,13 +96,13 @@ def grouped(rows: Sequence[Row]) -> list[str]:
     return texts
 
 
-def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> None:
+def write_csv(file: Path, rows: Sequence[PointRow], metric: str, maximize: bool) -> None:
     """A column for each key in which points differ."""
     keys = list(dict.fromkeys(word.partition("=")[0] for row in rows for word in row.swept))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["point", *keys, metric, "state", "step", "run_dir", "reason"])
-    for row in ranked(rows, maximize):
+    for row in rank_rows(rows, maximize):
         values = {word.partition("=")[0]: word.partition("=")[2] for word in row.swept}
         writer.writerow(
             [
@@ -118,9 +118,9 @@ def write_csv(file: Path, rows: Sequence[Row], metric: str, maximize: bool) -> N
     write_whole(file, text.getvalue(), durable=False)
 
 
-def plot(file: Path, title: str, rows: Sequence[Row], metric: str, maximize: bool) -> Path | None:
+def plot(file: Path, title: str, rows: Sequence[PointRow], metric: str, maximize: bool) -> Path | None:
     """A line a point, best on top. None where fewer than two have a number: there is nothing to compare."""
-    best = [row for row in ranked(rows, maximize) if row.number is not None][:MOST]
+    best = [row for row in rank_rows(rows, maximize) if row.number is not None][:MAX_PLOTTED]
     if len(best) < 2:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg

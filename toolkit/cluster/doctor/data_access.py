@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
+from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, RunRequirements, fail, ok, warn
 from toolkit.errors import Problem
 
 SLOW_SECONDS = 5.0
@@ -14,7 +14,7 @@ HANGS_SECONDS = (
 )
 
 
-class FirstRead(Protocol):
+class DataReadResult(Protocol):
     """See toolkit/data/first_read.py."""
 
     @property
@@ -27,7 +27,7 @@ class FirstRead(Protocol):
     def note(self) -> str | None: ...
 
 
-def judge(found: FirstRead, need: Need) -> Iterator[Finding]:
+def judge(found: DataReadResult, need: RunRequirements) -> Iterator[CheckFinding]:
     for problem in found.problems:
         yield fail(f"{problem.seen}: {problem.rule}", problem.remedy)
     if found.problems:
@@ -46,8 +46,8 @@ def judge(found: FirstRead, need: Need) -> Iterator[Finding]:
         )
 
 
-def data_check(read: Callable[[], FirstRead]) -> Check:
-    return Check(
+def make_data_check(read: Callable[[], DataReadResult]) -> DoctorCheck:
+    return DoctorCheck(
         name="data",
         how="they are opened and the first step's samples read, as the run will, with the same credentials",
         measure=lambda need: read(),

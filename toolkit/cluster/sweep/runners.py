@@ -13,11 +13,11 @@ from typing import Protocol
 
 from toolkit.cluster import backends, submission
 from toolkit.cluster.backends import local
-from toolkit.cluster.job import JobId, JobState, make_job, take_folder, write_files
-from toolkit.cluster.machine import Machine
-from toolkit.cluster.sweep.points import Point
-from toolkit.cluster.sweep.record import is_done
-from toolkit.cluster.sweep.slots import Place, Slots, need_of
+from toolkit.cluster.job import JobId, JobState, create_job, create_job_folder, write_files
+from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.sweep.points import SweepPoint
+from toolkit.cluster.sweep.store import is_done
+from toolkit.cluster.sweep.resources import Reservation, ResourcePool, compute_resources
 from toolkit.config.cluster import Where
 from toolkit.errors import InputError
 
@@ -25,10 +25,10 @@ KILL_SECONDS = 30.0  # after the grace of a stop: launchers end after their rank
 FILE_SECONDS = 1.0  # between two looks at the status.json of a job in a queue
 QUEUE_SECONDS = 5.0  # between two questions to a cluster about a job, and
 BETWEEN_SECONDS = 0.5  # between two about any
-TAIL = 2000  # characters of what a process printed, where that is its only word
+OUTPUT_TAIL = 2000  # characters of what a process printed, where that is its only word
 
 
-class Handle(Protocol):
+class PointHandle(Protocol):
     """A point under way."""
 
     def ended(self) -> bool: ...
@@ -40,14 +40,14 @@ class Handle(Protocol):
         """What there is to say of its end besides its status.json."""
 
 
-class Carrier(Protocol):
-    def start(self, point: Point, claim: int) -> Handle | None:
+class PointRunner(Protocol):
+    def start(self, point: SweepPoint, claim: int) -> PointHandle | None:
         """None: there is no room now. Raises InputError where it cannot be started."""
 
 
 class LocalPoint:
     def __init__(
-        self, process: subprocess.Popen[bytes], output: Path, place: Place, slots: Slots, grace_seconds: float
+        self, process: subprocess.Popen[bytes], output: Path, place: Reservation, slots: ResourcePool, grace_seconds: float
     ) -> None:
         self._process, self._output, self._place, self._slots = process, output, place, slots
         self._grace_seconds = grace_seconds
@@ -71,31 +71,31 @@ class LocalPoint:
     def last_words(self) -> str | None:
         code = self._process.returncode
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-        printed = self._output.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip()
+        printed = self._output.read_text(encoding="utf-8", errors="replace")[-OUTPUT_TAIL:].strip()
         return f"{how}: {printed}" if printed else how
 
 
-class LocalCarrier:
+class LocalRunner:
     """
     Args:
         points: that shall run at a time, if there is room.
     """
 
-    def __init__(self, script: Path, machine: Machine, points: int, slots: Slots | None = None) -> None:
+    def __init__(self, script: Path, machine: MachineInfo, points: int, slots: ResourcePool | None = None) -> None:
         self._script, self._machine, self._points = script, machine, points
-        self._slots = slots or Slots(machine)
+        self._slots = slots or ResourcePool(machine)
 
-    def start(self, point: Point, claim: int) -> Handle | None:
+    def start(self, point: SweepPoint, claim: int) -> PointHandle | None:
         assert point.plan is not None
-        need = need_of(point.plan, self._machine, self._points)
+        need = compute_resources(point.plan, self._machine, self._points)
         place = self._slots.take(need)
         if place is None:
             return None
         try:
-            job = take_folder(make_job(point.plan, self._script))
+            job = create_job_folder(create_job(point.plan, self._script))
             write_files(job, local.render(job))
-            with _on(place.cores):
-                process = local.start(job, place.environ(need, os.environ), keep=(claim, *place.locks))
+            with _cpu_affinity(place.cores):
+                process = local.start_process(job, place.environ(need, os.environ), keep=(claim, *place.locks))
         except BaseException:
             self._slots.release(place)
             raise
@@ -105,7 +105,7 @@ class LocalCarrier:
 
 
 @contextmanager
-def _on(cores: tuple[int, ...]) -> Iterator[None]:
+def _cpu_affinity(cores: tuple[int, ...]) -> Iterator[None]:
     """What is started within runs on these cores: a process inherits them from the thread that starts it."""
     before = os.sched_getaffinity(0)
     if cores:
@@ -119,7 +119,7 @@ def _on(cores: tuple[int, ...]) -> Iterator[None]:
 class QueuedPoint:
     """A job of a cluster. It outlives this process, and the next one finds it again by its ``job.json``."""
 
-    def __init__(self, id: JobId, point: Point, carrier: QueueCarrier) -> None:
+    def __init__(self, id: JobId, point: SweepPoint, carrier: QueueRunner) -> None:
         self._id, self._point, self._carrier = id, point, carrier
         self._file_at = time.monotonic()
         self._queue_at = self._file_at + QUEUE_SECONDS
@@ -136,7 +136,7 @@ class QueuedPoint:
             return False
         self._queue_at = now + max(QUEUE_SECONDS, self._carrier.jobs * BETWEEN_SECONDS)
         with suppress(InputError):  # the cluster does not answer just now: a job is not over for that
-            if backends.of(self._id.where).state(self._id) is JobState.ENDED:
+            if backends.get_backend(self._id.where).state(self._id) is JobState.ENDED:
                 return self._over()
         return False
 
@@ -148,7 +148,7 @@ class QueuedPoint:
         """Ctrl-C stops jobs, too. Another end of this process, a closed terminal say, leaves them in the queue."""
         if number is not signal.SIGINT:
             return False
-        backends.of(self._id.where).cancel(self._id)
+        backends.get_backend(self._id.where).cancel(self._id)
         self._queue_at = time.monotonic() + FILE_SECONDS  # it ends soon, and somebody waits
         return True
 
@@ -156,7 +156,7 @@ class QueuedPoint:
         return f"{self._id.where.value} job {self._id.id} ended without a word"
 
 
-class QueueCarrier:
+class QueueRunner:
     """
     Attributes:
         jobs: that are waited for: the more they are, the more rarely the cluster is asked about each.
@@ -166,14 +166,14 @@ class QueueCarrier:
         self._script = script
         self.jobs = 0
 
-    def start(self, point: Point, claim: int) -> Handle | None:
+    def start(self, point: SweepPoint, claim: int) -> PointHandle | None:
         assert point.plan is not None
         run_dir = Path(point.plan.run_dir)
-        before = submission.last_job(run_dir)
-        if before is not None and backends.of(before[1].id.where).state(before[1].id) is not JobState.ENDED:
+        before = submission.find_last_job(run_dir)
+        if before is not None and backends.get_backend(before[1].id.where).state(before[1].id) is not JobState.ENDED:
             return QueuedPoint(before[1].id, point, self)
-        return QueuedPoint(submission.submit(make_job(point.plan, self._script))[1], point, self)
+        return QueuedPoint(submission.submit(create_job(point.plan, self._script))[1], point, self)
 
 
-def carrier_of(where: Where, script: Path, machine: Machine, points: int) -> Carrier:
-    return LocalCarrier(script, machine, points) if where is Where.local else QueueCarrier(script)
+def make_runner(where: Where, script: Path, machine: MachineInfo, points: int) -> PointRunner:
+    return LocalRunner(script, machine, points) if where is Where.local else QueueRunner(script)

@@ -12,14 +12,14 @@ import socket
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-HERE = (
+LOOPBACK_NAMES = (
     "127.0.0.1",
     "::1",
     "localhost",
 )  # on every machine its own: who meets there is on one machine, whatever it calls its nodes
 
 
-def interface_to(address: str) -> str | None:
+def find_interface_to(address: str) -> str | None:
     """The name of the interface through which this machine reaches ``address``, or that has it.
 
     Where only a loopback answers, ``address`` is this machine's own name, which resolves to itself here and elsewhere to something else;
@@ -28,7 +28,7 @@ def interface_to(address: str) -> str | None:
     own = _source(address)
     if own is None:
         return None
-    if not own.is_loopback or address in HERE:
+    if not own.is_loopback or address in LOOPBACK_NAMES:
         return next((name for name, addresses in _interfaces().items() if own in addresses), None)
     others = [
         name

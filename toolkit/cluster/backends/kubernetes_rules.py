@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from toolkit.cluster.job import Job
+from toolkit.cluster.job import TrainingJob
 from toolkit.config.cluster import KubernetesConfig
 from toolkit.errors import Problem
 
 WORKING_DIR = "/workspace"  # of the image, as Dockerfile makes it
 CONFIG_FOLDER = "/etc/toolkit"
-OWN_FOLDERS = ("/dev/shm", CONFIG_FOLDER, "/opt/toolkit")  # that no volume may hide
-OWN_VARIABLES = (
+RESERVED_FOLDERS = ("/dev/shm", CONFIG_FOLDER, "/opt/toolkit")  # that no volume may hide
+RESERVED_VARIABLES = (
     "JOBSET_RESTART",
     "RANK",
     "LOCAL_RANK",
@@ -24,13 +24,13 @@ OWN_VARIABLES = (
 )
 AFFINITIES = ("nodeAffinity", "podAffinity", "podAntiAffinity")
 TOLERATION_KEYS = ("key", "operator", "value", "effect", "tolerationSeconds")
-LASTING_SOURCES = {
+PERSISTENT_SOURCES = {
     "nfs",
     "cephfs",
     "glusterfs",
     "csi",
 }  # volumes that all pods of a run and its next attempt see
-MOST_CONFIG_BYTES = 1_000_000  # a ConfigMap holds 1 MiB (kubernetes.io, ConfigMaps)
+MAX_CONFIG_BYTES = 1_000_000  # a ConfigMap holds 1 MiB (kubernetes.io, ConfigMaps)
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"  # RFC 1123, what most names of Kubernetes are
@@ -41,7 +41,7 @@ _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _SECRET_NAME = re.compile(r"(_KEY|_TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", re.IGNORECASE)
 
 
-def problems_of(job: Job) -> Iterator[Problem]:
+def find_problems(job: TrainingJob) -> Iterator[Problem]:
     kubernetes = job.config.cluster.kubernetes
     if kubernetes.image is None:
         yield Problem(
@@ -51,30 +51,30 @@ def problems_of(job: Job) -> Iterator[Problem]:
             "build one (the first lines of Dockerfile), and write cluster.kubernetes.image=REGISTRY/NAME:TAG",
         )
     elif re.fullmatch(r"[^\s/][^\s]*", kubernetes.image) is None:
-        yield _wrong("image", kubernetes.image, "an image is one word: REGISTRY/NAME:TAG")
+        yield _invalid("image", kubernetes.image, "an image is one word: REGISTRY/NAME:TAG")
     for name in ("namespace", "queue", "priority_class", "service_account"):
         value = getattr(kubernetes, name)
         if value is not None and re.fullmatch(_LABEL if name == "namespace" else _SUBDOMAIN, value) is None:
-            yield _wrong(name, value, "names of Kubernetes are small letters, digits and dashes")
-    yield from _numbers(kubernetes)
-    yield from _variables(kubernetes)
-    yield from _scheduling(kubernetes)
-    yield from _places(job)
+            yield _invalid(name, value, "names of Kubernetes are small letters, digits and dashes")
+    yield from _check_numbers(kubernetes)
+    yield from _check_variables(kubernetes)
+    yield from _check_scheduling(kubernetes)
+    yield from _check_volumes(job)
     size = len(job.yaml.encode())
-    if size > MOST_CONFIG_BYTES:
+    if size > MAX_CONFIG_BYTES:
         yield Problem(
             "cluster",
             f"a configuration of {size} bytes",
-            f"a ConfigMap holds {MOST_CONFIG_BYTES} of them",
+            f"a ConfigMap holds {MAX_CONFIG_BYTES} of them",
             "leave out what is long in it, for example lists of files",
         )
 
 
-def _numbers(kubernetes: KubernetesConfig) -> Iterator[Problem]:
+def _check_numbers(kubernetes: KubernetesConfig) -> Iterator[Problem]:
     for name, least in (("shared_memory_gib", 1), ("cpus", 1), ("memory_gib", 1), ("ttl_seconds", 0)):
         value = getattr(kubernetes, name)
         if value is not None and value < least:
-            yield _wrong(name, value, f"{name} is at least {least}")
+            yield _invalid(name, value, f"{name} is at least {least}")
     if kubernetes.memory_gib is not None and kubernetes.memory_gib <= kubernetes.shared_memory_gib:
         yield Problem(
             "cluster.kubernetes.memory_gib",
@@ -84,14 +84,14 @@ def _numbers(kubernetes: KubernetesConfig) -> Iterator[Problem]:
         )
     for device, count in kubernetes.rdma.items():
         if re.fullmatch(_RESOURCE, device) is None or count < 1:
-            yield _wrong(
+            yield _invalid(
                 "rdma",
                 f"{{{device}: {count}}}",
                 "devices are counted by their resource's name: {rdma/hca_shared_devices: 8}",
             )
 
 
-def _variables(kubernetes: KubernetesConfig) -> Iterator[Problem]:
+def _check_variables(kubernetes: KubernetesConfig) -> Iterator[Problem]:
     for variable, reference in kubernetes.secrets.items():
         if re.fullmatch(_VARIABLE, variable) is None or re.fullmatch(_SECRET, reference) is None:
             # Not shown: who misunderstands this key writes the secret itself.
@@ -102,15 +102,15 @@ def _variables(kubernetes: KubernetesConfig) -> Iterator[Problem]:
                 "make one with kubectl create secret generic, and write {WANDB_API_KEY: wandb/api-key}",
             )
     for variable in kubernetes.environment:
-        if re.fullmatch(_VARIABLE, variable) is None or variable in OWN_VARIABLES:
-            yield _wrong(
+        if re.fullmatch(_VARIABLE, variable) is None or variable in RESERVED_VARIABLES:
+            yield _invalid(
                 "environment",
                 f"{{{variable}: ...}}",
                 f"variables are letters, digits and underscores, and not one of those that "
-                f"launchers set ({', '.join(OWN_VARIABLES)})",
+                f"launchers set ({', '.join(RESERVED_VARIABLES)})",
             )
         elif variable in kubernetes.secrets:
-            yield _wrong(
+            yield _invalid(
                 "environment",
                 f"{{{variable}: ...}}",
                 f"{variable} is in cluster.kubernetes.secrets too: a variable is set once",
@@ -124,17 +124,17 @@ def _variables(kubernetes: KubernetesConfig) -> Iterator[Problem]:
             )
 
 
-def _scheduling(kubernetes: KubernetesConfig) -> Iterator[Problem]:
+def _check_scheduling(kubernetes: KubernetesConfig) -> Iterator[Problem]:
     """Where pods may run. The cluster checks the rest of what is passed on as written (kubectl apply --server-side)."""
     for label, value in kubernetes.node_selector.items():
         if re.fullmatch(f"{_RESOURCE}|{_VALUE}", label) is None or re.fullmatch(_VALUE, value) is None:
-            yield _wrong(
+            yield _invalid(
                 "node_selector",
                 f"{{{label}: {value}}}",
                 "labels are letters, digits, dashes, dots, underscores: at most 63",
             )
     if kubernetes.topology is not None and re.fullmatch(f"{_RESOURCE}|{_VALUE}", kubernetes.topology) is None:
-        yield _wrong(
+        yield _invalid(
             "topology", kubernetes.topology, "a topology is the label of nodes: topology.kubernetes.io/zone"
         )
     if kubernetes.topology is not None and kubernetes.queue is None and "podAffinity" in kubernetes.affinity:
@@ -145,27 +145,27 @@ def _scheduling(kubernetes: KubernetesConfig) -> Iterator[Problem]:
             "leave out cluster.kubernetes.topology, or podAffinity of cluster.kubernetes.affinity",
         )
     for key in kubernetes.affinity.keys() - set(AFFINITIES):
-        yield _wrong("affinity", f"{{{key}: ...}}", f"an affinity is one of {', '.join(AFFINITIES)}")
+        yield _invalid("affinity", f"{{{key}: ...}}", f"an affinity is one of {', '.join(AFFINITIES)}")
     for toleration in kubernetes.tolerations:
         if not isinstance(toleration, dict) or not toleration or toleration.keys() - set(TOLERATION_KEYS):
-            yield _wrong(
+            yield _invalid(
                 "tolerations", toleration, f"a toleration has some of the keys {', '.join(TOLERATION_KEYS)}"
             )
     for name in kubernetes.image_pull_secrets:
         if re.fullmatch(_SUBDOMAIN, name) is None:
-            yield _wrong(
+            yield _invalid(
                 "image_pull_secrets", name, "a Secret is named by small letters, digits, dots and dashes"
             )
     for name in kubernetes.annotations:
         if re.fullmatch(f"{_RESOURCE}|{_VALUE}", name) is None or name.startswith("toolkit/"):
-            yield _wrong(
+            yield _invalid(
                 "annotations",
                 f"{{{name}: ...}}",
                 "annotations are named as labels are, and those of toolkit/ are the toolkit's own",
             )
 
 
-def _places(job: Job) -> Iterator[Problem]:
+def _check_volumes(job: TrainingJob) -> Iterator[Problem]:
     """Volumes, and that the run's directory outlasts its pods."""
     kubernetes = job.config.cluster.kubernetes
     for key, place, source in [
@@ -180,25 +180,25 @@ def _places(job: Job) -> Iterator[Problem]:
             or ":" in place
             or not place.isprintable()
         ):
-            yield _wrong(
+            yield _invalid(
                 key,
                 f"{{{place}: {source}}}",
                 "a volume is mounted at an absolute path: {/workspace: training}",
             )
         elif any(
             path == own or path in own.parents or own in path.parents
-            for own in map(PurePosixPath, OWN_FOLDERS)
+            for own in map(PurePosixPath, RESERVED_FOLDERS)
         ):
-            yield _wrong(key, f"{{{place}: {source}}}", f"{', '.join(OWN_FOLDERS)} are the pod's own")
+            yield _invalid(key, f"{{{place}: {source}}}", f"{', '.join(RESERVED_FOLDERS)} are the pod's own")
     for place in kubernetes.volumes.keys() & kubernetes.extra_volumes.keys():
-        yield _wrong(
+        yield _invalid(
             "extra_volumes",
             f"{{{place}: ...}}",
             f"{place} is in cluster.kubernetes.volumes too: a path has one volume",
         )
     for place, source in kubernetes.extra_volumes.items():
         if not isinstance(source, dict) or len(source) != 1 or "persistentVolumeClaim" in source:
-            yield _wrong(
+            yield _invalid(
                 "extra_volumes",
                 f"{{{place}: {source}}}",
                 "an extra volume is one source of Kubernetes, {hostPath: {path: /mnt/nvme}}; claims belong to "
@@ -206,7 +206,7 @@ def _places(job: Job) -> Iterator[Problem]:
             )
     for place, claim in kubernetes.volumes.items():
         if re.fullmatch(_SUBDOMAIN, claim) is None:
-            yield _wrong(
+            yield _invalid(
                 "volumes",
                 f"{{{place}: {claim}}}",
                 "a PersistentVolumeClaim is named by small letters, digits and dashes",
@@ -215,7 +215,7 @@ def _places(job: Job) -> Iterator[Problem]:
     lasting = [
         place
         for place, source in kubernetes.extra_volumes.items()
-        if isinstance(source, dict) and source.keys() & LASTING_SOURCES
+        if isinstance(source, dict) and source.keys() & PERSISTENT_SOURCES
     ]
     mounts = [PurePosixPath(place) for place in (*kubernetes.volumes, *lasting)]
     if ".." in run_dir.parts or not any(mount == run_dir or mount in run_dir.parents for mount in mounts):
@@ -228,7 +228,7 @@ def _places(job: Job) -> Iterator[Problem]:
         )
 
 
-def _wrong(name: str, value: object, rule: str) -> Problem:
+def _invalid(name: str, value: object, rule: str) -> Problem:
     return Problem(
         f"cluster.kubernetes.{name}",
         f"cluster.kubernetes.{name}={value}",

@@ -12,26 +12,26 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuInfo:
     product: str  # as the driver says it: "NVIDIA H100 80GB HBM3"
     memory_bytes: int | None  # None: unknown
     uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineInfo:
     cores: int  # that this process may use
-    gpus: tuple[Gpu, ...] = ()  # that this process may see
+    gpus: tuple[GpuInfo, ...] = ()  # that this process may see
     host_memory_bytes: int | None = None
     has_libaio: bool = False
     has_compiler: bool = False
     torch_has_cuda: bool = True
 
 
-def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    return Machine(
+def detect_machine(environ: Mapping[str, str] = os.environ) -> MachineInfo:
+    return MachineInfo(
         cores=_cores(),
-        gpus=visible(_gpus(), environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=select_visible_gpus(_gpus(), environ.get("CUDA_VISIBLE_DEVICES")),
         host_memory_bytes=_host_memory_bytes(),
         has_libaio=_has_header("libaio.h", environ),
         has_compiler=shutil.which(environ.get("CXX", "c++")) is not None or shutil.which("g++") is not None,
@@ -39,17 +39,17 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     )
 
 
-def visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...]:
+def select_visible_gpus(gpus: Sequence[GpuInfo], selection: str | None) -> tuple[GpuInfo, ...]:
     """The GPUs that ``CUDA_VISIBLE_DEVICES=selection`` leaves: indices or (beginnings of) UUIDs, up to the first unknown one,
     as the CUDA driver does it. None: all of them."""
     if selection is None:
         return tuple(gpus)
-    chosen: list[Gpu] = []
+    chosen: list[GpuInfo] = []
     for entry in filter(None, (entry.strip() for entry in selection.split(","))):
         if entry.isdigit():
             found = list(gpus[int(entry) : int(entry) + 1])
         elif entry.startswith("MIG-"):  # a slice of a GPU, with its own memory and speed
-            found = [Gpu("MIG", None, entry)]
+            found = [GpuInfo("MIG", None, entry)]
         else:
             found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
         if len(found) != 1:
@@ -58,7 +58,7 @@ def visible(gpus: Sequence[Gpu], selection: str | None) -> tuple[Gpu, ...]:
     return tuple(chosen)
 
 
-def _gpus() -> list[Gpu]:
+def _gpus() -> list[GpuInfo]:
     import pynvml
 
     try:
@@ -68,7 +68,7 @@ def _gpus() -> list[Gpu]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [
-            Gpu(
+            GpuInfo(
                 pynvml.nvmlDeviceGetName(handle),
                 pynvml.nvmlDeviceGetMemoryInfo(handle).total,
                 pynvml.nvmlDeviceGetUUID(handle),

@@ -12,21 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.machine import Machine
-from toolkit.cluster.sweep.points import host_bytes
+from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.sweep.points import planned_host_bytes
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import Device, RunPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class PointResources:
     gpus: int  # 0: on the CPU
     cores: int  # of a point on the CPU, for itself; 0: no matter which
     threads: int  # of each rank, for tensor arithmetic on the CPU
-    host_bytes: int  # 0: unknown
+    planned_host_bytes: int  # 0: unknown
 
 
-def need_of(plan: RunPlan, machine: Machine, points: int) -> Need:
+def compute_resources(plan: RunPlan, machine: MachineInfo, points: int) -> PointResources:
     """What a point takes of ``machine``.
 
     On the CPU a rank has at least one core; where there are more cores than points at a time, a point has its part of them.
@@ -37,30 +37,30 @@ def need_of(plan: RunPlan, machine: Machine, points: int) -> Need:
     ranks, written = plan.world.ranks_per_node, plan.config.debug.threads
     if plan.world.device is Device.CUDA:
         part = machine.cores * ranks // max(1, len(machine.gpus))
-        return Need(
-            gpus=ranks, cores=0, threads=written or max(1, part // ranks), host_bytes=host_bytes(plan)
+        return PointResources(
+            gpus=ranks, cores=0, threads=written or max(1, part // ranks), host_bytes=planned_host_bytes(plan)
         )
     cores = ranks * written if written else max(ranks, machine.cores // max(1, points))
     cores = min(cores, machine.cores)
-    return Need(gpus=0, cores=cores, threads=written or max(1, cores // ranks), host_bytes=host_bytes(plan))
+    return PointResources(gpus=0, cores=cores, threads=written or max(1, cores // ranks), host_bytes=planned_host_bytes(plan))
 
 
 @dataclass(slots=True)
-class Place:
+class Reservation:
     """Taken for one point."""
 
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES takes them
     cores: tuple[int, ...]  # empty: any
-    host_bytes: int
+    planned_host_bytes: int
     locks: tuple[int, ...]  # open files
 
-    def environ(self, need: Need, above: Mapping[str, str]) -> dict[str, str]:
+    def environ(self, need: PointResources, above: Mapping[str, str]) -> dict[str, str]:
         """``above`` with what is the point's own; threads that the user has set stay."""
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {"OMP_NUM_THREADS": str(need.threads), **above, **own}
 
 
-class Slots:
+class ResourcePool:
     """
     Args:
         folder: of the lock files; None: one for this user and machine.
@@ -69,7 +69,7 @@ class Slots:
         InputError: the folder is another user's.
     """
 
-    def __init__(self, machine: Machine, folder: Path | None = None) -> None:
+    def __init__(self, machine: MachineInfo, folder: Path | None = None) -> None:
         self._folder = folder or Path(tempfile.gettempdir()) / f"toolkit-slots-{os.getuid()}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (owner := self._folder.stat().st_uid) != os.getuid():
@@ -81,12 +81,12 @@ class Slots:
                     "have it removed, or set TMPDIR to a folder of your own on this machine",
                 )
             )
-        self._gpus = _names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._gpus = _gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._cores = sorted(os.sched_getaffinity(0))[: machine.cores]
         self._host_bytes = machine.host_memory_bytes
         self._host_used = 0
 
-    def take(self, need: Need) -> Place | None:
+    def take(self, need: PointResources) -> Reservation | None:
         """None: there is no room now. Of host memory only this process' own points are counted."""
         if (
             self._host_bytes is not None
@@ -104,22 +104,22 @@ class Slots:
                 return None
             cores = self._free([f"core-{core}" for core in self._cores], need.cores)
             if cores is None:
-                _close(gpus.values())
+                _close_files(gpus.values())
                 return None
         finally:
             os.close(guard)
         self._host_used += need.host_bytes
-        return Place(
+        return Reservation(
             tuple(name.removeprefix("gpu-") for name in gpus),
             tuple(int(name.removeprefix("core-")) for name in cores),
             need.host_bytes,
             (*gpus.values(), *cores.values()),
         )
 
-    def release(self, place: Place) -> None:
+    def release(self, place: Reservation) -> None:
         """Of this process; a point that still runs keeps its part."""
         self._host_used -= place.host_bytes
-        _close(place.locks)
+        _close_files(place.locks)
 
     def _free(self, names: Sequence[str], count: int) -> dict[str, int] | None:
         """``count`` of the files, locked, or None of them."""
@@ -136,11 +136,11 @@ class Slots:
                 taken[name] = file
         if len(taken) == count:
             return taken
-        _close(taken.values())
+        _close_files(taken.values())
         return None
 
 
-def _names(machine: Machine, selection: str | None) -> list[str]:
+def _gpu_names(machine: MachineInfo, selection: str | None) -> list[str]:
     """Of the GPUs that are visible, what selects each of them: its UUID, so that every sweep means the same one by it; else what
     was selected by."""
     entries = (
@@ -151,6 +151,6 @@ def _names(machine: Machine, selection: str | None) -> list[str]:
     return [gpu.uuid or entry for gpu, entry in zip(machine.gpus, entries, strict=False)]
 
 
-def _close(files: Iterable[int]) -> None:
+def _close_files(files: Iterable[int]) -> None:
     for file in files:
         os.close(file)

@@ -10,19 +10,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from toolkit.cluster.oom import oom_kills, oom_words
-from toolkit.cluster.stop import SIGNALS, StopRequest
+from toolkit.cluster.oom_kills import count_oom_kills, describe_oom_kills
+from toolkit.cluster.stop_request import SIGNALS, StopRequest
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
 
 POLL_SECONDS = 0.1
 PEER_SECONDS = 5.0  # after one rank failed: the others find it out by themselves, or are told to stop
 KILL_SECONDS = 10.0  # after that: they are killed
-TOGETHER = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.DIVERGED)  # all ranks end so, each in its own time
-ENDS = (*TOGETHER, ExitCode.USER)  # everything else is a failure
+COLLECTIVE_ENDS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.DIVERGED)  # all ranks end so, each in its own time
+CLEAN_ENDS = (*COLLECTIVE_ENDS, ExitCode.USER)  # everything else is a failure
 
 
-class Ranks:
+class RankProcesses:
     """The ranks of one machine.
 
     Args:
@@ -37,16 +37,16 @@ class Ranks:
         environ: Mapping[str, str] = os.environ,
         keep: Sequence[int] = (),
     ) -> None:
-        port = str(free_port())
+        port = str(find_free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
         self._killed_first: bool | None = None  # whether a signal's work was among the first failures
-        self._oom_kills, self._out_of_memory = oom_kills(), ""
+        self._oom_kills, self._out_of_memory = count_oom_kills(), ""
         # Until a rank listens (StopRequest.install), what is sent to it waits: it would die of it, with a traceback of its imports.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             for rank in range(world.ranks):
-                self._processes.append(_begin(command, rank, world, port, environ, keep))
+                self._processes.append(_start_rank(command, rank, world, port, environ, keep))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
@@ -70,16 +70,16 @@ class Ranks:
             for rank, process in enumerate(self._processes)
             if process.poll() is not None
         ]
-        bad = [code for _, code in ended if code not in TOGETHER]
+        bad = [code for _, code in ended if code not in COLLECTIVE_ENDS]
         if self._killed_first is None and bad:
             # A lost connection may abort a rank in C++: that is no more of a cause than the error that others make of it.
             self._killed_first = any(code < 0 and code != -signal.SIGABRT for code in bad)
         if self._first is None:  # of several in one look, a signal (negative) is the likelier cause
             self._first = min(
-                (end for end in ended if end[1] not in ENDS), key=lambda end: end[1], default=None
+                (end for end in ended if end[1] not in CLEAN_ENDS), key=lambda end: end[1], default=None
             )
             if self._first is not None and self._first[1] == -signal.SIGKILL:
-                self._out_of_memory = oom_words(self._oom_kills, oom_kills())
+                self._out_of_memory = describe_oom_kills(self._oom_kills, count_oom_kills())
         return [code for _, code in ended]
 
     def wait(
@@ -106,7 +106,7 @@ class Ranks:
                 forwarded or ExitCode.STOPPED in codes or ExitCode.DIVERGED in codes
             ):
                 stopping_since = now
-            if failed_since is None and any(code not in TOGETHER for code in codes):
+            if failed_since is None and any(code not in COLLECTIVE_ENDS for code in codes):
                 failed_since = now
             if failed_since is not None and now - failed_since > PEER_SECONDS and not told:
                 told = True
@@ -121,7 +121,7 @@ class Ranks:
             self._first = None
             return ExitCode.STOPPED
         # Whom a mistake leaves alone in a collective fails too, and may be seen to end first.
-        return ExitCode.USER if ExitCode.USER in codes and not self._killed_first else combined(codes)
+        return ExitCode.USER if ExitCode.USER in codes and not self._killed_first else combine_exit_codes(codes)
 
     @property
     def killed(self) -> bool:
@@ -139,7 +139,7 @@ class Ranks:
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
 
-def _begin(
+def _start_rank(
     command: Sequence[str],
     rank: int,
     world: World,
@@ -163,15 +163,15 @@ def _begin(
     )
 
 
-def combined(codes: Sequence[int]) -> ExitCode:
+def combine_exit_codes(codes: Sequence[int]) -> ExitCode:
     """One exit code for all ranks: a failure, else a mistake, else a divergence, else a stop, else done."""
-    if any(code not in ENDS for code in codes):
+    if any(code not in CLEAN_ENDS for code in codes):
         return ExitCode.FAILURE
     order = (ExitCode.USER, ExitCode.DIVERGED, ExitCode.STOPPED)
     return next((code for code in order if code in codes), ExitCode.DONE)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -22,39 +22,39 @@ from toolkit.errors import ExitCode
 POLL_SECONDS = 0.5
 # A terminal's Ctrl-C reaches a rank once by itself and again through its launcher: that is one request.
 ECHO_SECONDS = 1.0
-TOGETHER_SECONDS = 0.1  # within which signals are of one cause
-OLDEST_START = 600.0  # seconds: beyond it, the clocks of processes and of this one are not the same
+SIGNAL_BURST_SECONDS = 0.1  # within which signals are of one cause
+MAX_STARTUP_SECONDS = 600.0  # seconds: beyond it, the clocks of processes and of this one are not the same
 # Slurm sends whichever its job asked for (sbatch --signal): SIGUSR1 and SIGUSR2 are what people ask for.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessId:
     """A process that cannot be mistaken for a later one with the same number."""
 
     pid: int
     started: str
 
     @staticmethod
-    def of(pid: int) -> Process | None:
+    def of(pid: int) -> ProcessId | None:
         """None where it is gone, or a zombie that nobody has collected yet."""
-        fields = _stat(pid)
-        return None if fields is None or fields[0] in "ZX" else Process(pid, fields[19])
+        fields = _read_stat(pid)
+        return None if fields is None or fields[0] in "ZX" else ProcessId(pid, fields[19])
 
     def alive(self) -> bool:
-        return Process.of(self.pid) == self
+        return ProcessId.of(self.pid) == self
 
 
-def own_beginning() -> float:
+def process_start_time() -> float:
     """When this process was started, in seconds since 1970: some of a start is over before its first line of Python runs."""
     now = time.time()
-    fields = _stat(os.getpid())
+    fields = _read_stat(os.getpid())
     assert fields is not None, "this process is there"
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return now - age if 0 <= age < OLDEST_START else now
+    return now - age if 0 <= age < MAX_STARTUP_SECONDS else now
 
 
-def launchers(launch: Launch) -> list[Process]:
+def find_launchers(launch: Launch) -> list[ProcessId]:
     """The processes above this rank whose death means that nobody waits for it any more.
 
     ``deepspeed`` is two of them: the runner that the user sees, and ``deepspeed.launcher.launch`` on each node. A signal
@@ -62,13 +62,13 @@ def launchers(launch: Launch) -> list[Process]:
     """
     if launch.launcher is Launcher.NONE:
         return []
-    found: list[Process] = []
+    found: list[ProcessId] = []
     pid = os.getppid()
-    while (process := Process.of(pid)) is not None and (not found or _is_deepspeed(pid)):
+    while (process := ProcessId.of(pid)) is not None and (not found or _is_deepspeed(pid)):
         found.append(process)
         if not _is_deepspeed(pid):
             break
-        pid = _parent(pid)
+        pid = _parent_pid(pid)
     return found
 
 
@@ -88,7 +88,7 @@ class StopRequest:
         self.abort: Callable[[str, ExitCode], None] = lambda reason, code: None
         self.heard: Callable[[str], None] = lambda name: None
         self.signal: signal.Signals | None = None
-        self._watched: Sequence[Process] = ()
+        self._watched: Sequence[ProcessId] = ()
         self._grace_seconds: float | None = None
         self._own_seconds: float | None = None  # that the request itself allows, in place of the grace
         self._armed = False
@@ -114,7 +114,7 @@ class StopRequest:
         limit = self._limit()
         return None if self._reason is None or limit is None else limit - self._waited()
 
-    def install(self, watched: Sequence[Process] = ()) -> None:
+    def install(self, watched: Sequence[ProcessId] = ()) -> None:
         """Take over SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP; the death of a ``watched`` process is a request too.
         From the main thread."""
         self._watched = watched
@@ -125,7 +125,7 @@ class StopRequest:
                     number, lambda *_: None
                 )  # with a handler in place, the number is written to the pipe
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our parent has kept them back until now
-        os.register_at_fork(after_in_child=_forget_signals)
+        os.register_at_fork(after_in_child=_reset_signals_in_child)
         threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
 
     def arm(self, grace_seconds: float | None) -> None:
@@ -167,7 +167,7 @@ class StopRequest:
         may run before that of the SIGINT."""
         if not select.select([self._wake_read], [], [], POLL_SECONDS)[0]:
             return []
-        time.sleep(TOGETHER_SECONDS)
+        time.sleep(SIGNAL_BURST_SECONDS)
         return sorted(
             (signal.Signals(number) for number in os.read(self._wake_read, 64)),
             key=lambda number: number is not signal.SIGINT,
@@ -198,7 +198,7 @@ class StopRequest:
             os._exit(code)
 
 
-def _forget_signals() -> None:
+def _reset_signals_in_child() -> None:
     """A forked worker shares the pipe, and would report its own end as a request to stop this process."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
@@ -206,7 +206,7 @@ def _forget_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _stat(pid: int) -> list[str] | None:
+def _read_stat(pid: int) -> list[str] | None:
     """Fields of ``/proc/PID/stat`` from the state on: state, parent, ..., start time at [19]. None: no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -215,8 +215,8 @@ def _stat(pid: int) -> list[str] | None:
     return text[text.rindex(")") + 2 :].split()
 
 
-def _parent(pid: int) -> int:
-    fields = _stat(pid)
+def _parent_pid(pid: int) -> int:
+    fields = _read_stat(pid)
     return int(fields[1]) if fields else 0
 
 

@@ -9,13 +9,13 @@ from typing import TextIO
 from toolkit.progress import Tee
 
 
-def log_to(path: Path) -> None:
+def tee_output(path: Path) -> None:
     """From now on, stdout and stderr of this process are added to ``path`` line by line, and no longer to another log."""
     file = path.open("a", encoding="utf-8", buffering=1)
-    sys.stdout = Tee(bare(sys.stdout), file)
-    sys.stderr = Tee(bare(sys.stderr), file)
+    sys.stdout = Tee(unwrap_stream(sys.stdout), file)
+    sys.stderr = Tee(unwrap_stream(sys.stderr), file)
 
 
-def bare(stream: TextIO) -> TextIO:
+def unwrap_stream(stream: TextIO) -> TextIO:
     """``stream`` without the log."""
     return stream.stream if isinstance(stream, Tee) else stream

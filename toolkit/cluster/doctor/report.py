@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from toolkit.cluster.doctor.types import RANKING, Finding, Report, Verdict
+from toolkit.cluster.doctor.types import RANKING, CheckFinding, DoctorReport, CheckVerdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FORMAT_VERSION = 1
 FEW_MACHINES = 4  # of more than these, only what is not well is shown row by row
-COLOURS = {Verdict.OK: "green", Verdict.UNKNOWN: "cyan", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+COLOURS = {CheckVerdict.OK: "green", CheckVerdict.UNKNOWN: "cyan", CheckVerdict.WARN: "yellow", CheckVerdict.FAIL: "bold red"}
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: DoctorReport) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "verdict": report.verdict.value,
@@ -25,15 +25,15 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def show(report: Report, stream: TextIO) -> None:
+def print_report(report: DoctorReport, stream: TextIO) -> None:
     from rich.console import Console
 
     # A file or a pipe has no width; a table should not be folded at 80 there.
-    Console(file=stream, width=None if stream.isatty() else 140).print(table(report))
+    Console(file=stream, width=None if stream.isatty() else 140).print(format_table(report))
     stream.flush()
 
 
-def table(report: Report) -> RenderableType:
+def format_table(report: DoctorReport) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -43,9 +43,9 @@ def table(report: Report) -> RenderableType:
     rows.add_column("", no_wrap=True)
     rows.add_column("what was seen, and what to do", overflow="fold")
 
-    def part(title: str, findings: Sequence[Finding], *, briefly: bool) -> None:
+    def part(title: str, findings: Sequence[CheckFinding], *, briefly: bool) -> None:
         rows.add_section()
-        shown = [finding for finding in findings if not briefly or finding.verdict is not Verdict.OK]
+        shown = [finding for finding in findings if not briefly or finding.verdict is not CheckVerdict.OK]
         rest = f"  {len(findings) - len(shown)} checks are well" if len(shown) < len(findings) else ""
         rows.add_row(Text(title, style="bold"), "", Text(rest))
         for finding in shown:
@@ -63,10 +63,10 @@ def table(report: Report) -> RenderableType:
             briefly=len(report.machines) > FEW_MACHINES,
         )
     part("together", report.together, briefly=False)
-    return Group(rows, Text(), Text(summary(report), style=COLOURS[report.verdict]))
+    return Group(rows, Text(), Text(format_summary(report), style=COLOURS[report.verdict]))
 
 
-def summary(report: Report) -> str:
+def format_summary(report: DoctorReport) -> str:
     counts = Counter(finding.verdict for finding in report.findings)
     said = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in reversed(RANKING) if counts[verdict])
-    return f"{said}: {'this run would fail' if report.verdict is Verdict.FAIL else 'ready'}"
+    return f"{said}: {'this run would fail' if report.verdict is CheckVerdict.FAIL else 'ready'}"

@@ -12,8 +12,8 @@ from typing import Any
 
 from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
 from toolkit.cluster.job import FROZEN
-from toolkit.cluster.machine import Machine
-from toolkit.cluster.stop import own_beginning
+from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.stop_request import process_start_time
 from toolkit.config.cluster import Where
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem, Severity
@@ -24,7 +24,7 @@ from toolkit.rundir.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class AttemptSpec:
     """What the ranks must agree on: they get it through the store (under a launcher) or as a file (from our parent)."""
 
     yaml: str  # the whole configuration, nothing left to resolve
@@ -40,13 +40,13 @@ class Start:
         write_whole(path, json.dumps(self.to_json()), durable=False)
 
     @staticmethod
-    def read(path: Path) -> Start:
-        return Start.from_json(json.loads(path.read_text(encoding="utf-8")))
+    def read(path: Path) -> AttemptSpec:
+        return AttemptSpec.from_json(json.loads(path.read_text(encoding="utf-8")))
 
     @staticmethod
-    def from_json(message: Mapping[str, Any]) -> Start:
+    def from_json(message: Mapping[str, Any]) -> AttemptSpec:
         world = World(**{**message["world"], "device": Device(message["world"]["device"])})
-        return Start(message["yaml"], world, message["attempt"], message["data"])
+        return AttemptSpec(message["yaml"], world, message["attempt"], message["data"])
 
     def plan(self) -> RunPlan:
         from toolkit.config.compose import from_yaml
@@ -55,7 +55,7 @@ class Start:
         return make_plan(from_yaml(self.yaml), self.world)
 
 
-def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[Start, RunPlan, RunDirectory]:
+def start_attempt(overrides: Sequence[str], launch: Launch, machine: MachineInfo) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
     """Compose, plan and open the next attempt in the run directory. Imports neither torch nor an engine.
 
     Raises:
@@ -67,22 +67,22 @@ def begin(overrides: Sequence[str], launch: Launch, machine: Machine) -> tuple[S
     from toolkit.plan.present import to_json
     from toolkit.plan.target import check_target
 
-    config = configuration(overrides, launch)
+    config = load_config(overrides, launch)
     check_startable(config.cluster, launch, machine)
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
     check_target(plan.config.model)
     directory = RunDirectory(plan.run_dir)
     directory.check(plan.config)
-    if starts := earlier_starts(launch, directory):
+    if starts := count_earlier_starts(launch, directory):
         plan = replace(plan, config=directory.continued(plan.config, starts))
     check_work(plan.config, directory)
     if (jump := schedule_warning(plan.config, directory)) is not None:
         plan = replace(plan, warnings=(*plan.warnings, jump))
-    attempt = directory.begin(plan.config, to_json(plan), began=own_beginning())
-    return Start(to_yaml(plan.config), plan.world, attempt), plan, directory
+    attempt = directory.begin(plan.config, to_json(plan), began=process_start_time())
+    return AttemptSpec(to_yaml(plan.config), plan.world, attempt), plan, directory
 
 
-def earlier_starts(launch: Launch, directory: RunDirectory) -> int:
+def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
     """How many of the newest attempts were of this same command, which no person has started again.
 
     Under torchrun those that began in the life of its agent on this node: the agent's own count is of failures of this node's ranks.
@@ -95,7 +95,7 @@ def earlier_starts(launch: Launch, directory: RunDirectory) -> int:
     return jobs + directory.begun_since(psutil.Process(os.getppid()).create_time())
 
 
-def begin_again(start: Start, directory: RunDirectory, starts: int) -> Start:
+def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int) -> AttemptSpec:
     """The next attempt of the same start, by the process that has the run's directory.
 
     Args:
@@ -113,7 +113,7 @@ def begin_again(start: Start, directory: RunDirectory, starts: int) -> Start:
     return replace(start, yaml=to_yaml(config), attempt=attempt)
 
 
-def configuration(words: Sequence[str], launch: Launch) -> RunConfig:
+def load_config(words: Sequence[str], launch: Launch) -> RunConfig:
     """What ``words`` describe, with the sizes of ``model.pretrained``; or, as it stands, what ``--frozen=FILE`` holds.
 
     A frozen configuration was composed where its job was submitted, or is an earlier attempt's ``config.yaml``: nothing of it is
@@ -164,9 +164,9 @@ def configuration(words: Sequence[str], launch: Launch) -> RunConfig:
     return from_yaml(text)
 
 
-def announce(plan: RunPlan, attempt: int, launch: Launch) -> None:
+def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
     """Print what a person sees first: warnings, and where the run is."""
-    for warning in (*plan.warnings, *elastic_warnings(launch)):
+    for warning in (*plan.warnings, *find_elastic_warnings(launch)):
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     world = plan.world
     print(
@@ -174,7 +174,7 @@ def announce(plan: RunPlan, attempt: int, launch: Launch) -> None:
     )
 
 
-def elastic_warnings(launch: Launch) -> list[Problem]:
+def find_elastic_warnings(launch: Launch) -> list[Problem]:
     """An agent that serves the ranks' store does not publish its address again when a node joins later (torch 2.13,
     ``DynamicRendezvousHandler.next_rendezvous``): both sides wait for a minute and end."""
     if not (launch.elastic and launch.agent_store):

@@ -10,7 +10,7 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def oom_kills(root: Path = Path("/")) -> dict[str, int]:
+def count_oom_kills(root: Path = Path("/")) -> dict[str, int]:
     """How many there were so far, by the file that counts them. A file that is not there or cannot be read counts nothing."""
     found = {}
     for path in _files(root):
@@ -28,7 +28,7 @@ def oom_kills(root: Path = Path("/")) -> dict[str, int]:
     return found
 
 
-def oom_words(before: dict[str, int], now: dict[str, int]) -> str:
+def describe_oom_kills(before: dict[str, int], now: dict[str, int]) -> str:
     """What to say of kills between two looks; empty where there was none."""
     for path, count in now.items():
         killed = count - before.get(path, count)

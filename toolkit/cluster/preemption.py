@@ -29,16 +29,16 @@ from email.utils import parsedate_to_datetime
 from toolkit.config.cluster import Notice
 
 POLL_SECONDS = 5.0
-ANSWER_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
 GCE_SECONDS = 30.0
-LEAST_SECONDS = 5.0  # also where the moment that was told is over: the machine still runs
+MIN_SECONDS = 5.0  # also where the moment that was told is over: the machine still runs
 TOKEN_SECONDS = 21600
-BASES = {
+METADATA_URLS = {
     Notice.gce: "http://metadata.google.internal",
     Notice.aws: "http://169.254.169.254",
     Notice.azure: "http://169.254.169.254",
 }
-LEAVES = (
+TERMINAL_EVENTS = (
     "Preempt",
     "Terminate",
     "Reboot",
@@ -51,61 +51,61 @@ Get = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class PreemptionNotice:
     """``seconds`` are left, by what the cloud says or promises."""
 
     words: str
     seconds: float
 
 
-def gce(get: Get, now: float) -> Taken | None:
+def poll_gce(get: Get, now: float) -> PreemptionNotice | None:
     preempted = get("GET", "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
     return (
-        Taken("Google Cloud preempts this machine", GCE_SECONDS)
+        PreemptionNotice("Google Cloud preempts this machine", GCE_SECONDS)
         if preempted is not None and preempted.strip() == "TRUE"
         else None
     )
 
 
-def aws(get: Get, now: float) -> Taken | None:
+def poll_aws(get: Get, now: float) -> PreemptionNotice | None:
     token = get("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)})
     text = get("GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
     if text is None:
         return None
     told = json.loads(text)
     at = datetime.fromisoformat(told["time"].replace("Z", "+00:00"))
-    return Taken(
-        f"AWS will {told['action']} this machine at {told['time']}", max(LEAST_SECONDS, at.timestamp() - now)
+    return PreemptionNotice(
+        f"AWS will {told['action']} this machine at {told['time']}", max(MIN_SECONDS, at.timestamp() - now)
     )
 
 
-def azure(get: Get, now: float) -> Taken | None:
+def poll_azure(get: Get, now: float) -> PreemptionNotice | None:
     own = get(
         "GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text", {"Metadata": "true"}
     )
     text = get("GET", "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
     for event in json.loads(text or "{}").get("Events", ()):
-        if event["EventType"] in LEAVES and own in event["Resources"]:
+        if event["EventType"] in TERMINAL_EVENTS and own in event["Resources"]:
             # A moment that has come already is an empty text.
             at = (
                 parsedate_to_datetime(event["NotBefore"]).replace(tzinfo=UTC).timestamp()
                 if event.get("NotBefore")
                 else now
             )
-            return Taken(
-                f"Azure announces {event['EventType']} for this machine", max(LEAST_SECONDS, at - now)
+            return PreemptionNotice(
+                f"Azure announces {event['EventType']} for this machine", max(MIN_SECONDS, at - now)
             )
     return None
 
 
-CLOUDS: Mapping[Notice, Callable[[Get, float], Taken | None]] = {
-    Notice.gce: gce,
-    Notice.aws: aws,
-    Notice.azure: azure,
+POLLERS: Mapping[Notice, Callable[[Get, float], PreemptionNotice | None]] = {
+    Notice.gce: poll_gce,
+    Notice.aws: poll_aws,
+    Notice.azure: poll_azure,
 }
 
 
-def server(base: str) -> Get:
+def metadata_client(base: str) -> Get:
     """Asks ``base``. Raises OSError where it does not answer, or with anything but a text or a 404."""
     import urllib.error
     import urllib.request
@@ -116,7 +116,7 @@ def server(base: str) -> Get:
         try:
             with opener.open(
                 urllib.request.Request(base + path, headers=dict(headers), method=method),
-                timeout=ANSWER_SECONDS,
+                timeout=REQUEST_SECONDS,
             ) as answer:
                 return answer.read().decode("utf-8", errors="replace")
         except urllib.error.HTTPError as error:
@@ -127,7 +127,7 @@ def server(base: str) -> Get:
     return get
 
 
-def watch(
+def watch_preemption(
     cloud: Notice, request: Callable[[str, float], object], poll_seconds: float = POLL_SECONDS
 ) -> threading.Event:
     """From now on and in a thread: a notice is a request to stop. Nothing is asked where ``cloud`` is none.
@@ -141,7 +141,7 @@ def watch(
     ended = threading.Event()
     if cloud is Notice.none:
         return ended
-    get, ask = server(os.environ.get("TOOLKIT_METADATA_URL", BASES[cloud]).rstrip("/")), CLOUDS[cloud]
+    get, ask = metadata_client(os.environ.get("TOOLKIT_METADATA_URL", METADATA_URLS[cloud]).rstrip("/")), POLLERS[cloud]
 
     def look() -> None:
         silent = False
