@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         measurements = Measurements(first_read=first_read, links=links)
         exit_handler.code = DoctorCommand(
             launch, words, exit_handler, measurements, script=sys.argv[0], as_json=JSON in arguments
-        ).examine(stop)
+        ).run(stop)
     stop.close()
     return exit_handler.code
 

@@ -35,7 +35,7 @@ def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
     need = compute_resources(point.plan, EIGHT, points=5)
     assert (point.plan.world.ranks, need.gpus, need.threads) == (3, 3, 8)
     slots, other = ResourcePool(EIGHT, tmp_path / "slots"), ResourcePool(EIGHT, tmp_path / "slots")
-    first, second = slots.take(need), other.take(need)
+    first, second = slots.acquire(need), other.acquire(need)
     assert first is not None
     assert second is not None
     assert first.environ(need, {"A": "b"}) == {
@@ -47,10 +47,10 @@ def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "GPU-3,GPU-4,GPU-5",
         "OMP_NUM_THREADS": "2",
     }
-    assert slots.take(need) is None, "two are left"
-    assert slots.take(replace(need, gpus=2)) is not None, "and were not kept by the attempt"
+    assert slots.acquire(need) is None, "two are left"
+    assert slots.acquire(replace(need, gpus=2)) is not None, "and were not kept by the attempt"
     other.release(second)
-    assert slots.take(need) is not None
+    assert slots.acquire(need) is not None
 
 
 def test_what_an_orphan_uses_stays_taken(tmp_path: Path) -> None:
@@ -58,15 +58,15 @@ def test_what_an_orphan_uses_stays_taken(tmp_path: Path) -> None:
     need = replace(
         compute_resources(points("+exp=quickstart", machine=EIGHT, folder=tmp_path)[0].plan, EIGHT, 1), host_bytes=0
     )
-    place = slots.take(need)
+    place = slots.acquire(need)
     assert place is not None
     assert len(place.gpus) == 8
     orphan = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=place.locks)
     slots.release(place)
-    assert slots.take(need) is None
+    assert slots.acquire(need) is None
     orphan.kill()
     orphan.communicate()
-    assert slots.take(need) is not None
+    assert slots.acquire(need) is not None
 
 
 def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> 
     carrier = LocalRunner(TRAIN, EIGHT, 1, slots)
     with pytest.raises(InputError, match=r"run\.dir"):
         carrier.start(replace(point, plan=plan), claim=0)
-    assert slots.take(compute_resources(point.plan, EIGHT, 1)) is not None, "all eight are free"
+    assert slots.acquire(compute_resources(point.plan, EIGHT, 1)) is not None, "all eight are free"
 
 
 def test_the_locks_of_another_user_are_not_waited_for(
@@ -98,9 +98,9 @@ def test_cores_are_shared_and_memory_counted(tmp_path: Path) -> None:
     assert (compute_resources(written.plan, LAPTOP, 4).cores, compute_resources(written.plan, LAPTOP, 4).threads) == (3, 3)
     need = replace(compute_resources(one.plan, LAPTOP, 4), cores=0, host_bytes=9 * GIB)
     slots = ResourcePool(LAPTOP, tmp_path / "slots")
-    assert slots.take(need) is not None
-    assert slots.take(need) is None, "18 of 16 GiB"
-    assert slots.take(replace(need, host_bytes=7 * GIB)) is not None
+    assert slots.acquire(need) is not None
+    assert slots.acquire(need) is None, "18 of 16 GiB"
+    assert slots.acquire(replace(need, host_bytes=7 * GIB)) is not None
 
 
 # -- points in a queue

@@ -646,10 +646,10 @@ REPORT = DoctorReport(
 
 def test_the_worst_decides() -> None:
     assert REPORT.verdict is FAIL
-    assert replace(REPORT, together=()).verdict is WARN
-    assert DoctorReport(machines=(), together=()).verdict is OK
+    assert replace(REPORT, cross_machine=()).verdict is WARN
+    assert DoctorReport(machines=(), cross_machine=()).verdict is OK
     assert format_summary(REPORT) == "1 fail, 1 warn, 1 ok: this run would fail"
-    assert format_summary(replace(REPORT, together=())).endswith("ready")
+    assert format_summary(replace(REPORT, cross_machine=())).endswith("ready")
     assert [problem.remedy for problem in find_failures(REPORT)] == ["open the firewall"]
 
 

@@ -202,7 +202,7 @@ def test_a_machine_that_is_silent_is_named_and_the_others_are_heard() -> None:
     launch = Launch(ranks=6, ranks_per_node=2)
     with pytest.raises(MachinesTimedOut, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s") as caught:
         gather_reports(own, launch, meeting, 9)
-    assert caught.value.heard == [own, other]
+    assert caught.value.reports == [own, other]
     meeting.publish("doctor/machine/1", replace(other, node=1).to_json())
     assert [one.node for one in gather_reports(own, launch, meeting, 9)] == [0, 1, 2]
     assert gather_reports(own, replace(launch, rank=2), meeting, 9) == []

@@ -29,7 +29,7 @@ from toolkit.rundir.status import RunState, Status
 
 def test_a_claim_is_of_one_process_and_of_nobody_when_it_dies(tmp_path: Path) -> None:
     record = SweepStore(tmp_path)
-    record.begin("id", ["zero=stage1"], SweepSection())
+    record.initialize("id", ["zero=stage1"], SweepSection())
     code = f"""
 from pathlib import Path
 from toolkit.cluster.sweep.store import Record
@@ -50,30 +50,30 @@ input()
 def test_two_records_keep_each_others_points(tmp_path: Path) -> None:
     first, second = SweepStore(tmp_path), SweepStore(tmp_path)
     for record in (first, second):
-        record.begin("id", ["zero=stage1"], SweepSection())
+        record.initialize("id", ["zero=stage1"], SweepSection())
     row = PointRow(name="a", swept=[], words=[], run_dir="a", state=PointState.WAITING)
-    first.note(row)
-    second.note(replace(row, name="b"))
-    first.note(replace(row, state=PointState.DONE, number=1.0))
+    first.update(row)
+    second.update(replace(row, name="b"))
+    first.update(replace(row, state=PointState.DONE, number=1.0))
     assert [(row.name, row.state) for row in second.rows()] == [("a", "done"), ("b", "waiting")]
-    second.begin("id", ["zero=stage1"], SweepSection())
+    second.initialize("id", ["zero=stage1"], SweepSection())
     assert len(second.rows()) == 2, "a later start keeps what is known"
     refused = replace(row, state=PointState.REFUSED, reason="why")
-    second.expect([row, replace(refused, name="b"), replace(row, name="c"), replace(refused, name="d")])
+    second.add_points([row, replace(refused, name="b"), replace(row, name="c"), replace(refused, name="d")])
     assert [(row.name, row.state) for row in first.rows()] == [
         ("a", "done"),
         ("b", "refused"),
         ("c", "waiting"),
         ("d", "refused"),
     ]
-    first.expect([replace(refused, name="a"), replace(row, name="d")])
+    first.add_points([replace(refused, name="a"), replace(row, name="d")])
     states = {row.name: row.state for row in first.rows()}
     assert (states["a"], states["d"]) == ("done", "waiting"), (
         "done by another machine stays done; what can run by now waits"
     )
     with pytest.raises(ConfigError, match="a folder belongs to one sweep"):
-        first.check("another", ["zero=stage2"])
-    first.check("id", ["zero=stage1"])
+        first.check_owner("another", ["zero=stage2"])
+    first.check_owner("id", ["zero=stage1"])
 
 
 def test_a_process_without_a_word_of_its_own_is_not_told_by_an_older_one(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_several_messages_are_waited_for(threads: ThreadPoolExecutor) -> None:
 
 def test_a_mistake_sends_all_away_and_rank_0_stays_until_they_have_heard(threads: ThreadPoolExecutor) -> None:
     ranks = Ranks(3)
-    first = threads.submit(ranks.meetings[0].dismiss, ExitCode.USER)
+    first = threads.submit(ranks.meetings[0].abort_peers, ExitCode.USER)
     early = threads.submit(ranks.meetings[1].receive, "start")
     with pytest.raises(PeerExited) as left:
         early.result(10)
@@ -110,7 +110,7 @@ def test_a_mistake_sends_all_away_and_rank_0_stays_until_they_have_heard(threads
     with pytest.raises(PeerExited):
         ranks.meetings[2].receive("start")
     first.result(10)
-    assert ranks.meetings[2].dismissed(0)
+    assert ranks.meetings[2].wait_for_abort(0)
 
 
 @pytest.mark.parametrize("gone", ["set", "add"])
@@ -129,13 +129,13 @@ def test_a_store_that_leaves_with_its_rank_is_no_second_error(gone: str) -> None
 
     meeting = Ranks(2).meetings[1]
     meeting._opened = Leaving()  # type: ignore[assignment]
-    meeting.dismiss(ExitCode.USER)
+    meeting.abort_peers(ExitCode.USER)
 
 
 def test_a_rank_that_nobody_sent_away_may_speak(threads: ThreadPoolExecutor) -> None:
     ranks = Ranks(2)
     ranks.meetings[0].publish("start", {})
-    assert not ranks.meetings[1].dismissed(0.1)
+    assert not ranks.meetings[1].wait_for_abort(0.1)
 
 
 def test_waiting_is_bounded() -> None:
@@ -238,4 +238,4 @@ def test_a_port_that_is_taken_is_the_users_to_change() -> None:
         meeting = Ranks(2, port=taken.getsockname()[1]).meetings[0]
         with pytest.raises(InputError, match="--master_port"):
             meeting.publish("start", {})
-        meeting.dismiss(ExitCode.USER)  # there is nobody to tell, and that is no second error
+        meeting.abort_peers(ExitCode.USER)  # there is nobody to tell, and that is no second error

@@ -164,11 +164,11 @@ def test_a_process_knows_when_it_was_started() -> None:
 
 
 def test_a_process_is_known_by_its_start_too() -> None:
-    own = ProcessId.of(os.getpid())
+    own = ProcessId.read(os.getpid())
     assert own is not None
-    assert own.alive()
-    assert not ProcessId(own.pid, "1").alive()  # the number, used again by another process
-    assert ProcessId.of(2**22 + 1) is None
+    assert own.is_alive()
+    assert not ProcessId(own.pid, "1").is_alive()  # the number, used again by another process
+    assert ProcessId.read(2**22 + 1) is None
 
 
 def chain(outer: str, inner: str) -> list[int]:

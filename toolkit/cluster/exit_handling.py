@@ -66,7 +66,7 @@ class ExitHandler:
     def __init__(self, stop: Callable[[], str | None]) -> None:
         self.code = ExitCode.DONE
         self.launch = Launch()
-        self.meeting: Rendezvous | None = None
+        self.rendezvous: Rendezvous | None = None
         self.directory: RunDirectory | None = None
         self.attempt = 0
         self._stop = stop
@@ -97,8 +97,8 @@ class ExitHandler:
         elif self.code is ExitCode.STOPPED and reason is None:
             reason = "another rank was asked to stop"
         self.record(reason if self.code is not ExitCode.DONE else None)
-        if error is not None and not isinstance(error, PeerExited) and self.meeting is not None:
-            self.meeting.dismiss(self.code)
+        if error is not None and not isinstance(error, PeerExited) and self.rendezvous is not None:
+            self.rendezvous.abort_peers(self.code)
         if self._must_end_agent():
             os.kill(os.getppid(), signal.SIGTERM)
         if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (words := self._next_start()):
@@ -190,7 +190,7 @@ class ExitHandler:
         self.code = code
         self.record(reason)
 
-    def hear(self, signal_name: str) -> None:
+    def log_signal(self, signal_name: str) -> None:
         """To people, once: what they asked for takes until the step under way is done and saved."""
         if self.launch.rank == 0 and self.launch.launcher is not Launcher.PARENT:
             words = f"{signal_name}: the run saves after the step under way, and stops; Ctrl-C ends it at once, without saving\n"
@@ -198,7 +198,7 @@ class ExitHandler:
                 os.write(2, words.encode())
 
     def _answer(self, error: UserError) -> None:
-        if self.launch.rank != 0 and self.meeting is not None and self.meeting.dismissed(PEER_ERROR_SECONDS):
+        if self.launch.rank != 0 and self.rendezvous is not None and self.rendezvous.wait_for_abort(PEER_ERROR_SECONDS):
             return
         words = str(error) if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}"
         print(words, file=sys.stderr, flush=True)
@@ -230,9 +230,9 @@ class ExitHandler:
 
     def _comes_first(self) -> bool | None:
         """Whether no other rank has reported a failure; None if the ranks' store is gone, with rank 0."""
-        if self.meeting is None:
+        if self.rendezvous is None:
             return True
         try:
-            return self.meeting.first("report")
+            return self.rendezvous.is_first("report")
         except (RuntimeError, TimeoutError, InputError):  # of torch.distributed, or there never was a store
             return None

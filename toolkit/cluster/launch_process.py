@@ -27,7 +27,7 @@ DATA_SECONDS = 3600.0  # that ranks wait for one of them to make the data
 class RunCallbacks:
     """What is done by parts of the toolkit that this one does not import: launch/train.py hands it in."""
 
-    make_data_ready: Callable[
+    prepare_data: Callable[
         [RunPlan], str
     ]  # the folder of the run's data, made and checked; once a machine
     train: Callable[[RunPlan, Launch, AttemptSpec, StopRequest], ExitCode]  # within the process group
@@ -52,14 +52,14 @@ def launch_process(
     """
     machine, meeting = detect_machine(), Rendezvous(launch, words)
     if launch.ranks > 1:
-        exit_handler.meeting = meeting
+        exit_handler.rendezvous = meeting
         set_thread_default(
             os.environ, launch.ranks_per_node, machine.cores
         )  # before the meeting imports torch
     with file_errors():
         start, plan, directory = _exchange_spec(launch, words, machine, meeting, exit_handler)
         start = _prepare_data(start, plan, launch, meeting, work)
-    stop.heard = exit_handler.hear
+    stop.on_signal = exit_handler.log_signal
     if needs_supervisor(launch, plan.world, plan.config.cluster):
         return supervise_ranks(script, start, directory, stop, exit_handler, plan.config.cluster)
     if plan.config.cluster.preflight:
@@ -102,9 +102,9 @@ def _prepare_data(start: AttemptSpec, plan: RunPlan, launch: Launch, meeting: Re
     if launch.handover is not None:
         return start
     if launch.ranks == 1:
-        return replace(start, data=work.make_data_ready(plan))
+        return replace(start, data=work.prepare_data(plan))
     if launch.local_rank == 0:
-        meeting.publish(f"data/{launch.node}", {"folder": work.make_data_ready(plan)})
+        meeting.publish(f"data/{launch.node}", {"folder": work.prepare_data(plan)})
     ready = meeting.receive(*(f"data/{node}" for node in range(launch.nodes)), seconds=DATA_SECONDS)
     return replace(start, data=ready[launch.node]["folder"])
 

@@ -79,7 +79,7 @@ class Rendezvous:
             raise PeerExited(int(store.get(ERROR)))
         return [json.loads(store.get(name)) for name in names]
 
-    def dismiss(self, code: int) -> None:
+    def abort_peers(self, code: int) -> None:
         """Send the other ranks away; why has been printed. Before the process group starts, stay until they have heard it, since
         this process may be the one that serves the store."""
         try:
@@ -96,7 +96,7 @@ class Rendezvous:
         ):  # of torch.distributed: the rank that serves the store has left, perhaps since it has heard
             return
 
-    def dismissed(self, seconds: float) -> bool:
+    def wait_for_abort(self, seconds: float) -> bool:
         """Whether another rank sends, within ``seconds``, this one away. Where the store is gone, its rank left before: yes."""
         from torch.distributed import DistError
 
@@ -110,7 +110,7 @@ class Rendezvous:
             return True
         return True
 
-    def first(self, name: str) -> bool:
+    def is_first(self, name: str) -> bool:
         """Whether this rank is the first to ask, for each name. Raises RuntimeError if the store is gone."""
         return self._store().add(f"first/{name}", 1) == 1
 
@@ -128,9 +128,9 @@ class Rendezvous:
         if device is Device.CUDA:
             own = torch.device("cuda", self._launch.local_rank)
             torch.cuda.set_device(own)
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=own)
+            dist.init_process_group("nccl", kv_store=store, rank=rank, world_size=ranks, device_id=own)
         else:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            dist.init_process_group("gloo", kv_store=store, rank=rank, world_size=ranks)
         self._grouped = True
         yield
         dist.destroy_process_group()
@@ -138,7 +138,7 @@ class Rendezvous:
     # ---- the store
 
     @property
-    def store(self) -> Store:
+    def kv_store(self) -> Store:
         """For what messages are too slow for; opened at the first use."""
         return self._store()
 

@@ -36,13 +36,13 @@ class ProcessId:
     started: str
 
     @staticmethod
-    def of(pid: int) -> ProcessId | None:
+    def read(pid: int) -> ProcessId | None:
         """None where it is gone, or a zombie that nobody has collected yet."""
         fields = _read_stat(pid)
         return None if fields is None or fields[0] in "ZX" else ProcessId(pid, fields[19])
 
-    def alive(self) -> bool:
-        return ProcessId.of(self.pid) == self
+    def is_alive(self) -> bool:
+        return ProcessId.read(self.pid) == self
 
 
 def process_start_time() -> float:
@@ -64,7 +64,7 @@ def find_launchers(launch: Launch) -> list[ProcessId]:
         return []
     found: list[ProcessId] = []
     pid = os.getppid()
-    while (process := ProcessId.of(pid)) is not None and (not found or _is_deepspeed(pid)):
+    while (process := ProcessId.read(pid)) is not None and (not found or _is_deepspeed(pid)):
         found.append(process)
         if not _is_deepspeed(pid):
             break
@@ -86,7 +86,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.abort: Callable[[str, ExitCode], None] = lambda reason, code: None
-        self.heard: Callable[[str], None] = lambda name: None
+        self.on_signal: Callable[[str], None] = lambda name: None
         self.signal: signal.Signals | None = None
         self._watched: Sequence[ProcessId] = ()
         self._grace_seconds: float | None = None
@@ -145,7 +145,7 @@ class StopRequest:
             for number in self._signals():
                 self._signalled(number)
             if self._reason is None and (
-                dead := [process.pid for process in self._watched if not process.alive()]
+                dead := [process.pid for process in self._watched if not process.is_alive()]
             ):
                 self.request(f"the launcher (process {dead[0]}) is gone")
             if self._reason is None or self._closed:
@@ -183,7 +183,7 @@ class StopRequest:
             self.signal, first = number, self._reason is None
             self.request(number.name)
             if first and self._armed and not self._closed:
-                self.heard(number.name)
+                self.on_signal(number.name)
 
     def _limit(self) -> float | None:
         return self._grace_seconds if self._own_seconds is None else self._own_seconds

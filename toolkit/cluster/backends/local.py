@@ -50,17 +50,17 @@ def submit(job: TrainingJob) -> JobId:
 
 def job_id(process: subprocess.Popen[bytes]) -> JobId:
     """Its number and its start: a later process with the same number is another job."""
-    found = ProcessId.of(process.pid)
+    found = ProcessId.read(process.pid)
     return JobId(Where.local, f"{process.pid}:{found.started if found is not None else ''}")
 
 
 def state(id: JobId) -> JobState:
-    return JobState.RUNNING if _process(id).alive() else JobState.ENDED
+    return JobState.RUNNING if _process(id).is_alive() else JobState.ENDED
 
 
 def cancel(id: JobId) -> None:
     process = _process(id)
-    if process.alive():
+    if process.is_alive():
         os.kill(process.pid, SIGTERM)
 
 

@@ -78,10 +78,10 @@ class DoctorCommand:
         )
         self._script, self._as_json = script, as_json
         self._machines: list[MachineReport] = []
-        self._together: list[CheckFinding] = []
-        self._told = threading.Lock()
+        self._cross_machine: list[CheckFinding] = []
+        self._reported = threading.Lock()
 
-    def examine(self, stop: StopRequest) -> ExitCode:
+    def run(self, stop: StopRequest) -> ExitCode:
         """
         Raises:
             UserError: a mistake in the words.
@@ -91,7 +91,7 @@ class DoctorCommand:
         machine: MachineInfo | None = asked.value
         silence = f"{asked.problem} (within {MACHINE_SECONDS:g} s)" if asked.hangs else str(asked.problem)
         if self._launch.ranks > 1:
-            return self._among_ranks(machine, silence)
+            return self._run_rank(machine, silence)
         found = requirements.target_from_overrides(self._words, self._launch, machine, silence)
         if found.world.ranks > 1 and found.plan is not None and self._launch.launcher is Launcher.NONE:
             return self._start_ranks(found, stop)
@@ -101,44 +101,44 @@ class DoctorCommand:
             if found.plan is not None
             else cross_node.report_skipped("the run cannot be planned")
         )
-        self._together = [*cross_node.check_plan(found.plan, found.problems), *met]
-        return self._tell()
+        self._cross_machine = [*cross_node.check_plan(found.plan, found.problems), *met]
+        return self._report()
 
     # ---- one of several ranks
 
-    def _among_ranks(self, machine: MachineInfo | None, silence: str) -> ExitCode:
+    def _run_rank(self, machine: MachineInfo | None, silence: str) -> ExitCode:
         launch = self._launch
         set_thread_default(
             os.environ, launch.ranks_per_node, os.cpu_count() or 1
         )  # before the meeting imports torch
-        meeting = self._exit_handler.meeting = Rendezvous(launch, self._words, seconds=MEET_SECONDS)
+        meeting = self._exit_handler.rendezvous = Rendezvous(launch, self._words, seconds=MEET_SECONDS)
         try:
             if launch.rank == 0:
-                found = self._own(machine, silence)
+                found = self._load_target(machine, silence)
                 place = run_checks(
                     found.need(launch), checks=[network.MASTER_ADDRESS_CHECK]
                 )  # before the meeting opens and this process takes the port
-                self._machines, self._together = [place], cross_node.check_plan(found.plan, found.problems)
+                self._machines, self._cross_machine = [place], cross_node.check_plan(found.plan, found.problems)
                 if any(finding.verdict is CheckVerdict.FAIL for finding in place.findings):
-                    self._machines = [self._look_here(found)]
-                    return self._not_met("there is no place to meet at: see above")
+                    self._machines = [self._check_this_machine(found)]
+                    return self._report_failed_rendezvous("there is no place to meet at: see above")
                 if launch.handover is None:
                     meeting.publish("doctor/start", found.start().to_json())
             elif launch.handover is not None:
                 found = requirements.target_from_spec(AttemptSpec.read(launch.handover))
             else:
                 found = requirements.target_from_spec(AttemptSpec.from_json(*meeting.receive("doctor/start")))
-            self._look_at_all(meeting, found)
+            self._check_all_machines(meeting, found)
             return self._measure(meeting, found, machine)
         except PeerExited:
             raise
         except TimeoutError as error:
-            return self._not_met(str(error))
+            return self._report_failed_rendezvous(str(error))
         except RuntimeError as error:  # torch.distributed's own
             first_line = str(error).partition("\n")[0]
-            return self._not_met(f"{type(error).__name__}: {first_line}")
+            return self._report_failed_rendezvous(f"{type(error).__name__}: {first_line}")
 
-    def _own(self, machine: MachineInfo | None, silence: str) -> DoctorTarget:
+    def _load_target(self, machine: MachineInfo | None, silence: str) -> DoctorTarget:
         handover = self._launch.handover
         return (
             requirements.target_from_spec(AttemptSpec.read(handover))
@@ -146,24 +146,24 @@ class DoctorCommand:
             else requirements.target_from_overrides(self._words, self._launch, machine, silence)
         )
 
-    def _look_at_all(self, meeting: Rendezvous, found: DoctorTarget) -> None:
+    def _check_all_machines(self, meeting: Rendezvous, found: DoctorTarget) -> None:
         """Each machine by its first rank. Raises Silent on rank 0, or torch's errors."""
         launch = self._launch
         if launch.local_rank == 0:
-            self._machines = [self._look_here(found)]
+            self._machines = [self._check_this_machine(found)]
         try:  # not all need have met so far: a machine may start late
             machines = gather_reports(
                 self._machines[0] if launch.local_rank == 0 else None, launch, meeting, MEET_SECONDS
             )
         except MachinesTimedOut as silent:
-            self._machines = silent.heard
+            self._machines = silent.reports
             raise
         if launch.rank == 0:
             self._machines = machines
         times = compare_clocks(machines, launch, meeting)
-        self._together += [*cross_node.check_uniformity(machines), *times]
+        self._cross_machine += [*cross_node.check_uniformity(machines), *times]
 
-    def _look_here(self, found: DoctorTarget) -> MachineReport:
+    def _check_this_machine(self, found: DoctorTarget) -> MachineReport:
         seen = tuple(
             finding for machine in self._machines for finding in machine.findings
         )  # of rank 0: the place
@@ -200,15 +200,15 @@ class DoctorCommand:
             )
             guard.cancel()
             if launch.rank == 0:
-                self._together += cross_node.check_links(rows, met_seconds)
-                meeting.publish("doctor/end", {"code": int(self._tell())})
+                self._cross_machine += cross_node.check_links(rows, met_seconds)
+                meeting.publish("doctor/end", {"code": int(self._report())})
             code = ExitCode(meeting.receive("doctor/end")[0]["code"])
             torch.distributed.barrier()  # rank 0 may be the one that serves the store
         return code
 
     def _hangs(self) -> None:
         """From a thread of its own: the main one waits in a collective."""
-        self._not_met(f"no answer within {LINK_SECONDS:g} s")
+        self._report_failed_rendezvous(f"no answer within {LINK_SECONDS:g} s")
         os._exit(int(ExitCode.USER))
 
     # ---- plain python: the ranks are started here
@@ -246,14 +246,14 @@ class DoctorCommand:
 
     # ---- telling
 
-    def _not_met(self, why: str) -> ExitCode:
-        self._together += cross_node.report_failed_rendezvous(why)
-        return self._tell()
+    def _report_failed_rendezvous(self, why: str) -> ExitCode:
+        self._cross_machine += cross_node.report_failed_rendezvous(why)
+        return self._report()
 
-    def _tell(self) -> ExitCode:
+    def _report(self) -> ExitCode:
         """Once a process: rank 0 on stdout; where it comes to that, the first rank of another machine on stderr."""
-        report = DoctorReport(machines=tuple(self._machines), together=tuple(self._together))
-        if self._launch.local_rank == 0 and self._told.acquire(blocking=False):
+        report = DoctorReport(machines=tuple(self._machines), cross_machine=tuple(self._cross_machine))
+        if self._launch.local_rank == 0 and self._reported.acquire(blocking=False):
             from toolkit.cluster.doctor.report import print_report, to_json
 
             stream = sys.stdout if self._launch.rank == 0 else sys.stderr

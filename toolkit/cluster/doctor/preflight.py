@@ -35,7 +35,7 @@ def run_checks(need: RunRequirements, node: int = 0, checks: Sequence[DoctorChec
 
 def judge_result(check: DoctorCheck, answer: TimedResult, need: RunRequirements) -> list[CheckFinding]:
     if answer.hangs:
-        found = [CheckFinding(check.hanging, f"no answer within {check.seconds:g} s", check.stuck)]
+        found = [CheckFinding(check.hang_verdict, f"no answer within {check.seconds:g} s", check.hang_remedy)]
     elif answer.problem is not None:
         found = [
             warn(
@@ -56,7 +56,7 @@ class MachinesTimedOut(TimeoutError):
         super().__init__(
             f"machine {which} of {len(nodes) + len(heard)} (from 0) has said nothing within {seconds:g} s"
         )
-        self.heard = list(heard)
+        self.reports = list(heard)
 
 
 def gather_reports(
@@ -95,13 +95,13 @@ def compare_clocks(machines: Sequence[MachineReport], launch: Launch, meeting: R
     if launch.nodes == 1 or launch.local_rank != 0:
         return []
     if launch.rank != 0:
-        offset = clocks.measure_offset(meeting.store, launch.node)
+        offset = clocks.measure_offset(meeting.kv_store, launch.node)
         meeting.publish(
             f"doctor/clock/{launch.node}", {"seconds": offset.seconds, "error_seconds": offset.error_seconds}
         )
         return []
     for node in range(1, launch.nodes):
-        clocks.serve_time(meeting.store, node)
+        clocks.serve_time(meeting.kv_store, node)
     told = meeting.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
     return cross_node.check_clocks(
         {
@@ -147,7 +147,7 @@ def find_failures(report: DoctorReport) -> list[Problem]:
     """What fails, as a user's mistakes are told."""
     rule = "every machine is fit for the run (cluster.preflight)"
     told = [(machine.host, finding) for machine in report.machines for finding in machine.findings]
-    told += [("the run", finding) for finding in report.together]
+    told += [("the run", finding) for finding in report.cross_machine]
     return [
         Problem("cluster.preflight", f"{where}, {finding.check}: {finding.evidence}", rule, finding.remedy)
         for where, finding in told

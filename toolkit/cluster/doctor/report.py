@@ -21,7 +21,7 @@ def to_json(report: DoctorReport) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "verdict": report.verdict.value,
         "machines": [one.to_json() for one in report.machines],
-        "together": [finding.to_json() for finding in report.together],
+        "together": [finding.to_json() for finding in report.cross_machine],
     }
 
 
@@ -62,7 +62,7 @@ def format_table(report: DoctorReport) -> RenderableType:
             machine.findings,
             briefly=len(report.machines) > FEW_MACHINES,
         )
-    part("together", report.together, briefly=False)
+    part("together", report.cross_machine, briefly=False)
     return Group(rows, Text(), Text(format_summary(report), style=COLOURS[report.verdict]))
 
 

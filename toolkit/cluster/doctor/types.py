@@ -144,8 +144,8 @@ class DoctorCheck:
     seconds: float = (
         30.0  # all run side by side on a machine that may be busy, and another one may hang as long
     )
-    hanging: CheckVerdict = CheckVerdict.FAIL
-    stuck: str = "look at the machine's kernel log (dmesg): something of it hangs"
+    hang_verdict: CheckVerdict = CheckVerdict.FAIL
+    hang_remedy: str = "look at the machine's kernel log (dmesg): something of it hangs"
     traits: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
 
@@ -179,11 +179,11 @@ class DoctorReport:
     """All that the doctor has to say. ``together``: of the plan and between machines."""
 
     machines: tuple[MachineReport, ...]
-    together: tuple[CheckFinding, ...]
+    cross_machine: tuple[CheckFinding, ...]
 
     @property
     def findings(self) -> tuple[CheckFinding, ...]:
-        return (*(finding for machine in self.machines for finding in machine.findings), *self.together)
+        return (*(finding for machine in self.machines for finding in machine.findings), *self.cross_machine)
 
     @property
     def verdict(self) -> CheckVerdict:

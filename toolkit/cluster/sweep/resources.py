@@ -54,7 +54,7 @@ class Reservation:
     planned_host_bytes: int
     locks: tuple[int, ...]  # open files
 
-    def environ(self, need: PointResources, above: Mapping[str, str]) -> dict[str, str]:
+    def build_environ(self, need: PointResources, above: Mapping[str, str]) -> dict[str, str]:
         """``above`` with what is the point's own; threads that the user has set stay."""
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {"OMP_NUM_THREADS": str(need.threads), **above, **own}
@@ -81,12 +81,12 @@ class ResourcePool:
                     "have it removed, or set TMPDIR to a folder of your own on this machine",
                 )
             )
-        self._gpus = _gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._gpus = _gpu_names(machine, os.build_environ.get("CUDA_VISIBLE_DEVICES"))
         self._cores = sorted(os.sched_getaffinity(0))[: machine.cores]
         self._host_bytes = machine.host_memory_bytes
         self._host_used = 0
 
-    def take(self, need: PointResources) -> Reservation | None:
+    def acquire(self, need: PointResources) -> Reservation | None:
         """None: there is no room now. Of host memory only this process' own points are counted."""
         if (
             self._host_bytes is not None

@@ -52,17 +52,17 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
         carried = _Sweep(words, stop, Path(script).absolute())
         carried.make_folder()
     try:
-        run_sweeper(words, carried.folder, CarryOut(carried.batch))
-        return carried.tell()
+        run_sweeper(words, carried.folder, CarryOut(carried.run_batch))
+        return carried.finish()
     except _SweepEnd as end:
         if end.reason is not None:
-            carried.tell()
+            carried.finish()
             print(
                 f"stopped ({end.reason}). Go on with the same words: python {shlex.join([script, *arguments])}"
             )
         return end.code
     except UserError:
-        carried.leave_nothing()
+        carried.remove_empty_folder()
         raise
 
 
@@ -112,12 +112,12 @@ class _Sweep:
         self._record = SweepStore(self.folder)
         self._record.check(words.id, self._typed)
         self._began = time.time()
-        self._elsewhere: set[str] = set()  # points that another process had when it was last asked
-        self._mine: set[str] = (
+        self._claimed_elsewhere: set[str] = set()  # points that another process had when it was last asked
+        self._feasible: set[str] = (
             set()
         )  # points that can run, by their plans; an earlier search may have left others
         self._started = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._metric = words.sweep.metric or "loss"
 
     @property
@@ -142,7 +142,7 @@ class _Sweep:
 
     # ---- a batch of points
 
-    def batch(self, combinations: Sequence[tuple[str, ...]]) -> list[float | Exception | None]:
+    def run_batch(self, combinations: Sequence[tuple[str, ...]]) -> list[float | Exception | None]:
         """One number a combination. Raises _Enough where no more are wanted."""
         points = make_points(combinations, self.words, self.folder, self._machine, self._script)
         refused = [
@@ -165,16 +165,16 @@ class _Sweep:
                     ),
                 ]
             )
-            self.leave_nothing()
+            self.remove_empty_folder()
             raise _SweepEnd(ExitCode.DONE)
         self._record.begin(self.words.id, self._typed, self._options)
         feasible = [point for point in points if point.plan is not None]
-        self._record.expect(
+        self._record.add_points(
             [*refused, *(make_row(point, self.folder, PointState.WAITING) for point in feasible)]
         )
-        self._mine |= {point.name for point in feasible}
+        self._feasible |= {point.name for point in feasible}
         if feasible:
-            self._carry_out(feasible)
+            self._run_points(feasible)
         rows = {row.name: row for row in self._record.rows()}
         return [self._number(rows[point_name(self.words.swept(combination))]) for combination in combinations]
 
@@ -188,7 +188,7 @@ class _Sweep:
 
     # ---- carrying points out
 
-    def _carry_out(self, points: Sequence[SweepPoint]) -> None:
+    def _run_points(self, points: Sequence[SweepPoint]) -> None:
         assert points[0].plan is not None
         wheres = {point.plan.config.cluster.where for point in points if point.plan is not None}
         at_once = min(len(points), self._options.at_once or len(points))
@@ -203,12 +203,12 @@ class _Sweep:
                 if self._stop() is not None:
                     self._stop_points(running)
                     raise _SweepEnd(ExitCode.STOPPED, self._stop())
-                self._collect(running, task)
+                self._collect_ended(running, task)
                 self._start(waiting, running, carriers, task)
                 if not waiting and not running:
                     return
-                if not running and self._elsewhere.issuperset(waiting) and waiting:
-                    self._tell_once(
+                if not running and self._claimed_elsewhere.issuperset(waiting) and waiting:
+                    self._warn_once(
                         "what is left is under way in another process, or was left behind by a killed sweep: waiting for it"
                     )
                 time.sleep(POLL_SECONDS)
@@ -226,9 +226,9 @@ class _Sweep:
                 return
             claim = self._record.claim(name)
             if claim is None:
-                self._elsewhere.add(name)
+                self._claimed_elsewhere.add(name)
                 continue
-            row = self._settled(point)
+            row = self._reuse_result(point)
             if row is None:
                 assert point.plan is not None
                 before = RunDirectory(self.folder / name).status()
@@ -244,7 +244,7 @@ class _Sweep:
                     if handle is None:
                         os.close(claim)
                         if not running:
-                            self._tell_once(
+                            self._warn_once(
                                 "the GPUs or cores of this machine are taken by points of other sweeps: waiting for room"
                             )
                         return
@@ -255,23 +255,23 @@ class _Sweep:
                 self._finish(row, claim, task)
             del waiting[name]
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             print(text, file=sys.stderr)
 
-    def _settled(self, point: SweepPoint) -> PointRow | None:
+    def _reuse_result(self, point: SweepPoint) -> PointRow | None:
         """A point that is done; or that another process has tried while this one waited, and not done: it is not tried again."""
         if is_done(point):
             return read_result(point, self.folder, self._options.metric)
-        if point.name in self._elsewhere:
-            self._elsewhere.discard(point.name)
+        if point.name in self._claimed_elsewhere:
+            self._claimed_elsewhere.discard(point.name)
             row = next(row for row in self._record.rows() if row.name == point.name)
             if row.state in FAILED_STATES and (row.ended or 0.0) >= self._began:
                 return row
         return None
 
-    def _collect(self, running: dict[str, _Running], task: Task) -> None:
+    def _collect_ended(self, running: dict[str, _Running], task: Task) -> None:
         for name, run in list(running.items()):
             if run.handle.ended():
                 self._finish(self._result(run), run.claim, task)
@@ -283,7 +283,7 @@ class _Sweep:
             self.folder,
             self._options.metric,
             before=run.before,
-            silent=run.handle.last_words(),
+            silent=run.handle.end_message(),
             asked=asked,
         )
 
@@ -315,7 +315,7 @@ class _Sweep:
 
     # ---- in the end
 
-    def tell(self) -> ExitCode:
+    def finish(self) -> ExitCode:
         """Table, results.csv and picture; the exit code says whether every point that could run is done. Raises ConfigError."""
         rows = self._record.rows()
         if not rows:
@@ -340,7 +340,7 @@ class _Sweep:
             )
         files = ", ".join(["sweep.json", "results.csv", *(["sweep.png"] if picture else [])])
         print(f"everything is in {self.folder}: {files}, and a run directory a point")
-        states = {row.state for row in rows if row.name in self._mine}
+        states = {row.state for row in rows if row.name in self._feasible}
         if PointState.FAILED in states:
             return ExitCode.FAILURE
         if PointState.DIVERGED in states:
@@ -362,7 +362,7 @@ class _Sweep:
             show.format_table(rows, self._metric, self._options.maximize)
         )
 
-    def leave_nothing(self) -> None:
+    def remove_empty_folder(self) -> None:
         """What a sweeper wrote before it was known that no point can run."""
         if self._record.file.exists():
             return

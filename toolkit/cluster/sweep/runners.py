@@ -36,7 +36,7 @@ class PointHandle(Protocol):
     def stop(self, number: signal.Signals) -> bool:
         """Ask for a save and an end, once, since this process was asked by ``number``. False: the point is left to itself."""
 
-    def last_words(self) -> str | None:
+    def end_message(self) -> str | None:
         """What there is to say of its end besides its status.json."""
 
 
@@ -68,7 +68,7 @@ class LocalPoint:
             self._process.send_signal(signal.SIGTERM)
         return True
 
-    def last_words(self) -> str | None:
+    def end_message(self) -> str | None:
         code = self._process.returncode
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
         printed = self._output.read_text(encoding="utf-8", errors="replace")[-OUTPUT_TAIL:].strip()
@@ -88,7 +88,7 @@ class LocalRunner:
     def start(self, point: SweepPoint, claim: int) -> PointHandle | None:
         assert point.plan is not None
         need = compute_resources(point.plan, self._machine, self._points)
-        place = self._slots.take(need)
+        place = self._slots.acquire(need)
         if place is None:
             return None
         try:
@@ -152,7 +152,7 @@ class QueuedPoint:
         self._queue_at = time.monotonic() + FILE_SECONDS  # it ends soon, and somebody waits
         return True
 
-    def last_words(self) -> str | None:
+    def end_message(self) -> str | None:
         return f"{self._id.where.value} job {self._id.id} ended without a word"
 
 

@@ -73,7 +73,7 @@ class SweepStore:
 
     # ---- sweep.json
 
-    def check(self, id: str, words: Sequence[str]) -> None:
+    def check_owner(self, id: str, words: Sequence[str]) -> None:
         """Refuse the folder of another sweep. Raises ConfigError."""
         found = self._read()
         if found is not None and found["id"] != id:
@@ -86,7 +86,7 @@ class SweepStore:
                 )
             )
 
-    def begin(self, id: str, words: Sequence[str], options: SweepSection) -> None:
+    def initialize(self, id: str, words: Sequence[str], options: SweepSection) -> None:
         self._claims.mkdir(parents=True, exist_ok=True)
         with self._locked():
             rows = (self._read() or {"points": []})["points"]
@@ -101,7 +101,7 @@ class SweepStore:
                 }
             )
 
-    def expect(self, rows: Sequence[PointRow]) -> None:
+    def add_points(self, rows: Sequence[PointRow]) -> None:
         """Points of a batch: waiting, or refused by their plans. What is known of those that were begun stays; also where it was
         another machine that did what this one cannot."""
         with self._locked():
@@ -120,7 +120,7 @@ class SweepStore:
             for row in (self._read() or {"points": []})["points"]
         ]
 
-    def note(self, *rows: PointRow) -> None:
+    def update(self, *rows: PointRow) -> None:
         """These points are as ``rows`` say; the others stay."""
         with self._locked():
             self._put(rows)
