@@ -1,13 +1,14 @@
-"""Look at the machines of a run before it is started: what would make it fail, or slow, and what to do about it.
+"""Check the machines of a run before it starts: what would make it fail or slow it down, and how to fix it.
 
-    python launch/doctor.py                                                      this machine, and the run of all defaults
-    python launch/doctor.py +exp=quickstart cluster.cpu_ranks=2                  and its ranks meet
-    torchrun --nnodes 2 ... launch/doctor.py +exp=gpt2_125m                      every machine; started as launch/train.py will be
+    python launch/doctor.py                                          this machine, default configuration
+    python launch/doctor.py +exp=quickstart cluster.cpu_ranks=2      also connects the ranks
+    torchrun --nnodes 2 ... launch/doctor.py +exp=gpt2_125m        every machine, started like launch/train.py
     python launch/doctor.py --json +exp=gpt2_125m > report.json
     python launch/doctor.py --help
 
-The words are those of launch/train.py, which looks by itself too where cluster.preflight=true. Every check has a bound: a file system or
-driver that hangs is told. Exit code: 0 ready (perhaps with warnings), 2 something fails; a launcher may change it.
+The arguments are those of launch/train.py, which runs the same checks if cluster.preflight=true. Every check
+has a timeout, so a hanging file system or driver is reported. Exit code: 0 ready (perhaps with warnings), 2 a
+check failed; launchers may change it.
 """
 
 from __future__ import annotations

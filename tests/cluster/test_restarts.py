@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.oom_kills import count_oom_kills, describe_oom_kills
-from toolkit.cluster.restarts import MOST_SECONDS, NoRestart, Restart, after, words
+from toolkit.cluster.rank_processes import count_oom_kills, describe_oom_kills
+from toolkit.cluster.supervisor import MOST_SECONDS, NoRestart, Restart, after, words
 from toolkit.errors import ExitCode
 
 FAILED = {"asked": False, "hopeless": False, "before": 4, "saved": 4, "fruitless": 0, "limit": 3}

@@ -1,10 +1,10 @@
-"""A start, composed once: the user's words become a frozen message, and every rank makes the same plan of it."""
+"""Compose the configuration once and freeze it, so that every rank makes the same plan."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,21 +22,25 @@ from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rundir.continuing import check_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpec:
-    """What the ranks must agree on: they get it through the store (under a launcher) or as a file (from our parent)."""
+    """What all ranks must agree on, passed through the store (under a launcher) or as a file (from the
+    supervisor).
+    """
 
-    yaml: str  # the whole configuration, nothing left to resolve
+    yaml: str  # the whole, resolved configuration
     world: World
     attempt: int
-    data: str | None = None  # the folder of the generation of data that the run reads, once it is ready
+    data: str | None = None  # folder of the prepared data that the run reads
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        """For the ranks, which read it now and never again: it need not outlast them."""
+        """Write the spec for the ranks, which read it immediately; so the file is not synced to disk."""
         write_whole(path, json.dumps(self.to_json()), durable=False)
 
     @staticmethod
@@ -55,12 +59,14 @@ class AttemptSpec:
         return make_plan(from_yaml(self.yaml), self.world)
 
 
-def start_attempt(overrides: Sequence[str], launch: Launch, machine: MachineInfo) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
-    """Compose, plan and open the next attempt in the run directory. Imports neither torch nor an engine.
+def start_attempt(
+    overrides: Sequence[str], launch: Launch, machine: MachineInfo
+) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
+    """Compose the configuration, plan the run and open its next attempt. Imports neither torch nor an engine.
 
     Raises:
-        UserError: whatever is wrong with the configuration; then nothing has been written.
-        NothingToDo: the steps that it asks for are done; then nothing has been written either.
+        UserError: the configuration is wrong; nothing has been written.
+        NothingToDo: the requested steps are done; nothing has been written.
     """
     from toolkit.config.compose import to_yaml
     from toolkit.plan import make_plan
@@ -83,9 +89,10 @@ def start_attempt(overrides: Sequence[str], launch: Launch, machine: MachineInfo
 
 
 def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
-    """How many of the newest attempts were of this same command, which no person has started again.
+    """Return how many of the newest attempts were automatic starts of the same command.
 
-    Under torchrun those that began in the life of its agent on this node: the agent's own count is of failures of this node's ranks.
+    Under torchrun these are the attempts since its agent on this node started: the agent itself only counts
+    failures of this node's ranks.
     """
     jobs = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("JOBSET_RESTART") or 0)
     if launch.launcher is not Launcher.TORCHELASTIC:
@@ -96,13 +103,13 @@ def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
 
 
 def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int) -> AttemptSpec:
-    """The next attempt of the same start, by the process that has the run's directory.
+    """Open the next attempt of the same run, from the process that owns the run directory.
 
     Args:
-        starts: attempts that there were of it.
+        starts: number of its attempts so far.
 
     Raises:
-        UserError: the directory no longer lets the run continue.
+        UserError: the run directory no longer allows the run to continue.
     """
     from toolkit.config.compose import to_yaml
     from toolkit.plan.present import to_json
@@ -113,40 +120,42 @@ def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int)
     return replace(start, yaml=to_yaml(config), attempt=attempt)
 
 
-def load_config(words: Sequence[str], launch: Launch) -> RunConfig:
-    """What ``words`` describe, with the sizes of ``model.pretrained``; or, as it stands, what ``--frozen=FILE`` holds.
+def load_config(overrides: Sequence[str], launch: Launch) -> RunConfig:
+    """Return the configuration: composed from ``words``, with the sizes of ``model.pretrained``, or read from
+    ``--frozen=FILE``.
 
-    A frozen configuration was composed where its job was submitted, or is an earlier attempt's ``config.yaml``: nothing of it is
-    looked up again, so it means the same on every node and at every start.
+    A frozen configuration comes from a submitted job or an earlier attempt's ``config.yaml``. Nothing in it
+    is resolved again, so it is the same on every node and at every start.
 
     Raises:
-        UserError: a mistake in the words or the file; or the run is meant for other machines, and nobody has started it there.
+        UserError: the arguments or the file are wrong, or the run is meant for other machines.
     """
     from toolkit.config.compose import compose, from_yaml
     from toolkit.plan.pretrained import resolve
 
-    frozen = [word for word in words if word.startswith(FROZEN)]
+    frozen = [word for word in overrides if word.startswith(FROZEN)]
     if not frozen:
-        config = resolve(compose(words))
+        config = resolve(compose(overrides))
         where = config.cluster.where
         if where is not Where.local and launch.launcher is Launcher.NONE:
             raise ConfigError(
                 Problem(
                     "cluster",
                     f"cluster={where.value}",
-                    "launch/train.py trains where it is started",
-                    "hand it over: python launch/submit.py with the same words (dry_run=true only shows it)",
+                    "launch/train.py trains on the machine where it is started",
+                    "submit it: python launch/submit.py with the same arguments (dry_run=true only shows "
+                    "the job)",
                 )
             )
         return config
-    if len(words) > 1:
-        others = " ".join(word for word in words if word != frozen[0])
+    if len(overrides) > 1:
+        others = " ".join(word for word in overrides if word != frozen[0])
         raise ConfigError(
             Problem(
                 "--frozen",
                 f"{frozen[0]} {others}",
-                "a frozen configuration is whole: nothing is composed with it",
-                f"leave out {others}, or leave out --frozen and write the words that the run began with",
+                "a frozen configuration is complete and takes no further arguments",
+                f"remove {others}, or remove --frozen and use the original arguments of the run",
             )
         )
     path = Path(frozen[0].removeprefix(FROZEN))
@@ -157,33 +166,35 @@ def load_config(words: Sequence[str], launch: Launch) -> RunConfig:
             Problem(
                 "--frozen",
                 frozen[0],
-                f"the file can be read ({error.strerror if isinstance(error, OSError) else error})",
-                "give the config.yaml of a job (RUN_DIR/jobs/NNN) or of an attempt; every node needs it",
+                f"the file must be readable ({error.strerror if isinstance(error, OSError) else error})",
+                "use the config.yaml of a job (RUN_DIR/jobs/NNN) or of an attempt; every node needs the file",
             )
         ) from None
     return from_yaml(text)
 
 
 def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
-    """Print what a person sees first: warnings, and where the run is."""
+    """Log the plan's warnings and the run directory."""
     for warning in (*plan.warnings, *find_elastic_warnings(launch)):
-        print(f"{warning.severity}: {warning}", file=sys.stderr)
+        log.warning("%s", warning)
     world = plan.world
-    print(
-        f"run {plan.run_dir}, attempt {attempt}: {world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}"
-    )
+    size = f"{world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}"
+    log.info("run %s, attempt %d: %s", plan.run_dir, attempt, size)
 
 
 def find_elastic_warnings(launch: Launch) -> list[Problem]:
-    """An agent that serves the ranks' store does not publish its address again when a node joins later (torch 2.13,
-    ``DynamicRendezvousHandler.next_rendezvous``): both sides wait for a minute and end."""
+    """Warn that an elastic agent that serves the store cannot take a node back.
+
+    The agent does not publish its address again when a node joins later (torch 2.13,
+    ``DynamicRendezvousHandler.next_rendezvous``), so both sides time out after a minute.
+    """
     if not (launch.elastic and launch.agent_store):
         return []
     return [
         Problem(
             "torchrun --nnodes",
-            "torchrun with a range of nodes serves the ranks' store itself",
-            "then a run survives the loss of a node, and ends when the node comes back (PyTorch 2.13)",
+            "torchrun with a range of nodes serves the store of the ranks itself",
+            "such a run survives the loss of a node, but ends when the node returns (PyTorch 2.13)",
             "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun",
             Severity.WARNING,
         )

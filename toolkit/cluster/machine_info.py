@@ -1,4 +1,6 @@
-"""What this machine has, found without torch: its import takes seconds and would touch the device."""
+"""Detect this machine's hardware without torch, whose import takes seconds and would initialize the
+device.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class GpuInfo:
-    product: str  # as the driver says it: "NVIDIA H100 80GB HBM3"
+    product: str  # product name from the driver: "NVIDIA H100 80GB HBM3"
     memory_bytes: int | None  # None: unknown
     uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineInfo:
-    cores: int  # that this process may use
-    gpus: tuple[GpuInfo, ...] = ()  # that this process may see
+    cores: int  # usable by this process
+    gpus: tuple[GpuInfo, ...] = ()  # visible to this process
     host_memory_bytes: int | None = None
     has_libaio: bool = False
     has_compiler: bool = False
@@ -40,15 +42,18 @@ def detect_machine(environ: Mapping[str, str] = os.environ) -> MachineInfo:
 
 
 def select_visible_gpus(gpus: Sequence[GpuInfo], selection: str | None) -> tuple[GpuInfo, ...]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES=selection`` leaves: indices or (beginnings of) UUIDs, up to the first unknown one,
-    as the CUDA driver does it. None: all of them."""
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES=selection`` leaves visible.
+
+    The selection lists indices or prefixes of UUIDs and ends at the first unknown entry, as in the CUDA
+    driver. None selects all GPUs.
+    """
     if selection is None:
         return tuple(gpus)
     chosen: list[GpuInfo] = []
     for entry in filter(None, (entry.strip() for entry in selection.split(","))):
         if entry.isdigit():
             found = list(gpus[int(entry) : int(entry) + 1])
-        elif entry.startswith("MIG-"):  # a slice of a GPU, with its own memory and speed
+        elif entry.startswith("MIG-"):  # a GPU partition with its own memory and speed
             found = [GpuInfo("MIG", None, entry)]
         else:
             found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
@@ -85,7 +90,7 @@ def _cores() -> int:
 
 def _host_memory_bytes() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's own bound
+    limit = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         memory = min(memory, int(text))
     return memory
@@ -99,7 +104,7 @@ def _has_header(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def _torch_has_cuda() -> bool:
-    """From the text of ``torch/version.py``."""
+    """Read whether torch has CUDA from ``torch/version.py``."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None, "torch is a dependency of this package"
     assert spec.submodule_search_locations

@@ -1,8 +1,9 @@
-"""Which network interface the ranks of several machines talk over.
+"""Choose the network interface over which the ranks of several machines communicate.
 
-gloo, left alone, looks up the machine's own name and listens at what that resolves to: on many machines that is a loopback address
-(Debian's /etc/hosts says 127.0.1.1), on some nothing, and then the other machines wait for nobody. Where ranks meet has an address
-that reaches every machine, so the way to it is the one to take.
+By default gloo resolves the machine's host name and listens on the resulting address. On many machines this
+is a loopback address (Debian's /etc/hosts maps the name to 127.0.1.1), and on some the name does not resolve
+at all; other machines then cannot connect. The rendezvous address is reachable from every machine, so the
+interface that routes to it is the right one.
 """
 
 from __future__ import annotations
@@ -12,18 +13,14 @@ import socket
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-LOOPBACK_NAMES = (
-    "127.0.0.1",
-    "::1",
-    "localhost",
-)  # on every machine its own: who meets there is on one machine, whatever it calls its nodes
+LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")  # Loopback names: ranks that meet here are on one machine.
 
 
 def find_interface_to(address: str) -> str | None:
-    """The name of the interface through which this machine reaches ``address``, or that has it.
+    """Return the name of the interface through which this machine reaches ``address``, or that owns it.
 
-    Where only a loopback answers, ``address`` is this machine's own name, which resolves to itself here and elsewhere to something else;
-    then the machine's only other interface is the answer. None where there are several, or where the system does not say.
+    If ``address`` resolves to loopback, it is this machine's own host name; then the machine's only other
+    running interface is returned. Returns None if there are several such interfaces or no route.
     """
     own = _source(address)
     if own is None:
@@ -33,30 +30,39 @@ def find_interface_to(address: str) -> str | None:
     others = [
         name
         for name, addresses in _interfaces(running=True).items()
-        if any(not one.is_loopback and not one.is_link_local for one in addresses)
+        if any(
+            not address_entry.is_loopback and not address_entry.is_link_local for address_entry in addresses
+        )
     ]
     return others[0] if len(others) == 1 else None
 
 
 def _source(address: str) -> Address | None:
-    """This machine's address on the way there. Nothing is sent: connecting a datagram socket only looks up the route."""
+    """Return this machine's source address on the route to ``address``.
+
+    Connecting a datagram socket only looks up the route; it sends nothing.
+    """
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)
+            probe.connect(target)
             return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError:  # the name does not resolve, or there is no route
         return None
 
 
 def _interfaces(*, running: bool = False) -> dict[str, list[Address]]:
-    """Addresses by interface. ``running``: without those that have no carrier, as the bridge of a Docker without containers."""
+    """Return addresses by interface. With ``running``, skip interfaces without a carrier, such as an idle
+    Docker bridge.
+    """
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
     found = {
         name: [
-            ipaddress.ip_address(one.address.partition("%")[0]) for one in addresses if one.family in families
+            ipaddress.ip_address(address_entry.address.partition("%")[0])
+            for address_entry in addresses
+            if address_entry.family in families
         ]
         for name, addresses in psutil.net_if_addrs().items()
     }

@@ -1,4 +1,4 @@
-"""What is printed also goes to the attempt's log."""
+"""Copy the output of a process to the log of its attempt."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from toolkit.progress import Tee
 
 
 def tee_output(path: Path) -> None:
-    """From now on, stdout and stderr of this process are added to ``path`` line by line, and no longer to another log."""
+    """Copy stdout and stderr of this process to ``path`` line by line, instead of to any earlier log."""
     file = path.open("a", encoding="utf-8", buffering=1)
     sys.stdout = Tee(unwrap_stream(sys.stdout), file)
     sys.stderr = Tee(unwrap_stream(sys.stderr), file)
 
 
 def unwrap_stream(stream: TextIO) -> TextIO:
-    """``stream`` without the log."""
+    """Return ``stream`` without the log copy."""
     return stream.stream if isinstance(stream, Tee) else stream

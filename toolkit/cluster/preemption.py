@@ -1,24 +1,25 @@
-"""The word of a cloud that it will take this machine away, asked for every few seconds where ``cluster.notice`` names the cloud.
+"""Poll the cloud's metadata service for preemption notices, if ``cluster.notice`` names the cloud.
 
-Each cloud answers machines on an address of their own, which no other network sees:
+Each cloud serves its machines at a link-local address:
 
-    gce     GET /computeMetadata/v1/instance/preempted            TRUE or FALSE; then there are about 30 s
+    gce     GET /computeMetadata/v1/instance/preempted            TRUE or FALSE; about 30 s remain
             (Google Cloud, "Create and use Spot VMs", section on preemption)
     aws     PUT /latest/api/token, then GET /latest/meta-data/spot/instance-action
-            404, or {"action": "terminate", "time": "2017-09-18T08:22:00Z"}, two minutes before
-            (Amazon EC2, "Spot Instance interruption notices")
-    azure   GET /metadata/scheduledevents?api-version=2020-07-01  {"Events": [{"EventType": "Preempt", "Resources": ["vm"],
-            "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT"}]}, half a minute before at least; of all machines of a group, so the own
-            name is asked for first (Azure, "Scheduled Events for Linux VMs")
+            404, or {"action": "terminate", "time": "2017-09-18T08:22:00Z"}, two minutes before (Amazon EC2,
+            "Spot Instance interruption notices")
+    azure   GET /metadata/scheduledevents?api-version=2020-07-01
+            {"Events": [{"EventType": "Preempt", "Resources": ["vm"], "NotBefore": "Mon, 19 Sep 2016 18:29:47
+            GMT"}]}, at least half a minute before; lists all machines of a group, so this machine's name is
+            read first (Azure, "Scheduled Events for Linux VMs")
 
-``TOOLKIT_METADATA_URL`` puts another server in the place of the cloud's, as tests do. No proxy is asked.
+``TOOLKIT_METADATA_URL`` replaces the metadata server, for tests. Proxies are not used.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,10 +29,12 @@ from email.utils import parsedate_to_datetime
 
 from toolkit.config.cluster import Notice
 
+log = logging.getLogger(__name__)
+
 POLL_SECONDS = 5.0
 REQUEST_SECONDS = 10.0
 GCE_SECONDS = 30.0
-MIN_SECONDS = 5.0  # also where the moment that was told is over: the machine still runs
+MIN_SECONDS = 5.0  # used even if the announced time has passed, since the machine still runs
 TOKEN_SECONDS = 21600
 METADATA_URLS = {
     Notice.gce: "http://metadata.google.internal",
@@ -43,18 +46,17 @@ TERMINAL_EVENTS = (
     "Terminate",
     "Reboot",
     "Redeploy",
-)  # of Azure's events, those after which nothing runs here
+)  # Azure events after which this machine stops
 
-Get = Callable[
-    [str, str, Mapping[str, str]], str | None
-]  # (method, path, headers) -> the answer's text; None: 404
+# (method, path, headers) -> response text; None: 404
+Get = Callable[[str, str, Mapping[str, str]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionNotice:
-    """``seconds`` are left, by what the cloud says or promises."""
+    """A notice that the machine will stop in ``seconds``."""
 
-    words: str
+    reason: str
     seconds: float
 
 
@@ -72,10 +74,11 @@ def poll_aws(get: Get, now: float) -> PreemptionNotice | None:
     text = get("GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
     if text is None:
         return None
-    told = json.loads(text)
-    at = datetime.fromisoformat(told["time"].replace("Z", "+00:00"))
+    notice = json.loads(text)
+    at = datetime.fromisoformat(notice["time"].replace("Z", "+00:00"))
     return PreemptionNotice(
-        f"AWS will {told['action']} this machine at {told['time']}", max(MIN_SECONDS, at.timestamp() - now)
+        f"AWS will {notice['action']} this machine at {notice['time']}",
+        max(MIN_SECONDS, at.timestamp() - now),
     )
 
 
@@ -86,7 +89,7 @@ def poll_azure(get: Get, now: float) -> PreemptionNotice | None:
     text = get("GET", "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
     for event in json.loads(text or "{}").get("Events", ()):
         if event["EventType"] in TERMINAL_EVENTS and own in event["Resources"]:
-            # A moment that has come already is an empty text.
+            # NotBefore is empty if the event has already started.
             at = (
                 parsedate_to_datetime(event["NotBefore"]).replace(tzinfo=UTC).timestamp()
                 if event.get("NotBefore")
@@ -106,7 +109,9 @@ POLLERS: Mapping[Notice, Callable[[Get, float], PreemptionNotice | None]] = {
 
 
 def metadata_client(base: str) -> Get:
-    """Asks ``base``. Raises OSError where it does not answer, or with anything but a text or a 404."""
+    """Return a client of ``base``. Its calls raise OSError on a failed request or an HTTP error other than
+    404.
+    """
     import urllib.error
     import urllib.request
 
@@ -130,41 +135,42 @@ def metadata_client(base: str) -> Get:
 def watch_preemption(
     cloud: Notice, request: Callable[[str, float], object], poll_seconds: float = POLL_SECONDS
 ) -> threading.Event:
-    """From now on and in a thread: a notice is a request to stop. Nothing is asked where ``cloud`` is none.
+    """Poll for preemption notices in a thread and request a stop when one arrives; do nothing if ``cloud`` is
+    none.
 
     Args:
         request: ``StopRequest.request``.
 
     Returns:
-        Set, it ends the asking.
+        An event; setting it ends the polling.
     """
     ended = threading.Event()
     if cloud is Notice.none:
         return ended
-    get, ask = metadata_client(os.environ.get("TOOLKIT_METADATA_URL", METADATA_URLS[cloud]).rstrip("/")), POLLERS[cloud]
+    get, poll = (
+        metadata_client(os.environ.get("TOOLKIT_METADATA_URL", METADATA_URLS[cloud]).rstrip("/")),
+        POLLERS[cloud],
+    )
 
-    def look() -> None:
-        silent = False
+    def run() -> None:
+        failing = False
         while not ended.wait(poll_seconds):
             try:
-                found = ask(get, time.time())
-                silent = False
-            except Exception as error:  # noqa: BLE001  no answer, or one of another form: told, and asking goes on
-                if not silent:
-                    print(
-                        f"no notice can be had of {cloud.value} (cluster.notice): {type(error).__name__}: {error}; asking goes on",
-                        file=sys.stderr,
-                        flush=True,
+                found = poll(get, time.time())
+                failing = False
+            except Exception as error:  # noqa: BLE001  request errors and unexpected responses; keep polling
+                if not failing:
+                    log.warning(
+                        "cannot read preemption notices from %s (cluster.notice): %s: %s; will keep trying",
+                        cloud.value,
+                        type(error).__name__,
+                        error,
                     )
-                silent, found = True, None
+                failing, found = True, None
             if found is not None:
-                print(
-                    f"{found.words}: {found.seconds:.0f} s are left, and the run stops",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                request(found.words, found.seconds)
+                log.warning("%s: stopping the run, %.0f s left", found.reason, found.seconds)
+                request(found.reason, found.seconds)
                 return
 
-    threading.Thread(target=look, name="notice", daemon=True).start()
+    threading.Thread(target=run, name="notice", daemon=True).start()
     return ended

@@ -1,4 +1,4 @@
-"""The ranks of one machine: begun, told, seen to their end, and what their exit codes say together."""
+"""Start the ranks of one machine as processes, signal them, wait for them and combine their exit codes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,33 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from toolkit.cluster.oom_kills import count_oom_kills, describe_oom_kills
 from toolkit.cluster.stop_request import SIGNALS, StopRequest
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
 
 POLL_SECONDS = 0.1
-PEER_SECONDS = 5.0  # after one rank failed: the others find it out by themselves, or are told to stop
-KILL_SECONDS = 10.0  # after that: they are killed
-COLLECTIVE_ENDS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.DIVERGED)  # all ranks end so, each in its own time
-CLEAN_ENDS = (*COLLECTIVE_ENDS, ExitCode.USER)  # everything else is a failure
+PEER_SECONDS = 5.0  # after one rank fails, the others may notice it themselves before they are stopped
+KILL_SECONDS = 10.0  # then they are killed
+COLLECTIVE_ENDS = (
+    ExitCode.DONE,
+    ExitCode.STOPPED,
+    ExitCode.DIVERGED,
+)  # all ranks end with one of these, each in its own time
+CLEAN_ENDS = (*COLLECTIVE_ENDS, ExitCode.USER)  # every other code is a failure
+# Files that count OOM kills since the system or cgroup started, nearest to this process first: memory.events
+# of cgroup v2 (Documentation/admin-guide/cgroup-v2.rst), memory.oom_control of v1, and /proc/vmstat for the
+# whole machine.
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 class RankProcesses:
-    """The ranks of one machine.
+    """The rank processes of one machine.
 
     Args:
-        command: the script and the handed-over start; every rank runs it with the same interpreter.
+        command: the script and its handover option; every rank runs it with this interpreter.
         keep: file descriptors that the ranks inherit.
     """
 
@@ -40,9 +48,11 @@ class RankProcesses:
         port = str(find_free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
-        self._killed_first: bool | None = None  # whether a signal's work was among the first failures
+        # whether a signal is among the first failures
+        self._killed_first: bool | None = None
         self._oom_kills, self._out_of_memory = count_oom_kills(), ""
-        # Until a rank listens (StopRequest.install), what is sent to it waits: it would die of it, with a traceback of its imports.
+        # Block signals until a rank handles them (StopRequest.install); otherwise a signal would kill it
+        # during its imports.
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             for rank in range(world.ranks):
@@ -56,7 +66,7 @@ class RankProcesses:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """At once, and collected."""
+        """Kill all ranks and reap them."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -64,17 +74,17 @@ class RankProcesses:
             process.wait()
 
     def _codes(self) -> list[int]:
-        """Exit codes of the ranks that have ended; the first failure among them is kept."""
+        """Return the exit codes of the ranks that have ended, and remember the first failure."""
         ended = [
             (rank, process.returncode)
             for rank, process in enumerate(self._processes)
             if process.poll() is not None
         ]
-        bad = [code for _, code in ended if code not in COLLECTIVE_ENDS]
-        if self._killed_first is None and bad:
-            # A lost connection may abort a rank in C++: that is no more of a cause than the error that others make of it.
-            self._killed_first = any(code < 0 and code != -signal.SIGABRT for code in bad)
-        if self._first is None:  # of several in one look, a signal (negative) is the likelier cause
+        failures = [code for _, code in ended if code not in COLLECTIVE_ENDS]
+        if self._killed_first is None and failures:
+            # A lost connection may abort a rank in C++ code, which is a consequence like other ranks' errors.
+            self._killed_first = any(code < 0 and code != -signal.SIGABRT for code in failures)
+        if self._first is None:  # of several at once, a signal (negative code) is the likelier cause
             self._first = min(
                 (end for end in ended if end[1] not in CLEAN_ENDS), key=lambda end: end[1], default=None
             )
@@ -83,20 +93,23 @@ class RankProcesses:
         return [code for _, code in ended]
 
     def wait(
-        self, stop: StopRequest, grace_seconds: float, begun: Callable[[], bool] = lambda: True
+        self, stop: StopRequest, grace_seconds: float, has_started: Callable[[], bool] = lambda: True
     ) -> ExitCode:
-        """Until every rank has ended; no rank outlives the others by more than the grace of a stop, or seconds after a failure.
+        """Wait until every rank has ended.
+
+        After a stop request or a failure the remaining ranks are stopped, and killed when the grace period is
+        over.
 
         Args:
-            begun: whether training has: else there is nothing to save, and who is left waits for a rank that has stopped.
+            begun: whether training has started; if not, there is nothing to save.
         """
         forwarded = False
         stopping_since: float | None = None
         failed_since: float | None = None
-        told = False
+        asked_to_stop = False
         while len(codes := self._codes()) < len(self._processes):
             now = time.monotonic()
-            if forwarded and ExitCode.STOPPED in codes and not begun():
+            if forwarded and ExitCode.STOPPED in codes and not has_started():
                 self.kill()
                 break
             if stop() is not None and not forwarded:
@@ -108,8 +121,8 @@ class RankProcesses:
                 stopping_since = now
             if failed_since is None and any(code not in COLLECTIVE_ENDS for code in codes):
                 failed_since = now
-            if failed_since is not None and now - failed_since > PEER_SECONDS and not told:
-                told = True
+            if failed_since is not None and now - failed_since > PEER_SECONDS and not asked_to_stop:
+                asked_to_stop = True
                 self.send(signal.SIGTERM)
             out_of_grace = stopping_since is not None and now - stopping_since > grace_seconds + KILL_SECONDS
             if out_of_grace or (
@@ -117,25 +130,27 @@ class RankProcesses:
             ):
                 self.kill()
             time.sleep(POLL_SECONDS)
-        if forwarded and ExitCode.STOPPED in codes and not begun():
+        if forwarded and ExitCode.STOPPED in codes and not has_started():
             self._first = None
             return ExitCode.STOPPED
-        # Whom a mistake leaves alone in a collective fails too, and may be seen to end first.
-        return ExitCode.USER if ExitCode.USER in codes and not self._killed_first else combine_exit_codes(codes)
+        # A rank left alone in a collective by another rank's mistake fails too, and may end first.
+        return (
+            ExitCode.USER if ExitCode.USER in codes and not self._killed_first else combine_exit_codes(codes)
+        )
 
     @property
     def killed(self) -> bool:
-        """Whether the first failure was a signal's work."""
+        """Whether a signal caused the first failure."""
         return self._first is not None and self._first[1] < 0
 
     def first_failure(self) -> str | None:
-        """Which rank was ended by a signal, or by a failure without a word; None if rank 0 can say more itself."""
+        """Describe which rank failed first; None if rank 0 itself can report more."""
         if self._first is None:
             return None
         rank, code = self._first
         if code < 0:
             why = f": {self._out_of_memory}" if self._out_of_memory else ""
-            return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name}){why}"
+            return f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}"
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
 
@@ -157,14 +172,14 @@ def _start_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    # A session of their own: Ctrl-C reaches this process alone, which passes it on once.
+    # New sessions: Ctrl-C reaches only this process, which forwards it once.
     return subprocess.Popen(
         [sys.executable, "-u", *command], env=own, start_new_session=True, pass_fds=tuple(keep)
     )
 
 
 def combine_exit_codes(codes: Sequence[int]) -> ExitCode:
-    """One exit code for all ranks: a failure, else a mistake, else a divergence, else a stop, else done."""
+    """Combine the exit codes of all ranks: failure, else mistake, else divergence, else stop, else done."""
     if any(code not in CLEAN_ENDS for code in codes):
         return ExitCode.FAILURE
     order = (ExitCode.USER, ExitCode.DIVERGED, ExitCode.STOPPED)
@@ -175,3 +190,48 @@ def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def count_oom_kills(root: Path = Path("/")) -> dict[str, int]:
+    """Return the number of OOM kills so far by counting file. Missing and unreadable files are skipped."""
+    found = {}
+    for path in _oom_counter_files(root):
+        try:
+            lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+        except OSError:
+            continue
+        counts = [
+            fields[1]
+            for fields in map(str.split, lines)
+            if len(fields) == 2 and fields[0] == "oom_kill" and fields[1].isdigit()
+        ]
+        if counts:
+            found[str(path)] = int(counts[0])
+    return found
+
+
+def describe_oom_kills(before: dict[str, int], now: dict[str, int]) -> str:
+    """Describe the kills between two counts; empty if there were none."""
+    for path, count in now.items():
+        killed = count - before.get(path, count)
+        if killed > 0:
+            where = "on this machine" if path.endswith("vmstat") else "in its container or job"
+            return (
+                f"out of host memory: the kernel killed {killed} process{'es' * (killed > 1)} {where} "
+                f"(oom_kill of {path})"
+            )
+    return ""
+
+
+def _oom_counter_files(root: Path) -> Iterator[Path]:
+    groups = root / CGROUPS.relative_to("/")
+    own = root / "proc/self/cgroup"
+    for line in own.read_text(encoding="utf-8", errors="replace").splitlines() if own.exists() else []:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield groups / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield groups / "memory" / path.lstrip("/") / "memory.oom_control"
+    yield groups / "memory.events"
+    yield groups / "memory/memory.oom_control"
+    yield root / "proc/vmstat"

@@ -1,7 +1,9 @@
-"""A request to stop: a signal, a notice, or the death of the launcher. It sets a flag; the loop saves and leaves when it looks.
+"""Requests to stop: a signal, a preemption notice, or the death of the launcher. The training loop polls a
+flag and saves.
 
-A thread does the watching, since Python runs signal handlers only between two instructions of the main thread, which may sit in
-a collective for minutes. It also ends the process when the user insists, or when saving does not end in the time allowed.
+A thread watches for them, since Python runs signal handlers only between two instructions of the main thread,
+which may be blocked in a collective for minutes. The thread also ends the process if the user insists or if
+saving takes too long.
 """
 
 from __future__ import annotations
@@ -20,24 +22,25 @@ from toolkit.cluster.environment import Launch, Launcher
 from toolkit.errors import ExitCode
 
 POLL_SECONDS = 0.5
-# A terminal's Ctrl-C reaches a rank once by itself and again through its launcher: that is one request.
+# Ctrl-C in a terminal reaches a rank directly and again through its launcher; count both as one request.
 ECHO_SECONDS = 1.0
-SIGNAL_BURST_SECONDS = 0.1  # within which signals are of one cause
-MAX_STARTUP_SECONDS = 600.0  # seconds: beyond it, the clocks of processes and of this one are not the same
-# Slurm sends whichever its job asked for (sbatch --signal): SIGUSR1 and SIGUSR2 are what people ask for.
+SIGNAL_BURST_SECONDS = 0.1  # signals this close together have one cause
+# seconds; a larger age means that the clocks are inconsistent
+MAX_STARTUP_SECONDS = 600.0
+# Slurm sends the signal chosen with sbatch --signal; SIGUSR1 and SIGUSR2 are common choices.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be mistaken for a later one with the same number."""
+    """A process identified by its PID and start time, so that a reused PID is not mistaken for it."""
 
     pid: int
     started: str
 
     @staticmethod
     def read(pid: int) -> ProcessId | None:
-        """None where it is gone, or a zombie that nobody has collected yet."""
+        """Return the process; None if it has ended (also as a zombie)."""
         fields = _read_stat(pid)
         return None if fields is None or fields[0] in "ZX" else ProcessId(pid, fields[19])
 
@@ -46,7 +49,7 @@ class ProcessId:
 
 
 def process_start_time() -> float:
-    """When this process was started, in seconds since 1970: some of a start is over before its first line of Python runs."""
+    """Return the Unix time at which this process started, which is before its first line of Python ran."""
     now = time.time()
     fields = _read_stat(os.getpid())
     assert fields is not None, "this process is there"
@@ -55,10 +58,10 @@ def process_start_time() -> float:
 
 
 def find_launchers(launch: Launch) -> list[ProcessId]:
-    """The processes above this rank whose death means that nobody waits for it any more.
+    """Return the launcher processes above this rank; if one dies, the rank should stop.
 
-    ``deepspeed`` is two of them: the runner that the user sees, and ``deepspeed.launcher.launch`` on each node. A signal
-    ends the runner alone. The shell above is not watched: nohup is a fair use.
+    ``deepspeed`` has two of them: the runner started by the user, and ``deepspeed.launcher.launch`` on each
+    node. A signal ends only the runner. The shell above is not watched, so that nohup works.
     """
     if launch.launcher is Launcher.NONE:
         return []
@@ -73,15 +76,18 @@ def find_launchers(launch: Launch) -> list[ProcessId]:
 
 
 class StopRequest:
-    """Called, it gives the reason to stop, or None.
+    """The state of a stop request. Calling the object returns the reason to stop, or None.
 
-    Until :meth:`arm`, there is nothing to save, and a request ends the process at once. SIGINT, more than a second after any request,
-    does so too: somebody insists. Other signals that come again do not: launchers and Slurm repeat them while the ranks are saving.
+    Until :meth:`arm` there is nothing to save, and a request ends the process at once. So does a SIGINT more
+    than a second after any other request. Other repeated signals do not, because launchers and Slurm repeat
+    them while the ranks save.
 
     Attributes:
-        abort: called by the watching thread right before it ends the process, with the reason and the exit code.
-        heard: called by the watching thread when the first signal has come, once there is something to save, with its name.
-        signal: the one that made the request, if it was one.
+        abort: called by the watching thread just before it ends the process, with the reason and the exit
+            code.
+        on_signal: called by the watching thread with the first signal's name, once there is something to
+            save.
+        signal: the signal that made the request, if any.
     """
 
     def __init__(self) -> None:
@@ -90,7 +96,8 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._watched: Sequence[ProcessId] = ()
         self._grace_seconds: float | None = None
-        self._own_seconds: float | None = None  # that the request itself allows, in place of the grace
+        # deadline set by the request itself, instead of the grace period
+        self._own_seconds: float | None = None
         self._armed = False
         self._closed = False
         self._reason: str | None = None
@@ -103,38 +110,47 @@ class StopRequest:
         return self._reason
 
     def request(self, reason: str, seconds: float | None = None) -> None:
-        """From any thread: stop, within ``seconds``, or the grace that :meth:`arm` was told. The first request counts."""
+        """Request a stop within ``seconds`` (None: the grace period of :meth:`arm`), from any thread. The
+        first request wins.
+        """
         if self._reason is None:
             self._own_seconds = seconds
             self._requested_at = time.monotonic()
             self._reason = reason
 
     def seconds_left(self) -> float | None:
-        """Until the process is ended in any case; None where nobody asked, or there is no such bound."""
+        """Return the seconds until the process is terminated; None if no stop was requested or there is no
+        limit.
+        """
         limit = self._limit()
         return None if self._reason is None or limit is None else limit - self._waited()
 
     def install(self, watched: Sequence[ProcessId] = ()) -> None:
-        """Take over SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP; the death of a ``watched`` process is a request too.
-        From the main thread."""
+        """Handle SIGINT, SIGTERM and, unless nohup ignores it, SIGHUP; also watch the ``watched`` processes.
+
+        Call it from the main thread.
+        """
         self._watched = watched
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(
-                    number, lambda *_: None
-                )  # with a handler in place, the number is written to the pipe
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # our parent has kept them back until now
+                # a handler is needed for the signal number to be written to the pipe
+                signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor blocked them until now
         os.register_at_fork(after_in_child=_reset_signals_in_child)
         threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
 
     def arm(self, grace_seconds: float | None) -> None:
-        """From now on the caller looks and saves. ``grace_seconds`` after a request the process is ended in any case; None: never."""
+        """From now on the caller polls and saves. The process ends ``grace_seconds`` after a request; None:
+        no limit.
+        """
         self._grace_seconds = grace_seconds
         self._armed = True
 
     def close(self) -> None:
-        """End the watching. A launcher that still sends a signal, while the interpreter shuts down, must not spoil the exit code."""
+        """Stop watching. Later signals from a launcher must not change the exit code during interpreter
+        shutdown.
+        """
         self._closed = True
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
@@ -147,24 +163,26 @@ class StopRequest:
             if self._reason is None and (
                 dead := [process.pid for process in self._watched if not process.is_alive()]
             ):
-                self.request(f"the launcher (process {dead[0]}) is gone")
+                self.request(f"the launcher (process {dead[0]}) has ended")
             if self._reason is None or self._closed:
                 continue
             if not self._armed:
                 self._end(f"{self._reason} before training began", ExitCode.STOPPED)
             limit = self._limit()
             if limit is not None and self._waited() > limit:
-                faulthandler.dump_traceback(2)  # where the saving hangs
+                faulthandler.dump_traceback(2)  # show where saving hangs
                 bound = (
                     f"cluster.grace_seconds={limit:g}"
                     if self._own_seconds is None
-                    else f"the {limit:g} s that there were"
+                    else f"the announced {limit:g} s"
                 )
                 self._end(f"{self._reason}, and saving took more than {bound}", ExitCode.FAILURE)
 
     def _signals(self) -> list[signal.Signals]:
-        """What has come within ``POLL_SECONDS``, SIGINT first: of Ctrl-C under a launcher, the launcher makes a SIGTERM too, whose handler
-        may run before that of the SIGINT."""
+        """Return the signals received within ``POLL_SECONDS``, SIGINT first.
+
+        On Ctrl-C a launcher also sends SIGTERM, which may arrive before the SIGINT.
+        """
         if not select.select([self._wake_read], [], [], POLL_SECONDS)[0]:
             return []
         time.sleep(SIGNAL_BURST_SECONDS)
@@ -176,8 +194,8 @@ class StopRequest:
     def _signalled(self, number: signal.Signals) -> None:
         if number is signal.SIGINT and not self._closed:
             if self._reason is not None and self._waited() > ECHO_SECONDS:
-                words = "SIGINT twice" if self._interrupted else f"{self._reason}, then SIGINT"
-                self._end(f"{words}: ended without saving", ExitCode.FAILURE)
+                text = "SIGINT twice" if self._interrupted else f"{self._reason}, then SIGINT"
+                self._end(f"{text}: ended without saving", ExitCode.FAILURE)
             self._interrupted = True
         if number in SIGNALS and self.signal is None:
             self.signal, first = number, self._reason is None
@@ -199,7 +217,9 @@ class StopRequest:
 
 
 def _reset_signals_in_child() -> None:
-    """A forked worker shares the pipe, and would report its own end as a request to stop this process."""
+    """Reset signal handling in a forked worker, which would otherwise report its own signals through the
+    shared pipe.
+    """
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -207,7 +227,9 @@ def _reset_signals_in_child() -> None:
 
 
 def _read_stat(pid: int) -> list[str] | None:
-    """Fields of ``/proc/PID/stat`` from the state on: state, parent, ..., start time at [19]. None: no such process."""
+    """Return the fields of ``/proc/PID/stat`` from the state on (start time at [19]); None if there is no
+    such process.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -221,12 +243,14 @@ def _parent_pid(pid: int) -> int:
 
 
 def _is_deepspeed(pid: int) -> bool:
-    """Whether the process is one of DeepSpeed's launchers: ``python -m deepspeed.launcher.launch``, or ``.../bin/deepspeed``."""
+    """Return whether the process is a launcher of DeepSpeed: ``python -m deepspeed.launcher.launch`` or
+    ``.../bin/deepspeed``.
+    """
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
     return any(
         word.startswith("deepspeed.launcher.") or Path(word).name in ("deepspeed", "deepspeed.pt", "ds")
-        for word in words[:4]
+        for word in text[:4]
     )

@@ -1,4 +1,4 @@
-"""Handing a job over: its folder is taken, its files are written, the backend gets it, and what it is called there is recorded.
+"""Submit a job: create its folder, write its files, submit it to the backend and record its ID.
 
 <run.dir>/jobs/001/{config.yaml, the backend's own files, job.json}
 """
@@ -17,13 +17,13 @@ from typing import Any
 from toolkit.cluster import backends
 from toolkit.cluster.job import (
     RECORD_FILE,
-    TrainingJob,
     JobId,
     JobState,
+    TrainingJob,
+    convert_write_errors,
+    create_job_folder,
     jobs_folder,
     list_job_numbers,
-    create_job_folder,
-    convert_write_errors,
     write_files,
 )
 from toolkit.cluster.requeue import JobBaseline, read_baseline
@@ -38,23 +38,24 @@ ONE_JOB = "a run has one job at a time"
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """``job.json``: what was handed over, and what there was of the run before."""
+    """``job.json``: the submitted job and the state of the run before it."""
 
     id: JobId
     name: str
-    submitted: str  # local time with its offset
+    submitted: str  # local time with UTC offset
     before: JobBaseline
 
 
 def submit(job: TrainingJob) -> tuple[TrainingJob, JobId]:
-    """Hand ``job`` over; it may get a higher number than it had.
+    """Submit ``job`` and return it, possibly with a higher number.
 
     Raises:
-        ConfigError: an earlier job of the run waits or runs still, or the backend cannot carry it out; then nothing is written.
-        InputError: the backend does not take it; its folder stays, with what was to be submitted.
+        ConfigError: an earlier job of the run is active, or the backend cannot run this one; nothing is
+            written.
+        InputError: the backend rejects the job; its folder stays, with the rendered files.
     """
     backend, run_dir = backends.get_backend(job.config.cluster.where), Path(job.run_dir)
-    backend.render(job)  # refused before a folder is taken
+    backend.render(job)  # raises before a folder is created
     RunDirectory(run_dir).check(job.config)
     with _lock_submission(run_dir):
         check_no_active_job(run_dir)
@@ -69,7 +70,7 @@ def submit(job: TrainingJob) -> tuple[TrainingJob, JobId]:
 
 @contextmanager
 def _lock_submission(run_dir: Path) -> Iterator[None]:
-    """Of two who submit a run at the same moment, both would find that no job of it waits."""
+    """Lock the run's jobs, since two simultaneous submissions would both find no active job."""
     with convert_write_errors(run_dir):
         jobs_folder(run_dir).mkdir(parents=True, exist_ok=True)
         descriptor, owner = lock_file(jobs_folder(run_dir) / "lock")
@@ -78,7 +79,7 @@ def _lock_submission(run_dir: Path) -> Iterator[None]:
         raise ConfigError(
             Problem(
                 "run.dir",
-                f"run.dir={run_dir}, of which {who} is submitting a job",
+                f"run.dir={run_dir}, for which {who} is submitting a job",
                 ONE_JOB,
                 "wait for it, or give this run its own run.name or run.dir",
             )
@@ -94,7 +95,7 @@ def _to_json(record: JobRecord) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> JobRecord | None:
-    """None where the job has not been handed over, or is being so just now."""
+    """Read ``job.json``; None if the job has not been submitted yet."""
     file = folder / RECORD_FILE
     if not file.exists():
         return None
@@ -108,7 +109,7 @@ def read_record(folder: Path) -> JobRecord | None:
 
 
 def find_last_job(run_dir: Path) -> tuple[int, JobRecord] | None:
-    """Of the jobs of a run that were handed over, the newest: its number and record."""
+    """Return the number and record of the run's newest submitted job."""
     for number in reversed(list_job_numbers(run_dir)):
         record = read_record(jobs_folder(run_dir) / f"{number:03d}")
         if record is not None:
@@ -117,7 +118,7 @@ def find_last_job(run_dir: Path) -> tuple[int, JobRecord] | None:
 
 
 def check_no_active_job(run_dir: Path) -> None:
-    """Two jobs of one run would wait for each other's directory. Raises ConfigError."""
+    """Raise ConfigError if a job of the run is active: two jobs would wait for each other's directory."""
     last = find_last_job(run_dir)
     if last is None:
         return

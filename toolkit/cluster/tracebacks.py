@@ -1,4 +1,4 @@
-"""An exception as a person wants to see it: the lines of their own code, without those of the toolkit and of installed packages."""
+"""Reduce tracebacks to the frames of the user's code, without those of the toolkit and installed packages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NOT_USER_CODE = tuple(f"{path}/" for path in {_ROOT, _ROOT.parent / "launch", *
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a file is neither the toolkit's, nor an installed package's, nor Python's own."""
+    """Return whether a file belongs neither to the toolkit, nor to an installed package, nor to Python."""
     return not filename.startswith("<") and not str(Path(filename).resolve()).startswith(_NOT_USER_CODE)
 
 
 def format_user_frames(error: BaseException) -> str | None:
-    """The traceback of ``error`` with the frames of the user's files only; None if there are none in it.
+    """Return the traceback of ``error`` with only the frames of the user's files; None if there are none.
 
-    Exceptions that caused it are shown too, if they passed through the user's files.
+    Chained exceptions are included if they passed through the user's files.
     """
     shown = traceback.TracebackException.from_exception(error)
     return "".join(shown.format()) if _keep_user_frames(shown) else None

@@ -1,4 +1,4 @@
-"""Where jobs are carried out: one module a place, each a :class:`~toolkit.cluster.job.Backend`."""
+"""Job backends: one module each, which implements :class:`~toolkit.cluster.job.Backend`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from toolkit.config.cluster import Where
 
 
 def get_backend(where: Where) -> Backend:
-    """The backend that ``cluster=`` names, imported when it is needed."""
+    """Import and return the backend that ``cluster=`` names."""
     return cast(Backend, import_module(f"toolkit.cluster.backends.{where.value}"))

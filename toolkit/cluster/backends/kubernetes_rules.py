@@ -1,4 +1,4 @@
-"""What Kubernetes would refuse, or would accept and never start: the rules of ``cluster.kubernetes.*``, checked before it is asked."""
+"""Check ``cluster.kubernetes.*`` for values that Kubernetes would reject, or accept and never start."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from toolkit.cluster.job import TrainingJob
 from toolkit.config.cluster import KubernetesConfig
 from toolkit.errors import Problem
 
-WORKING_DIR = "/workspace"  # of the image, as Dockerfile makes it
+WORKING_DIR = "/workspace"  # working directory of the image, see the Dockerfile
 CONFIG_FOLDER = "/etc/toolkit"
-RESERVED_FOLDERS = ("/dev/shm", CONFIG_FOLDER, "/opt/toolkit")  # that no volume may hide
+RESERVED_FOLDERS = ("/dev/shm", CONFIG_FOLDER, "/opt/toolkit")  # no volume may hide these
 RESERVED_VARIABLES = (
     "JOBSET_RESTART",
     "RANK",
@@ -29,13 +29,14 @@ PERSISTENT_SOURCES = {
     "cephfs",
     "glusterfs",
     "csi",
-}  # volumes that all pods of a run and its next attempt see
-MAX_CONFIG_BYTES = 1_000_000  # a ConfigMap holds 1 MiB (kubernetes.io, ConfigMaps)
+}  # volume sources shared by all pods of a run and kept for its next attempt
+MAX_CONFIG_BYTES = 1_000_000  # a ConfigMap has at most 1 MiB (kubernetes.io, ConfigMaps)
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"  # RFC 1123, what most names of Kubernetes are
+_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"  # RFC 1123: most names in Kubernetes
 _VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"  # of a label
-_RESOURCE = rf"{_SUBDOMAIN}/[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"  # of a device, or key of a label
+# name of a device, or key of a label
+_RESOURCE = rf"{_SUBDOMAIN}/[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?"
 _SECRET = rf"(?P<secret>{_SUBDOMAIN})/(?P<key>[-._A-Za-z0-9]+)"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _SECRET_NAME = re.compile(r"(_KEY|_TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$", re.IGNORECASE)
@@ -47,15 +48,16 @@ def find_problems(job: TrainingJob) -> Iterator[Problem]:
         yield Problem(
             "cluster.kubernetes.image",
             "cluster=kubernetes without cluster.kubernetes.image",
-            "pods are started from an image",
-            "build one (the first lines of Dockerfile), and write cluster.kubernetes.image=REGISTRY/NAME:TAG",
+            "pods need an image",
+            "build one (see the first lines of the Dockerfile), and set "
+            "cluster.kubernetes.image=REGISTRY/NAME:TAG",
         )
     elif re.fullmatch(r"[^\s/][^\s]*", kubernetes.image) is None:
         yield _invalid("image", kubernetes.image, "an image is one word: REGISTRY/NAME:TAG")
     for name in ("namespace", "queue", "priority_class", "service_account"):
         value = getattr(kubernetes, name)
         if value is not None and re.fullmatch(_LABEL if name == "namespace" else _SUBDOMAIN, value) is None:
-            yield _invalid(name, value, "names of Kubernetes are small letters, digits and dashes")
+            yield _invalid(name, value, "names in Kubernetes consist of lowercase letters, digits and dashes")
     yield from _check_numbers(kubernetes)
     yield from _check_variables(kubernetes)
     yield from _check_scheduling(kubernetes)
@@ -65,8 +67,8 @@ def find_problems(job: TrainingJob) -> Iterator[Problem]:
         yield Problem(
             "cluster",
             f"a configuration of {size} bytes",
-            f"a ConfigMap holds {MAX_CONFIG_BYTES} of them",
-            "leave out what is long in it, for example lists of files",
+            f"a ConfigMap has at most {MAX_CONFIG_BYTES} bytes",
+            "remove long values from it, for example lists of files",
         )
 
 
@@ -74,99 +76,102 @@ def _check_numbers(kubernetes: KubernetesConfig) -> Iterator[Problem]:
     for name, least in (("shared_memory_gib", 1), ("cpus", 1), ("memory_gib", 1), ("ttl_seconds", 0)):
         value = getattr(kubernetes, name)
         if value is not None and value < least:
-            yield _invalid(name, value, f"{name} is at least {least}")
+            yield _invalid(name, value, f"{name} must be at least {least}")
     if kubernetes.memory_gib is not None and kubernetes.memory_gib <= kubernetes.shared_memory_gib:
         yield Problem(
             "cluster.kubernetes.memory_gib",
-            f"cluster.kubernetes.memory_gib={kubernetes.memory_gib} and shared_memory_gib={kubernetes.shared_memory_gib}",
-            "shared memory is part of the pod's memory",
-            "ask for more memory_gib, or less shared_memory_gib",
+            f"cluster.kubernetes.memory_gib={kubernetes.memory_gib} and "
+            f"shared_memory_gib={kubernetes.shared_memory_gib}",
+            "shared memory counts towards the pod's memory",
+            "increase memory_gib, or reduce shared_memory_gib",
         )
     for device, count in kubernetes.rdma.items():
         if re.fullmatch(_RESOURCE, device) is None or count < 1:
             yield _invalid(
                 "rdma",
                 f"{{{device}: {count}}}",
-                "devices are counted by their resource's name: {rdma/hca_shared_devices: 8}",
+                "devices are counted by resource name: {rdma/hca_shared_devices: 8}",
             )
 
 
 def _check_variables(kubernetes: KubernetesConfig) -> Iterator[Problem]:
     for variable, reference in kubernetes.secrets.items():
         if re.fullmatch(_VARIABLE, variable) is None or re.fullmatch(_SECRET, reference) is None:
-            # Not shown: who misunderstands this key writes the secret itself.
+            # The value is not shown, since it may be the secret itself.
             yield Problem(
                 "cluster.kubernetes.secrets",
                 f"cluster.kubernetes.secrets: {variable}",
-                "a secret is named, and never written: VARIABLE: SECRET/KEY of a Secret in the namespace",
-                "make one with kubectl create secret generic, and write {WANDB_API_KEY: wandb/api-key}",
+                "a secret is given by reference: VARIABLE: SECRET/KEY of a Secret in the namespace",
+                "create one with kubectl create secret generic, and set {WANDB_API_KEY: wandb/api-key}",
             )
     for variable in kubernetes.environment:
         if re.fullmatch(_VARIABLE, variable) is None or variable in RESERVED_VARIABLES:
             yield _invalid(
                 "environment",
                 f"{{{variable}: ...}}",
-                f"variables are letters, digits and underscores, and not one of those that "
-                f"launchers set ({', '.join(RESERVED_VARIABLES)})",
+                "variable names consist of letters, digits and underscores, and must not be set by "
+                f"launchers ({', '.join(RESERVED_VARIABLES)})",
             )
         elif variable in kubernetes.secrets:
             yield _invalid(
                 "environment",
                 f"{{{variable}: ...}}",
-                f"{variable} is in cluster.kubernetes.secrets too: a variable is set once",
+                f"{variable} is also in cluster.kubernetes.secrets: a variable is set once",
             )
         elif _SECRET_NAME.search(variable) is not None:
             yield Problem(
                 "cluster.kubernetes.environment",
                 f"cluster.kubernetes.environment: {variable}",
-                "a manifest holds no secrets, and the variable's name is that of one",
-                f"write cluster.kubernetes.secrets={{{variable}: SECRET/KEY}}",
+                "a manifest must not contain secrets, and this name denotes one",
+                f"set cluster.kubernetes.secrets={{{variable}: SECRET/KEY}}",
             )
 
 
 def _check_scheduling(kubernetes: KubernetesConfig) -> Iterator[Problem]:
-    """Where pods may run. The cluster checks the rest of what is passed on as written (kubectl apply --server-side)."""
+    """Check where pods may run. The cluster validates the rest (kubectl apply --server-side)."""
     for label, value in kubernetes.node_selector.items():
         if re.fullmatch(f"{_RESOURCE}|{_VALUE}", label) is None or re.fullmatch(_VALUE, value) is None:
             yield _invalid(
                 "node_selector",
                 f"{{{label}: {value}}}",
-                "labels are letters, digits, dashes, dots, underscores: at most 63",
+                "labels consist of at most 63 letters, digits, dashes, dots and underscores",
             )
     if kubernetes.topology is not None and re.fullmatch(f"{_RESOURCE}|{_VALUE}", kubernetes.topology) is None:
         yield _invalid(
-            "topology", kubernetes.topology, "a topology is the label of nodes: topology.kubernetes.io/zone"
+            "topology", kubernetes.topology, "a topology is a node label: topology.kubernetes.io/zone"
         )
     if kubernetes.topology is not None and kubernetes.queue is None and "podAffinity" in kubernetes.affinity:
         yield Problem(
             "cluster.kubernetes.topology",
             f"cluster.kubernetes.topology={kubernetes.topology} and affinity.podAffinity",
-            "without a queue, the topology is written as the pods' podAffinity",
-            "leave out cluster.kubernetes.topology, or podAffinity of cluster.kubernetes.affinity",
+            "without a queue, the topology becomes the pods' podAffinity",
+            "remove cluster.kubernetes.topology, or podAffinity of cluster.kubernetes.affinity",
         )
     for key in kubernetes.affinity.keys() - set(AFFINITIES):
-        yield _invalid("affinity", f"{{{key}: ...}}", f"an affinity is one of {', '.join(AFFINITIES)}")
+        yield _invalid("affinity", f"{{{key}: ...}}", f"an affinity must be one of {', '.join(AFFINITIES)}")
     for toleration in kubernetes.tolerations:
         if not isinstance(toleration, dict) or not toleration or toleration.keys() - set(TOLERATION_KEYS):
             yield _invalid(
-                "tolerations", toleration, f"a toleration has some of the keys {', '.join(TOLERATION_KEYS)}"
+                "tolerations", toleration, f"a toleration has only the keys {', '.join(TOLERATION_KEYS)}"
             )
     for name in kubernetes.image_pull_secrets:
         if re.fullmatch(_SUBDOMAIN, name) is None:
             yield _invalid(
-                "image_pull_secrets", name, "a Secret is named by small letters, digits, dots and dashes"
+                "image_pull_secrets",
+                name,
+                "names of Secrets consist of lowercase letters, digits, dots and dashes",
             )
     for name in kubernetes.annotations:
         if re.fullmatch(f"{_RESOURCE}|{_VALUE}", name) is None or name.startswith("toolkit/"):
             yield _invalid(
                 "annotations",
                 f"{{{name}: ...}}",
-                "annotations are named as labels are, and those of toolkit/ are the toolkit's own",
+                "annotations are named like labels, and toolkit/ is reserved",
             )
 
 
 def _check_volumes(job: TrainingJob) -> Iterator[Problem]:
-    """Volumes, and that the run's directory outlasts its pods."""
+    """Check the volumes, and that the run directory outlives its pods."""
     kubernetes = job.config.cluster.kubernetes
     for key, place, source in [
         *(("volumes", place, claim) for place, claim in kubernetes.volumes.items()),
@@ -189,27 +194,27 @@ def _check_volumes(job: TrainingJob) -> Iterator[Problem]:
             path == own or path in own.parents or own in path.parents
             for own in map(PurePosixPath, RESERVED_FOLDERS)
         ):
-            yield _invalid(key, f"{{{place}: {source}}}", f"{', '.join(RESERVED_FOLDERS)} are the pod's own")
+            yield _invalid(key, f"{{{place}: {source}}}", f"{', '.join(RESERVED_FOLDERS)} are reserved")
     for place in kubernetes.volumes.keys() & kubernetes.extra_volumes.keys():
         yield _invalid(
             "extra_volumes",
             f"{{{place}: ...}}",
-            f"{place} is in cluster.kubernetes.volumes too: a path has one volume",
+            f"{place} is also in cluster.kubernetes.volumes: a path has one volume",
         )
     for place, source in kubernetes.extra_volumes.items():
         if not isinstance(source, dict) or len(source) != 1 or "persistentVolumeClaim" in source:
             yield _invalid(
                 "extra_volumes",
                 f"{{{place}: {source}}}",
-                "an extra volume is one source of Kubernetes, {hostPath: {path: /mnt/nvme}}; claims belong to "
-                "cluster.kubernetes.volumes",
+                "an extra volume has one source of Kubernetes, {hostPath: {path: /mnt/nvme}}; claims "
+                "belong in cluster.kubernetes.volumes",
             )
     for place, claim in kubernetes.volumes.items():
         if re.fullmatch(_SUBDOMAIN, claim) is None:
             yield _invalid(
                 "volumes",
                 f"{{{place}: {claim}}}",
-                "a PersistentVolumeClaim is named by small letters, digits and dashes",
+                "names of PersistentVolumeClaims consist of lowercase letters, digits and dashes",
             )
     run_dir = PurePosixPath(WORKING_DIR) / job.run_dir
     lasting = [
@@ -221,10 +226,10 @@ def _check_volumes(job: TrainingJob) -> Iterator[Problem]:
     if ".." in run_dir.parts or not any(mount == run_dir or mount in run_dir.parents for mount in mounts):
         yield Problem(
             "cluster.kubernetes.volumes",
-            f"run.dir={job.run_dir}, which is {run_dir} in the pods, on none of the volumes "
+            f"run.dir={job.run_dir}, which is {run_dir} in the pods and on none of the volumes "
             f"({', '.join(kubernetes.volumes) or 'there are none'})",
-            "what a pod writes elsewhere is lost with it, the checkpoints too",
-            f'write "cluster.kubernetes.volumes={{{WORKING_DIR}: CLAIM}}", or a run.dir that lies on a volume',
+            "files elsewhere are lost with the pod, including checkpoints",
+            f'set "cluster.kubernetes.volumes={{{WORKING_DIR}: CLAIM}}", or a run.dir on a volume',
         )
 
 

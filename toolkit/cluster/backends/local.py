@@ -1,4 +1,4 @@
-"""Jobs on this machine: a process in the background, which starts and watches its ranks (cluster/supervisor.py)."""
+"""Run jobs on this machine: a background process that supervises its ranks (cluster/supervisor.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from signal import SIGTERM
 
-from toolkit.cluster.job import CONFIG_FILE, TrainingJob, JobId, JobState
+from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob
 from toolkit.cluster.stop_request import ProcessId
 from toolkit.config.cluster import Where
 
@@ -26,11 +26,12 @@ def argv(job: TrainingJob) -> list[str]:
 def start_process(
     job: TrainingJob, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """The job as a process of its own session, which this one may outlive or not; what it prints is added to ``output.txt``.
+    """Start the job as a process in a new session, which may outlive this one; its output is appended to
+    ``output.txt``.
 
     Args:
-        environ: a sweep gives each point its own CUDA_VISIBLE_DEVICES.
-        keep: file descriptors that the process inherits: a sweep's locks, which last as long as it does.
+        environ: a sweep sets CUDA_VISIBLE_DEVICES for each point.
+        keep: file descriptors that the process inherits, such as a sweep's locks.
     """
     with (job.folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
@@ -49,7 +50,7 @@ def submit(job: TrainingJob) -> JobId:
 
 
 def job_id(process: subprocess.Popen[bytes]) -> JobId:
-    """Its number and its start: a later process with the same number is another job."""
+    """Return the PID and start time, so that a reused PID is not mistaken for the job."""
     found = ProcessId.read(process.pid)
     return JobId(Where.local, f"{process.pid}:{found.started if found is not None else ''}")
 

@@ -1,21 +1,21 @@
-"""Whether the run's data can be read from a machine. Reading itself is ``toolkit/data/first_read.py``, which ``launch/`` brings along."""
+"""Check that a machine can read the run's data. ``launch/doctor.py`` provides the reader,
+``toolkit/data/first_read.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, RunRequirements, fail, ok, warn
+from toolkit.cluster.doctor.types import CheckFinding, DoctorCheck, RunRequirements, fail, ok, warn
 from toolkit.errors import Problem
 
 SLOW_SECONDS = 5.0
-HANGS_SECONDS = (
-    45.0  # a store that does not answer is asked again for a while, and then says more than this does
-)
+HANGS_SECONDS = 45.0  # an object store retries for a while and then reports more than this timeout would
 
 
 class DataReadResult(Protocol):
-    """See toolkit/data/first_read.py."""
+    """Result of reading the first samples; see toolkit/data/first_read.py."""
 
     @property
     def problems(self) -> Sequence[Problem]: ...
@@ -33,25 +33,30 @@ def judge(found: DataReadResult, need: RunRequirements) -> Iterator[CheckFinding
     if found.problems:
         return
     if found.read_seconds is None:
-        yield ok(found.note or "they are there")
+        yield ok(found.note or "the data exist")
     elif found.read_seconds > SLOW_SECONDS:
         yield warn(
             f"the first samples took {found.read_seconds:.1f} s",
-            "look at the network or disk between; data in a store: "
-            "data.cache.folder=FOLDER on a local disk, and a store in this region",
+            "check the network or disk; for data in an object store set data.cache.folder=FOLDER on a "
+            "local disk, and use a store in this region",
         )
     else:
         yield ok(
-            f"opened in {found.open_seconds:.2f} s, the first samples read in {found.read_seconds * 1000:,.0f} ms"
+            f"opened in {found.open_seconds:.2f} s, first samples read in {found.read_seconds * 1000:,.0f} ms"
         )
 
 
 def make_data_check(read: Callable[[], DataReadResult]) -> DoctorCheck:
     return DoctorCheck(
         name="data",
-        how="they are opened and the first step's samples read, as the run will, with the same credentials",
+        how=(
+            "open the data and read the samples of the first step, as the run will, with the same credentials"
+        ),
         measure=lambda need: read(),
         judge=judge,
         seconds=HANGS_SECONDS,
-        stuck="the store or file system of data.path hangs: look at the network, its credentials' server, or the mount",
+        hang_remedy=(
+            "the store or file system of data.path hangs: check the network, the credentials' server, "
+            "or the mount"
+        ),
     )

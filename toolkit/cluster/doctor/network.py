@@ -1,4 +1,4 @@
-"""How ranks of several machines find each other: names, interfaces, RDMA ports, the address of the meeting."""
+"""Check how ranks of several machines reach each other: host names, interfaces, RDMA ports, MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, RunRequirements, CheckVerdict, fail, ok, warn
+from toolkit.cluster.doctor.types import (
+    CheckFinding,
+    CheckVerdict,
+    DoctorCheck,
+    RunRequirements,
+    fail,
+    ok,
+    warn,
+)
 from toolkit.plan.types import Device
 
 # ---- the machine's name
@@ -25,7 +33,7 @@ def measure_name(need: RunRequirements) -> HostName:
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """Empty where the name does not resolve."""
+    """Resolve a host name; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -36,18 +44,20 @@ def resolve(host: str) -> tuple[str, ...]:
 def judge_name(name: HostName, need: RunRequirements) -> Iterator[CheckFinding]:
     several = need.nodes > 1
     if not name.addresses and several:
-        # Not more: gloo and NCCL are told an interface (cluster/environment.py). But torchrun tells the other machines this name.
+        # Only a warning, since gloo and NCCL get an explicit interface (cluster/environment.py); torchrun
+        # passes this name on.
         yield warn(
             f"{name.host} does not resolve",
             f"add {name.host} to DNS or /etc/hosts, or start with torchrun --local-addr=ADDRESS",
         )
     elif not name.addresses:
-        yield ok(f"{name.host} does not resolve, which one machine alone does not need")
+        yield ok(f"{name.host} does not resolve, which a single machine does not need")
     elif several and all(map(_is_loopback, name.addresses)):
         yield warn(
-            f"{name.host} is {', '.join(name.addresses)}: libraries that ask for the host's own address get one that other machines "
-            "cannot reach",
-            "name the interface: GLOO_SOCKET_IFNAME=eth0; or take the name out of the 127.* line of /etc/hosts",
+            "{name.host} is {', '.join(name.addresses)}: libraries that resolve the host name get an "
+            "address that other machines cannot reach",
+            "set the interface: GLOO_SOCKET_IFNAME=eth0; or remove the name from the 127.* line of "
+            "/etc/hosts",
         )
     else:
         yield ok(f"{name.host} is {', '.join(name.addresses[:3])}")
@@ -62,11 +72,12 @@ def _is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkInterfaces:
-    """
+    """Network interfaces and RDMA ports of a machine.
+
     Attributes:
-        up: by name, whether the interface is up.
-        rdma: state of each port of RDMA devices, by ``device:port``.
-        chosen: the environment's variables that choose among them.
+        up: whether each interface is up, by name.
+        rdma: state of each RDMA port, by ``device:port``.
+        chosen: environment variables that select among them.
     """
 
     up: Mapping[str, bool]
@@ -80,7 +91,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 def measure_interfaces(need: RunRequirements) -> NetworkInterfaces:
     import psutil
 
-    # Of this process's own network: in a container /sys/class/net may show the machine's.
+    # From this process's network namespace: in a container /sys/class/net may show the host's.
     up = {name: interface.isup for name, interface in psutil.net_if_stats().items()}
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     rdma = {
@@ -99,16 +110,16 @@ def judge_interfaces(found: NetworkInterfaces, need: RunRequirements) -> Iterato
         problems.append(
             warn(
                 f"RDMA port {', '.join(down)}: {', '.join(dict.fromkeys(found.rdma[port] for port in down))}",
-                "look at the cable and the subnet manager (ibstat); or leave the device out: NCCL_IB_HCA=^DEVICE",
+                "check the cable and the subnet manager (ibstat); or exclude the device: NCCL_IB_HCA=^DEVICE",
             )
         )
     yield from problems
     if not problems:
-        told = (
-            "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or "none is chosen by name"
+        selection = "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or (
+            "none is selected by name"
         )
         rdma = f"; RDMA: {', '.join(found.rdma)}" if found.rdma else ""
-        yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {told}")
+        yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {selection}")
 
 
 def _check_selection(found: NetworkInterfaces, need: RunRequirements) -> Iterator[CheckFinding]:
@@ -121,17 +132,18 @@ def _check_selection(found: NetworkInterfaces, need: RunRequirements) -> Iterato
         if not named:
             yield fail(
                 f"{variable}={text}: no such interface; there are {there}",
-                f"write one of them, or: unset {variable}",
+                f"set it to one of them, or: unset {variable}",
             )
         elif not any(found.up[name] for name in named):
             yield fail(
-                f"{variable}={text}: it is down",
-                f"bring it up, write another one of {there}, or: unset {variable}",
+                f"{variable}={text}: the interface is down",
+                f"bring it up, select another one of {there}, or: unset {variable}",
             )
         elif need.nodes > 1 and set(named) == {"lo"}:
             yield fail(
-                f"{variable}={text} with {need.nodes} machines: over the loopback none reaches another",
-                f"write the interface of the machines' network, or: unset {variable}",
+                f"{variable}={text} with {need.nodes} machines: the loopback interface does not reach "
+                "other machines",
+                f"set it to the interface of the machines' network, or: unset {variable}",
             )
     text = found.chosen.get("NCCL_IB_HCA")
     if text is not None and need.device is Device.CUDA and not text.startswith("^"):
@@ -139,13 +151,16 @@ def _check_selection(found: NetworkInterfaces, need: RunRequirements) -> Iterato
         if not any(select_interfaces(text, dict.fromkeys(devices, True), exact=False)):
             yield fail(
                 f"NCCL_IB_HCA={text}: no such RDMA device; there are {', '.join(sorted(devices)) or 'none'}",
-                "write one of them, or: unset NCCL_IB_HCA",
+                "set it to one of them, or: unset NCCL_IB_HCA",
             )
 
 
 def select_interfaces(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
-    """What a variable chooses. gloo takes names, comma-separated; NCCL beginnings of names, all but those after ``^``, or names after
-    ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME)."""
+    """Return the interfaces that a variable selects.
+
+    gloo takes comma-separated names. NCCL takes prefixes, exclusions after ``^``, or exact names after ``=``
+    (NCCL user guide, NCCL_SOCKET_IFNAME).
+    """
     without = not exact and text.startswith("^")
     whole = exact or text.lstrip("^").startswith("=")
     entries = [entry.partition(":")[0] for entry in text.lstrip("^=").split(",") if entry]
@@ -156,15 +171,16 @@ def select_interfaces(text: str, there: Mapping[str, bool], *, exact: bool) -> l
     ]
 
 
-# ---- where the ranks meet
+# ---- MASTER_ADDR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterAddress:
-    """
+    """The address of the rendezvous.
+
     Attributes:
         addresses: what MASTER_ADDR resolves to.
-        taken: why the port cannot be listened on; None: it can, or another machine does.
+        taken: why the port cannot be opened; None: it can, or another machine serves it.
     """
 
     addresses: tuple[str, ...]
@@ -180,7 +196,9 @@ def measure_master_address(need: RunRequirements) -> MasterAddress:
 
 
 def _probe_port(port: int) -> str | None:
-    """As the store's server listens: on all addresses. Port 0: any free one."""
+    """Bind ``port`` on all addresses, like the store's server, and return the error if it fails. 0: any free
+    port.
+    """
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -191,52 +209,54 @@ def _probe_port(port: int) -> str | None:
     return None
 
 
-def judge_master_address(place: MasterAddress, need: RunRequirements) -> Iterator[CheckFinding]:
+def judge_master_address(master: MasterAddress, need: RunRequirements) -> Iterator[CheckFinding]:
     host = need.address or "127.0.0.1"
     if need.ranks == 1:
-        yield ok("one rank needs none")
-    elif not place.addresses:
+        yield ok("not needed for one rank")
+    elif not master.addresses:
         yield fail(
             f"MASTER_ADDR={host} does not resolve",
-            "write its IP address, or add the name to DNS or /etc/hosts of all machines",
+            "use its IP address, or add the name to DNS or /etc/hosts of all machines",
         )
-    elif need.nodes > 1 and all(map(_is_loopback, place.addresses)):
+    elif need.nodes > 1 and all(map(_is_loopback, master.addresses)):
         yield fail(
-            f"MASTER_ADDR={host} is {', '.join(place.addresses)} with {need.nodes} machines: only one of them reaches it",
-            "write the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed --master_addr",
+            f"MASTER_ADDR={host} is {', '.join(master.addresses)} with {need.nodes} machines: only one of "
+            "them can reach it",
+            "set the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed "
+            "--master_addr",
         )
-    elif place.taken is not None:
+    elif master.taken is not None:
         yield fail(
-            f"port {need.serves_port}: {place.taken}",
-            "another run may use it: write torchrun --master_port N or deepspeed "
-            "--master_port N; torchrun --standalone takes a free one",
+            f"port {need.serves_port}: {master.taken}",
+            "another run may use it: set torchrun --master_port N or deepspeed --master_port N; torchrun "
+            "--standalone picks a free one",
         )
     else:
-        free = "a free port found" if need.serves_port == 0 else f"port {need.serves_port} is free"
+        free = "a free port was found" if need.serves_port == 0 else f"port {need.serves_port} is free"
         served = "" if need.serves_port is None else f", {free}"
-        yield ok(f"{host} is {', '.join(place.addresses[:3])}{served}")
+        yield ok(f"{host} is {', '.join(master.addresses[:3])}{served}")
 
 
 MASTER_ADDRESS_CHECK = DoctorCheck(
-    name="meeting place",
-    how="MASTER_ADDR asked of the resolver; where this process serves the port, listening on it",
+    name="master address",
+    how="MASTER_ADDR is resolved; if this process serves the port, it is opened",
     measure=measure_master_address,
     judge=judge_master_address,
-    stuck="a name server does not answer: write MASTER_ADDR as an IP address",
+    hang_remedy="a name server does not respond: set MASTER_ADDR to an IP address",
 )
 CHECKS = (
     MASTER_ADDRESS_CHECK,
     DoctorCheck(
         name="host name",
-        how="this machine's name, asked of the resolver",
+        how="this machine's name is resolved",
         measure=measure_name,
         judge=judge_name,
-        hanging=CheckVerdict.WARN,
-        stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts",
+        hang_verdict=CheckVerdict.WARN,
+        hang_remedy="a name server does not respond: check /etc/resolv.conf, or add the name to /etc/hosts",
     ),
     DoctorCheck(
         name="interfaces",
-        how="flags of the interfaces, /sys/class/infiniband and the environment",
+        how="interface flags, /sys/class/infiniband and the environment",
         measure=measure_interfaces,
         judge=judge_interfaces,
     ),

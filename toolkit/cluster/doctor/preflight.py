@@ -1,4 +1,4 @@
-"""Who looks when: one process of each machine looks at it, rank 0 hears all of them, and clocks are compared through the store."""
+"""Run the checks: one process per machine runs them, rank 0 gathers the reports, and clocks are compared."""
 
 from __future__ import annotations
 
@@ -9,147 +9,161 @@ from functools import partial
 
 from toolkit.cluster.doctor import clocks, cross_node, disk, gpus, host, network, software
 from toolkit.cluster.doctor.timeout import TimedCall, TimedResult
-from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, MachineReport, RunRequirements, DoctorReport, CheckVerdict, compute_requirements, warn
+from toolkit.cluster.doctor.types import (
+    CheckFinding,
+    CheckVerdict,
+    DoctorCheck,
+    DoctorReport,
+    MachineReport,
+    RunRequirements,
+    compute_requirements,
+    warn,
+)
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.rendezvous import Rendezvous
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import RunPlan
 
 CHECKS: tuple[DoctorCheck, ...] = (*software.CHECKS, *gpus.CHECKS, *host.CHECKS, disk.CHECK, *network.CHECKS)
-CHECKS_SECONDS = 90.0  # in which a machine tells what was found there: its checks run side by side, each with its own bound
-MIN_RECEIVE_SECONDS = 0.1  # for one message that is there already
+# time for a machine's report; its checks run concurrently, each with its own timeout
+CHECKS_SECONDS = 90.0
+MIN_RECEIVE_SECONDS = 0.1  # for a message that has already arrived
 
 
 def run_checks(need: RunRequirements, node: int = 0, checks: Sequence[DoctorCheck] = CHECKS) -> MachineReport:
-    """This machine, all of it at the same time: in no more than the seconds of the slowest check."""
-    asked = [(check, TimedCall(partial(check.measure, need), check.seconds)) for check in checks]
+    """Run all checks of this machine concurrently, so that this takes as long as the slowest one."""
+    calls = [(check, TimedCall(partial(check.measure, need), check.seconds)) for check in checks]
     findings: list[CheckFinding] = []
     traits: dict[str, str] = {}
-    for check, question in asked:
-        answer = question.answer()
-        findings += judge_result(check, answer, need)
-        if answer.problem is None:
-            traits |= check.traits(answer.value)
+    for check, call in calls:
+        result = call.result()
+        findings += judge_result(check, result, need)
+        if result.problem is None:
+            traits |= check.traits(result.value)
     return MachineReport(node=node, host=socket.gethostname(), findings=tuple(findings), traits=traits)
 
 
-def judge_result(check: DoctorCheck, answer: TimedResult, need: RunRequirements) -> list[CheckFinding]:
-    if answer.hangs:
+def judge_result(check: DoctorCheck, result: TimedResult, need: RunRequirements) -> list[CheckFinding]:
+    if result.hangs:
         found = [CheckFinding(check.hang_verdict, f"no answer within {check.seconds:g} s", check.hang_remedy)]
-    elif answer.problem is not None:
-        found = [
-            warn(
-                f"it could not be looked at: {answer.problem}",
-                "look by hand; other checks are not touched by it",
-            )
-        ]
+    elif result.problem is not None:
+        found = [warn(f"the check failed: {result.problem}", "check by hand; other checks are not affected")]
     else:
-        found = list(check.judge(answer.value, need))
-    return [CheckFinding(one.verdict, one.evidence, one.remedy, check.name, check.how) for one in found]
+        found = list(check.judge(result.value, need))
+    return [CheckFinding(item.verdict, item.evidence, item.remedy, check.name, check.how) for item in found]
 
 
 class MachinesTimedOut(TimeoutError):
-    """Machines that have not said anything in time. ``heard``: what the others have."""
+    """Some machines have not reported in time. ``reports``: those of the others."""
 
-    def __init__(self, nodes: Sequence[int], heard: Sequence[MachineReport], seconds: float) -> None:
+    def __init__(self, nodes: Sequence[int], received: Sequence[MachineReport], seconds: float) -> None:
         which = ", ".join(map(str, nodes))
         super().__init__(
-            f"machine {which} of {len(nodes) + len(heard)} (from 0) has said nothing within {seconds:g} s"
+            f"machine {which} of {len(nodes) + len(received)} (from 0) has not reported within {seconds:g} s"
         )
-        self.reports = list(heard)
+        self.reports = list(received)
 
 
 def gather_reports(
-    own: MachineReport | None, launch: Launch, meeting: Rendezvous, seconds: float = CHECKS_SECONDS
+    own: MachineReport | None, launch: Launch, rendezvous: Rendezvous, seconds: float = CHECKS_SECONDS
 ) -> list[MachineReport]:
-    """On rank 0 what was found on every machine; elsewhere nothing.
+    """Return the reports of all machines on rank 0, and an empty list elsewhere.
 
     Args:
-        own: of the first rank of each machine.
-        seconds: that are waited for the others, from now on.
+        own: this machine's report, on its first rank.
+        seconds: how long to wait for the others.
 
     Raises:
-        Silent: a machine does not say anything in time.
+        MachinesTimedOut: a machine does not report in time.
     """
     if own is not None:
-        meeting.publish(f"doctor/machine/{launch.node}", own.to_json())
+        rendezvous.publish(f"doctor/machine/{launch.node}", own.to_json())
     if launch.rank != 0:
         return []
     deadline = time.monotonic() + seconds
-    heard, silent = [], []
+    received, silent = [], []
     for node in range(launch.nodes):
         try:
-            heard += meeting.receive(
+            received += rendezvous.receive(
                 f"doctor/machine/{node}", seconds=max(MIN_RECEIVE_SECONDS, deadline - time.monotonic())
             )
         except TimeoutError:
             silent.append(node)
-    reports = [MachineReport.from_json(one) for one in heard]
+    reports = [MachineReport.from_json(item) for item in received]
     if silent:
         raise MachinesTimedOut(silent, reports, seconds)
     return reports
 
 
-def compare_clocks(machines: Sequence[MachineReport], launch: Launch, meeting: Rendezvous) -> list[CheckFinding]:
-    """By the first rank of each machine; the findings are on rank 0."""
+def compare_clocks(
+    machines: Sequence[MachineReport], launch: Launch, rendezvous: Rendezvous
+) -> list[CheckFinding]:
+    """Compare clocks between the first ranks of all machines; return the findings on rank 0."""
     if launch.nodes == 1 or launch.local_rank != 0:
         return []
     if launch.rank != 0:
-        offset = clocks.measure_offset(meeting.kv_store, launch.node)
-        meeting.publish(
+        offset = clocks.measure_offset(rendezvous.kv_store, launch.node)
+        rendezvous.publish(
             f"doctor/clock/{launch.node}", {"seconds": offset.seconds, "error_seconds": offset.error_seconds}
         )
         return []
     for node in range(1, launch.nodes):
-        clocks.serve_time(meeting.kv_store, node)
-    told = meeting.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
+        clocks.serve_time(rendezvous.kv_store, node)
+    found = rendezvous.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
     return cross_node.check_clocks(
         {
-            f"{machine.host} (machine {machine.node})": clocks.ClockOffset(**one)
-            for machine, one in zip(machines[1:], told, strict=True)
+            f"{machine.host} (machine {machine.node})": clocks.ClockOffset(**item)
+            for machine, item in zip(machines[1:], found, strict=True)
         }
     )
 
 
-def run_preflight(plan: RunPlan, launch: Launch, meeting: Rendezvous) -> DoctorReport | None:
-    """``cluster.preflight``: every machine of a run, before its process group. Each rank calls it; rank 0 has the report.
+def run_preflight(plan: RunPlan, launch: Launch, rendezvous: Rendezvous) -> DoctorReport | None:
+    """Check every machine of a run before its process group exists (``cluster.preflight``).
 
-    That ranks meet, and what their links do, the run itself tells right after.
+    Every rank calls this; only rank 0 gets the report. It does not cover rendezvous and links, since the run
+    itself reports those right afterwards.
 
     Raises:
         InputError: on rank 0, with everything that fails.
-        Left: on the other ranks, where something does.
+        PeerExited: on the other ranks, if something fails.
     """
-    need = compute_requirements(plan.config, plan.world, plan, address=launch.address if launch.ranks > 1 else None)
+    need = compute_requirements(
+        plan.config, plan.world, plan, address=launch.address if launch.ranks > 1 else None
+    )
     own = run_checks(need, launch.node) if launch.local_rank == 0 else None
     if launch.ranks == 1:
         assert own is not None
-        machines, times = [own], []
+        machines, clock_findings = [own], []
     else:
-        machines = gather_reports(own, launch, meeting)
-        times = compare_clocks(machines, launch, meeting)
+        machines = gather_reports(own, launch, rendezvous)
+        clock_findings = compare_clocks(machines, launch, rendezvous)
     if launch.rank != 0:
-        meeting.receive("doctor/end", seconds=CHECKS_SECONDS + launch.nodes)
+        rendezvous.receive("doctor/end", seconds=CHECKS_SECONDS + launch.nodes)
         return None
     report = DoctorReport(
         machines=tuple(machines),
-        together=(*cross_node.check_plan(plan, ()), *cross_node.check_uniformity(machines), *times),
+        cross_machine=(
+            *cross_node.check_plan(plan, ()),
+            *cross_node.check_uniformity(machines),
+            *clock_findings,
+        ),
     )
     problems = find_failures(report)
     if problems:
         raise InputError(*problems)
     if launch.ranks > 1:
-        meeting.publish("doctor/end", {})
+        rendezvous.publish("doctor/end", {})
     return report
 
 
 def find_failures(report: DoctorReport) -> list[Problem]:
-    """What fails, as a user's mistakes are told."""
-    rule = "every machine is fit for the run (cluster.preflight)"
-    told = [(machine.host, finding) for machine in report.machines for finding in machine.findings]
-    told += [("the run", finding) for finding in report.cross_machine]
+    """Convert failed checks to problems."""
+    rule = "every machine must pass the checks (cluster.preflight)"
+    found = [(machine.host, finding) for machine in report.machines for finding in machine.findings]
+    found += [("the run", finding) for finding in report.cross_machine]
     return [
         Problem("cluster.preflight", f"{where}, {finding.check}: {finding.evidence}", rule, finding.remedy)
-        for where, finding in told
+        for where, finding in found
         if finding.verdict is CheckVerdict.FAIL
     ]

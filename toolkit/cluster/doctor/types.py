@@ -1,4 +1,4 @@
-"""The words of the doctor: checks, findings, and what a run needs of its machines."""
+"""Types of the doctor: checks, findings, and what a run requires of its machines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from toolkit.plan.types import Device, RunPlan, World
 
 class CheckVerdict(StrEnum):
     OK = "ok"
-    WARN = "warn"  # the run starts; this may cost time, or the run later on
+    WARN = "warn"  # the run starts, but may be slow or fail later
     FAIL = "fail"  # the run would not start, or would be lost
-    UNKNOWN = "unknown"  # it could not be looked at, and why is said
+    UNKNOWN = "unknown"  # the check was not possible
 
 
 RANKING = (CheckVerdict.OK, CheckVerdict.UNKNOWN, CheckVerdict.WARN, CheckVerdict.FAIL)
@@ -26,11 +26,12 @@ RANKING = (CheckVerdict.OK, CheckVerdict.UNKNOWN, CheckVerdict.WARN, CheckVerdic
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """
+    """The result of a check.
+
     Attributes:
-        evidence: what was seen.
-        remedy: what to do; empty where nothing is to be done.
-        check, how: of the check that found it.
+        evidence: what was measured.
+        remedy: what to do; empty if nothing.
+        check, how: name and method of the check.
     """
 
     verdict: CheckVerdict
@@ -69,7 +70,7 @@ def worst(findings: Iterable[CheckFinding]) -> CheckVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequirements:
-    """What a run asks of each of its machines."""
+    """What a run requires of each of its machines."""
 
     device: Device
     engine: EngineName
@@ -77,13 +78,13 @@ class RunRequirements:
     ranks_per_node: int
     nodes: int
     run_dir: Path
-    checkpoint_bytes: int | None  # of one checkpoint, of all ranks; None: unknown
+    checkpoint_bytes: int | None  # of one checkpoint over all ranks; None: unknown
     keep_checkpoints: int
     grace_seconds: int
-    host_bytes: int | None  # of host memory on the fullest machine; None: unknown
+    host_bytes: int | None  # host memory on the fullest machine; None: unknown
     device_bytes: int | None  # on the fullest device; None: unknown
-    address: str | None = None  # MASTER_ADDR; None: nobody has started ranks
-    serves_port: int | None = None  # the port that this process will listen on, as rank 0
+    address: str | None = None  # MASTER_ADDR; None: no launcher
+    serves_port: int | None = None  # the port that this process will serve as rank 0
 
 
 def compute_requirements(
@@ -94,9 +95,10 @@ def compute_requirements(
     address: str | None = None,
     serves_port: int | None = None,
 ) -> RunRequirements:
-    """
+    """Compute the requirements of a run.
+
     Args:
-        plan: None where the run breaks a rule; then its bytes are unknown.
+        plan: None if the run breaks a rule; then its memory is unknown.
     """
     saved = checkpoint_bytes(plan) if plan is not None else None
     memory = plan.memory if plan is not None else None
@@ -104,7 +106,8 @@ def compute_requirements(
     if memory is not None:
         here = min(world.ranks, world.ranks_per_node)
         host = here * (memory.host + (memory.device_total if world.device is Device.CPU else 0))
-        if config.checkpoint.background and saved is not None:  # a copy of the whole state, over all machines
+        # a copy of the whole state, spread over all machines
+        if config.checkpoint.background and saved is not None:
             host += saved // world.nodes
     return RunRequirements(
         device=world.device,
@@ -125,33 +128,31 @@ def compute_requirements(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorCheck:
-    """One thing that is looked at on a machine.
+    """A check of one machine.
 
     Attributes:
-        name: for the table.
-        how: how it is measured, in one sentence.
-        measure: asks the machine; runs in a child process, and what it returns is pickled.
-        judge: facts -> findings; pure.
-        seconds: after which the machine is taken to hang.
-        hanging, stuck: how bad that is, and the remedy.
-        traits: what should be alike on all machines, by name.
+        name: label in the table.
+        how: the method, in one sentence.
+        measure: reads the machine; runs in a child process, and its result is pickled.
+        judge: converts a measurement to findings; pure.
+        seconds: timeout of the measurement.
+        hang_verdict, hang_remedy: finding after a timeout.
+        traits: properties that should be equal on all machines, by name.
     """
 
     name: str
     how: str
     measure: Callable[[RunRequirements], Any]
     judge: Callable[[Any, RunRequirements], Iterable[CheckFinding]]
-    seconds: float = (
-        30.0  # all run side by side on a machine that may be busy, and another one may hang as long
-    )
+    seconds: float = 30.0  # all checks run concurrently, possibly on a busy machine
     hang_verdict: CheckVerdict = CheckVerdict.FAIL
-    hang_remedy: str = "look at the machine's kernel log (dmesg): something of it hangs"
+    hang_remedy: str = "check the machine's kernel log (dmesg) for hung tasks"
     traits: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
-    """What was found on one machine."""
+    """The findings of one machine."""
 
     node: int
     host: str
@@ -176,7 +177,7 @@ class MachineReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport:
-    """All that the doctor has to say. ``together``: of the plan and between machines."""
+    """The whole report. ``cross_machine``: findings on the plan and across machines."""
 
     machines: tuple[MachineReport, ...]
     cross_machine: tuple[CheckFinding, ...]

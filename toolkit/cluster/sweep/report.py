@@ -1,4 +1,4 @@
-"""A sweep shown, best first: a table for the terminal, results.csv for programs, a picture."""
+"""Show a sweep, best point first: a terminal table, results.csv and a plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cluster.sweep.store import PointState, PointRow
+from toolkit.cluster.sweep.store import PointRow, PointState
 from toolkit.files import write_whole
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ STYLES = {
     PointState.FAILED: "red",
     PointState.REFUSED: "yellow",
 }
-MAX_PLOTTED = 40  # of the picture; worse points are in the table
-MAX_NAMED_POINTS = 4  # points named of those with one reason; all are in the table
-MAX_REASON_LINES = 8  # of a reason, and
-MAX_LINE_LENGTH = 300  # of a line; the whole reason is in sweep.json
+MAX_PLOTTED = 40  # in the plot; the table has all points
+MAX_NAMED_POINTS = 4  # points named per reason; the table has all points
+MAX_REASON_LINES = 8  # per reason
+MAX_LINE_LENGTH = 300  # of a reason; sweep.json has the full text
 
 
 def rank_rows(rows: Sequence[PointRow], maximize: bool) -> list[PointRow]:
-    """Best first; then what has no number, by how far it is."""
+    """Sort best first; points without a result follow by state."""
 
     def key(row: PointRow) -> tuple[int, int, float]:
         number = row.number
@@ -72,7 +72,7 @@ def format_table(rows: Sequence[PointRow], metric: str, maximize: bool) -> Rende
 
 
 def group_reasons(rows: Sequence[PointRow]) -> list[str]:
-    """Each line of a reason once, below the points that have it."""
+    """Group the points by reason, and list each reason once."""
     points: dict[tuple[PointState, str], list[str]] = {}
     for row in rows:
         for line in list(dict.fromkeys((row.reason or "").splitlines()))[:MAX_REASON_LINES]:
@@ -88,7 +88,8 @@ def group_reasons(rows: Sequence[PointRow]) -> list[str]:
         texts.append(
             "\n    ".join(
                 [
-                    f"{len(names)} point{'s' * (len(names) > 1)} {state}: {', '.join(names[:MAX_NAMED_POINTS])}{more}",
+                    f"{len(names)} point{'s' * (len(names) > 1)} {state}: "
+                    f"{', '.join(names[:MAX_NAMED_POINTS])}{more}",
                     *lines,
                 ]
             )
@@ -97,7 +98,7 @@ def group_reasons(rows: Sequence[PointRow]) -> list[str]:
 
 
 def write_csv(file: Path, rows: Sequence[PointRow], metric: str, maximize: bool) -> None:
-    """A column for each key in which points differ."""
+    """Write a table with one column per swept key."""
     keys = list(dict.fromkeys(word.partition("=")[0] for row in rows for word in row.swept))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -119,7 +120,7 @@ def write_csv(file: Path, rows: Sequence[PointRow], metric: str, maximize: bool)
 
 
 def plot(file: Path, title: str, rows: Sequence[PointRow], metric: str, maximize: bool) -> Path | None:
-    """A line a point, best on top. None where fewer than two have a number: there is nothing to compare."""
+    """Plot one line per point, best on top; None if fewer than two points have a result."""
     best = [row for row in rank_rows(rows, maximize) if row.number is not None][:MAX_PLOTTED]
     if len(best) < 2:
         return None
@@ -129,7 +130,7 @@ def plot(file: Path, title: str, rows: Sequence[PointRow], metric: str, maximize
     numbers = [row.number for row in best if row.number is not None]
     figure = Figure(figsize=(9, 1.5 + 0.3 * len(best)), layout="constrained")
     axes = figure.add_subplot()
-    # Dots, not bars from zero: losses of a sweep lie close together.
+    # Dots instead of bars from zero, since the losses of a sweep are close to each other.
     axes.hlines(range(len(best)), min(numbers), numbers, color="C0", alpha=0.4)
     axes.plot(numbers, range(len(best)), "o", color="C0")
     axes.set_yticks(range(len(best)), [" ".join(row.swept) or row.name for row in best])

@@ -1,6 +1,7 @@
-"""GPUs and cores of this machine, shared by the points that run here: of this sweep, and of every other sweep of this user.
+"""Share the GPUs and cores of this machine among the points of all sweeps of this user.
 
-A GPU or a core is a file whose lock its point holds. The point's own process inherits the lock: what an orphan uses stays taken.
+Each GPU and core is a lock file. A point's process inherits the locks, so the resources of an orphan stay
+reserved.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from toolkit.plan.types import Device, RunPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointResources:
-    gpus: int  # 0: on the CPU
-    cores: int  # of a point on the CPU, for itself; 0: no matter which
-    threads: int  # of each rank, for tensor arithmetic on the CPU
-    planned_host_bytes: int  # 0: unknown
+    gpus: int  # 0: the point runs on the CPU
+    cores: int  # cores of a CPU point; 0: any
+    threads: int  # intra-op threads per rank
+    host_bytes: int  # 0: unknown
 
 
 def compute_resources(plan: RunPlan, machine: MachineInfo, points: int) -> PointResources:
-    """What a point takes of ``machine``.
+    """Compute what a point needs of ``machine``.
 
-    On the CPU a rank has at least one core; where there are more cores than points at a time, a point has its part of them.
+    A CPU point has at least one core per rank, or an equal share of the cores if there are more cores than
+    points.
 
     Args:
-        points: that shall run at a time, if there is room.
+        points: number of points to run at a time, resources permitting.
     """
     ranks, written = plan.world.ranks_per_node, plan.config.debug.threads
     if plan.world.device is Device.CUDA:
@@ -42,31 +44,36 @@ def compute_resources(plan: RunPlan, machine: MachineInfo, points: int) -> Point
         )
     cores = ranks * written if written else max(ranks, machine.cores // max(1, points))
     cores = min(cores, machine.cores)
-    return PointResources(gpus=0, cores=cores, threads=written or max(1, cores // ranks), host_bytes=planned_host_bytes(plan))
+    return PointResources(
+        gpus=0, cores=cores, threads=written or max(1, cores // ranks), host_bytes=planned_host_bytes(plan)
+    )
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Taken for one point."""
+    """The resources reserved for one point."""
 
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES takes them
+    gpus: tuple[str, ...]  # entries of CUDA_VISIBLE_DEVICES
     cores: tuple[int, ...]  # empty: any
-    planned_host_bytes: int
-    locks: tuple[int, ...]  # open files
+    host_bytes: int
+    locks: tuple[int, ...]  # file descriptors
 
-    def build_environ(self, need: PointResources, above: Mapping[str, str]) -> dict[str, str]:
-        """``above`` with what is the point's own; threads that the user has set stay."""
+    def build_environ(self, needed: PointResources, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment ``above`` with the point's own variables; OMP_NUM_THREADS set by the user
+        stays.
+        """
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        return {"OMP_NUM_THREADS": str(need.threads), **above, **own}
+        return {"OMP_NUM_THREADS": str(needed.threads), **base, **own}
 
 
 class ResourcePool:
-    """
+    """The lockable resources of this machine.
+
     Args:
-        folder: of the lock files; None: one for this user and machine.
+        folder: of the lock files; None: the default folder of this user and machine.
 
     Raises:
-        InputError: the folder is another user's.
+        InputError: the folder belongs to another user.
     """
 
     def __init__(self, machine: MachineInfo, folder: Path | None = None) -> None:
@@ -77,52 +84,51 @@ class ResourcePool:
                 Problem(
                     "TMPDIR",
                     f"{self._folder}, which belongs to user {owner}",
-                    "locks of GPUs and cores are files of the user whose points take them",
-                    "have it removed, or set TMPDIR to a folder of your own on this machine",
+                    "the lock files must belong to the user who runs the points",
+                    "remove it, or set TMPDIR to your own folder on this machine",
                 )
             )
-        self._gpus = _gpu_names(machine, os.build_environ.get("CUDA_VISIBLE_DEVICES"))
+        self._gpus = _gpu_names(machine, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._cores = sorted(os.sched_getaffinity(0))[: machine.cores]
         self._host_bytes = machine.host_memory_bytes
         self._host_used = 0
 
-    def acquire(self, need: PointResources) -> Reservation | None:
-        """None: there is no room now. Of host memory only this process' own points are counted."""
+    def acquire(self, needed: PointResources) -> Reservation | None:
+        """Reserve resources; None if they are not free now. Host memory counts only this process's points."""
         if (
             self._host_bytes is not None
             and self._host_used
-            and self._host_used + need.host_bytes > self._host_bytes
+            and self._host_used + needed.host_bytes > self._host_bytes
         ):
             return None
         guard = os.open(self._folder / "guard", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(
-                guard, fcntl.LOCK_EX
-            )  # held for the microseconds of this look: two sweeps do not take halves of what both need
-            gpus = self._free([f"gpu-{name}" for name in self._gpus], need.gpus)
+            # held only during this call, so that two sweeps cannot each take half of what both need
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            gpus = self._free([f"gpu-{name}" for name in self._gpus], needed.gpus)
             if gpus is None:
                 return None
-            cores = self._free([f"core-{core}" for core in self._cores], need.cores)
+            cores = self._free([f"core-{core}" for core in self._cores], needed.cores)
             if cores is None:
                 _close_files(gpus.values())
                 return None
         finally:
             os.close(guard)
-        self._host_used += need.host_bytes
+        self._host_used += needed.host_bytes
         return Reservation(
             tuple(name.removeprefix("gpu-") for name in gpus),
             tuple(int(name.removeprefix("core-")) for name in cores),
-            need.host_bytes,
+            needed.host_bytes,
             (*gpus.values(), *cores.values()),
         )
 
-    def release(self, place: Reservation) -> None:
-        """Of this process; a point that still runs keeps its part."""
-        self._host_used -= place.host_bytes
-        _close_files(place.locks)
+    def release(self, reservation: Reservation) -> None:
+        """Release this process's locks; a point that still runs keeps its own."""
+        self._host_used -= reservation.host_bytes
+        _close_files(reservation.locks)
 
     def _free(self, names: Sequence[str], count: int) -> dict[str, int] | None:
-        """``count`` of the files, locked, or None of them."""
+        """Lock ``count`` of the files, or none and return None."""
         taken: dict[str, int] = {}
         for name in names:
             if len(taken) == count:
@@ -141,8 +147,9 @@ class ResourcePool:
 
 
 def _gpu_names(machine: MachineInfo, selection: str | None) -> list[str]:
-    """Of the GPUs that are visible, what selects each of them: its UUID, so that every sweep means the same one by it; else what
-    was selected by."""
+    """Return a name for each visible GPU: its UUID, which is the same in every sweep, else its entry in
+    ``selection``.
+    """
     entries = (
         [entry.strip() for entry in selection.split(",")]
         if selection

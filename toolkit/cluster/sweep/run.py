@@ -1,7 +1,7 @@
-"""``python launch/train.py -m ...``: the sweeper makes points, what is refused is left out, and the others are carried out.
+"""Run a sweep: ``python launch/train.py -m ...``.
 
-Any number of processes may carry out one sweep, at once or one after another: a point belongs to the one that holds its claim, and one
-that is done is not run again.
+Any number of processes may work on one sweep, concurrently or in succession. A point belongs to the process
+that holds its claim, and a point that is done never runs again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.machine_info import detect_machine
 from toolkit.cluster.rendezvous import PeerExited
 from toolkit.cluster.stop_request import StopRequest
-from toolkit.cluster.sweep import report as show
-from toolkit.cluster.sweep.runners import PointRunner, PointHandle, make_runner
+from toolkit.cluster.sweep import report
 from toolkit.cluster.sweep.points import SweepPoint, all_refused_error, make_points, point_name
-from toolkit.cluster.sweep.store import PointState, SweepStore, PointRow, is_done, read_result, make_row
+from toolkit.cluster.sweep.runners import PointHandle, PointRunner, make_runner
+from toolkit.cluster.sweep.store import PointRow, PointState, SweepStore, is_done, make_row, read_result
 from toolkit.config.cluster import Where
 from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError, file_errors
@@ -31,43 +31,48 @@ from toolkit.progress import Progress, Task
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
-FAILED_STATES = (PointState.FAILED, PointState.DIVERGED, PointState.REFUSED)  # such a point has no number, and a reason
+FAILED_STATES = (
+    PointState.FAILED,
+    PointState.DIVERGED,
+    PointState.REFUSED,
+)  # such a point has a reason instead of a result
 POLL_SECONDS = 0.1
-PEER_EXIT_SECONDS = 10.0  # in which rank 0 says what is wrong: a launcher that sees another rank end ends it, too, and the words with it
+# delay in which rank 0 reports the problem, since a launcher stops all ranks as soon as one exits
+PEER_EXIT_SECONDS = 10.0
 
 
 def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: str) -> ExitCode:
-    """Carry out the sweep that ``arguments`` describe.
+    """Run the sweep that ``arguments`` describe.
 
     Args:
-        script: what carries out one point when it is given ``--frozen=FILE``: launch/train.py.
+        script: launch/train.py, which runs one point with ``--frozen=FILE``.
 
     Raises:
-        UserError: a mistake, or no point can run; then nothing was started.
-        Left: this is a rank, and another one says that.
+        UserError: a mistake, or no point can run; nothing was started.
+        PeerExited: this is a rank, and rank 0 reports the mistake.
     """
     refuse_launcher(launch, arguments)
     words = read_sweep(arguments)
-    with file_errors("sweep.dir", "write sweep.dir=FOLDER, one that can be written"):
-        carried = _Sweep(words, stop, Path(script).absolute())
-        carried.make_folder()
+    with file_errors("sweep.dir", "set sweep.dir=FOLDER to a writable folder"):
+        sweep_run = _Sweep(words, stop, Path(script).absolute())
+        sweep_run.make_folder()
     try:
-        run_sweeper(words, carried.folder, CarryOut(carried.run_batch))
-        return carried.finish()
+        run_sweeper(words, sweep_run.folder, CarryOut(sweep_run.run_batch))
+        return sweep_run.finish()
     except _SweepEnd as end:
         if end.reason is not None:
-            carried.finish()
-            print(
-                f"stopped ({end.reason}). Go on with the same words: python {shlex.join([script, *arguments])}"
-            )
+            sweep_run.finish()
+            print(f"stopped ({end.reason}). To resume, run: python {shlex.join([script, *arguments])}")
         return end.code
     except UserError:
-        carried.remove_empty_folder()
+        sweep_run.remove_empty_folder()
         raise
 
 
 def refuse_launcher(launch: Launch, arguments: Sequence[str]) -> None:
-    """Under a launcher every rank would be a sweep of its own. Raises ConfigError in rank 0, Left in the others, a little later."""
+    """Reject a launcher, whose ranks would each run the whole sweep. Raises ConfigError on rank 0, later
+    PeerExited on the others.
+    """
     if launch.launcher is Launcher.NONE:
         return
     if launch.rank != 0:
@@ -78,14 +83,15 @@ def refuse_launcher(launch: Launch, arguments: Sequence[str]) -> None:
         Problem(
             "-m",
             f"{launch.launcher} started {launch.ranks} ranks of a sweep ({words})",
-            "a sweep starts the ranks of each point itself, so it is started without a launcher",
-            f"write python launch/train.py {words}; a point has cluster.gpus_per_node (or cluster.cpu_ranks) ranks",
+            "a sweep starts the ranks of each point itself, so it needs no launcher",
+            f"run python launch/train.py {words}; each point uses cluster.gpus_per_node (or "
+            "cluster.cpu_ranks) ranks",
         )
     )
 
 
 class _SweepEnd(Exception):
-    """No more points are wanted."""
+    """End the sweep early."""
 
     def __init__(self, code: ExitCode, reason: str | None = None) -> None:
         self.code, self.reason = code, reason
@@ -93,7 +99,7 @@ class _SweepEnd(Exception):
 
 
 class PointFailed(Exception):
-    """A point has no number. Hydra's grid never sees it; other sweepers count such points."""
+    """A point failed. Grid sweeps never see this; other sweepers count such points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class _Running:
     point: SweepPoint
     handle: PointHandle
     claim: int
-    before: Status | None  # of the point, when it was started
+    before: Status | None  # status of the point when it was started
 
 
 class _Sweep:
@@ -110,12 +116,11 @@ class _Sweep:
         self.folder = Path(words.sweep.dir or f"sweeps/{words.name}-{words.id}").expanduser().absolute()
         self._machine = detect_machine()
         self._record = SweepStore(self.folder)
-        self._record.check(words.id, self._typed)
+        self._record.check_owner(words.id, self._typed)
         self._began = time.time()
-        self._claimed_elsewhere: set[str] = set()  # points that another process had when it was last asked
-        self._feasible: set[str] = (
-            set()
-        )  # points that can run, by their plans; an earlier search may have left others
+        self._claimed_elsewhere: set[str] = set()  # claimed by another process when last checked
+        # points whose plans are valid; the folder may contain other points of an earlier search
+        self._feasible: set[str] = set()
         self._started = False
         self._warned: set[str] = set()
         self._metric = words.sweep.metric or "loss"
@@ -125,7 +130,7 @@ class _Sweep:
         return [*self.words.options, *self.words.words, *self.words.hydra]
 
     def make_folder(self) -> None:
-        """Raises InputError."""
+        """Create the sweep's folder. Raises InputError."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK | os.X_OK):
@@ -135,15 +140,15 @@ class _Sweep:
                 Problem(
                     "sweep.dir",
                     f"{self.folder}: {error.strerror}",
-                    "the points of a sweep go into a folder of its own",
-                    "write sweep.dir=FOLDER, one that can be written",
+                    "the points of a sweep are stored in its folder",
+                    "set sweep.dir=FOLDER to a writable folder",
                 )
             ) from error
 
     # ---- a batch of points
 
     def run_batch(self, combinations: Sequence[tuple[str, ...]]) -> list[float | Exception | None]:
-        """One number a combination. Raises _Enough where no more are wanted."""
+        """Run a batch and return one result per combination. Raises _SweepEnd to end the sweep."""
         points = make_points(combinations, self.words, self.folder, self._machine, self._script)
         refused = [
             make_row(point, self.folder, PointState.REFUSED, point.reason)
@@ -152,7 +157,7 @@ class _Sweep:
         ]
         if self.words.grid and len(refused) == len(points) and not self._options.dry_run:
             raise all_refused_error(points)
-        for line in show.group_reasons(refused):
+        for line in report.group_reasons(refused):
             print(line, file=sys.stderr)
         if self._options.dry_run:
             self._show(
@@ -167,7 +172,7 @@ class _Sweep:
             )
             self.remove_empty_folder()
             raise _SweepEnd(ExitCode.DONE)
-        self._record.begin(self.words.id, self._typed, self._options)
+        self._record.initialize(self.words.id, self._typed, self._options)
         feasible = [point for point in points if point.plan is not None]
         self._record.add_points(
             [*refused, *(make_row(point, self.folder, PointState.WAITING) for point in feasible)]
@@ -179,14 +184,16 @@ class _Sweep:
         return [self._number(rows[point_name(self.words.swept(combination))]) for combination in combinations]
 
     def _number(self, row: PointRow) -> float | Exception | None:
-        """What the sweeper gets: a refused or diverged point is as bad as can be, so that its neighbours are avoided too."""
+        """Return the sweeper's objective value; refused and diverged points get the worst value, so that
+        searches avoid them.
+        """
         if row.number is not None or self.words.grid:
             return row.number
         if row.state in (PointState.REFUSED, PointState.DIVERGED):
             return float("-inf" if self._options.maximize else "inf")
         return PointFailed(f"{' '.join(row.swept)}: {row.state}, {row.reason}")
 
-    # ---- carrying points out
+    # ---- running points
 
     def _run_points(self, points: Sequence[SweepPoint]) -> None:
         assert points[0].plan is not None
@@ -209,7 +216,8 @@ class _Sweep:
                     return
                 if not running and self._claimed_elsewhere.issuperset(waiting) and waiting:
                     self._warn_once(
-                        "what is left is under way in another process, or was left behind by a killed sweep: waiting for it"
+                        "the remaining points are running in another process, or were left by a killed "
+                        "sweep: waiting for them"
                     )
                 time.sleep(POLL_SECONDS)
 
@@ -220,7 +228,9 @@ class _Sweep:
         carriers: Mapping[Where, PointRunner],
         task: Task,
     ) -> None:
-        """In order, as long as there is room. A point that does not fit now is waited for, so that small ones do not starve it."""
+        """Start waiting points in order. If a point does not fit, wait for it, so that small points do not
+        starve it.
+        """
         for name, point in list(waiting.items()):
             if self._options.at_once is not None and len(running) >= self._options.at_once:
                 return
@@ -237,7 +247,7 @@ class _Sweep:
                 except UserError as error:
                     if (
                         not self._started
-                    ):  # the cluster does not answer, say: the next point would fare no better
+                    ):  # for example if the cluster does not respond, later points would fail too
                         raise
                     row = make_row(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
                 else:
@@ -245,12 +255,13 @@ class _Sweep:
                         os.close(claim)
                         if not running:
                             self._warn_once(
-                                "the GPUs or cores of this machine are taken by points of other sweeps: waiting for room"
+                                "the GPUs or cores of this machine are used by points of other sweeps: "
+                                "waiting"
                             )
                         return
                     self._started = True
                     running[name] = _Running(point, handle, claim, before)
-                    self._record.note(make_row(point, self.folder, PointState.RUNNING))
+                    self._record.update(make_row(point, self.folder, PointState.RUNNING))
             if row is not None:
                 self._finish(row, claim, task)
             del waiting[name]
@@ -261,7 +272,9 @@ class _Sweep:
             print(text, file=sys.stderr)
 
     def _reuse_result(self, point: SweepPoint) -> PointRow | None:
-        """A point that is done; or that another process has tried while this one waited, and not done: it is not tried again."""
+        """Return the result of a point that is done, or that another process has just tried without
+        success.
+        """
         if is_done(point):
             return read_result(point, self.folder, self._options.metric)
         if point.name in self._claimed_elsewhere:
@@ -288,8 +301,8 @@ class _Sweep:
         )
 
     def _finish(self, row: PointRow, claim: int, task: Task | None = None) -> None:
-        """The row is there before another process can take the claim."""
-        self._record.note(row)
+        """Store the row before another process can claim the point."""
+        self._record.update(row)
         os.close(claim)
         if row.state in FAILED_STATES:
             print(f"{row.state}: {' '.join(row.swept) or row.name}: {row.reason}", file=sys.stderr)
@@ -299,10 +312,10 @@ class _Sweep:
             task.advance(1, f"best {self._metric} {best:.6g}" if best is not None else "")
 
     def _stop_points(self, running: dict[str, _Running]) -> None:
-        assert self._stop.signal is not None, "without a launcher, a stop is a signal"
-        print(f"stopping {len(running)} point{'s' * (len(running) != 1)}, which save first", file=sys.stderr)
-        left = [name for name, run in running.items() if not run.handle.stop(self._stop.signal)]
-        for name in left:
+        assert self._stop.signal is not None, "without a launcher, a stop request has a signal"
+        print(f"stopping {len(running)} point{'s' * (len(running) != 1)} after saving", file=sys.stderr)
+        kept = [name for name, run in running.items() if not run.handle.stop(self._stop.signal)]
+        for name in kept:
             os.close(running.pop(name).claim)
         while running:
             for name, run in list(running.items()):
@@ -310,36 +323,39 @@ class _Sweep:
                     self._finish(self._result(run, asked=True), run.claim)
                     del running[name]
             time.sleep(POLL_SECONDS)
-        if left:
-            print(f"{len(left)} jobs stay in the queue; this command finds them again", file=sys.stderr)
+        if kept:
+            print(f"{len(kept)} jobs stay in the queue; the same command finds them again", file=sys.stderr)
 
-    # ---- in the end
+    # ---- summary
 
     def finish(self) -> ExitCode:
-        """Table, results.csv and picture; the exit code says whether every point that could run is done. Raises ConfigError."""
+        """Print the table and write results.csv and the plot; return the sweep's exit code. Raises
+        ConfigError without points.
+        """
         rows = self._record.rows()
         if not rows:
             raise ConfigError(
                 Problem(
                     "hydra.sweeper",
                     " ".join(self._typed),
-                    "the sweeper makes points, and made none",
-                    "correct hydra.sweeper.* (the number of trials, say)",
+                    "the sweeper must generate at least one point",
+                    "correct hydra.sweeper.* (for example the number of trials)",
                 )
             )
         maximize = self._options.maximize
-        show.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
-        picture = show.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
+        report.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
+        picture = report.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
         self._show(rows)
-        for text in show.group_reasons([row for row in rows if row.ended is not None and row.state in FAILED_STATES]):
+        for text in report.group_reasons(
+            [row for row in rows if row.ended is not None and row.state in FAILED_STATES]
+        ):
             print(text)
-        best = show.rank_rows(rows, maximize)[0]
+        best = report.rank_rows(rows, maximize)[0]
         if best.number is not None:
-            print(
-                f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}"
-            )
+            label = " ".join(best.swept) or best.name
+            print(f"best: {label}: {self._metric} {best.number:.6g} in {best.run_dir}")
         files = ", ".join(["sweep.json", "results.csv", *(["sweep.png"] if picture else [])])
-        print(f"everything is in {self.folder}: {files}, and a run directory a point")
+        print(f"results are in {self.folder}: {files}, and one run directory per point")
         states = {row.state for row in rows if row.name in self._feasible}
         if PointState.FAILED in states:
             return ExitCode.FAILURE
@@ -347,7 +363,7 @@ class _Sweep:
             return ExitCode.DIVERGED
         if (
             PointState.REFUSED in states or not states
-        ):  # when it started, by its data or the cluster; or all by their plans
+        ):  # refused at its start, by its data or the cluster; or all by their plans
             return ExitCode.USER
         return (
             ExitCode.STOPPED
@@ -359,14 +375,14 @@ class _Sweep:
         from rich.console import Console
 
         Console(width=None if sys.stdout.isatty() else 140).print(
-            show.format_table(rows, self._metric, self._options.maximize)
+            report.format_table(rows, self._metric, self._options.maximize)
         )
 
     def remove_empty_folder(self) -> None:
-        """What a sweeper wrote before it was known that no point can run."""
+        """Remove what a sweeper wrote before all points were refused."""
         if self._record.file.exists():
             return
         (self.folder / "multirun.yaml").unlink(missing_ok=True)
         for folder in (self.folder, *([self.folder.parent] if self._options.dir is None else [])):
-            with suppress(OSError):  # it holds something else, or is not there
+            with suppress(OSError):  # it is not empty, or does not exist
                 folder.rmdir()

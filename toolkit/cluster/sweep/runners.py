@@ -1,4 +1,4 @@
-"""Who carries out a point: a process on this machine with GPUs or cores of its own, or a job in the queue of a cluster."""
+"""Run points: as a process on this machine with its own GPUs or cores, or as a job in a cluster's queue."""
 
 from __future__ import annotations
 
@@ -16,40 +16,47 @@ from toolkit.cluster.backends import local
 from toolkit.cluster.job import JobId, JobState, create_job, create_job_folder, write_files
 from toolkit.cluster.machine_info import MachineInfo
 from toolkit.cluster.sweep.points import SweepPoint
-from toolkit.cluster.sweep.store import is_done
 from toolkit.cluster.sweep.resources import Reservation, ResourcePool, compute_resources
+from toolkit.cluster.sweep.store import is_done
 from toolkit.config.cluster import Where
 from toolkit.errors import InputError
 
-KILL_SECONDS = 30.0  # after the grace of a stop: launchers end after their ranks
-FILE_SECONDS = 1.0  # between two looks at the status.json of a job in a queue
-QUEUE_SECONDS = 5.0  # between two questions to a cluster about a job, and
-BETWEEN_SECONDS = 0.5  # between two about any
-OUTPUT_TAIL = 2000  # characters of what a process printed, where that is its only word
+KILL_SECONDS = 30.0  # in addition to the grace period: launchers end after their ranks
+FILE_SECONDS = 1.0  # poll interval of a queued job's status.json
+QUEUE_SECONDS = 5.0  # minimum poll interval of a queued job's state
+BETWEEN_SECONDS = 0.5  # minimum interval between two such polls of any job
+OUTPUT_TAIL = 2000  # characters of a process's output, if it left no status
 
 
 class PointHandle(Protocol):
-    """A point under way."""
+    """A point that has been started."""
 
     def ended(self) -> bool: ...
 
     def stop(self, number: signal.Signals) -> bool:
-        """Ask for a save and an end, once, since this process was asked by ``number``. False: the point is left to itself."""
+        """Make the point save and end, after this process received signal ``number``. False: it keeps
+        running.
+        """
 
     def end_message(self) -> str | None:
-        """What there is to say of its end besides its status.json."""
+        """Describe its end if it left no status."""
 
 
 class PointRunner(Protocol):
     def start(self, point: SweepPoint, claim: int) -> PointHandle | None:
-        """None: there is no room now. Raises InputError where it cannot be started."""
+        """Start the point; None if resources are not free now. Raises InputError if it cannot start."""
 
 
 class LocalPoint:
     def __init__(
-        self, process: subprocess.Popen[bytes], output: Path, place: Reservation, slots: ResourcePool, grace_seconds: float
+        self,
+        process: subprocess.Popen[bytes],
+        output: Path,
+        reservation: Reservation,
+        pool: ResourcePool,
+        grace_seconds: float,
     ) -> None:
-        self._process, self._output, self._place, self._slots = process, output, place, slots
+        self._process, self._output, self._reservation, self._pool = process, output, reservation, pool
         self._grace_seconds = grace_seconds
         self._kill_at: float | None = None
 
@@ -57,9 +64,9 @@ class LocalPoint:
         if self._process.poll() is None:
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 with suppress(ProcessLookupError):
-                    self._process.kill()  # its ranks see that it is gone, and leave
+                    self._process.kill()  # its ranks notice this and exit
             return False
-        self._slots.release(self._place)
+        self._pool.release(self._reservation)
         return True
 
     def stop(self, number: signal.Signals) -> bool:
@@ -70,43 +77,52 @@ class LocalPoint:
 
     def end_message(self) -> str | None:
         code = self._process.returncode
-        how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+        end = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
         printed = self._output.read_text(encoding="utf-8", errors="replace")[-OUTPUT_TAIL:].strip()
-        return f"{how}: {printed}" if printed else how
+        return f"{end}: {printed}" if printed else end
 
 
 class LocalRunner:
-    """
+    """Runs points as processes on this machine.
+
     Args:
-        points: that shall run at a time, if there is room.
+        points: number of points to run at a time, resources permitting.
     """
 
-    def __init__(self, script: Path, machine: MachineInfo, points: int, slots: ResourcePool | None = None) -> None:
+    def __init__(
+        self, script: Path, machine: MachineInfo, points: int, pool: ResourcePool | None = None
+    ) -> None:
         self._script, self._machine, self._points = script, machine, points
-        self._slots = slots or ResourcePool(machine)
+        self._pool = pool or ResourcePool(machine)
 
     def start(self, point: SweepPoint, claim: int) -> PointHandle | None:
         assert point.plan is not None
-        need = compute_resources(point.plan, self._machine, self._points)
-        place = self._slots.acquire(need)
-        if place is None:
+        needed = compute_resources(point.plan, self._machine, self._points)
+        reservation = self._pool.acquire(needed)
+        if reservation is None:
             return None
         try:
             job = create_job_folder(create_job(point.plan, self._script))
             write_files(job, local.render(job))
-            with _cpu_affinity(place.cores):
-                process = local.start_process(job, place.environ(need, os.environ), keep=(claim, *place.locks))
+            with _cpu_affinity(reservation.cores):
+                process = local.start_process(
+                    job, reservation.build_environ(needed, os.environ), keep=(claim, *reservation.locks)
+                )
         except BaseException:
-            self._slots.release(place)
+            self._pool.release(reservation)
             raise
         return LocalPoint(
-            process, job.folder / local.OUTPUT, place, self._slots, point.plan.config.cluster.grace_seconds
+            process,
+            job.folder / local.OUTPUT,
+            reservation,
+            self._pool,
+            point.plan.config.cluster.grace_seconds,
         )
 
 
 @contextmanager
 def _cpu_affinity(cores: tuple[int, ...]) -> Iterator[None]:
-    """What is started within runs on these cores: a process inherits them from the thread that starts it."""
+    """Restrict processes that are started within to these cores; they inherit the affinity of this thread."""
     before = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
@@ -117,7 +133,9 @@ def _cpu_affinity(cores: tuple[int, ...]) -> Iterator[None]:
 
 
 class QueuedPoint:
-    """A job of a cluster. It outlives this process, and the next one finds it again by its ``job.json``."""
+    """A job in a cluster's queue. It outlives this process; the next one finds it again by its
+    ``job.json``.
+    """
 
     def __init__(self, id: JobId, point: SweepPoint, carrier: QueueRunner) -> None:
         self._id, self._point, self._carrier = id, point, carrier
@@ -135,7 +153,7 @@ class QueuedPoint:
         if now < self._queue_at:
             return False
         self._queue_at = now + max(QUEUE_SECONDS, self._carrier.jobs * BETWEEN_SECONDS)
-        with suppress(InputError):  # the cluster does not answer just now: a job is not over for that
+        with suppress(InputError):  # the cluster does not respond; the job may still be running
             if backends.get_backend(self._id.where).state(self._id) is JobState.ENDED:
                 return self._over()
         return False
@@ -145,21 +163,24 @@ class QueuedPoint:
         return True
 
     def stop(self, number: signal.Signals) -> bool:
-        """Ctrl-C stops jobs, too. Another end of this process, a closed terminal say, leaves them in the queue."""
+        """Cancel the job on Ctrl-C; leave it in the queue after any other signal, such as a closed
+        terminal.
+        """
         if number is not signal.SIGINT:
             return False
         backends.get_backend(self._id.where).cancel(self._id)
-        self._queue_at = time.monotonic() + FILE_SECONDS  # it ends soon, and somebody waits
+        self._queue_at = time.monotonic() + FILE_SECONDS  # it ends soon, and the user is waiting
         return True
 
     def end_message(self) -> str | None:
-        return f"{self._id.where.value} job {self._id.id} ended without a word"
+        return f"{self._id.where.value} job {self._id.id} ended without a status"
 
 
 class QueueRunner:
-    """
+    """Runs points as jobs in a cluster's queue.
+
     Attributes:
-        jobs: that are waited for: the more they are, the more rarely the cluster is asked about each.
+        jobs: number of jobs being waited for; the more there are, the less often each is polled.
     """
 
     def __init__(self, script: Path) -> None:
@@ -170,7 +191,10 @@ class QueueRunner:
         assert point.plan is not None
         run_dir = Path(point.plan.run_dir)
         before = submission.find_last_job(run_dir)
-        if before is not None and backends.get_backend(before[1].id.where).state(before[1].id) is not JobState.ENDED:
+        if (
+            before is not None
+            and backends.get_backend(before[1].id.where).state(before[1].id) is not JobState.ENDED
+        ):
             return QueuedPoint(before[1].id, point, self)
         return QueuedPoint(submission.submit(create_job(point.plan, self._script))[1], point, self)
 

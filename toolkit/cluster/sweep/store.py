@@ -1,12 +1,12 @@
-"""What is kept of a sweep: ``sweep.json``, and who is at which point.
+"""The files of a sweep: ``sweep.json``, and the claims on its points.
 
     sweeps/quickstart-1f2e3d4c/
-        sweep.json results.csv sweep.png          of all points, best first
-        claims/                                   a lock a point, held by whoever starts it and by its process
-        zero-stage1-tensor-2-5a6b7c8d/            a run directory a point; its status.json is the truth of it
+        sweep.json results.csv sweep.png          all points, best first
+        claims/                                   one lock per point, held by its processes
+        zero-stage1-tensor-2-5a6b7c8d/            run directory of a point; its status.json decides
 
-Several processes may carry out one sweep. Each reads and writes ``sweep.json`` under a lock; what it says of a point is a note for
-people and for the table: whether a point is done is asked of its ``status.json``.
+Several processes may run one sweep; each accesses ``sweep.json`` under a lock. Its states are for the table
+only: whether a point is done is read from the point's ``status.json``.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ class PointState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"  # or waiting in the queue of a cluster
     DONE = "done"
-    STOPPED = "stopped"  # after saving: the same command goes on with it
+    STOPPED = "stopped"  # after saving: the same command resumes it
     FAILED = "failed"
     DIVERGED = "diverged"  # a loss, gradient or weight is infinite or NaN
-    REFUSED = "refused"  # by its plan, before anything was queued, or when it started
+    REFUSED = "refused"  # by its plan, or when it started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointRow:
-    """A point in ``sweep.json``. ``number`` is what points are compared by; ``ended`` is Unix time, of its last end."""
+    """A point in ``sweep.json``. ``number``: the value for comparison; ``ended``: Unix time of its last
+    end.
+    """
 
     name: str
     swept: list[str]
@@ -74,15 +76,15 @@ class SweepStore:
     # ---- sweep.json
 
     def check_owner(self, id: str, words: Sequence[str]) -> None:
-        """Refuse the folder of another sweep. Raises ConfigError."""
+        """Reject the folder of another sweep. Raises ConfigError."""
         found = self._read()
         if found is not None and found["id"] != id:
             raise ConfigError(
                 Problem(
                     "sweep.dir",
-                    f"sweep.dir={self.folder}, which holds the sweep: {' '.join(found['words'])}",
+                    f"sweep.dir={self.folder}, which contains the sweep: {' '.join(found['words'])}",
                     "a folder belongs to one sweep",
-                    "leave out sweep.dir, or write another one",
+                    "remove sweep.dir, or choose another folder",
                 )
             )
 
@@ -102,8 +104,9 @@ class SweepStore:
             )
 
     def add_points(self, rows: Sequence[PointRow]) -> None:
-        """Points of a batch: waiting, or refused by their plans. What is known of those that were begun stays; also where it was
-        another machine that did what this one cannot."""
+        """Add the points of a batch, waiting or refused; keep the rows of points that were started, possibly
+        on another machine.
+        """
         with self._locked():
             known = {row.name: row.state for row in self.rows()}
             self._put(
@@ -114,20 +117,20 @@ class SweepStore:
             )
 
     def rows(self) -> list[PointRow]:
-        """In the order in which points were made."""
+        """Return the rows in the order in which the points were created."""
         return [
             PointRow(**{**row, "state": PointState(row["state"])})
             for row in (self._read() or {"points": []})["points"]
         ]
 
     def update(self, *rows: PointRow) -> None:
-        """These points are as ``rows`` say; the others stay."""
+        """Replace the rows of these points."""
         with self._locked():
             self._put(rows)
 
     def _put(self, rows: Iterable[PointRow]) -> None:
         found = self._read()
-        assert found is not None, "begin() comes first"
+        assert found is not None, "initialize() comes first"
         known = {row["name"]: row for row in found["points"]} | {row.name: asdict(row) for row in rows}
         self._write({**found, "points": list(known.values())})
 
@@ -146,20 +149,23 @@ class SweepStore:
         finally:
             os.close(file)
 
-    # ---- who is at which point
+    # ---- claims
 
     def claim(self, name: str) -> int | None:
-        """The open file that holds the point for this process and for those that inherit it; None: another one has it.
+        """Lock a point and return the descriptor, which child processes inherit; None: another process holds
+        it.
 
-        Nobody has to clean up: the kernel takes the claim from a process that dies.
+        The kernel releases the claim when its last owner dies.
         """
         return lock_file(self._claims / f"{name}.lock")[0]
 
 
-# -- how a point is
+# ---- results
 
 
-def make_row(point: SweepPoint, folder: Path, state: PointState, reason: str | None = None, **more: Any) -> PointRow:
+def make_row(
+    point: SweepPoint, folder: Path, state: PointState, reason: str | None = None, **more: Any
+) -> PointRow:
     return PointRow(
         name=point.name,
         swept=list(point.swept),
@@ -180,18 +186,20 @@ def read_result(
     silent: str | None = None,
     asked: bool = False,
 ) -> PointRow:
-    """How a point whose process has ended is, from its own files.
+    """Read the result of a point whose process has ended from its files.
 
     Args:
-        before: its status when it was started: where that stands still, its process has come to no word of its own.
-        silent: what there is to say of it then.
-        asked: it was asked to stop.
+        before: its status when it was started; if unchanged, the process ended without recording anything.
+        silent: description of the end in that case.
+        asked: a stop was requested.
     """
     assert point.plan is not None, "it was started"
     directory = RunDirectory(folder / point.name)
     status = directory.status()
     if status is None or (status == before and status.state is not RunState.DONE):
-        state, why = (PointState.STOPPED, "stopped before it began") if asked else (PointState.FAILED, silent)
+        state, why = (
+            (PointState.STOPPED, "stopped before it started") if asked else (PointState.FAILED, silent)
+        )
         return make_row(point, folder, state, why, ended=time.time())
     ends = {
         RunState.DONE: PointState.DONE,
@@ -200,10 +208,10 @@ def read_result(
     }
     diverged = status.exit_code == ExitCode.DIVERGED
     state = PointState.DIVERGED if diverged else ends.get(status.state, PointState.FAILED)
-    reason = status.reason or (silent or "it ended without a word" if status.state.live else None)
+    reason = status.reason or (silent or "it ended without recording a reason" if status.state.live else None)
     number = read_metric(directory, point.plan.config, metric) if state is PointState.DONE else None
     if state is PointState.DONE and number is None:
-        reason = f"no {metric or 'loss'} in its eval.jsonl or metrics.jsonl: it is not compared"
+        reason = f"no {metric or 'loss'} in its eval.jsonl or metrics.jsonl: not compared"
     return make_row(
         point,
         folder,
@@ -217,7 +225,9 @@ def read_result(
 
 
 def is_done(point: SweepPoint) -> bool:
-    """By its own word, and as far as it shall go: the experiment's file may say more steps by now."""
+    """Return whether the point is done with all its steps; the experiment's file may have increased them
+    since.
+    """
     assert point.plan is not None
     status = RunDirectory(point.plan.run_dir).status()
     return (
@@ -228,7 +238,7 @@ def is_done(point: SweepPoint) -> bool:
 
 
 def read_metric(directory: RunDirectory, config: RunConfig, metric: str | None) -> float | None:
-    """What the point is compared by; None where it is not there or not finite."""
+    """Return the value by which points are compared; None if it is missing or not finite."""
     evaluated = [row for row in read_rows(directory.eval_file) if "loss" in row]
     steps = list(read_rows(directory.metrics_file))
     name = metric or (config.eval.sets[0] if config.eval.every and config.eval.sets else None)
