@@ -2,7 +2,7 @@
 
     python launch/prepare.py input=books output=data/books     # .txt, .jsonl, .json, .csv, .parquet, archives
     python launch/prepare.py input='corpus/*.jsonl.zst' text=content deduplicate=true output=data/corpus
-    python launch/prepare.py input=allenai/c4 format=dataset dataset.name=en output=data/c4  # datasets library
+    python launch/prepare.py input=allenai/c4 format=dataset dataset.name=en output=data/c4  # HF datasets
     python launch/prepare.py input=s3://bucket/texts output=data/texts        # object stores: s3, gs, az
     python launch/prepare.py import=megatron/train tokenizer.path=gpt2    # existing .bin and .idx of Megatron
     python launch/prepare.py inspect=data/books                           # verify every byte, print a summary

@@ -1,12 +1,12 @@
 """Convert a checkpoint to another engine, format or layout, with its optimizer state. Or inspect it.
 
-    python launch/reshard.py source=runs/mine action=inspect             # format, layout, tensors, steps, sizes
+    python launch/reshard.py source=runs/mine action=inspect            # format, layout, tensors, sizes
     python launch/reshard.py source=runs/mine target=out target.format=deepspeed target.zero=stage3
     python launch/reshard.py source=ds/global_step500 target=mcore target.format=megatron \\
         target.parallel.tensor=4
     python launch/reshard.py source=iter_0000500 target=native model=pretrained model.pretrained=org/model
     python launch/reshard.py source=runs/mine target=weights target.format=huggingface target.precision=bf16
-    python launch/reshard.py source=runs/mine target=out target.format=universal action=plan  # estimate the cost
+    python launch/reshard.py source=runs/mine target=out target.format=universal action=plan  # cost
     python launch/reshard.py source=ds action=verify                     # read every byte and value
     python launch/reshard.py source=ds target=mcore action=diff          # compare tensors across formats
 

@@ -1,7 +1,4 @@
-"""Every check of the doctor on facts that are well and on facts that are not.
-
-pytest tests/cluster/test_doctor.py
-"""
+"""The doctor's judges, applied to good and bad measurements."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from toolkit.cluster.doctor.preflight import find_failures
 from toolkit.cluster.doctor.report import format_summary, to_json
 from toolkit.cluster.doctor.types import (
     CheckFinding,
+    CheckVerdict,
+    DoctorReport,
     MachineReport,
     RunRequirements,
-    DoctorReport,
-    CheckVerdict,
-    fail,
     compute_requirements,
+    fail,
     ok,
     warn,
 )
@@ -58,7 +55,7 @@ NODES = replace(GPU, ranks=32, nodes=4)
 def judged(
     findings: Iterable[CheckFinding], *, verdicts: set[CheckVerdict], said: str = "", remedy: str = ""
 ) -> list[CheckFinding]:
-    """Each finding that is not well has a remedy; those that are have none."""
+    """Findings that are not ok have a remedy; ok findings have none."""
     found = list(findings)
     assert {finding.verdict for finding in found} == verdicts, found
     assert all(bool(finding.remedy) == (finding.verdict in (WARN, FAIL)) for finding in found), found
@@ -94,7 +91,7 @@ def with_versions(**versions: str | None) -> software.InstalledVersions:
     )
 
 
-def test_versions_in_their_ranges() -> None:
+def test_versions_in_tested_ranges_are_ok() -> None:
     judged(software.judge_versions(VERSIONS, GPU), verdicts={OK}, said="CUDA 12.8, NCCL 2.27.3")
     nvidia = with_versions(torch="2.11.0a0+5228986c39.nv25.6")
     judged(software.judge_versions(nvidia, GPU), verdicts={OK})
@@ -111,13 +108,13 @@ def test_versions_in_their_ranges() -> None:
         (VERSIONS, replace(GPU, engine=EngineName.megatron), FAIL, "megatron-core is not installed"),
     ],
 )
-def test_versions_out_of_their_ranges(
+def test_untested_versions_are_reported(
     versions: software.InstalledVersions, need: RunRequirements, verdict: CheckVerdict, said: str
 ) -> None:
     judged(software.judge_versions(versions, need), verdicts={verdict}, said=said)
 
 
-def test_an_engine_that_the_run_does_not_use_may_be_of_any_version() -> None:
+def test_unused_engine_may_have_any_version() -> None:
     judged(
         software.judge_versions(with_versions(deepspeed="0.1"), replace(GPU, engine=EngineName.local)),
         verdicts={OK},
@@ -133,14 +130,14 @@ def test_an_engine_that_the_run_does_not_use_may_be_of_any_version() -> None:
         ("data.path=https://user:secret@host/data", "a password in a URL"),
     ],
 )
-def test_a_secret_in_a_command_line_is_told_and_not_shown(word: str, kind: str) -> None:
+def test_secret_in_command_line_is_reported_without_its_value(word: str, kind: str) -> None:
     found = software.find_secrets({"this command": ["launch/train.py", word]})
     assert found == [f"{kind} in the command line of this command"]
     told = judged(software.judge_arguments(found, CPU), verdicts={FAIL}, said=kind, remedy="revoke it")
     assert all(word not in finding.evidence + finding.remedy for finding in told)
 
 
-def test_words_of_a_run_are_no_secrets() -> None:
+def test_normal_arguments_are_not_secrets() -> None:
     words = [
         "launch/train.py",
         "+exp=gpt2_125m",
@@ -180,11 +177,13 @@ DRIVER = gpus.DriverInfo(version="570.86", cuda=(12, 8), built=(12, 8))
         (gpus.DriverInfo(version=None), CPU, OK, "none"),
     ],
 )
-def test_the_driver(driver: gpus.DriverInfo, need: RunRequirements, verdict: CheckVerdict, said: str) -> None:
+def test_judge_driver(
+    driver: gpus.DriverInfo, need: RunRequirements, verdict: CheckVerdict, said: str
+) -> None:
     judged(gpus.judge_driver(driver, need), verdicts={verdict}, said=said)
 
 
-def test_gpus_that_are_well() -> None:
+def test_healthy_gpus() -> None:
     judged(gpus.judge_gpus(EIGHT, GPU), verdicts={OK}, said="8 x NVIDIA H100 80GB HBM3; ECC on")
     judged(gpus.judge_gpus([], CPU), verdicts={OK}, said="CPU ranks")
     judged(
@@ -207,7 +206,7 @@ def test_gpus_that_are_well() -> None:
         ({"name": "NVIDIA A100-SXM4-80GB"}, WARN, "slowest"),
     ],
 )
-def test_one_gpu_that_is_not(change: dict[str, object], verdict: CheckVerdict, said: str) -> None:
+def test_unhealthy_gpu(change: dict[str, object], verdict: CheckVerdict, said: str) -> None:
     cards = [replace(card, **change) if card.index == 3 else card for card in EIGHT]  # type: ignore[arg-type]
     told = " ".join(
         one.evidence + one.remedy for one in judged(gpus.judge_gpus(cards, GPU), verdicts={verdict})
@@ -268,13 +267,13 @@ class FakeNvml:
         return [4, 0, 1, 0]
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
-        return 0x80 | 0x4 | 0x1  # a power brake; the power cap and idling do no harm
+        return 0x80 | 0x4 | 0x1  # a power brake counts; a power cap and idling are harmless
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         return 0
 
 
-def test_the_fake_has_the_words_of_the_library() -> None:
+def test_fake_nvml_matches_pynvml_names() -> None:
     real = gpus.load_nvml()
     names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
     assert len(names) > 15
@@ -286,7 +285,7 @@ def test_the_fake_has_the_words_of_the_library() -> None:
     ]
 
 
-def test_what_nvml_says() -> None:
+def test_measure_gpus_with_fake_nvml() -> None:
     nvml = FakeNvml()
     first, second = gpus.measure_gpus(GPU, nvml, "0,1")
     assert first == replace(
@@ -299,7 +298,7 @@ def test_what_nvml_says() -> None:
     assert (driver.version, driver.cuda) == ("570.86", (12, 8))
 
 
-# ---- the machine besides
+# ---- the host
 
 
 @pytest.mark.parametrize(
@@ -312,7 +311,7 @@ def test_what_nvml_says() -> None:
         (64 * 2**20, replace(GPU, ranks_per_node=1), OK),
     ],
 )
-def test_shared_memory(free: int, need: RunRequirements, verdict: CheckVerdict) -> None:
+def test_judge_shared_memory(free: int, need: RunRequirements, verdict: CheckVerdict) -> None:
     judged(
         host.judge_shared(host.SharedMemory(16 * GIB, free), need),
         verdicts={verdict},
@@ -320,13 +319,18 @@ def test_shared_memory(free: int, need: RunRequirements, verdict: CheckVerdict) 
     )
 
 
-def test_host_memory() -> None:
+def test_judge_host_memory() -> None:
     judged(
-        host.judge_memory(host.HostMemory(64 * GIB, 20 * GIB), CPU), verdicts={OK}, said="the run needs 10.0 GiB"
+        host.judge_memory(host.HostMemory(64 * GIB, 20 * GIB), CPU),
+        verdicts={OK},
+        said="the run needs 10.0 GiB",
     )
-    judged(host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, said="9.0 GiB available")
     judged(
-        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)), verdicts={UNKNOWN}
+        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, said="9.0 GiB available"
+    )
+    judged(
+        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)),
+        verdicts={UNKNOWN},
     )
 
 
@@ -343,11 +347,11 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
         (host.CpuCores(usable=frozenset(range(16)), numa=HALVES, balancing=True), GPU, WARN, "moves pages"),
     ],
 )
-def test_cores(cores: host.CpuCores, need: RunRequirements, verdict: CheckVerdict, said: str) -> None:
+def test_judge_cores(cores: host.CpuCores, need: RunRequirements, verdict: CheckVerdict, said: str) -> None:
     judged(host.judge_cores(cores, need), verdicts={verdict}, said=said)
 
 
-def test_the_kernels_lists_of_cores() -> None:
+def test_parse_cpu_list() -> None:
     assert host.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert host.parse_cpu_list("\n") == frozenset()
 
@@ -366,11 +370,13 @@ LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rd
         (replace(LIMITS, locked_bytes=65536, rdma=False), NODES, {OK}, "no RDMA"),
     ],
 )
-def test_limits(limits: host.ProcessLimits, need: RunRequirements, verdicts: set[CheckVerdict], said: str) -> None:
+def test_judge_limits(
+    limits: host.ProcessLimits, need: RunRequirements, verdicts: set[CheckVerdict], said: str
+) -> None:
     judged(host.judge_limits(limits, need), verdicts=verdicts, said=said)
 
 
-def test_a_hard_limit_is_root_s_to_raise() -> None:
+def test_low_hard_limit_needs_root() -> None:
     low = host.ProcessLimits(files=1024, files_hard=1024, locked_bytes=None, rdma=True)
     judged(host.judge_limits(low, NODES), verdicts={WARN, OK}, remedy="root raises")
     assert not any("root" in one.remedy for one in host.judge_limits(replace(low, files_hard=None), NODES))
@@ -404,11 +410,13 @@ FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 *
         ),
     ],
 )
-def test_the_disk(found: disk.DiskProbe, need: RunRequirements, verdicts: set[CheckVerdict], said: str) -> None:
+def test_judge_disk(
+    found: disk.DiskProbe, need: RunRequirements, verdicts: set[CheckVerdict], said: str
+) -> None:
     judged(disk.judge(found, need), verdicts=verdicts, said=said)
 
 
-def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_measurement_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
     found = disk.measure(replace(CPU, run_dir=tmp_path / "not" / "there"))
     assert (found.folder, found.written_bytes, found.problem) == (str(tmp_path), 2 * disk.BLOCK_BYTES, None)
@@ -416,19 +424,21 @@ def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_slow_disk_ends_the_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_measurement_is_bounded_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(
         disk, "time", SimpleNamespace(perf_counter=lambda: float(next(now)))
-    )  # a second a look
+    )  # one second per clock reading
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     written, seconds = disk.timed_write(tmp_path / "file", 100 * disk.BLOCK_BYTES, 3.0)
     assert (written, seconds) == (2 * disk.BLOCK_BYTES, 4.0)
 
 
-def test_a_checkpoint_is_reckoned_whatever_the_layout() -> None:
-    """Weights of 2 bytes, master weights of 4, two moments of 4: 14 a parameter in bf16, 12 in fp32."""
+def test_checkpoint_size_is_independent_of_layout() -> None:
+    """Weights of 2 bytes, master weights of 4, two moments of 4: 14 bytes per parameter in bf16, 12 in
+    fp32.
+    """
     for precision, each in (("bf16", 14), ("fp32", 12)):
         config = compose(["+exp=quickstart", f"precision={precision}", "zero=stage1"])
         sizes = set()
@@ -438,7 +448,7 @@ def test_a_checkpoint_is_reckoned_whatever_the_layout() -> None:
         assert sizes == {each * sum(spec.numel for spec in plan.parameters)}
 
 
-def test_what_a_run_needs_of_a_machine() -> None:
+def test_compute_requirements() -> None:
     config = compose(["+exp=quickstart", "zero=stage1"])
     world = World(ranks=8, ranks_per_node=2, device=Device.CPU)
     plan = make_plan(config, world)
@@ -468,7 +478,7 @@ def test_what_a_run_needs_of_a_machine() -> None:
         (network.HostName("node1", ("127.0.1.1",)), GPU, OK),
     ],
 )
-def test_the_machine_s_name(name: network.HostName, need: RunRequirements, verdict: CheckVerdict) -> None:
+def test_judge_host_name(name: network.HostName, need: RunRequirements, verdict: CheckVerdict) -> None:
     judged(network.judge_name(name, need), verdicts={verdict}, said="node1")
 
 
@@ -476,7 +486,9 @@ UP = {"lo": True, "eth0": True, "eth1": False, "ib0": True}
 
 
 def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.NetworkInterfaces:
-    return network.NetworkInterfaces(up=UP, rdma={"mlx5_0:1": "ACTIVE"} if rdma is None else rdma, chosen=chosen)
+    return network.NetworkInterfaces(
+        up=UP, rdma={"mlx5_0:1": "ACTIVE"} if rdma is None else rdma, chosen=chosen
+    )
 
 
 @pytest.mark.parametrize(
@@ -499,7 +511,9 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Net
         (interfaces({"mlx5_0:1": "DOWN"}), GPU, OK, "eth0"),
     ],
 )
-def test_interfaces(found: network.NetworkInterfaces, need: RunRequirements, verdict: CheckVerdict, said: str) -> None:
+def test_judge_interfaces(
+    found: network.NetworkInterfaces, need: RunRequirements, verdict: CheckVerdict, said: str
+) -> None:
     judged(network.judge_interfaces(found, need), verdicts={verdict}, said=said)
 
 
@@ -533,11 +547,13 @@ def test_interfaces(found: network.NetworkInterfaces, need: RunRequirements, ver
         ),
     ],
 )
-def test_the_meeting_place(place: network.MasterAddress, need: RunRequirements, verdict: CheckVerdict, said: str) -> None:
+def test_judge_master_address(
+    place: network.MasterAddress, need: RunRequirements, verdict: CheckVerdict, said: str
+) -> None:
     judged(network.judge_master_address(place, need), verdicts={verdict}, said=said)
 
 
-def test_a_port_that_is_taken_is_found() -> None:
+def test_occupied_port_is_detected() -> None:
     import socket
 
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:
@@ -557,7 +573,7 @@ def read(
     return SimpleNamespace(problems=problems, open_seconds=0.1, read_seconds=seconds, note=note)
 
 
-def test_data() -> None:
+def test_judge_data() -> None:
     absent = Problem(
         "data.path", "s3://user:word@bucket/x: absent", "the store holds the data", "check data.path"
     )
@@ -568,7 +584,7 @@ def test_data() -> None:
     assert "word" not in told[0].evidence
 
 
-# ---- together
+# ---- across machines
 
 
 def machine(node: int, **traits: str) -> MachineReport:
@@ -577,26 +593,34 @@ def machine(node: int, **traits: str) -> MachineReport:
     )
 
 
-def test_machines_that_are_alike_or_not() -> None:
+def test_check_uniformity() -> None:
     assert cross_node.check_uniformity([machine(0)]) == []
     judged(
-        cross_node.check_uniformity([machine(0), machine(1)]), verdicts={OK}, said="2 machines have the same torch, GPUs"
+        cross_node.check_uniformity([machine(0), machine(1)]),
+        verdicts={OK},
+        said="2 machines have the same torch, GPUs",
     )
     judged(
         cross_node.check_uniformity([machine(0), machine(1), machine(2, torch="2.12.0")]),
         verdicts={FAIL},
         said="torch: 2.13.0 on node0, node1; 2.12.0 on node2",
     )
-    judged(cross_node.check_uniformity([machine(0), machine(1, GPUs="A100")]), verdicts={WARN}, said="A100 on node1")
+    judged(
+        cross_node.check_uniformity([machine(0), machine(1, GPUs="A100")]),
+        verdicts={WARN},
+        said="A100 on node1",
+    )
 
 
 @pytest.mark.parametrize(
     ("seconds", "error", "verdict"),
     [(0.02, 0.001, OK), (-0.7, 0.001, WARN), (0.7, 0.3, OK), (400.0, 0.1, FAIL), (-400.0, 0.1, FAIL)],
 )
-def test_clocks(seconds: float, error: float, verdict: CheckVerdict) -> None:
-    """An offset that lies within the error of its measurement is none."""
-    found = cross_node.check_clocks({"node1": clocks.ClockOffset(0.0, 0.001), "node2": clocks.ClockOffset(seconds, error)})
+def test_check_clocks(seconds: float, error: float, verdict: CheckVerdict) -> None:
+    """An offset within its measurement error is ignored."""
+    found = cross_node.check_clocks(
+        {"node1": clocks.ClockOffset(0.0, 0.001), "node2": clocks.ClockOffset(seconds, error)}
+    )
     judged(found, verdicts={verdict}, said="node2")
     assert cross_node.check_clocks({}) == []
 
@@ -615,17 +639,22 @@ def row(slowest: float, fastest: float) -> dict[str, object]:
     )
 
 
-def test_links() -> None:
+def test_check_links() -> None:
     judged(
         cross_node.check_links([row(0.001, 0.0009)], 1.2),
         verdicts={OK},
         said="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s",
     )
     judged(cross_node.check_links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, said="between ranks 6, 7")
-    judged(cross_node.report_failed_rendezvous("rank 1 waited 120 s"), verdicts={FAIL}, said="rank 1", remedy="MASTER_ADDR")
+    judged(
+        cross_node.report_failed_rendezvous("rank 1 waited 120 s"),
+        verdicts={FAIL},
+        said="rank 1",
+        remedy="MASTER_ADDR",
+    )
 
 
-def test_the_plan() -> None:
+def test_check_plan() -> None:
     config = compose(["+exp=quickstart", "zero=stage1"])
     plan = make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU, host_memory_bytes=64 * GIB))
     judged(cross_node.check_plan(plan, ()), verdicts={OK}, said="2 ranks")
@@ -640,11 +669,11 @@ REPORT = DoctorReport(
     machines=(
         MachineReport(node=0, host="node0", traits={}, findings=(ok("fine"), warn("slow", "cool it"))),
     ),
-    together=(fail("they do not meet", "open the firewall"),),
+    cross_machine=(fail("they do not meet", "open the firewall"),),
 )
 
 
-def test_the_worst_decides() -> None:
+def test_worst_finding_decides_the_verdict() -> None:
     assert REPORT.verdict is FAIL
     assert replace(REPORT, cross_machine=()).verdict is WARN
     assert DoctorReport(machines=(), cross_machine=()).verdict is OK
@@ -653,7 +682,7 @@ def test_the_worst_decides() -> None:
     assert [problem.remedy for problem in find_failures(REPORT)] == ["open the firewall"]
 
 
-def test_what_machines_say_crosses_the_store_whole() -> None:
+def test_machine_report_survives_json() -> None:
     one = REPORT.machines[0]
     assert MachineReport.from_json(one.to_json()) == one
     told = to_json(REPORT)

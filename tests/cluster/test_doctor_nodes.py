@@ -1,8 +1,8 @@
-"""The doctor on two machines: each looks at itself, the first hears of both, and their ranks meet.
+"""The doctor on two simulated machines: both reports reach the first one, and the ranks connect.
 
     pytest tests/cluster/test_doctor_nodes.py -rs -m full
 
-Without root or namespaces nothing of it runs, and pytest says so.
+Skipped without root or namespaces.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import deepspeed, torchrun, two_nodes
+from tests.cluster.simulated_nodes import deepspeed, torchrun, two_nodes
 from tests.cluster.test_nodes import ENVIRON, PORT, ended
 from tests.launch.processes import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 DOCTOR = ROOT / "launch" / "doctor.py"
-FEW_FILES = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"]  # of one machine alone
+FEW_FILES = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"]  # of one machine
 
 
 @pytest.mark.parametrize(("launcher", "fit"), [("torchrun", True), ("deepspeed", True), ("torchrun", False)])
-def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
+def test_doctor_on_two_nodes(launcher: str, fit: bool, tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes, ExitStack() as stack:
         words = ("--json", "+exp=quickstart", f"run.dir={nodes.shared / 'run'}")
         commands = []

@@ -1,18 +1,15 @@
-"""Of an exception the user sees the lines of their own code.
-
-pytest tests/cluster/test_tracebacks.py
-"""
+"""Tracebacks are reduced to frames of the user's code."""
 
 from __future__ import annotations
 
 import json
 
-from toolkit.cluster.tracebacks import is_user_file, format_user_frames
+from toolkit.cluster.tracebacks import format_user_frames, is_user_file
 from toolkit.errors import UserError
 from toolkit.plan import schedule
 
 
-def test_own_files_are_told_from_those_of_the_toolkit_and_of_packages() -> None:
+def test_is_user_file() -> None:
     import numpy as np
 
     assert is_user_file(__file__)
@@ -21,7 +18,7 @@ def test_own_files_are_told_from_those_of_the_toolkit_and_of_packages() -> None:
     )
 
 
-def test_the_line_that_called_a_library_is_shown_without_the_library() -> None:
+def test_library_frames_are_removed() -> None:
     try:
         json.loads("{")
     except ValueError as error:
@@ -32,7 +29,7 @@ def test_the_line_that_called_a_library_is_shown_without_the_library() -> None:
     assert text.splitlines()[-1].startswith("json.decoder.JSONDecodeError: Expecting property name")
 
 
-def test_a_cause_is_shown_if_it_passed_through_own_code() -> None:
+def test_cause_with_user_frames_is_kept() -> None:
     try:
         try:
             json.loads("{")
@@ -45,5 +42,5 @@ def test_a_cause_is_shown_if_it_passed_through_own_code() -> None:
     assert "json/decoder" not in text
 
 
-def test_an_error_that_never_met_own_code_has_none() -> None:
+def test_error_without_user_frames_gives_none() -> None:
     assert format_user_frames(UserError.__new__(UserError)) is None

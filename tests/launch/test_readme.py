@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.sweeping import LAPTOP, points
+from tests.cluster.sweep_points import LAPTOP, points
 from tests.launch.processes import BIN, ROOT
 from toolkit.cluster.job import plan_job
 from toolkit.config.compose import compose, compose_prepare, compose_reshard

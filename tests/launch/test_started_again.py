@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_notice import Metadata, metadata
+from tests.cluster.test_preemption import Metadata, metadata
 from tests.launch.processes import FAKE, Started, command, hit, status_of
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import psutil
 
-from tests.cluster.nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
+from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
 from tests.data.served import Store, environment
 from tests.launch.processes import Started
 from tests.story.telling import Story

@@ -1,7 +1,4 @@
-"""Words of a sweep become points: their names, which are left out and why, and Hydra's seams.
-
-pytest tests/cluster/test_points.py
-"""
+"""Sweep arguments become points: names, refused points, and the integration with Hydra."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
-from tests.cluster.sweeping import EIGHT, GIB, LAPTOP, TRAIN, batches, points
+from tests.cluster.sweep_points import EIGHT, GIB, LAPTOP, TRAIN, batches, points
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.environment import Launcher as StartedBy
 from toolkit.cluster.job import plan_job
@@ -31,10 +28,10 @@ from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, PlanError
 from toolkit.rundir.directory import RunDirectory
 
-# -- words
+# -- arguments
 
 
-def test_a_grid_is_every_combination_and_text_stays_text(tmp_path: Path) -> None:
+def test_grid_is_every_combination(tmp_path: Path) -> None:
     text = 'monitor.prompt="a, b = {1}"'
     [made] = batches(
         "+exp=quickstart",
@@ -59,20 +56,20 @@ def test_a_grid_is_every_combination_and_text_stays_text(tmp_path: Path) -> None
     )
 
 
-def test_the_last_word_of_a_key_counts(tmp_path: Path) -> None:
+def test_last_override_of_a_key_wins(tmp_path: Path) -> None:
     typed = ("+exp=quickstart", "zero=stage0", "optim.lr=1,2", "zero=stage1,stage2", "optim.lr=1e-3")
     assert read_sweep(["-m", *typed]).fixed == {"+exp", "optim.lr"}
     assert [point.swept for point in points(*typed, folder=tmp_path)] == [("zero=stage1",), ("zero=stage2",)]
 
 
-def test_batches_of_hydras_sweeper(tmp_path: Path) -> None:
+def test_hydra_sweeper_batches(tmp_path: Path) -> None:
     made = batches(
         "+exp=quickstart", "zero=stage0,stage1,stage2", "hydra.sweeper.max_batch_size=2", folder=tmp_path
     )
     assert [len(batch) for batch in made] == [2, 1]
 
 
-def test_the_words_decide_the_sweep_and_its_own_keys_do_not() -> None:
+def test_sweep_id_depends_on_overrides_only() -> None:
     def of(*words: str) -> tuple[str, str]:
         read = read_sweep(["-m", "+exp=quickstart", *words])
         return read.name, read.id
@@ -99,7 +96,7 @@ def test_the_words_decide_the_sweep_and_its_own_keys_do_not() -> None:
         ("--frozen=x.yaml", "an option is", "leave it out"),
     ],
 )
-def test_mistakes_before_anything_is_made(word: str, rule: str, remedy: str) -> None:
+def test_invalid_arguments_are_rejected_first(word: str, rule: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_sweep(["-m", word, "zero=stage1,stage2"])
     [problem] = caught.value.problems
@@ -117,18 +114,18 @@ def test_mistakes_before_anything_is_made(word: str, rule: str, remedy: str) -> 
         ("hydra.sweep.dir=/tmp/x",),
     ],
 )
-def test_what_no_sweeper_takes_is_a_mistake_too(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_invalid_sweeper_syntax_is_rejected(words: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words[0].split("=")[0].split("(")[0]):
         points("+exp=quickstart", *words, folder=tmp_path)
 
 
-def test_a_slip_in_one_value_refuses_the_whole_sweep(tmp_path: Path) -> None:
+def test_invalid_value_rejects_the_whole_sweep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         points("+exp=quickstart", "zero=stage1,stage9", "modle.x=1", "optim.lr=1e-3,2e-3", folder=tmp_path)
     assert sorted(problem.key for problem in caught.value.problems) == ["modle.x", "zero"], "each once"
 
 
-def test_a_point_has_one_name_whoever_makes_it() -> None:
+def test_point_name_is_deterministic() -> None:
     assert point_name(("zero=stage1", "parallel.tensor=2")).startswith("zero-stage1-tensor-2-")
     assert (
         point_name(("zero=stage1", "parallel.tensor=2"))[-8:]
@@ -152,14 +149,14 @@ def test_a_point_has_one_name_whoever_makes_it() -> None:
 @pytest.mark.parametrize(
     "text", ["/a/b", "/a b/c", "/it's", "/back\\slash", "/ends\\", "/x\\'y", "/a=b,c", '/"', "/$HOME"]
 )
-def test_a_quoted_path_arrives_as_it_is(text: str) -> None:
+def test_quoted_path_is_preserved(text: str) -> None:
     assert compose(["+exp=quickstart", f"run.dir={quoted(text)}"]).run.dir == text
 
 
-# -- what is left out
+# -- refused points
 
 
-def test_points_are_planned_and_refused_ones_have_their_reason(tmp_path: Path) -> None:
+def test_refused_points_have_reasons(tmp_path: Path) -> None:
     found = points(
         "+exp=quickstart", "zero=stage1", "parallel.tensor=1,3", "cluster.cpu_ranks=2", folder=tmp_path
     )
@@ -174,8 +171,8 @@ def test_points_are_planned_and_refused_ones_have_their_reason(tmp_path: Path) -
     assert own.plan.config.monitor.group == "mine"
 
 
-def test_what_the_plan_says_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    """By the same rule as everywhere."""
+def test_point_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """The same rule as for a single run."""
     words = (
         "+exp=llama_8b_zero3_offload",
         "offload=none",
@@ -195,7 +192,7 @@ def test_what_the_plan_says_does_not_fit_is_left_out(tmp_path: Path) -> None:
     assert points(*words, machine=roomy, folder=tmp_path)[0].plan is not None, "it is the memory that decides"
 
 
-def test_what_the_cluster_would_refuse_is_left_out_too(tmp_path: Path) -> None:
+def test_point_that_the_backend_rejects_is_refused(tmp_path: Path) -> None:
     words = (
         "+exp=quickstart",
         "cluster=kubernetes",
@@ -208,8 +205,8 @@ def test_what_the_cluster_would_refuse_is_left_out_too(tmp_path: Path) -> None:
     assert "cluster.kubernetes.image" in without.reason
 
 
-def test_words_that_mean_something_else_by_now_do_not_go_on_with_the_sweep(tmp_path: Path) -> None:
-    """The points of one table are of one sweep: those that are done would not be run again."""
+def test_changed_experiment_file_is_rejected(tmp_path: Path) -> None:
+    """All points of a table belong to one sweep, since points that are done do not run again."""
     (tmp_path / "exp").mkdir()
     experiment = tmp_path / "exp" / "mine.yaml"
     experiment.write_text("# @package _global_\ntrain:\n  seed: 1\n")
@@ -238,7 +235,7 @@ def test_words_that_mean_something_else_by_now_do_not_go_on_with_the_sweep(tmp_p
     assert "sweep.dir=FOLDER" in problem.remedy
 
 
-def test_the_memory_of_the_host_counts_on_the_cpu(tmp_path: Path) -> None:
+def test_cpu_points_need_host_memory(tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.cpu_ranks=2")
     needed = points(*words, folder=tmp_path)[0].plan.memory.device_total * 2
     assert (
@@ -248,11 +245,11 @@ def test_the_memory_of_the_host_counts_on_the_cpu(tmp_path: Path) -> None:
     assert "keep in host memory fits there" in crowded.reason
 
 
-# -- Hydra's seams
+# -- Hydra
 
 
 class HalvingSweeper(Sweeper):
-    """Asks for one learning rate after another, each half of the last, as long as the number falls."""
+    """A sweeper that halves the learning rate as long as the result improves."""
 
     def __init__(self, start: float) -> None:
         self.start = start
@@ -276,10 +273,8 @@ class HalvingSweeper(Sweeper):
             rate, best, index = rate / 2, returned.return_value, index + 1
 
 
-def test_another_sweeper_gets_the_numbers_of_its_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    HalvingSweeper.__module__ = "hydra_plugins.halving"  # as an installed one
+def test_custom_sweeper_receives_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    HalvingSweeper.__module__ = "hydra_plugins.halving"  # like an installed plugin
     monkeypatch.setitem(sys.modules, "hydra_plugins.halving", sys.modules[__name__])
     Plugins.instance().register(HalvingSweeper)
     node = {"_target_": "hydra_plugins.halving.HalvingSweeper", "start": 0.8}
@@ -297,7 +292,7 @@ def test_another_sweeper_gets_the_numbers_of_its_points(
     assert words.swept(("+exp=quickstart", "optim.lr=0.8")) == ("optim.lr=0.8",)
 
 
-def test_hydra_finds_the_launcher_and_other_programs_are_told_that_it_is_not_theirs() -> None:
+def test_hydra_finds_the_launcher_plugin() -> None:
     [own] = [found for found in Plugins.instance().discover(Launcher) if found.__name__ == "ToolkitLauncher"]
     assert own.__module__ == "hydra_plugins.toolkit_launcher"
     launcher: Any = own()
@@ -305,7 +300,7 @@ def test_hydra_finds_the_launcher_and_other_programs_are_told_that_it_is_not_the
         launcher.setup(hydra_context=None, task_function=lambda config: None, config=None)
 
 
-def test_no_rank_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_under_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ANSWER_SECONDS", 0.0)
     refuse_launcher(Launch(), ["-m"])
     with pytest.raises(ConfigError, match=r"write python launch/train\.py -m optim\.lr=1,2"):

@@ -1,4 +1,4 @@
-"""Points of a sweep for tests, as Hydra's sweeper and the planner make them."""
+"""Points of a sweep for tests, created by Hydra's sweeper and the planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EIGHT = MachineInfo(cores=64, gpus=H100S, host_memory_bytes=2**40)
 
 
 def batches(*typed: str, folder: Path = Path("sweeps/x")) -> list[list[tuple[str, ...]]]:
-    """What Hydra's sweeper makes of the words."""
+    """Return the batches that Hydra's sweeper creates from the arguments."""
     made: list[list[tuple[str, ...]]] = []
     run_sweeper(
         read_sweep(["-m", *typed]),
@@ -29,7 +29,7 @@ def batches(*typed: str, folder: Path = Path("sweeps/x")) -> list[list[tuple[str
 
 
 def points(*typed: str, machine: MachineInfo = LAPTOP, folder: Path) -> list[Any]:
-    """Made once for the same words and machine: composing takes a tenth of a second a point."""
+    """Create points, cached because composing takes a tenth of a second per point."""
     if (typed, machine) not in MADE:
         words = read_sweep(["-m", *typed])
         MADE[typed, machine] = make_points(

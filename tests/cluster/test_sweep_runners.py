@@ -1,7 +1,4 @@
-"""Who carries points out: what they take of a machine, and jobs in a queue.
-
-pytest tests/cluster/test_carriers.py
-"""
+"""Sweep runners: reserving resources of a machine, and jobs in a queue."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.sweeping import EIGHT, GIB, LAPTOP, TRAIN, points
+from tests.cluster.sweep_points import EIGHT, GIB, LAPTOP, TRAIN, points
 from toolkit.cluster import backends
-from toolkit.cluster.job import TrainingJob, JobId, JobState
+from toolkit.cluster.job import JobId, JobState, TrainingJob
 from toolkit.cluster.sweep import runners as carriers
-from toolkit.cluster.sweep.runners import LocalRunner, QueueRunner
 from toolkit.cluster.sweep.resources import ResourcePool, compute_resources
+from toolkit.cluster.sweep.runners import LocalRunner, QueueRunner
 from toolkit.config.cluster import Where
 from toolkit.errors import InputError, Problem
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
-# -- room on a machine
+# -- resources of a machine
 
 
-def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
+def test_points_use_distinct_gpus(tmp_path: Path) -> None:
     [point] = points(
         "+exp=quickstart", "cluster.gpus_per_node=3", "train.global_batch=24", machine=EIGHT, folder=tmp_path
     )
@@ -53,10 +50,11 @@ def test_points_share_gpus_and_never_the_same_one(tmp_path: Path) -> None:
     assert slots.acquire(need) is not None
 
 
-def test_what_an_orphan_uses_stays_taken(tmp_path: Path) -> None:
+def test_orphan_keeps_its_resources_reserved(tmp_path: Path) -> None:
     slots = ResourcePool(EIGHT, tmp_path)
     need = replace(
-        compute_resources(points("+exp=quickstart", machine=EIGHT, folder=tmp_path)[0].plan, EIGHT, 1), host_bytes=0
+        compute_resources(points("+exp=quickstart", machine=EIGHT, folder=tmp_path)[0].plan, EIGHT, 1),
+        host_bytes=0,
     )
     place = slots.acquire(need)
     assert place is not None
@@ -69,7 +67,7 @@ def test_what_an_orphan_uses_stays_taken(tmp_path: Path) -> None:
     assert slots.acquire(need) is not None
 
 
-def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> None:
+def test_failed_start_releases_resources(tmp_path: Path) -> None:
     [point] = points("+exp=quickstart", machine=EIGHT, folder=tmp_path)
     (tmp_path / "file").touch()
     plan = replace(point.plan, run_dir=str(tmp_path / "file" / "run"))
@@ -80,22 +78,26 @@ def test_a_point_that_cannot_be_started_gives_its_place_back(tmp_path: Path) -> 
     assert slots.acquire(compute_resources(point.plan, EIGHT, 1)) is not None, "all eight are free"
 
 
-def test_the_locks_of_another_user_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_folder_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ResourcePool(EIGHT, tmp_path)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(InputError, match="belongs to user"):
         ResourcePool(EIGHT, tmp_path)
 
 
-def test_cores_are_shared_and_memory_counted(tmp_path: Path) -> None:
+def test_cpu_points_share_cores_and_host_memory(tmp_path: Path) -> None:
     one, two = points("+exp=quickstart", "engine.name=deepspeed", "cluster.cpu_ranks=1,2", folder=tmp_path)
     assert [compute_resources(one.plan, LAPTOP, count).cores for count in (1, 2, 4, 8)] == [4, 2, 1, 1]
     assert [compute_resources(two.plan, LAPTOP, count).cores for count in (1, 2, 4)] == [4, 2, 2]
-    assert (compute_resources(two.plan, LAPTOP, 2).threads, compute_resources(one.plan, LAPTOP, 2).threads) == (1, 2)
+    assert (
+        compute_resources(two.plan, LAPTOP, 2).threads,
+        compute_resources(one.plan, LAPTOP, 2).threads,
+    ) == (1, 2)
     [written] = points("+exp=quickstart", "debug.threads=3", folder=tmp_path)
-    assert (compute_resources(written.plan, LAPTOP, 4).cores, compute_resources(written.plan, LAPTOP, 4).threads) == (3, 3)
+    assert (
+        compute_resources(written.plan, LAPTOP, 4).cores,
+        compute_resources(written.plan, LAPTOP, 4).threads,
+    ) == (3, 3)
     need = replace(compute_resources(one.plan, LAPTOP, 4), cores=0, host_bytes=9 * GIB)
     slots = ResourcePool(LAPTOP, tmp_path / "slots")
     assert slots.acquire(need) is not None
@@ -103,11 +105,11 @@ def test_cores_are_shared_and_memory_counted(tmp_path: Path) -> None:
     assert slots.acquire(replace(need, host_bytes=7 * GIB)) is not None
 
 
-# -- points in a queue
+# -- queued points
 
 
 class Queue:
-    """A backend whose jobs are as the test says."""
+    """A backend whose job states are set by the test."""
 
     def __init__(self) -> None:
         self.submitted: list[TrainingJob] = []
@@ -132,7 +134,7 @@ class Queue:
         self.cancelled.append(id)
 
 
-def test_a_job_of_a_queue_is_handed_over_once_and_is_over_by_its_own_word(
+def test_queued_point_is_submitted_once_and_ends_by_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = Queue()

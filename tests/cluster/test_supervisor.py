@@ -1,7 +1,4 @@
-"""Who is the parent of ranks.
-
-pytest tests/cluster/test_parent.py
-"""
+"""Which processes supervise ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from toolkit.plan.types import Device, World
         (Launcher.DEEPSPEED, 1, 3, False),
     ],
 )
-def test_plain_python_is_a_parent_and_nobody_else(
+def test_only_plain_python_supervises_ranks(
     launcher: Launcher, ranks: int, restarts: int, answer: bool
 ) -> None:
     world = World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU)

@@ -1,7 +1,4 @@
-"""The doctor's doing: questions in bounded time, what one machine says, clocks through a store.
-
-pytest tests/cluster/test_doctor_looks.py
-"""
+"""Running the doctor's checks: timeouts, reports of several machines, and clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +21,15 @@ import pytest
 from toolkit.cluster.doctor import clocks, disk, host
 from toolkit.cluster.doctor.preflight import CHECKS, MachinesTimedOut, gather_reports, run_checks
 from toolkit.cluster.doctor.timeout import TimedResult, call_with_timeout
-from toolkit.cluster.doctor.types import DoctorCheck, CheckFinding, MachineReport, RunRequirements, CheckVerdict, fail, ok
+from toolkit.cluster.doctor.types import (
+    CheckFinding,
+    CheckVerdict,
+    DoctorCheck,
+    MachineReport,
+    RunRequirements,
+    fail,
+    ok,
+)
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.rendezvous import Rendezvous
 from toolkit.config.schema import EngineName
@@ -49,7 +54,7 @@ def broken() -> NoReturn:
     raise OSError("Stale file handle")
 
 
-def test_an_answer() -> None:
+def test_timed_call_returns_value_or_problem() -> None:
     assert call_with_timeout(lambda: {"a": [1, None]}, 5) == TimedResult({"a": [1, None]})
     assert call_with_timeout(broken, 5) == TimedResult(problem="OSError: Stale file handle")
     assert call_with_timeout(lambda: os._exit(3), 5) == TimedResult(
@@ -59,16 +64,16 @@ def test_an_answer() -> None:
         call_with_timeout(lambda: os.kill(os.getpid(), signal.SIGKILL), 5).problem
         == "the process that asked ended with -9"
     )
-    assert len(call_with_timeout(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe holds
+    assert len(call_with_timeout(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe buffers
 
 
-def test_a_question_that_hangs_is_left_behind_and_its_process_ended() -> None:
+def test_hanging_call_is_killed() -> None:
     path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     before = set(path.read_text().split())
     began = time.monotonic()
     assert call_with_timeout(lambda: time.sleep(60), 0.3).hangs
     assert time.monotonic() - began < 5
-    for _ in range(100):  # killed, and collected here
+    for _ in range(100):  # killed, and reaped here
         left = set(path.read_text().split()) - before
         if all(_gone(int(pid)) for pid in left):
             return
@@ -88,14 +93,14 @@ print(call_with_timeout(lambda: time.sleep(20), 0.3).hangs)
 """
 
 
-def test_a_process_that_is_left_behind_does_not_hold_up_who_reads_the_output() -> None:
+def test_abandoned_process_does_not_block_output_pipe() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=15, check=True
     )
     assert done.stdout.strip() == "True"
 
 
-def test_measuring_a_disk_that_hangs_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_disk_measurement_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: time.sleep(60))
     assert call_with_timeout(partial(disk.measure, replace(NEED, run_dir=tmp_path)), 1.0).hangs
     assert not list(tmp_path.iterdir())
@@ -108,7 +113,7 @@ print(*call_with_timeout(lambda: measure_arguments(None), 10).value, sep="\\n")
 """
 
 
-def test_a_secret_is_found_once_and_in_the_commands_above_too() -> None:
+def test_secrets_of_parent_commands_are_reported_once() -> None:
     inner = [sys.executable, "-c", ABOVE, "HF_TOKEN=hf_" + "a" * 34]
     outer = ["sh", "-c", '"$@"; true', "sh", *inner, "data.path=https://user:word@host/x"]
     done = subprocess.run(outer, capture_output=True, text=True, timeout=60, check=True)
@@ -133,26 +138,26 @@ CHECK = DoctorCheck(
     measure=lambda need: "well",
     judge=judge,
     seconds=5,
-    stuck="restart the server",
+    hang_remedy="restart the server",
     traits=lambda facts: {"one": facts},
 )
 
 
-def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
+def test_checks_run_concurrently_despite_a_hanging_one() -> None:
     slow = replace(CHECK, measure=lambda need: time.sleep(0.5) or "well")
-    hanging = replace(CHECK, name="nfs", measure=lambda need: time.sleep(60), seconds=0.7)
+    hang_verdict = replace(CHECK, name="nfs", measure=lambda need: time.sleep(60), seconds=0.7)
     began = time.monotonic()
     report = run_checks(
         NEED,
         3,
         [
-            hanging,
+            hang_verdict,
             *[slow] * 4,
             replace(CHECK, measure=lambda need: broken()),
             replace(CHECK, measure=lambda need: "ill"),
         ],
     )
-    assert time.monotonic() - began < 5  # one after the other it would not be four seconds alone
+    assert time.monotonic() - began < 5  # sequentially, this would take at least four seconds
     assert [finding.verdict for finding in report.findings] == [
         CheckVerdict.FAIL,
         *[CheckVerdict.OK] * 4,
@@ -167,7 +172,7 @@ def test_checks_run_side_by_side_and_one_that_hangs_holds_up_no_other() -> None:
     assert (report.node, report.traits) == (3, {"one": "ill"})
 
 
-def test_this_machine_has_an_answer_to_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_check_succeeds_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
     report = run_checks(replace(NEED, run_dir=tmp_path, serves_port=0))
     assert {finding.check for finding in report.findings} == {check.name for check in CHECKS}
@@ -180,7 +185,7 @@ def test_this_machine_has_an_answer_to_every_check(tmp_path: Path, monkeypatch: 
 
 
 class Messages:
-    """Of a meeting, as rank 0 sees it; nobody is waited for."""
+    """A rendezvous as seen by rank 0, which never waits."""
 
     def __init__(self, **said: object) -> None:
         self.said = dict(said)
@@ -194,13 +199,15 @@ class Messages:
         return [self.said[name] for name in names]
 
 
-def test_a_machine_that_is_silent_is_named_and_the_others_are_heard() -> None:
+def test_missing_machine_is_named_and_other_reports_are_kept() -> None:
     own, other = (
         MachineReport(node=node, host=f"node{node}", findings=(ok("fine"),), traits={}) for node in (0, 2)
     )
     meeting = cast(Rendezvous, Messages(**{"doctor/machine/2": other.to_json()}))
     launch = Launch(ranks=6, ranks_per_node=2)
-    with pytest.raises(MachinesTimedOut, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s") as caught:
+    with pytest.raises(
+        MachinesTimedOut, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s"
+    ) as caught:
         gather_reports(own, launch, meeting, 9)
     assert caught.value.reports == [own, other]
     meeting.publish("doctor/machine/1", replace(other, node=1).to_json())
@@ -212,7 +219,7 @@ def test_a_machine_that_is_silent_is_named_and_the_others_are_heard() -> None:
 
 
 class Store:
-    """Of one process: what a rank sets, another one waits for."""
+    """A store within one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -232,7 +239,7 @@ class Store:
 
 
 @pytest.mark.parametrize("skew", [0.0, 2.5, -700.0])
-def test_a_clock_that_is_wrong_is_found(skew: float) -> None:
+def test_wrong_clock_is_detected(skew: float) -> None:
     store = Store()
     with ThreadPoolExecutor(1) as threads:
         told = threads.submit(clocks.serve_time, store, 1)
@@ -242,8 +249,10 @@ def test_a_clock_that_is_wrong_is_found(skew: float) -> None:
     assert 0 < found.error_seconds < 1
 
 
-def test_the_fastest_round_counts() -> None:
-    """Times of the asking machine: rounds of 0.8, 0.1, 0.8 ... s, and the first machine's clock stands at 100."""
+def test_fastest_clock_round_counts() -> None:
+    """Clock readings of the requester with rounds of 0.8, 0.1, 0.8 s ...; the first machine's clock stays at
+    100.
+    """
     spans = [0.8, 0.1, 0.8, 0.8, 0.8]
     times: Queue[float] = Queue()
     for span in spans:
@@ -258,7 +267,7 @@ def test_the_fastest_round_counts() -> None:
         times.get_nowait()
 
 
-def test_a_machine_waits_longer_for_its_turn_than_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_clock_round_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "ANSWER_SECONDS", 2.0)
     store = Store()
     with ThreadPoolExecutor(1) as threads:
@@ -268,7 +277,7 @@ def test_a_machine_waits_longer_for_its_turn_than_for_an_answer(monkeypatch: pyt
         assert asks.result(10).error_seconds < 1
 
 
-def test_a_machine_that_does_not_ask_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "ANSWER_SECONDS", 0.1)
     with pytest.raises(TimeoutError):
         clocks.serve_time(Store(), 1)

@@ -1,7 +1,4 @@
-"""Which interface gloo is told to use on several machines.
-
-pytest tests/cluster/test_interface.py
-"""
+"""Choice of gloo's interface on several machines."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import ADDRESSES, two_nodes
+from tests.cluster.simulated_nodes import ADDRESSES, two_nodes
 from toolkit.cluster import network_interface as interface
 from toolkit.cluster.environment import Launch, set_defaults
-from toolkit.cluster.network_interface import find_interface_to
 from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.network_interface import find_interface_to
 from toolkit.plan.types import Device, World
 
 TWO = World(ranks=2, ranks_per_node=1, device=Device.CPU)
@@ -24,7 +21,7 @@ LOOPBACK, LINK = ["127.0.0.1", "::1"], ["10.0.0.5", "fe80::1"]
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list[str]) -> None:
-    """A machine with these interfaces, whose way to where ranks meet begins at the address ``way``."""
+    """A machine with these interfaces, whose route to the rendezvous starts at address ``way``."""
     monkeypatch.setattr(
         interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None
     )
@@ -41,14 +38,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list
             "127.0.1.1",
             {"lo": LOOPBACK, "eth0": LINK},
             "eth0",
-        ),  # the first node's own name, as Debian's /etc/hosts has it
-        ("127.0.1.1", {"lo": LOOPBACK, "eth0": LINK, "eth1": ["192.168.0.5"]}, None),  # either may be meant
-        ("127.0.1.1", {"lo": LOOPBACK, "eth0": ["fe80::1"]}, None),  # that one has no address of its own
+        ),  # the first node's own name, as in Debian's /etc/hosts
+        ("127.0.1.1", {"lo": LOOPBACK, "eth0": LINK, "eth1": ["192.168.0.5"]}, None),  # ambiguous
+        ("127.0.1.1", {"lo": LOOPBACK, "eth0": ["fe80::1"]}, None),  # no address of its own
         (None, {"lo": LOOPBACK, "eth0": LINK}, None),  # the name does not resolve
         ("10.0.0.9", {"lo": LOOPBACK, "eth0": LINK}, None),
     ],
 )
-def test_it_is_the_way_to_where_the_ranks_meet(
+def test_interface_routes_to_the_rendezvous(
     monkeypatch: pytest.MonkeyPatch, way: str | None, interfaces: dict[str, list[str]], expected: str | None
 ) -> None:
     machine(monkeypatch, way, **interfaces)
@@ -56,14 +53,12 @@ def test_it_is_the_way_to_where_the_ranks_meet(
 
 
 @pytest.mark.parametrize(("address", "way"), [("127.0.0.1", "127.0.0.1"), ("localhost", "::1")])
-def test_nodes_of_one_machine_meet_at_its_loopback(
-    monkeypatch: pytest.MonkeyPatch, address: str, way: str
-) -> None:
+def test_nodes_on_one_machine_use_loopback(monkeypatch: pytest.MonkeyPatch, address: str, way: str) -> None:
     machine(monkeypatch, way, eth0=LINK, lo=LOOPBACK)
     assert find_interface_to(address) == "lo"
 
 
-def test_what_the_user_wrote_stays_and_one_machine_needs_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_interface_is_kept_and_single_node_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "10.0.0.5", lo=LOOPBACK, eth0=LINK)
     for environ, world, expected in (
         ({}, TWO, "eth0"),
@@ -74,7 +69,7 @@ def test_what_the_user_wrote_stays_and_one_machine_needs_no_way(monkeypatch: pyt
         assert environ["GLOO_SOCKET_IFNAME"] == expected
 
 
-def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_name_gives_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -82,9 +77,14 @@ def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_interface_to("first") is None
 
 
-def test_on_two_machines_without_names(tmp_path: Path) -> None:
-    """On the first node the way to its own address is the loopback's, and the interface that has it is another one."""
-    code = "import sys; from toolkit.cluster.network_interface import interface_to; print(interface_to(sys.argv[1]), interface_to(sys.argv[2]))"
+def test_interface_on_two_nodes_without_names(tmp_path: Path) -> None:
+    """On the first node, the route to its own address uses loopback, but another interface owns the
+    address.
+    """
+    code = (
+        "import sys; from toolkit.cluster.network_interface import find_interface_to as find\n"
+        "print(find(sys.argv[1]), find(sys.argv[2]))"
+    )
     with two_nodes(tmp_path) as nodes:
         for node in nodes:
             assert node.run(sys.executable, "-c", code, ADDRESSES[0], "127.0.1.1").split() == ["wire", "wire"]

@@ -1,7 +1,4 @@
-"""A job on this machine is a process in the background, known by its number and its start.
-
-pytest tests/cluster/test_local.py
-"""
+"""Jobs on this machine: a background process identified by its PID and start time."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import pytest
 
 from toolkit.cluster import submission
 from toolkit.cluster.backends import local
-from toolkit.cluster.job import TrainingJob, JobId, JobState, create_job, plan_job
+from toolkit.cluster.job import JobId, JobState, TrainingJob, create_job, plan_job
 from toolkit.cluster.machine_info import MachineInfo
 from toolkit.config.cluster import Where
 from toolkit.config.compose import compose
@@ -43,9 +40,10 @@ def until_printed(job: TrainingJob, text: str) -> None:
         time.sleep(0.02)
 
 
-def test_it_runs_on_by_itself_and_ends_when_it_is_cancelled(job: TrainingJob) -> None:
+def test_local_job_runs_detached_until_cancelled(job: TrainingJob) -> None:
     job, id = submission.submit(job)
-    assert os.getsid(int(id.id.partition(":")[0])) != os.getsid(0)  # the terminal's end is not its own
+    # a hangup of the terminal does not reach it
+    assert os.getsid(int(id.id.partition(":")[0])) != os.getsid(0)
     until_printed(job, f"--frozen={job.config_file}")
     assert local.state(id) is JobState.RUNNING
     local.cancel(id)
@@ -54,14 +52,14 @@ def test_it_runs_on_by_itself_and_ends_when_it_is_cancelled(job: TrainingJob) ->
     while local.state(id) is not JobState.ENDED:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    local.cancel(id)  # nothing is left to end
+    local.cancel(id)  # already ended
 
 
-def test_a_later_process_of_the_same_number_is_another_job() -> None:
+def test_reused_pid_is_another_job() -> None:
     assert local.state(JobId(Where.local, f"{os.getpid()}:1")) is JobState.ENDED
 
 
-def test_a_folder_that_cannot_be_made_is_told(job: TrainingJob, tmp_path: Path) -> None:
+def test_unwritable_job_folder_is_reported(job: TrainingJob, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="Not a directory"):
         submission.submit(replace(job, run_dir=str(tmp_path / "file" / "run")))

@@ -1,7 +1,4 @@
-"""What clouds say before they take a machine away, by servers on loopback that answer as theirs do.
-
-pytest tests/cluster/test_notice.py
-"""
+"""Preemption notices, with local servers that respond like the clouds' metadata services."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
 
 
 class Metadata:
-    """A server of one answer a path: (text, the headers that have to come with the question). Others are 404."""
+    """A server with one response per path: (text, required request headers). Other paths return 404."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[str, Mapping[str, str]]] = {}
@@ -60,15 +57,17 @@ def metadata() -> Iterator[Metadata]:
     served.http.server_close()
 
 
-def test_google_says_true(metadata: Metadata) -> None:
+def test_gce_notice(metadata: Metadata) -> None:
     path = "/computeMetadata/v1/instance/preempted"
     metadata.answers[path] = ("FALSE", {"Metadata-Flavor": "Google"})
     assert notice.poll_gce(metadata_client(metadata.url), NOW) is None
     metadata.answers[path] = ("TRUE", {"Metadata-Flavor": "Google"})
-    assert notice.poll_gce(metadata_client(metadata.url), NOW) == PreemptionNotice("Google Cloud preempts this machine", 30)
+    assert notice.poll_gce(metadata_client(metadata.url), NOW) == PreemptionNotice(
+        "Google Cloud preempts this machine", 30
+    )
 
 
-def test_aws_says_when_and_wants_a_token(metadata: Metadata) -> None:
+def test_aws_notice_uses_a_token_and_a_time(metadata: Metadata) -> None:
     path = "/latest/meta-data/spot/instance-action"
     metadata.answers["/latest/api/token"] = ("secret", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
     assert notice.poll_aws(metadata_client(metadata.url), NOW) is None
@@ -82,7 +81,7 @@ def test_aws_says_when_and_wants_a_token(metadata: Metadata) -> None:
     assert metadata.asked[:2] == ["PUT /latest/api/token", f"GET {path}"]
 
 
-def test_azure_says_it_of_all_machines_and_one_is_this(metadata: Metadata) -> None:
+def test_azure_notice_is_filtered_by_machine(metadata: Metadata) -> None:
     events = "/metadata/scheduledevents?api-version=2020-07-01"
     event = {
         "EventType": "Preempt",
@@ -99,22 +98,25 @@ def test_azure_says_it_of_all_machines_and_one_is_this(metadata: Metadata) -> No
     assert notice.poll_azure(metadata_client(metadata.url), NOW) is None
     event["Resources"] = ["other", "mine"]
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
-    assert notice.poll_azure(metadata_client(metadata.url), NOW) == PreemptionNotice("Azure announces Preempt for this machine", 45)
-    event["EventType"] = "Freeze"  # it goes on by itself some seconds later
+    assert notice.poll_azure(metadata_client(metadata.url), NOW) == PreemptionNotice(
+        "Azure announces Preempt for this machine", 45
+    )
+    event["EventType"] = "Freeze"  # it recovers some seconds later
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
     assert notice.poll_azure(metadata_client(metadata.url), NOW) is None
 
 
-def test_a_notice_is_a_request_to_stop_with_its_own_time(
+def test_notice_requests_a_stop_with_its_deadline(
     metadata: Metadata, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", metadata.url)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there: metadata go past proxies
+    # a proxy that does not exist: metadata requests bypass proxies
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     stop = StopRequest()
     stop._grace_seconds = 3600
     watch_preemption(Notice.gce, stop.request, poll_seconds=0.02)
     deadline = time.monotonic() + 10
-    while len(metadata.asked) < 3 and time.monotonic() < deadline:  # 404 each time: no notice
+    while len(metadata.asked) < 3 and time.monotonic() < deadline:  # always 404: no notice
         time.sleep(0.01)
     assert stop() is None
     assert stop.seconds_left() is None
@@ -128,7 +130,7 @@ def test_a_notice_is_a_request_to_stop_with_its_own_time(
     assert capfd.readouterr().err == "Google Cloud preempts this machine: 30 s are left, and the run stops\n"
 
 
-def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(
+def test_failing_metadata_server_is_logged_once_and_polled_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", "http://127.0.0.1:9")
@@ -141,7 +143,7 @@ def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(
     assert told.count("no notice can be had of aws (cluster.notice)") == 1
 
 
-def test_nobody_is_asked_without_being_told_to(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_polling_without_a_cloud(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", metadata.url)
     before = threading.active_count()
     watch_preemption(Notice.none, lambda words, seconds: None, poll_seconds=0.01)

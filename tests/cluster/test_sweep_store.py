@@ -1,7 +1,4 @@
-"""What is kept of a sweep: who has a point, how it is, what points are compared by, and how that is shown.
-
-pytest tests/cluster/test_record.py
-"""
+"""The sweep store: claims, results, comparison of points, and the report."""
 
 from __future__ import annotations
 
@@ -15,25 +12,25 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.cluster.sweeping import points
-from toolkit.cluster.sweep.store import PointState, SweepStore, PointRow, read_metric, read_result
-from toolkit.cluster.sweep.report import group_reasons, rank_rows, format_table
+from tests.cluster.sweep_points import points
+from toolkit.cluster.sweep.report import format_table, group_reasons, rank_rows
+from toolkit.cluster.sweep.store import PointRow, PointState, SweepStore, read_metric, read_result
 from toolkit.config.compose import compose
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, ExitCode
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
-# -- who has a point, and how it is
+# -- claims and results
 
 
-def test_a_claim_is_of_one_process_and_of_nobody_when_it_dies(tmp_path: Path) -> None:
+def test_claim_is_exclusive_and_released_on_death(tmp_path: Path) -> None:
     record = SweepStore(tmp_path)
     record.initialize("id", ["zero=stage1"], SweepSection())
     code = f"""
 from pathlib import Path
-from toolkit.cluster.sweep.store import Record
-assert Record(Path({str(tmp_path)!r})).claim("point") is not None
+from toolkit.cluster.sweep.store import SweepStore
+assert SweepStore(Path({str(tmp_path)!r})).claim("point") is not None
 print("taken", flush=True)
 input()
 """
@@ -47,7 +44,7 @@ input()
     assert record.claim("point") is not None
 
 
-def test_two_records_keep_each_others_points(tmp_path: Path) -> None:
+def test_concurrent_stores_keep_each_others_points(tmp_path: Path) -> None:
     first, second = SweepStore(tmp_path), SweepStore(tmp_path)
     for record in (first, second):
         record.initialize("id", ["zero=stage1"], SweepSection())
@@ -76,7 +73,7 @@ def test_two_records_keep_each_others_points(tmp_path: Path) -> None:
     first.check_owner("id", ["zero=stage1"])
 
 
-def test_a_process_without_a_word_of_its_own_is_not_told_by_an_older_one(tmp_path: Path) -> None:
+def test_silent_process_does_not_inherit_an_older_status(tmp_path: Path) -> None:
     [point] = points("+exp=quickstart", folder=tmp_path)
     directory = RunDirectory(tmp_path / point.name)
     directory.path.mkdir()
@@ -94,7 +91,7 @@ def test_a_process_without_a_word_of_its_own_is_not_told_by_an_older_one(tmp_pat
     assert (killed.state, killed.reason, killed.step) == (PointState.FAILED, "ended by signal 9", 3)
 
 
-def test_a_diverged_point_is_told_apart_from_a_failed_one(tmp_path: Path) -> None:
+def test_diverged_point_differs_from_failed_one(tmp_path: Path) -> None:
     [point] = points("+exp=quickstart", folder=tmp_path)
     directory = RunDirectory(tmp_path / point.name)
     directory.path.mkdir()
@@ -109,7 +106,7 @@ def test_a_diverged_point_is_told_apart_from_a_failed_one(tmp_path: Path) -> Non
     assert read_result(point, tmp_path, None, silent="exit code 1").state is PointState.FAILED
 
 
-def test_the_number_that_points_are_compared_by(tmp_path: Path) -> None:
+def test_read_metric(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     config = compose(["+exp=quickstart", "eval.sets=[validation,other]", "eval.every=2"])
     assert read_metric(directory, config, None) is None
@@ -132,7 +129,7 @@ def test_the_number_that_points_are_compared_by(tmp_path: Path) -> None:
     assert read_metric(directory, config, None) is None, "a run that diverged is not the best one"
 
 
-def test_best_first() -> None:
+def test_rank_rows() -> None:
     row = PointRow(name="", swept=[], words=[], run_dir="", state=PointState.DONE)
     rows = [
         replace(row, name="refused", state=PointState.REFUSED),
@@ -145,10 +142,10 @@ def test_best_first() -> None:
     assert [row.name for row in rank_rows(rows, maximize=True)] == ["2", "1", "none", "failed", "refused"]
 
 
-# -- shown
+# -- report
 
 
-def test_reasons_are_told_once_each() -> None:
+def test_group_reasons() -> None:
     row = PointRow(name="", swept=[], words=[], run_dir="", state=PointState.REFUSED)
     rows = [
         replace(row, swept=[f"a={number}"], reason="odd" if number % 2 else "even\neven so")
@@ -170,7 +167,7 @@ def test_reasons_are_told_once_each() -> None:
     ]
 
 
-def test_the_table_can_be_read_in_a_narrow_terminal() -> None:
+def test_table_fits_a_narrow_terminal() -> None:
     row = PointRow(
         name="",
         swept=["zero=stage1", "optim.lr=0.001"],

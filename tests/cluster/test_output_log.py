@@ -1,7 +1,4 @@
-"""What is printed is logged, without what a terminal overwrites.
-
-pytest tests/cluster/test_log.py
-"""
+"""Output is copied to the log, except for what a terminal overwrites."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from toolkit.cluster.output_log import tee_output
 from toolkit.progress import Progress, Tee
 
 
-def test_the_stream_gets_all_and_the_log_what_stays() -> None:
+def test_log_omits_overwritten_text() -> None:
     stream, log = io.StringIO(), io.StringIO()
     tee = Tee(stream, log)
     for text in ("step 1\n", "\x1b[1A\x1b[2K 10% ", "\r20%", "\x1b[32mdone\x1b[0m\n"):
@@ -27,7 +24,7 @@ def test_the_stream_gets_all_and_the_log_what_stays() -> None:
 
 
 class Calls(io.StringIO):
-    """Keeps what each call wrote."""
+    """Records each write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +35,8 @@ class Calls(io.StringIO):
         return len(text)
 
 
-def test_a_printed_line_is_written_in_one_call() -> None:
-    """Else what another thread or rank writes comes between the text and the end of its line."""
+def test_line_is_written_in_one_call() -> None:
+    """Otherwise output of another thread or rank could end up between a text and its newline."""
     stream = Calls()
     tee = Tee(stream, io.StringIO())
     print("a line", 1, file=tee)
@@ -54,9 +51,7 @@ class Screen(io.StringIO):
         return True
 
 
-def test_lines_above_a_live_display_are_in_the_log_and_the_display_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_live_display_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     screen, log = Screen(), io.StringIO()
@@ -77,7 +72,7 @@ def test_lines_above_a_live_display_are_in_the_log_and_the_display_is_not(
     assert "━" in shown.splitlines()[-2], "the last state of the bar stays"
 
 
-def test_both_streams_are_added_to_the_file(
+def test_stdout_and_stderr_are_appended_to_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import sys

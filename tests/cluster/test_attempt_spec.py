@@ -1,7 +1,4 @@
-"""The frozen start survives both of its carriers whole.
-
-pytest tests/cluster/test_start.py
-"""
+"""The attempt spec survives both transports unchanged."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ START = AttemptSpec(
 )
 
 
-def test_through_the_store() -> None:
+def test_spec_survives_the_store() -> None:
     again = AttemptSpec.from_json(json.loads(json.dumps(START.to_json())))
     assert again == START
     assert again.world.device is Device.CUDA
 
 
-def test_through_a_file(tmp_path: Path) -> None:
+def test_spec_survives_a_file(tmp_path: Path) -> None:
     START.write(tmp_path / "handover.json")
     assert AttemptSpec.read(tmp_path / "handover.json") == START

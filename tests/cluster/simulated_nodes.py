@@ -1,14 +1,14 @@
-"""Two machines made of one: namespaces for network, mounts, processes and host name, joined by one cable that a test can pull.
+"""Simulate two machines with namespaces for network, mounts, processes and host names, joined by a virtual
+cable.
 
-    with two_nodes(tmp_path) as nodes:
-        with nodes[0].start(argv) as first, nodes[1].start(argv) as second: ...
-        nodes.cable(up=False)
+    with two_nodes(tmp_path) as nodes: with nodes[0].start(argv) as first, nodes[1].start(argv) as second: ...
+    nodes.cable(up=False)
 
-Each node has its own addresses, host name, process numbers, ``/dev/shm`` and disk (``nodes.here``, another folder on each, and the working
-folder of what runs there); everything else can be read only, but for the one folder that they share (``nodes.shared``). Names do not
-resolve: a node is known by its address. Nothing has a name outside, and the kernel takes it all away with each node's first process, and
-that one with the tests.
-It needs Linux, root, and iproute2 and util-linux (``ip``, ``unshare``, ``nsenter``, ``setpriv``).
+Each node has its own addresses, host name, PIDs, ``/dev/shm`` and disk (``nodes.here``, which is a different
+folder on each node and the working directory of its processes). Everything else is read-only, except for the
+shared folder ``nodes.shared``. Names do not resolve, so nodes are addressed by IP. The kernel removes a node
+with its first process, which dies with the tests. Needs Linux, root, iproute2 and util-linux (``ip``,
+``unshare``, ``nsenter``, ``setpriv``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-ADDRESSES = ("10.213.0.1", "10.213.0.2")  # of the namespaces alone: no packet leaves them
+ADDRESSES = ("10.213.0.1", "10.213.0.2")  # used only inside the namespaces
 READY = "ready"
 SET_UP_SECONDS = 20.0
 
-# The first process of a node, and then nothing but its first process. Mounts of a namespace of its own are nobody else's.
+# The first process of a node. Mounts in its namespace are not visible outside.
 _FIRST = """
 set -e
 hostname "$1"
@@ -50,7 +50,7 @@ exec sleep infinity
 
 
 class Node:
-    """One of the machines."""
+    """One simulated machine."""
 
     def __init__(self, number: int, here: Path, shared: Path) -> None:
         self.number, self.here, self.address = number, here, ADDRESSES[number]
@@ -86,10 +86,10 @@ class Node:
         if self._first.stdout.readline().strip() != READY:
             self._first.kill()
             raise OSError(self._first.stderr.read().strip() or "a node did not start")
-        self.pid = psutil.Process(self._first.pid).children()[0].pid  # as it is known outside
+        self.pid = psutil.Process(self._first.pid).children()[0].pid  # PID outside the namespace
 
     def argv(self, command: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
-        """``command`` in this node, in its own folder."""
+        """Return a command line that runs ``command`` in this node, in its own folder."""
         given = {
             "HOME": str(self.here),
             "TMPDIR": str(self.here),
@@ -127,7 +127,7 @@ class Node:
         return OnNode(self, command, output, environ)
 
     def processes(self) -> list[psutil.Process]:
-        """Every live one, but the node's first."""
+        """Return all live processes except the node's first."""
         own = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found = []
         for process in psutil.process_iter():
@@ -151,7 +151,7 @@ class Node:
         return found
 
     def end(self) -> None:
-        """With it go the node's other processes, and its part of the cable: the kernel's doing."""
+        """End the node; the kernel also ends its other processes and removes its side of the cable."""
         self._first.kill()
         self._first.wait(timeout=10)
         for pipe in (self._first.stdout, self._first.stderr):
@@ -160,7 +160,7 @@ class Node:
 
 
 class OnNode:
-    """A command under way on a node, for ``with``: at the end of the block it and its children are gone."""
+    """A running command on a node; at the end of the ``with`` block it and its children are killed."""
 
     def __init__(
         self, node: Node, command: Sequence[str], output: Path, environ: Mapping[str, str] | None
@@ -193,7 +193,7 @@ class OnNode:
         return self.process.poll()
 
     def signal(self, number: signal.Signals) -> None:
-        """To the command itself, as a person on that machine would."""
+        """Send a signal to the command itself."""
         for child in psutil.Process(self.process.pid).children():
             child.send_signal(number)
 
@@ -203,12 +203,15 @@ class TwoNodes(tuple[Node, Node]):
     shared: Path
 
     def cable(self, *, up: bool) -> None:
-        """Between the nodes. Pulled, packets are lost and nobody is told."""
+        """Connect or disconnect the nodes. When disconnected, packets are lost silently."""
         self[0].run("ip", "link", "set", "wire", "up" if up else "down")
 
 
 def until(holds: Callable[[], bool], seconds: float, what: str, *commands: OnNode) -> float:
-    """Seconds until ``holds``; fails with what ``commands`` have printed, after ``seconds`` or when they have all ended without it."""
+    """Wait until ``holds()`` and return the seconds; fail with the output of ``commands`` after ``seconds``.
+
+    It also fails as soon as all commands have ended without it.
+    """
     began = time.monotonic()
     while not holds():
         over = bool(commands) and all(command.code() is not None for command in commands) and not holds()
@@ -224,7 +227,7 @@ def until(holds: Callable[[], bool], seconds: float, what: str, *commands: OnNod
 
 @functools.cache
 def missing() -> str | None:
-    """Why there can be no nodes here; None: there can."""
+    """Return why nodes cannot be simulated here; None: they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "namespaces of one's own need Linux and root"
     absent = [
@@ -262,7 +265,7 @@ def missing() -> str | None:
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[TwoNodes]:
-    """Skips the test, saying why, where there can be none."""
+    """Create two joined nodes; skip the test if that is not possible here."""
     if (why := missing()) is not None:
         pytest.skip(f"two simulated nodes did not run: {why}")
     here, shared = folder / "here", folder / "shared"
@@ -311,7 +314,9 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
 def torchrun(
     nodes: TwoNodes, number: int, port: int, *words: str, restarts: int = 0, ranks: int = 1
 ) -> list[str]:
-    """As docs/clusters.md says it: the first node serves, and each says its own address, since names need not resolve."""
+    """Return the torchrun command of docs/clusters.md: the first node serves, and each passes its own
+    address.
+    """
     conf = f"is_host={int(number == 0)},join_timeout=120"
     return [
         str(BIN / "torchrun"),
@@ -342,6 +347,6 @@ def deepspeed(nodes: TwoNodes, number: int, port: int, *words: str, ranks: int =
 
 
 def _bare() -> dict[str, str]:
-    """The environment without what a launcher around the tests has set."""
+    """Return the environment without variables of a surrounding launcher."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
     return {name: value for name, value in os.environ.items() if name not in ours}

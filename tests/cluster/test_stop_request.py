@@ -1,7 +1,4 @@
-"""Requests to stop, in real processes: signals while the main thread is blocked, launchers that die, users who insist.
-
-pytest tests/cluster/test_stop.py
-"""
+"""Stop requests in real processes: signals during a blocking call, launchers that die, insisting users."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ import pytest
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.stop_request import ProcessId, StopRequest, find_launchers, process_start_time
 
-# Prints "ready", then what it sees; `save` is how long it takes to leave after a request.
+# Prints "ready", then what it sees; `save`: seconds until it exits after a request.
 WAITER = """
 import sys, time
-from toolkit.cluster.stop_request import StopRequest, Process
+from toolkit.cluster.stop_request import StopRequest, ProcessId
 arm, grace, save, watched = sys.argv[1] == "arm", float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 stop = StopRequest()
 stop.abort = lambda reason, code: print("abort", int(code), reason, flush=True)
-stop.install([Process.of(watched)] if watched else [])
+stop.install([ProcessId.read(watched)] if watched else [])
 if arm:
     stop.arm(grace if grace > 0 else None)
 print("ready", flush=True)
@@ -58,25 +55,25 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 )
-def test_a_signal_is_a_reason(number: signal.Signals) -> None:
+def test_signal_requests_a_stop(number: signal.Signals) -> None:
     process = waiter()
     process.send_signal(number)
     assert end(process) == (75, f"saved {number.name}")
 
 
-def test_before_there_is_something_to_save_a_signal_ends_at_once() -> None:
+def test_signal_before_arm_ends_the_process() -> None:
     process = waiter(arm=False, save=60)
     process.send_signal(signal.SIGTERM)
     assert end(process) == (75, "abort 75 SIGTERM before training began")
 
 
-def test_a_second_interrupt_ends_at_once_and_an_echo_does_not() -> None:
+def test_second_interrupt_ends_the_process_but_an_echo_does_not() -> None:
     patient, insisting = waiter(save=2.5), waiter(save=60)
     for process in (patient, insisting):
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
-    patient.send_signal(signal.SIGINT)  # what a launcher adds to the terminal's own
+    patient.send_signal(signal.SIGINT)  # sent by a launcher in addition to the terminal's signal
     time.sleep(1.2)
     insisting.send_signal(signal.SIGINT)
     assert end(insisting) == (1, "abort 1 SIGINT twice: ended without saving")
@@ -85,15 +82,15 @@ def test_a_second_interrupt_ends_at_once_and_an_echo_does_not() -> None:
     assert said == "saved SIGINT", "the launcher's SIGTERM is of the same cause"
 
 
-def test_ctrl_c_is_named_even_if_the_launchers_signal_is_handled_first() -> None:
+def test_sigint_takes_precedence_over_launcher_sigterm() -> None:
     process = waiter()
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     assert end(process) == (75, "saved SIGINT")
 
 
-def test_after_any_request_an_interrupt_insists_and_a_repeated_signal_does_not() -> None:
-    """Slurm and launchers send SIGTERM again while ranks save; a person presses Ctrl-C."""
+def test_only_sigint_insists_after_a_request() -> None:
+    """Slurm and launchers send SIGTERM again while ranks save; a user presses Ctrl-C."""
     repeated, insisting = waiter(save=2.5), waiter(save=60)
     for process in (repeated, insisting):
         process.send_signal(signal.SIGTERM)
@@ -104,10 +101,10 @@ def test_after_any_request_an_interrupt_insists_and_a_repeated_signal_does_not()
     assert end(repeated) == (75, "saved SIGTERM")
 
 
-def test_a_request_may_bring_a_time_of_its_own() -> None:
+def test_request_deadline_replaces_grace_period() -> None:
     stop = StopRequest()
     assert stop.seconds_left() is None
-    stop._grace_seconds = 60  # as arm() does, without a thread that would end this process
+    stop._grace_seconds = 60  # like arm(), without a thread that would end this process
     stop.request("the cloud takes it", 20)
     stop.request("SIGTERM")  # the first one counts
     left = stop.seconds_left()
@@ -116,14 +113,14 @@ def test_a_request_may_bring_a_time_of_its_own() -> None:
     assert 19 < left <= 20
 
 
-def test_saving_has_its_time_and_no_more() -> None:
+def test_saving_is_limited_by_grace_period() -> None:
     process = waiter(grace=0.5, save=60)
     process.send_signal(signal.SIGTERM)
     assert end(process) == (1, "abort 1 SIGTERM, and saving took more than cluster.grace_seconds=0.5")
 
 
 @pytest.mark.parametrize("collected", [True, False], ids=["collected", "zombie"])
-def test_a_dead_launcher_is_a_reason(collected: bool) -> None:
+def test_dead_launcher_requests_a_stop(collected: bool) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = waiter(watched=launcher.pid)
     launcher.kill()
@@ -133,7 +130,7 @@ def test_a_dead_launcher_is_a_reason(collected: bool) -> None:
     launcher.wait()
 
 
-def test_a_forked_worker_that_is_ended_does_not_stop_the_run() -> None:
+def test_terminated_worker_does_not_stop_the_run() -> None:
     code = """
 import multiprocessing, time
 from toolkit.cluster.stop_request import StopRequest
@@ -149,33 +146,34 @@ print(worker.exitcode, stop())
     assert done.stdout.split() == ["-15", "None"]
 
 
-def test_a_process_knows_when_it_was_started() -> None:
+def test_process_start_time() -> None:
     code = (
-        "import time; time.sleep(1.5); from toolkit.cluster.stop_request import own_beginning; print(own_beginning())"
+        "import time; time.sleep(1.5); from toolkit.cluster.stop_request import process_start_time\n"
+        "print(process_start_time())"
     )
     before = time.time()
-    told = float(
+    started = float(
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
         ).stdout
     )
-    assert before - 0.1 < told < before + 1.0
+    assert before - 0.1 < started < before + 1.0
     assert process_start_time() < time.time()
 
 
-def test_a_process_is_known_by_its_start_too() -> None:
+def test_process_id_includes_start_time() -> None:
     own = ProcessId.read(os.getpid())
     assert own is not None
     assert own.is_alive()
-    assert not ProcessId(own.pid, "1").is_alive()  # the number, used again by another process
+    assert not ProcessId(own.pid, "1").is_alive()  # a later process with the same PID
     assert ProcessId.read(2**22 + 1) is None
 
 
 def chain(outer: str, inner: str) -> list[int]:
-    """Which ancestors a rank watches that stands under two processes, whose command lines hold these words."""
+    """Return which of two ancestor processes with these command lines a rank watches."""
     rank = (
         "from toolkit.cluster.stop_request import *; import os; "
-        "print(os.getppid(), *[p.pid for p in launchers(Launch(launcher=Launcher.DEEPSPEED, ranks=2))])"
+        "print(os.getppid(), *[p.pid for p in find_launchers(Launch(launcher=Launcher.DEEPSPEED, ranks=2))])"
     )
     start = (
         "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[2:]]).returncode)"
@@ -185,13 +183,13 @@ def chain(outer: str, inner: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-def test_both_processes_of_deepspeed_are_watched() -> None:
+def test_both_deepspeed_launchers_are_watched() -> None:
     parent, *watched = chain("/venv/bin/deepspeed", "deepspeed.launcher.launch")
     assert len(watched) == 2
     assert watched[0] == parent
 
 
-def test_a_shell_above_the_launcher_is_not_watched() -> None:
+def test_shell_above_launcher_is_not_watched() -> None:
     parent, *watched = chain("bash", "torchrun")
     assert watched == [parent]
     assert find_launchers(Launch(launcher=Launcher.NONE)) == []

@@ -1,7 +1,4 @@
-"""The ranks of one machine: what they are given, told, waited for and killed. Here they are small scripts.
-
-pytest tests/cluster/test_ranks.py
-"""
+"""Rank processes of one machine: environment, signals, waiting and killing. The ranks are small scripts."""
 
 from __future__ import annotations
 
@@ -39,12 +36,12 @@ TWO = World(ranks=2, ranks_per_node=2, device=Device.CPU)
         ([0, 247], 1),
     ],
 )
-def test_one_answer_for_all_ranks(codes: list[int], answer: int) -> None:
+def test_combine_exit_codes(codes: list[int], answer: int) -> None:
     assert combine_exit_codes(codes) == answer
 
 
 def script(tmp_path: Path, text: str) -> list[str]:
-    """A rank that first leaves its pid and environment."""
+    """A rank script that first writes its PID and environment."""
     file = tmp_path / "rank.py"
     file.write_text(f"""
 import json, os, signal, sys, time
@@ -67,7 +64,7 @@ def ranks_there(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def test_each_rank_has_its_place(tmp_path: Path) -> None:
+def test_each_rank_gets_its_environment(tmp_path: Path) -> None:
     ranks = RankProcesses(script(tmp_path, ""), TWO)
     assert ranks.wait(StopRequest(), 5) == ExitCode.DONE
     seen = ranks_there(tmp_path)
@@ -80,31 +77,32 @@ def test_each_rank_has_its_place(tmp_path: Path) -> None:
     assert ranks.first_failure() is None
 
 
-def test_when_a_rank_dies_the_others_are_told_then_killed(
+def test_other_ranks_are_stopped_then_killed_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.3)
     monkeypatch.setattr(ranks_of_machine, "KILL_SECONDS", 0.3)
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    deaf = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    )
     ranks = RankProcesses(script(tmp_path, deaf), TWO)
     began = time.monotonic()
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     assert time.monotonic() - began < 10
-    assert ranks.first_failure() == "rank 1 was ended by signal 9 (SIGKILL)"
-    assert all(ProcessId.of(one["pid"]) is None for one in ranks_there(tmp_path))
+    assert ranks.first_failure() == "rank 1 was killed by signal 9 (SIGKILL)"
+    assert all(ProcessId.read(one["pid"]) is None for one in ranks_there(tmp_path))
 
 
-def test_ranks_that_diverge_are_no_failure_of_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They end alike, the first rank a little later: it is not asked to stop meanwhile."""
+def test_divergence_of_all_ranks_is_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks diverge, the first a little later: it receives no signal meanwhile."""
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
     ranks = RankProcesses(script(tmp_path, "if rank == '0': time.sleep(1)\nsys.exit(65)"), TWO)
     assert ranks.wait(StopRequest(), 60) == ExitCode.DIVERGED
     assert ranks.first_failure() is None
 
 
-def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
     ranks = RankProcesses(script(tmp_path, "if rank == '1': sys.exit(3)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
@@ -121,17 +119,19 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("sys.exit(1)", 1, 1),
     ],
 )
-def test_a_mistake_of_one_rank_is_a_mistake_unless_another_was_killed_before(
+def test_mistake_of_one_rank_wins_unless_another_was_killed(
     first: str, then: int, code: int, tmp_path: Path
 ) -> None:
-    """It leaves the others alone in a collective, where they fail, and may well be seen to end before the rank that tells of it."""
-    ranks = RankProcesses(script(tmp_path, f"if rank == '0': {first}\ntime.sleep(0.5); sys.exit({then})"), TWO)
+    """The other ranks then fail in a collective, and may end before the rank with the mistake."""
+    ranks = RankProcesses(
+        script(tmp_path, f"if rank == '0': {first}\ntime.sleep(0.5); sys.exit({then})"), TWO
+    )
     assert ranks.wait(StopRequest(), 60) == code
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once(tmp_path: Path, number: signal.Signals) -> None:
-    """In a process of its own, whose group gets the signal as from a terminal."""
+def test_supervisor_signal_is_forwarded_once(tmp_path: Path, number: signal.Signals) -> None:
+    """In a separate process whose process group gets the signal, as from a terminal."""
     saving = """
 def heard(number, frame):
     heard.times = getattr(heard, "times", 0) + 1
@@ -143,11 +143,11 @@ sys.exit(75 if heard.times == 1 else 1)
 """.replace("{tmp_path}", str(tmp_path))
     code = """
 import sys
-from toolkit.cluster.rank_processes import Ranks
+from toolkit.cluster.rank_processes import RankProcesses
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.plan.types import Device, World
 stop = StopRequest(); stop.install(); stop.arm(None)
-sys.exit(Ranks(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)).wait(stop, 5))
+sys.exit(RankProcesses(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)).wait(stop, 5))
 """
     pid = os.posix_spawn(
         sys.executable, [sys.executable, "-c", code, *script(tmp_path, saving)], os.environ, setpgroup=0
@@ -162,7 +162,7 @@ sys.exit(Ranks(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)
     assert os.waitstatus_to_exitcode(status) == ExitCode.STOPPED
 
 
-def test_a_stop_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_ignore_a_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_of_machine, "KILL_SECONDS", 0.2)
     ranks = RankProcesses(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
@@ -173,10 +173,8 @@ def test_a_stop_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     [("time.sleep(60)", False, 75), ("sys.exit(1)", False, 75), ("sys.exit(1)", True, 1)],
     ids=["waits", "fails", "control"],
 )
-def test_a_stop_before_training_keeps_nobody_waiting(
-    other: str, begun: bool, code: int, tmp_path: Path
-) -> None:
-    """One rank had nothing to save yet, and left at once; the other was about to meet it."""
+def test_stop_before_training_kills_waiting_ranks(other: str, begun: bool, code: int, tmp_path: Path) -> None:
+    """One rank had nothing to save and left at once; the other was still connecting to it."""
     text = f"""
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
@@ -198,8 +196,8 @@ time.sleep(0.2)
     assert (ranks.first_failure() is None) == (code == 75)
 
 
-def test_a_signal_before_a_rank_listens_waits_for_it(tmp_path: Path) -> None:
-    """Ctrl-C while ranks still import: they would die of it, each with a traceback."""
+def test_early_signal_is_delivered_after_install(tmp_path: Path) -> None:
+    """Ctrl-C during the ranks' imports would otherwise kill them with a traceback each."""
     file = tmp_path / "rank.py"
     file.write_text("""
 import signal, sys, time
