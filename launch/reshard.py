@@ -2,8 +2,7 @@
 
     python launch/reshard.py source=runs/mine action=inspect            # format, layout, tensors, sizes
     python launch/reshard.py source=runs/mine target=out target.format=deepspeed target.zero=stage3
-    python launch/reshard.py source=ds/global_step500 target=mcore target.format=megatron \\
-        target.parallel.tensor=4
+    python launch/reshard.py source=ds target=mcore target.format=megatron target.parallel.tensor=4
     python launch/reshard.py source=iter_0000500 target=native model=pretrained model.pretrained=org/model
     python launch/reshard.py source=runs/mine target=weights target.format=huggingface target.precision=bf16
     python launch/reshard.py source=runs/mine target=out target.format=universal action=plan  # cost

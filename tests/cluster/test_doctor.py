@@ -189,7 +189,7 @@ def test_healthy_gpus() -> None:
     judged(
         gpus.judge_gpus([gpus.GpuState(index=0, name="MIG")], replace(GPU, ranks_per_node=1)),
         verdicts={OK, UNKNOWN},
-        said="says nothing",
+        said="does not report",
     )
 
 
@@ -198,11 +198,11 @@ def test_healthy_gpus() -> None:
     [
         ({"uncorrected": 2}, FAIL, "GPU 3: 2 uncorrected"),
         ({"remap_failed": True}, FAIL, "failed"),
-        ({"remap_pending": True}, WARN, "waits for a reset"),
+        ({"remap_pending": True}, WARN, "at the next reset"),
         ({"persistent": False}, WARN, "persistence mode is off"),
         ({"slowed": ("power brake",)}, WARN, "power brake"),
         ({"used_bytes": 30 * GIB}, FAIL, "50.0 GiB free"),
-        ({"used_bytes": 5 * GIB}, WARN, "5.0 GiB are in use"),
+        ({"used_bytes": 5 * GIB}, WARN, "5.0 GiB are already in use"),
         ({"name": "NVIDIA A100-SXM4-80GB"}, WARN, "slowest"),
     ],
 )
@@ -342,9 +342,14 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
     [
         (host.CpuCores(usable=frozenset(range(16)), numa=HALVES), GPU, OK, "16 cores on 2 NUMA nodes"),
         (host.CpuCores(usable=frozenset(range(4)), numa=HALVES), GPU, WARN, "4 cores"),
-        (host.CpuCores(usable=HALVES[0], numa=HALVES), GPU, WARN, "none of NUMA node 1"),
+        (host.CpuCores(usable=HALVES[0], numa=HALVES), GPU, WARN, "none on NUMA node 1"),
         (host.CpuCores(usable=HALVES[0], numa=HALVES), CPU, OK, "8 cores"),
-        (host.CpuCores(usable=frozenset(range(16)), numa=HALVES, balancing=True), GPU, WARN, "moves pages"),
+        (
+            host.CpuCores(usable=frozenset(range(16)), numa=HALVES, balancing=True),
+            GPU,
+            WARN,
+            "migrates pages",
+        ),
     ],
 )
 def test_judge_cores(cores: host.CpuCores, need: RunRequirements, verdict: CheckVerdict, said: str) -> None:
@@ -367,7 +372,7 @@ LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rd
         (replace(LIMITS, files=1024), NODES, {WARN, OK}, "1,024"),
         (replace(LIMITS, files=1024), replace(NODES, ranks=512), {FAIL, OK}, "1,024"),
         (replace(LIMITS, locked_bytes=65536), NODES, {FAIL, OK}, "RDMA"),
-        (replace(LIMITS, locked_bytes=65536, rdma=False), NODES, {OK}, "no RDMA"),
+        (replace(LIMITS, locked_bytes=65536, rdma=False), NODES, {OK}, "without RDMA"),
     ],
 )
 def test_judge_limits(
@@ -378,7 +383,7 @@ def test_judge_limits(
 
 def test_low_hard_limit_needs_root() -> None:
     low = host.ProcessLimits(files=1024, files_hard=1024, locked_bytes=None, rdma=True)
-    judged(host.judge_limits(low, NODES), verdicts={WARN, OK}, remedy="root raises")
+    judged(host.judge_limits(low, NODES), verdicts={WARN, OK}, remedy="only root can raise")
     assert not any("root" in one.remedy for one in host.judge_limits(replace(low, files_hard=None), NODES))
 
 
@@ -400,7 +405,7 @@ FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 *
             "99.0 GiB free; one checkpoint takes 100.0 GiB",
         ),
         (replace(FAST, free_bytes=299 * GIB), CPU, {WARN, OK}, "take 300.0 GiB"),
-        (replace(FAST, free_bytes=GIB), replace(CPU, checkpoint_bytes=None), {OK}, "not known"),
+        (replace(FAST, free_bytes=GIB), replace(CPU, checkpoint_bytes=None), {OK}, "unknown"),
         (disk.DiskProbe(folder="/runs", problem="Read-only file system"), CPU, {FAIL}, "Read-only"),
         (
             disk.DiskProbe(folder="/runs", free_bytes=1000),
@@ -417,7 +422,7 @@ def test_judge_disk(
 
 
 def test_disk_measurement_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
+    monkeypatch.setattr(disk, "MAX_BYTES", 2 * disk.BLOCK_BYTES)
     found = disk.measure(replace(CPU, run_dir=tmp_path / "not" / "there"))
     assert (found.folder, found.written_bytes, found.problem) == (str(tmp_path), 2 * disk.BLOCK_BYTES, None)
     assert found.seconds > 0
@@ -494,11 +499,11 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Net
 @pytest.mark.parametrize(
     ("found", "need", "verdict", "said"),
     [
-        (interfaces(), NODES, OK, "none is chosen"),
+        (interfaces(), NODES, OK, "none is selected"),
         (interfaces(GLOO_SOCKET_IFNAME="eth0"), NODES, OK, "GLOO_SOCKET_IFNAME=eth0"),
         (interfaces(GLOO_SOCKET_IFNAME="eth"), NODES, FAIL, "no such interface"),
-        (interfaces(GLOO_SOCKET_IFNAME="eth1"), NODES, FAIL, "it is down"),
-        (interfaces(GLOO_SOCKET_IFNAME="lo"), NODES, FAIL, "over the loopback"),
+        (interfaces(GLOO_SOCKET_IFNAME="eth1"), NODES, FAIL, "the interface is down"),
+        (interfaces(GLOO_SOCKET_IFNAME="lo"), NODES, FAIL, "does not reach other machines"),
         (interfaces(GLOO_SOCKET_IFNAME="lo"), GPU, OK, "lo"),
         (interfaces(NCCL_SOCKET_IFNAME="eth,ib"), NODES, OK, "eth,ib"),
         (interfaces(NCCL_SOCKET_IFNAME="^lo,docker"), NODES, OK, "^lo"),
@@ -536,7 +541,7 @@ def test_judge_interfaces(
             network.MasterAddress(addresses=("127.0.1.1",)),
             replace(NODES, address="node0"),
             FAIL,
-            "only one of them reaches it",
+            "only one of them can reach it",
         ),
         (network.MasterAddress(addresses=("127.0.0.1",)), replace(GPU, address="localhost"), OK, "localhost"),
         (

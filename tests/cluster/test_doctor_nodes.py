@@ -54,10 +54,10 @@ def test_doctor_on_two_nodes(launcher: str, fit: bool, tmp_path: Path) -> None:
     together = {one["check"]: one for one in report["together"]}
     assert together["clocks"]["verdict"] == "ok", "it is one clock"
     assert "node1" in together["clocks"]["evidence"]
-    assert together["alike"]["evidence"].startswith("2 machines have the same ")
-    assert together["ranks meet"]["evidence"].startswith("data (2 ranks): ")
+    assert together["uniformity"]["evidence"].startswith("2 machines have the same ")
+    assert together["rendezvous"]["evidence"].startswith("data (2 ranks): ")
     seen = [one for machine in report["machines"] for one in machine["findings"]]
-    assert not [one for one in seen if "could not be looked at" in one["evidence"]]
+    assert not [one for one in seen if "the check failed" in one["evidence"]]
     assert [one["evidence"] for one in seen if one["check"] == "interfaces"] == [
-        "lo, wire; none is chosen by name"
+        "lo, wire; none is selected by name"
     ] * 2

@@ -57,12 +57,10 @@ def broken() -> NoReturn:
 def test_timed_call_returns_value_or_problem() -> None:
     assert call_with_timeout(lambda: {"a": [1, None]}, 5) == TimedResult({"a": [1, None]})
     assert call_with_timeout(broken, 5) == TimedResult(problem="OSError: Stale file handle")
-    assert call_with_timeout(lambda: os._exit(3), 5) == TimedResult(
-        problem="the process that asked ended with 3"
-    )
+    assert call_with_timeout(lambda: os._exit(3), 5) == TimedResult(problem="the child process ended with 3")
     assert (
         call_with_timeout(lambda: os.kill(os.getpid(), signal.SIGKILL), 5).problem
-        == "the process that asked ended with -9"
+        == "the child process ended with -9"
     )
     assert len(call_with_timeout(lambda: "x" * 300_000, 5).value) == 300_000  # more than a pipe buffers
 
@@ -173,10 +171,10 @@ def test_checks_run_concurrently_despite_a_hanging_one() -> None:
 
 
 def test_every_check_succeeds_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
+    monkeypatch.setattr(disk, "MAX_BYTES", 2 * disk.BLOCK_BYTES)
     report = run_checks(replace(NEED, run_dir=tmp_path, serves_port=0))
     assert {finding.check for finding in report.findings} == {check.name for check in CHECKS}
-    assert not [finding for finding in report.findings if "could not be looked at" in finding.evidence]
+    assert not [finding for finding in report.findings if "the check failed" in finding.evidence]
     assert {"torch", "deepspeed", "GPUs", "driver"} <= report.traits.keys()
     assert host.measure_memory(NEED).available_bytes <= host.measure_memory(NEED).total_bytes
 
@@ -206,7 +204,7 @@ def test_missing_machine_is_named_and_other_reports_are_kept() -> None:
     meeting = cast(Rendezvous, Messages(**{"doctor/machine/2": other.to_json()}))
     launch = Launch(ranks=6, ranks_per_node=2)
     with pytest.raises(
-        MachinesTimedOut, match=r"machine 1 of 3 \(from 0\) has said nothing within 9 s"
+        MachinesTimedOut, match=r"machine 1 of 3 \(from 0\) has not reported within 9 s"
     ) as caught:
         gather_reports(own, launch, meeting, 9)
     assert caught.value.reports == [own, other]

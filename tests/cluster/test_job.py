@@ -151,7 +151,7 @@ class Stand:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     own = Stand()
-    monkeypatch.setattr(backends, "of", lambda where: own)
+    monkeypatch.setattr(backends, "get_backend", lambda where: own)
     return own
 
 
@@ -210,7 +210,7 @@ def frozen(tmp_path: Path) -> TrainingJob:
 
 def test_frozen_configuration_is_used_unchanged(frozen: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> RunConfig:
-        raise AssertionError("nothing is composed again")
+        raise AssertionError("no further arguments")
 
     monkeypatch.setattr("toolkit.config.compose.compose", never)
     monkeypatch.setattr("toolkit.plan.pretrained.resolve", never)
@@ -222,9 +222,9 @@ def test_frozen_configuration_is_used_unchanged(frozen: TrainingJob, monkeypatch
 
 
 def test_frozen_configuration_takes_no_overrides(frozen: TrainingJob) -> None:
-    with pytest.raises(ConfigError, match=r"nothing is composed with it") as raised:
+    with pytest.raises(ConfigError, match=r"no further arguments") as raised:
         load_config([f"{FROZEN}{frozen.config_file}", "train.steps=8"], Launch())
-    assert "leave out train.steps=8" in str(raised.value)
+    assert "remove train.steps=8" in str(raised.value)
 
 
 @pytest.mark.parametrize("text", [None, "a: [", "train: {stepps: 3}\n"])

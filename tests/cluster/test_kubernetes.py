@@ -543,7 +543,7 @@ def test_kubectl_error_is_reported(kubectl: Path) -> None:
 
 def test_missing_kubectl_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="kubectl is not here"):
+    with pytest.raises(InputError, match="kubectl is not installed here"):
         kubernetes.submit(ALL)
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster.simulated_nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, until
 from tests.launch.processes import TRAIN, Started, command
-from tests.launch.test_killed import KEYS, STEPS, data, rows
+from tests.launch.test_killed_during_save import KEYS, STEPS, data, rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 

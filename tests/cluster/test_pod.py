@@ -120,11 +120,16 @@ def test_pod_waits_for_final_status(tmp_path: Path) -> None:
     directory.write_status(Status(state=RunState.RUNNING, attempt=1))
     late = threading.Timer(0.4, lambda: directory.write_status(Status(state=RunState.DONE, attempt=1)))
     late.start()
-    assert pod.settled(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=20).state is RunState.DONE
+    assert (
+        pod.wait_for_outcome(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=20).state is RunState.DONE
+    )
     late.join()
     directory.write_status(Status(state=RunState.RUNNING, attempt=1))
     began = time.monotonic()
-    assert pod.settled(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=0.3).state is RunState.RUNNING
+    assert (
+        pod.wait_for_outcome(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=0.3).state
+        is RunState.RUNNING
+    )
     assert time.monotonic() - began < 25
 
 

@@ -107,7 +107,7 @@ def test_azure_notice_is_filtered_by_machine(metadata: Metadata) -> None:
 
 
 def test_notice_requests_a_stop_with_its_deadline(
-    metadata: Metadata, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", metadata.url)
     # a proxy that does not exist: metadata requests bypass proxies
@@ -127,11 +127,11 @@ def test_notice_requests_a_stop_with_its_deadline(
     left = stop.seconds_left()
     assert left is not None
     assert 25 < left <= 30
-    assert capfd.readouterr().err == "Google Cloud preempts this machine: 30 s are left, and the run stops\n"
+    assert caplog.messages == ["Google Cloud preempts this machine: stopping the run, 30 s left"]
 
 
 def test_failing_metadata_server_is_logged_once_and_polled_again(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", "http://127.0.0.1:9")
     requests: list[str] = []
@@ -139,8 +139,7 @@ def test_failing_metadata_server_is_logged_once_and_polled_again(
     time.sleep(0.5)
     ended.set()
     assert not requests
-    told = capfd.readouterr().err
-    assert told.count("no notice can be had of aws (cluster.notice)") == 1
+    assert caplog.text.count("cannot read preemption notices from aws (cluster.notice)") == 1
 
 
 def test_no_polling_without_a_cloud(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:

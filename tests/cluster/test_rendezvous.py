@@ -202,7 +202,7 @@ def test_generation_times_out_without_all_ranks() -> None:
     agent = Ranks(2)
     agent.meetings[0].publish("start", {"attempt": 0})
     alone = Rendezvous(Ranks(2, port=agent.port, agent_store=True).meetings[0]._launch, ("a=1",), seconds=0.3)
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.3 s for all 2 ranks to come"):
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.3 s for all 2 ranks to join"):
         alone.publish("start", {})
 
 

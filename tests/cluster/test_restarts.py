@@ -20,7 +20,7 @@ def test_failures_without_progress_are_limited_with_growing_delays() -> None:
         failures = found.failures
         pauses.append(found.seconds)
     assert pauses == [2, 4, 8]
-    assert found == NoRestart("it failed 4 times in a row without a newer checkpoint, and cluster.restarts=3")
+    assert found == NoRestart("it failed 4 times in a row without a newer checkpoint (cluster.restarts=3)")
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_restart_delay_is_bounded() -> None:
 
 def test_describe_restart() -> None:
     told = describe_restart(
-        Restart(2, 4), failed=3, why="rank 1 was ended by signal 9 (SIGKILL)", saved=4, limit=3
+        Restart(2, 4), failed=3, why="rank 1 was killed by signal 9 (SIGKILL)", saved=4, limit=3
     )
     assert told == (
-        "attempt 3 failed: rank 1 was ended by signal 9 (SIGKILL)\n"
-        "attempt 4 begins in 4 s, from the checkpoint of step 4 (start 2 of 3 without a newer checkpoint)"
+        "attempt 3 failed: rank 1 was killed by signal 9 (SIGKILL)\n"
+        "attempt 4 starts in 4 s from the checkpoint of step 4 (restart 2 of 3 without a newer checkpoint)"
     )
     assert describe_restart(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith(
         "begins in 2 s, from the beginning"
@@ -103,7 +103,7 @@ def test_oom_kill_is_described(tmp_path: Path) -> None:
     assert describe_oom_kills(before, count_oom_kills(tmp_path)) == "", "the control"
     told = describe_oom_kills(before, count_oom_kills(machine(tmp_path, 2, 6)))
     assert told.startswith(
-        "out of host memory: the kernel killed 1 process in its container or job meanwhile (oom_kill of "
+        "out of host memory: the kernel killed 1 process in its container or job (oom_kill of "
     )
     assert told.endswith("job/memory.events)")
     elsewhere = describe_oom_kills(count_oom_kills(tmp_path), count_oom_kills(machine(tmp_path, 2, 8)))

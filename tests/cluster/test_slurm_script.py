@@ -383,7 +383,7 @@ def test_unresponsive_slurm_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_missing_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="sbatch is not here"):
+    with pytest.raises(InputError, match="sbatch is not installed here"):
         slurm.submit(job())
 
 

@@ -126,7 +126,7 @@ def test_dead_launcher_requests_a_stop(collected: bool) -> None:
     launcher.kill()
     if collected:
         launcher.wait()
-    assert end(process) == (75, f"saved the launcher (process {launcher.pid}) is gone")
+    assert end(process) == (75, f"saved the launcher (process {launcher.pid}) has ended")
     launcher.wait()
 
 

@@ -296,12 +296,12 @@ def test_hydra_finds_the_launcher_plugin() -> None:
     [own] = [found for found in Plugins.instance().discover(Launcher) if found.__name__ == "ToolkitLauncher"]
     assert own.__module__ == "hydra_plugins.toolkit_launcher"
     launcher: Any = own()
-    with pytest.raises(Exception, match="and no others"):
+    with pytest.raises(Exception, match="runs only sweeps"):
         launcher.setup(hydra_context=None, task_function=lambda config: None, config=None)
 
 
 def test_sweep_under_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(run, "PEER_EXIT_SECONDS", 0.0)
     refuse_launcher(Launch(), ["-m"])
     with pytest.raises(ConfigError, match=r"write python launch/train\.py -m optim\.lr=1,2"):
         refuse_launcher(Launch(launcher=StartedBy.TORCHELASTIC, ranks=2), ["-m", "optim.lr=1,2"])

@@ -138,7 +138,7 @@ def test_queued_point_is_submitted_once_and_ends_by_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = Queue()
-    monkeypatch.setattr(backends, "of", lambda where: queue)
+    monkeypatch.setattr(backends, "get_backend", lambda where: queue)
     monkeypatch.setattr(carriers, "FILE_SECONDS", 0.0)
     monkeypatch.setattr(carriers, "QUEUE_SECONDS", 0.0)
     monkeypatch.setattr(carriers, "BETWEEN_SECONDS", 0.0)

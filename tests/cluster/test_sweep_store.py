@@ -83,7 +83,7 @@ def test_silent_process_does_not_inherit_an_older_status(tmp_path: Path) -> None
     told = read_result(point, tmp_path, None, before=older, silent="exit code 2: no")
     assert (told.state, told.reason) == (PointState.FAILED, "exit code 2: no")
     asked = read_result(point, tmp_path, None, before=older, silent="exit code 75", asked=True)
-    assert (asked.state, asked.reason) == (PointState.STOPPED, "stopped before it began")
+    assert (asked.state, asked.reason) == (PointState.STOPPED, "stopped before it started")
     directory.write_status(replace(older, attempt=2, reason="its own"))
     assert read_result(point, tmp_path, None, before=older, silent="exit code 1").reason == "its own"
     directory.write_status(Status(state=RunState.RUNNING, attempt=2, step=3))

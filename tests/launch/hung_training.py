@@ -1,10 +1,11 @@
-"""``launch/train.py`` as it is, except that one rank does what keeps the others waiting.
+"""``launch/train.py`` with a fault on one rank that blocks the others.
 
     FAULT=skip:1:3 python tests/launch/hung_training.py ...
 
-``FAULT`` is KIND:RANK:STEP, steps counted from 0. It happens once, and when is written to the file that ``FAULT_TIME`` names: where that is
-there, nothing happens any more. ``slow:ALL:SECONDS`` is no fault: each step, each batch of an evaluation and each save takes so long. With
-``APART`` ranks do not see each other's files. Without either it is ``launch/train.py``.
+``FAULT`` is KIND:RANK:STEP, with steps from 0. The fault happens once; its time is written to the file that
+``FAULT_TIME`` names, and no fault happens while that file exists. ``slow:ALL:SECONDS`` is not a fault: each step,
+evaluation batch and save takes that long. With ``APART`` ranks do not see each other's files. Without either
+variable it is ``launch/train.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def now() -> None:
 
 
 def faulty(kind: str, step: int) -> Callable[[Any, bool, Any], None]:
-    """What a rank does before each step: (its group, whether it is the odd one, the step's settings)."""
+    """What a rank does before each step: (its group, whether it is the faulty rank, the step's settings)."""
     import torch
     import torch.distributed as dist
 
@@ -46,7 +47,7 @@ def faulty(kind: str, step: int) -> Callable[[Any, bool, Any], None]:
         if odd and kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if odd and kind == "frozen":
-            ctypes.PyDLL(None).sleep(600)  # native code that does not let go of the interpreter
+            ctypes.PyDLL(None).sleep(600)  # native code that holds the GIL
 
     return before
 
@@ -73,7 +74,7 @@ def with_steps(kind: str, rank: str, step: int) -> None:
 
 
 def without_samples(kind: str, rank: str, step: int) -> None:
-    """The thread that reads ahead stops after the samples of ``step`` steps: it waits, or is gone without a word."""
+    """Make the read-ahead thread stop after the samples of ``step`` steps: it blocks, or exits silently."""
     from toolkit.data.order.prefetch import _Buffer
     from toolkit.data.order.stream import Stream
 
@@ -102,7 +103,7 @@ def without_samples(kind: str, rank: str, step: int) -> None:
 
 
 def apart() -> None:
-    """Each rank sees only its own words, as on nodes without a common disk."""
+    """Each rank sees only its own files, as on nodes without a shared disk."""
     from toolkit.rundir.directory import RunDirectory
 
     own = f"hang-{os.environ.get('RANK')}"
@@ -131,7 +132,7 @@ def slow(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = str(Path(__file__).resolve())  # our parent starts the ranks with it
+    sys.argv[0] = str(Path(__file__).resolve())  # the supervisor starts the ranks with it
     sys.path.insert(0, str(ROOT))
     if os.environ.get("APART"):
         apart()

@@ -1,4 +1,4 @@
-"""Real commands for the tests of launching: started in a session of their own, watched, and never left behind."""
+"""Run real commands in tests: each in its own session, watched, and cleaned up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BIN = Path(sys.executable).parent
 
 
 def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2) -> list[str]:
-    """As typed, with a port of its own: other runs of this machine must not matter. ``ranks`` None: the bare form."""
+    """Return the command line of a launcher, with a free port. ``ranks`` None: without a rank option."""
     port = ["--master_port", str(find_free_port())]
     match launcher:
         case "deepspeed":
@@ -53,12 +53,12 @@ def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2)
 
 
 class Started:
-    """A command under way, for ``with``: at the end of the block nothing of it is left."""
+    """A running command; at the end of the ``with`` block all its processes are gone."""
 
     def __init__(
         self, argv: Sequence[str], mark: Path, *, cwd: Path, environ: dict[str, str] | None = None
     ) -> None:
-        self.mark = str(mark)  # a path in the command lines of all that belongs to the run
+        self.mark = str(mark)  # a path that appears in the command lines of all processes of the run
         self._output = cwd / "output.txt"
         clean = {
             name: value
@@ -91,7 +91,7 @@ class Started:
         return self._output.read_text(errors="replace")
 
     def ours(self) -> list[psutil.Process]:
-        """Every live process of the run, found by its command line: orphans too."""
+        """Return every live process of the run, found by its command line, including orphans."""
         return [
             process
             for process in psutil.process_iter(["cmdline"])
@@ -110,7 +110,9 @@ class Started:
         return found
 
     def until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
-        """Seconds until ``holds``; fails with the output after ``seconds``, or when everything has ended without it."""
+        """Wait until ``holds()`` and return the seconds; fail with the output on a timeout or if all
+        processes have ended.
+        """
         began = time.monotonic()
         while not holds():
             over = time.monotonic() - began > seconds or (

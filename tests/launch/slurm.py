@@ -1,10 +1,10 @@
-"""A Slurm of this machine's own, for ``with``: munged, slurmctld and three slurmd, all on loopback, in a folder of the test.
+"""A Slurm cluster for tests: munged, slurmctld and three slurmd on loopback, in the test's folder.
 
     with loopback_slurm(folder) as slurm:
         slurm.run("sinfo")
 
-Several daemons of compute nodes on one host need a Slurm that was built for it, as Debian's is (``--enable-multiple-slurmd``). Needs root:
-slurmd carries out jobs of any user.
+Several slurmd on one host need a Slurm that was built for it, like Debian's (``--enable-multiple-slurmd``). Needs
+root, since slurmd runs jobs of any user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.cluster.rank_processes import find_free_port
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 NODES = ("node1", "node2")  # of the partitions main and urgent
-ASIDE = "node3"  # of the partition aside: for a job that takes its time while others run
+ASIDE = "node3"  # of the partition aside: for a slow job that runs next to others
 EVERY = (*NODES, ASIDE)
 START_SECONDS = 30.0
 
@@ -64,7 +64,7 @@ PartitionName=aside Nodes={aside} MaxTime=INFINITE State=UP PriorityTier=1
 
 
 def missing() -> str | None:
-    """Why no Slurm can be started here; None where it can."""
+    """Return why Slurm cannot be started here; None: it can."""
     if os.geteuid() != 0:
         return "not root"
     absent = [name for name in (*DAEMONS, *COMMANDS) if shutil.which(name, path=_path()) is None]
@@ -94,14 +94,14 @@ class Slurm:
         return done.stdout
 
     def job_state(self, job: str) -> str:
-        """As Slurm has it: PENDING, RUNNING, ... ."""
+        """Return Slurm's state of the job: PENDING, RUNNING, ..."""
         found = self.run("scontrol", "--oneliner", "show", "job", job)
         return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
 
 
 @contextmanager
 def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
-    """Started and answering; at the end of the block every daemon is ended by its own number, and its jobs with it."""
+    """Start the daemons; at the end of the block each is ended by its PID, and its jobs with it."""
     slurm = Slurm(folder)
     for name in ("state", "munge"):
         (folder / name).mkdir(parents=True)

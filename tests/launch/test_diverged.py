@@ -1,6 +1,6 @@
-"""A run that diverges ends by itself, on all ranks and under every launcher, and is not started again.
+"""A diverging run ends on all ranks, under every launcher, and is not restarted.
 
-pytest tests/launch/test_diverged.py             our own parent
+pytest tests/launch/test_diverged.py             supervisor
 pytest tests/launch/test_diverged.py -m full     torchrun and deepspeed, and a sweep
 """
 
@@ -22,7 +22,7 @@ from toolkit.rundir.status import RunState
 
 __all__ = ["data", "texts"]  # fixtures
 
-# The learning rate lies within floats until step 4, and far beyond what weights can take from then on.
+# The learning rate is harmless until step 4 and makes weights overflow from then on.
 SMALL = (
     "+exp=quickstart",
     "model.hidden_size=32",
@@ -50,7 +50,7 @@ WILD = ("optim.lr=1e22",)
     "launcher",
     ["python", *(pytest.param(name, marks=pytest.mark.full) for name in ("torchrun", "deepspeed"))],
 )
-def test_a_run_that_diverges_ends_once_with_its_reason(launcher: str, data: Path, tmp_path: Path) -> None:
+def test_diverged_run_is_not_restarted(launcher: str, data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = command(
         launcher,
@@ -82,7 +82,7 @@ def test_a_run_that_diverges_ends_once_with_its_reason(launcher: str, data: Path
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_a_diverged_point_of_a_sweep_ends_at_once_and_is_reported_as_diverged(
+def test_diverged_sweep_point_is_reported(
     data: Path, tmp_path: Path
 ) -> None:
     argv = [

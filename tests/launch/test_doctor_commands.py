@@ -1,7 +1,6 @@
-"""launch/doctor.py as typed: what it answers, how it exits, and that ranks meet under every launcher.
+"""launch/doctor.py as a command: output, exit codes, and connecting ranks under every launcher.
 
-pytest tests/launch/test_doctor_commands.py
-pytest tests/launch/test_doctor_commands.py -m full
+pytest tests/launch/test_doctor_commands.py pytest tests/launch/test_doctor_commands.py -m full
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.launch.processes import FAKE, ROOT, Started, command, hit, status_of
 from toolkit.rundir.status import RunState
 
 DOCTOR = ROOT / "launch" / "doctor.py"
-# In one process, so that it can be asked which packages it has imported.
+# In one process, so that its imported packages can be listed.
 HEAVY = """
 import sys
 from launch.doctor import main
@@ -62,7 +61,7 @@ def found(report: dict[str, object], check: str) -> list[dict[str, str]]:
     ]
 
 
-def test_one_machine_is_looked_at_without_torch(tmp_path: Path) -> None:
+def test_doctor_of_one_machine_does_not_import_torch(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = doctor("--json", "+exp=quickstart", "run.dir=run", cwd=tmp_path, program=("-c", HEAVY))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -74,13 +73,13 @@ def test_one_machine_is_looked_at_without_torch(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["format_version"] == 1
     assert [machine["node"] for machine in report["machines"]] == [0]
-    assert found(report, "ranks meet")[0]["evidence"] == "one rank: nobody to meet"
+    assert found(report, "rendezvous")[0]["evidence"] == "one rank: no peers"
     assert {one["verdict"] for one in found(report, "plan")} == {"ok"}
     assert all(one["how"] for one in found(report, "disk"))
     assert not (tmp_path / "run").exists(), "nothing is written but what is measured"
 
 
-def test_what_fails_is_told_with_its_remedy(tmp_path: Path) -> None:
+def test_failed_check_is_reported_with_its_remedy(tmp_path: Path) -> None:
     done = doctor("+exp=quickstart", "run.dir=run", cwd=tmp_path, environ={"GLOO_SOCKET_IFNAME": "nothere0"})
     assert done.returncode == 2, done.stdout + done.stderr
     assert "GLOO_SOCKET_IFNAME=nothere0: no such interface" in done.stdout
@@ -90,21 +89,21 @@ def test_what_fails_is_told_with_its_remedy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].endswith("this run would fail")
 
 
-def test_a_run_that_cannot_be_planned_is_told_beside_the_rest(tmp_path: Path) -> None:
+def test_unplannable_run_is_reported_with_other_checks(tmp_path: Path) -> None:
     done = doctor(
         "--json", "+exp=quickstart", "cluster.cpu_ranks=2", "parallel.tensor=3", "run.dir=run", cwd=tmp_path
     )
     assert done.returncode == 2, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert any("divisible" in one["evidence"] for one in found(report, "plan") if one["verdict"] == "fail")
-    assert found(report, "ranks meet")[0]["verdict"] == "unknown"
+    assert found(report, "rendezvous")[0]["verdict"] == "unknown"
     assert found(report, "disk")[0]["verdict"] == "ok"
 
 
 @pytest.mark.parametrize(
     ("words", "said"), [(["train.stepps=3"], "train.steps"), (["cluster.nodes=4"], "cluster.nodes")]
 )
-def test_mistakes_are_answered_as_by_training(words: list[str], said: str, tmp_path: Path) -> None:
+def test_doctor_reports_configuration_mistakes(words: list[str], said: str, tmp_path: Path) -> None:
     done = doctor("+exp=quickstart", *words, cwd=tmp_path)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
@@ -116,7 +115,7 @@ RANKS = pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed"])
 
 @pytest.mark.full
 @RANKS
-def test_two_ranks_meet(launcher: str, tmp_path: Path) -> None:
+def test_two_ranks_connect(launcher: str, tmp_path: Path) -> None:
     argv = command(
         launcher, DOCTOR, "--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={tmp_path / 'run'}"
     )
@@ -125,17 +124,17 @@ def test_two_ranks_meet(launcher: str, tmp_path: Path) -> None:
         started.gone(5)
         output = started.output
     report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"') :])
-    links = [one["evidence"] for one in found(report, "ranks meet")]
-    assert links[0].startswith("they met in ")
+    links = [one["evidence"] for one in found(report, "rendezvous")]
+    assert links[0].startswith("all ranks connected in ")
     assert links[1].startswith("tensor (2 ranks): ")
     assert "bus bandwidth" in links[1]
     assert len(report["machines"]) == 1
-    assert found(report, "meeting place")[0]["verdict"] == "ok"
+    assert found(report, "master address")[0]["verdict"] == "ok"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_two_ranks_and_a_machine_that_is_not_fit(launcher: str, tmp_path: Path) -> None:
+def test_two_ranks_on_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     argv = command(launcher, DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
     # A soft limit is inherited by all that is started, and does not keep the ranks from meeting.
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *argv]
@@ -143,13 +142,13 @@ def test_two_ranks_and_a_machine_that_is_not_fit(launcher: str, tmp_path: Path) 
         code = started.ended(120)
         output = started.output
     assert code == (1 if launcher == "torchrun" else 2), output  # torchrun makes one code of all
-    assert "200 open files a process" in output
+    assert "Child processes inherit a soft limit, which does not prevent the ranks from connecting." in output
     assert "ulimit -n 65536" in output
-    assert output.count("machine 0: ") == 1, "rank 0 alone tells"
+    assert output.count("torchrun merges all codes into one") == 1, "rank 0 alone tells"
 
 
 @pytest.mark.full
-def test_a_port_that_is_taken_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_occupied_port_is_reported_with_other_checks(tmp_path: Path) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen(1)
@@ -163,7 +162,7 @@ def test_a_port_that_is_taken_is_told_with_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_doctor_leaves_nothing(tmp_path: Path) -> None:
     (temporary := tmp_path / "temporary").mkdir()
     argv = command("python", DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
     with Started(
@@ -182,7 +181,7 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @RANKS
-def test_a_run_looks_at_its_machines_first(launcher: str, tmp_path: Path) -> None:
+def test_preflight_runs_before_training(launcher: str, tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
     with Started(command(launcher, FAKE, *words), tmp_path / "run", cwd=tmp_path) as started:
         assert started.ended(120) == 0, started.output
@@ -195,7 +194,7 @@ def test_a_run_looks_at_its_machines_first(launcher: str, tmp_path: Path) -> Non
 
 @pytest.mark.full
 @RANKS
-def test_a_run_on_a_machine_that_is_not_fit_is_refused(launcher: str, tmp_path: Path) -> None:
+def test_preflight_refuses_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *command(launcher, FAKE, *words)]
     with Started(argv, tmp_path / "run", cwd=tmp_path) as started:
@@ -205,5 +204,5 @@ def test_a_run_on_a_machine_that_is_not_fit_is_refused(launcher: str, tmp_path: 
     status = status_of(tmp_path / "run")
     assert status is not None
     assert (status.state, status.exit_code, status.step) == (RunState.REFUSED, 2, None), output
-    assert "limits: 200 open files a process" in output
+    assert "limits: 200 open files per process" in output
     assert output.count("remedy: ulimit -n 65536") == 1, "rank 0 alone tells, and nothing is started again"

@@ -1,6 +1,7 @@
-"""torchrun with a range of nodes: a run loses a node, goes on without it, and goes on with it when it comes back.
+"""torchrun with a range of nodes: a run loses a node, continues without it, and continues with it when it
+returns.
 
-pytest tests/launch/test_elastic.py -m full
+    pytest tests/launch/test_elastic.py -m full
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import BIN, ROOT, Started, hit, status_of
-from tests.launch.test_killed import data, rows
+from tests.launch.test_killed_during_save import data, rows
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
 from toolkit.plan import make_plan
@@ -45,7 +46,7 @@ KEYS = (
 
 
 def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> Started:
-    """One node's torchrun, as docs/clusters.md describes it."""
+    """Return one node's torchrun command, as in docs/clusters.md."""
     argv = [
         str(BIN / "torchrun"),
         "--nnodes=1:2",
@@ -73,7 +74,7 @@ def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> 
 
 
 def worlds(run_dir: Path) -> list[int]:
-    """The number of ranks of each attempt."""
+    """Return the number of ranks of each attempt."""
     plans = (run_dir / "attempts").glob("*/plan.json")
     return [json.loads(plan.read_text())["world"]["ranks"] for plan in sorted(plans)]
 
@@ -95,7 +96,7 @@ def uninterrupted(data: Path, tmp_path: Path) -> Iterator[dict[int, float]]:
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_an_elastic_run_continues_without_a_lost_node_and_with_it_when_it_returns(
+def test_elastic_run_survives_loss_and_return_of_a_node(
     data: Path, uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
     run_dir, port = tmp_path / "run", find_free_port()

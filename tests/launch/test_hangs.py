@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import Started, command, hit, status_of
-from tests.launch.test_killed import KEYS, data, rows
+from tests.launch.test_killed_during_save import KEYS, data, rows
 from toolkit import checkpoint_folder
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState

@@ -1,7 +1,4 @@
-"""launch/reshard.py as a person uses it.
-
-pytest tests/launch/test_reshard.py
-"""
+"""launch/reshard.py as a command."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def run(*words: object) -> int:
 
 
 def said(capsys: Captured, *words: object, code: int = 0) -> str:
-    """What the command prints, on stdout where it is done and on stderr where it is refused."""
+    """Run the command and return its output: stdout on success, stderr on an error."""
     assert run(*words) == code, capsys.readouterr()
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
@@ -48,7 +45,7 @@ def said(capsys: Captured, *words: object, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run in bf16, as a run's folder has it."""
+    """A checkpoint of a bf16 run, in its run folder."""
     return tiny_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", mixed=True)
 
 
@@ -56,7 +53,7 @@ def files_below(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_convert_prints_a_summary(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
     out = said(
         capsys, f"source={checkpoint.parent.parent}", f"target={tmp_path}/out", "target.precision=fp32"
     )
@@ -76,7 +73,7 @@ def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Capt
     assert "is there already" in err
 
 
-def test_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_round_trip_is_identical(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
     assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
@@ -87,7 +84,7 @@ def test_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path, capsys: Ca
     assert "has no optimizer's state" in err
 
 
-def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: Captured) -> None:
+def test_inspect_describes_without_changes(checkpoint: Path, capsys: Captured) -> None:
     before = files_below(checkpoint.parent)
     out = said(capsys, f"source={checkpoint}", "action=inspect")
     assert files_below(checkpoint.parent) == before
@@ -116,7 +113,7 @@ def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: C
     assert any(row[:2] == ["weight", "21"] and row[-1] == "bfloat16" for row in rows)
 
 
-def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_plan_estimates_without_changes(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
     before = files_below(checkpoint.parent)
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "action=plan")
     out = said(capsys, *words)
@@ -144,7 +141,7 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
         ),
     ],
 )
-def test_mistakes_are_answered_and_leave_nothing(
+def test_reshard_mistakes_leave_nothing(
     checkpoint: Path, tmp_path: Path, capsys: Captured, typed: tuple[str, ...], shows: str
 ) -> None:
     err = said(capsys, *(word.format(checkpoint=checkpoint, empty=tmp_path) for word in typed), code=2)
@@ -154,7 +151,7 @@ def test_mistakes_are_answered_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_does_not_fit_is_refused_before_it_is_written(
+def test_insufficient_space_is_detected_first(
     checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -178,7 +175,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
     assert f"ulimit -n {soft}" in err
 
 
-def test_a_damaged_source_is_refused_by_name(tmp_path: Path, capsys: Captured) -> None:
+def test_damaged_source_is_named(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     file = checkpoint / "part-00000.safetensors"
     data = bytearray(file.read_bytes())
@@ -189,8 +186,10 @@ def test_a_damaged_source_is_refused_by_name(tmp_path: Path, capsys: Captured) -
     assert not (tmp_path / "out").exists()
 
 
-def test_where_the_model_comes_from(tmp_path: Path) -> None:
-    """The run around a checkpoint, then config.json; where there is neither, the way to say it is told."""
+def test_source_of_the_model_configuration(tmp_path: Path) -> None:
+    """The run around the checkpoint is used first, then config.json; without either, the error explains what
+    to set.
+    """
     checkpoint = tiny_checkpoint(tmp_path / "run" / "checkpoints", "qwen3", says_model=False)
     assert open_source(checkpoint).shape is None
     shape = tiny_shape("qwen3")
@@ -209,8 +208,10 @@ def test_where_the_model_comes_from(tmp_path: Path) -> None:
     assert "model=pretrained model.pretrained=FOLDER" in str(model_unknown(checkpoint))
 
 
-def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path, tmp_path: Path) -> None:
-    """``latest`` names what resume=PATH came to, of whatever format; where it is gone, nobody starts from random weights instead."""
+def test_resumed_folder_is_found_again(checkpoint: Path, tmp_path: Path) -> None:
+    """``latest`` names what resume=PATH resolved to, in any format; if it is gone, training does not restart
+    silently.
+    """
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "latest").write_text(f"{checkpoint}\n")
@@ -220,10 +221,12 @@ def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path,
         open_source(tmp_path)
 
 
-def test_where_somebody_saved_to_a_target_since_the_newest_is_read(
+def test_newest_checkpoint_of_a_reused_target_is_read(
     checkpoint: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    """Vendors' programs go on in the folder that they began from. Our manifest is of what we wrote, and no word on that."""
+    """Vendors' programs continue in the folder that they resumed from. Our manifest covers only what we
+    wrote.
+    """
     words = ("target.format=deepspeed", "target.zero=stage2", "target.parallel.data=2")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *words)
     found = open_source(tmp_path / "out")
@@ -268,7 +271,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_target_is_sound_and_comes_back_the_same(target: str, tmp_path: Path, capsys: Captured) -> None:
+def test_every_target_format_round_trips(target: str, tmp_path: Path, capsys: Captured) -> None:
     assert {words[0].removeprefix("target.format=") for words in TARGETS.values()} == {
         "native",
         *(one.name for one in WRITERS),
@@ -281,7 +284,7 @@ def test_every_target_is_sound_and_comes_back_the_same(target: str, tmp_path: Pa
     assert digest(open_reader(tmp_path / "back")) == digest(open_reader(checkpoint))
 
 
-def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, capsys: Captured) -> None:
+def test_verify_and_diff_exit_with_1_on_a_difference(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
     assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
@@ -296,7 +299,7 @@ def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, cap
     )
 
 
-def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(
+def test_interrupted_conversion_resumes(
     checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "workers=1")
@@ -312,14 +315,14 @@ def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(
         context.setattr(convert, "SYNC_BYTES", 2**16)
         context.setattr(Filler, "fill", interrupted)
         assert run(*words) == ExitCode.STOPPED
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command to resume" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert "resumed    " in said(capsys, *words)
     assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
 
 
-def test_the_command_is_quick_and_has_no_torch(checkpoint: Path, tmp_path: Path) -> None:
-    """It runs where no engine is installed. Measured: 0.6 s for a conversion of this size, of these 0.3 s to begin."""
+def test_reshard_is_fast_and_imports_no_torch(checkpoint: Path, tmp_path: Path) -> None:
+    """It works without an installed engine. Measured: 0.6 s for this size, of which 0.3 s are imports."""
     words = [f"source={checkpoint}", f"target={tmp_path}/out"]
     code = (
         f"import sys, time; from launch import reshard; assert reshard.main({words!r}) == 0\n"

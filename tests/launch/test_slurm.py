@@ -1,6 +1,7 @@
-"""A real Slurm, started here on loopback: jobs of ``launch/submit.py`` train on two nodes, are stopped, preempted, cancelled, and go on.
+"""A real Slurm on loopback: jobs of ``launch/submit.py`` train on two nodes, are stopped, preempted,
+cancelled, and resume.
 
-apt-get install slurmctld slurmd slurm-client munge; pytest tests/launch/test_slurm.py -m full -rs
+    apt-get install slurmctld slurmd slurm-client munge; pytest tests/launch/test_slurm.py -m full -rs
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def around(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def log_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person's shell at a login node has."""
+    """The environment of a login shell."""
     for name, value in {
         **slurm.environ,
         "PYTHONPATH": str(ROOT),
@@ -67,7 +68,7 @@ def log_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingJob, JobId]:
-    """A job whose time limit comes near while the other tests run, on a node that they do not use."""
+    """A job that reaches its time limit while the other tests run, on a node that they do not use."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         log_in(slurm, monkeypatch)
         words = ("train.steps=100000", 'cluster.slurm.time="2"', "cluster.slurm.partition=aside")
@@ -86,7 +87,7 @@ def until(holds: Callable[[], bool], seconds: float, what: str, output: Path) ->
 
 
 def steps_of(directory: RunDirectory, attempt: int) -> int:
-    """Rows of metrics since ``attempt`` began; 0 before it."""
+    """Number of metrics rows since ``attempt`` began; 0 before it."""
     status = directory.status()
     if (
         status is None
@@ -104,7 +105,7 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slurm, tmp_path: Path) -> None:
+def test_preempted_slurm_job_matches_uninterrupted_run(slurm: Slurm, tmp_path: Path) -> None:
     run_dir, data = tmp_path / "it's a run", f"data.path={tmp_path / 'data'}"
     words = [*SMALL, data, f"train.steps={STEPS}"]
     subprocess.run(
@@ -126,13 +127,13 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     number, record = found
     folder, id = run_dir / "jobs" / f"{number:03d}", record.id
     for name in ("config.yaml", "job.sh"):
-        assert (folder / name).read_text().strip() in shown  # exactly what was shown
+        assert (folder / name).read_text().strip() in shown  # exactly the printed command
     output, directory = folder / "output.txt", RunDirectory(run_dir)
 
-    # As before a time limit: the batch script alone is signalled.
+    # As before a time limit: only the batch script is signalled.
     until(lambda: steps_of(directory, 1) > 5, 120, "training", output)
     slurm.run("scancel", "--batch", "--signal=TERM", id.id)
-    until(lambda: slurm.job_state(id.id) == "PENDING", 60, "put back into the queue", output)
+    until(lambda: slurm.job_state(id.id) == "PENDING", 60, "was requeued", output)
     stopped = directory.status()
     assert stopped is not None
     assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), output.read_text()
@@ -140,7 +141,7 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     assert 0 < stopped.step < STEPS
     assert backend.state(id) is JobState.QUEUED
 
-    # Preempted by Slurm for the sake of an urgent job: its tasks are signalled, and have the partition's grace.
+    # Preempted by Slurm for an urgent job: its tasks are signalled, with the partition's grace time.
     until(lambda: steps_of(directory, 2) > stopped.step + 3, 120, "going on", output)
     everything = ("--partition=urgent", "--nodes=2", "--exclusive")
     urgent = slurm.run("sbatch", "--parsable", *everything, "--output=/dev/null", "--wrap=sleep 1").strip()
@@ -154,11 +155,11 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     assert losses(run_dir) == pytest.approx(losses(tmp_path / "unbroken"), abs=1e-6)
     assert losses(run_dir)[stopped.step] != pytest.approx(
         losses(run_dir)[stopped.step - 1], abs=1e-6
-    )  # a control: one step off is seen
+    )  # control: a shift by one step is detected
 
 
 def fake_job(run_dir: Path, *words: str, grace_seconds: int = 30) -> TrainingJob:
-    """On one node, with a training that only keeps time."""
+    """On one node, with a fake training."""
     where = ("cluster=slurm", "cluster.gpus_per_node=0", f"cluster.grace_seconds={grace_seconds}")
     return create_job(plan_job(compose(["+exp=quickstart", *where, f"run.dir={run_dir}", *words])), FAKE)
 
@@ -169,7 +170,7 @@ def fake_steps(directory: RunDirectory) -> int:
 
 
 @pytest.mark.parametrize("by", ["cancel", "scancel"])
-def test_who_cancels_a_job_is_not_overruled(
+def test_cancelled_slurm_job_is_not_requeued(
     by: str, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SAVE_SECONDS", "1")
@@ -187,7 +188,7 @@ def test_who_cancels_a_job_is_not_overruled(
     assert (end.state, end.attempt, end.checkpoint) == (RunState.STOPPED, 1, "saved"), output.read_text()
 
 
-def test_a_waiting_job_is_withdrawn(slurm: Slurm, tmp_path: Path) -> None:
+def test_pending_slurm_job_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     job, id = submission.submit(fake_job(tmp_path / "run", "cluster.slurm.options={hold: ''}"))
     assert backend.state(id) is JobState.QUEUED
     backend.cancel(id)
@@ -195,8 +196,8 @@ def test_a_waiting_job_is_withdrawn(slurm: Slurm, tmp_path: Path) -> None:
     assert not (Path(job.run_dir) / "attempts").exists()
 
 
-def test_a_mistake_on_the_nodes_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
-    """The run's directory is held by another process when the job starts."""
+def test_slurm_job_with_mistake_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    """Another process holds the lock of the run directory when the job starts."""
     job = fake_job(tmp_path / "run", "train.steps=2")
     held = RunDirectory(job.run_dir)
     held.begin(job.config, {})
@@ -209,7 +210,7 @@ def test_a_mistake_on_the_nodes_is_not_started_again(slurm: Slurm, tmp_path: Pat
     held.release()
 
 
-def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -> None:
+def test_sbatch_error_is_reported(slurm: Slurm, tmp_path: Path) -> None:
     submit = [
         sys.executable,
         str(ROOT / "launch" / "submit.py"),
@@ -224,13 +225,13 @@ def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(
+def test_slurm_job_saves_and_requeues_before_time_limit(
     slurm: Slurm, limited: tuple[TrainingJob, JobId]
 ) -> None:
-    """sbatch(1), --signal: the warning may come up to a minute earlier than asked for."""
+    """sbatch(1), --signal: the signal may come up to a minute early."""
     job, id = limited
     output, ends = job.folder / "output.txt", job.folder / "ends.jsonl"
-    until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "asked to end", output)
+    until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "is signalled", output)
     end = json.loads(ends.read_text().splitlines()[0])
     assert (end["asked"], end["attempt"], end["state"], end["reason"], end["next"]) == (
         "TERM",
@@ -242,7 +243,7 @@ def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(
     until(
         lambda: "Restarts=0" not in slurm.run("scontrol", "--oneliner", "show", "job", id.id),
         30,
-        "put back into the queue",
+        "was requeued",
         output,
     )
     times = json.loads((RunDirectory(job.run_dir).attempt_folder(1) / "times.json").read_text())

@@ -1,7 +1,7 @@
-"""Sweeps as typed: each point one job, none twice, whoever is killed and however many processes carry the sweep out.
+"""Sweeps as commands: each point is one job and runs once, even if sweeps are killed or run concurrently.
 
-pytest tests/launch/test_sweep.py            small ones, whose points only keep time
-pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and two points that train
+pytest tests/launch/test_sweep.py            small ones, with a fake training
+pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and real training
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.launch.slurm import loopback_slurm, missing
 from toolkit.config.compose import compose, from_yaml
 
 STUB = ROOT / "tests" / "launch" / "stub_training.py"
-# 40 combinations, of which 8 cannot run: the rate would have to rise to quickstart's schedule.min_lr=2e-4.
+# 40 combinations, of which 8 cannot run: the rate would be below quickstart's schedule.min_lr=2e-4.
 GRID = (
     "+exp=quickstart",
     "zero=stage0,stage1,stage2,stage3",
@@ -46,7 +46,7 @@ def typed(*words: str, script: Path = STUB) -> list[str]:
 
 
 def environ(tmp_path: Path, **more: str) -> dict[str, str]:
-    """Locks of cores of its own: another sweep of this machine is none of this test's business."""
+    """Separate core locks, so that other sweeps on this machine do not interfere."""
     return {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), **more}
 
 
@@ -68,13 +68,13 @@ def done(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_points_are_jobs_though_one_of_two_sweeps_is_killed_half_way(tmp_path: Path) -> None:
+def test_each_point_runs_once_despite_a_killed_sweep(tmp_path: Path) -> None:
     one_of_two_is_killed(SMALL, tmp_path, jobs=8, half=2)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_32_points_are_32_jobs_though_one_of_two_sweeps_is_killed_half_way(tmp_path: Path) -> None:
+def test_32_points_run_once_despite_a_killed_sweep(tmp_path: Path) -> None:
     one_of_two_is_killed(GRID, tmp_path, jobs=32, half=12)
 
 
@@ -95,7 +95,7 @@ def one_of_two_is_killed(grid: Sequence[str], tmp_path: Path, *, jobs: int, half
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_a_sweep_killed_half_way_goes_on_from_cold_and_under_two_processes(tmp_path: Path) -> None:
+def test_killed_sweep_resumes_under_two_processes(tmp_path: Path) -> None:
     folder, other = tmp_path / "grid", tmp_path / "other"
     other.mkdir()
     argv = typed(*SMALL, f"sweep.dir={folder}")
@@ -111,8 +111,11 @@ def test_a_sweep_killed_half_way_goes_on_from_cold_and_under_two_processes(tmp_p
 
 
 def killed(sweep: Started, folder: Path) -> tuple[list[str], Counter[str], int]:
-    """The sweep's process by -9, and one of its points that has begun, which then has to be run again. What was done and begun by then,
-    and how many points that may be."""
+    """Kill the sweep and one of its running points, which must then run again.
+
+    Returns:
+        The points done so far, the starts by point, and how many points may have to run again.
+    """
     points = psutil.Process(sweep.process.pid).children()
     hit(signal.SIGKILL, sweep.process.pid)
     sweep.process.wait(10)
@@ -163,7 +166,7 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int, 
 
 
 @pytest.mark.timeout(120)
-def test_ctrl_c_saves_the_points_and_the_same_words_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_points_and_sweep_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     argv = typed("+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="60")) as started:
@@ -173,7 +176,7 @@ def test_ctrl_c_saves_the_points_and_the_same_words_go_on(tmp_path: Path) -> Non
         hit(signal.SIGINT, started.process.pid, group=True)
         assert started.ended(30) == 75, started.output
         started.gone(5)
-        assert "Go on with the same words: python" in started.output
+        assert "To resume, run: python" in started.output
         assert {row["state"] for row in content(folder)["points"]} <= {"stopped", "waiting"}
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
         assert started.ended(60) == 0, started.output
@@ -181,13 +184,13 @@ def test_ctrl_c_saves_the_points_and_the_same_words_go_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(120)
-def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path: Path) -> None:
+def test_failed_point_is_retried_by_next_command(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     argv = typed("+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_FAILS="2")) as started:
         assert started.ended(60) == 1, started.output
         assert "failed: zero=stage2" in started.output
-        assert "the stub fails" in started.output, "its own words"
+        assert "the stub fails" in started.output, "its own output"
     assert {row["swept"][0]: row["state"] for row in content(folder)["points"]} == {
         "zero=stage1": "done",
         "zero=stage2": "failed",
@@ -203,7 +206,7 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path
 @pytest.mark.parametrize(
     ("word", "shows"), [("train.micro_batch=3,5", "train.micro_batch=5"), ("zero=stage1,stage9", "stage9")]
 )
-def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(
+def test_sweep_without_feasible_points_leaves_nothing(
     word: str, shows: str, tmp_path: Path
 ) -> None:
     with Started(
@@ -219,8 +222,10 @@ def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(
 @pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_under_a_launcher_the_answer_is_given_once_and_no_rank_sweeps(launcher: str, tmp_path: Path) -> None:
-    """hydra#2074, submitit#1764: launchers of Hydra and of ranks clash, and sweeps start inside every rank."""
+def test_sweep_under_a_launcher_is_rejected_once(launcher: str, tmp_path: Path) -> None:
+    """hydra#2074, submitit#1764: Hydra's launchers conflict with rank launchers, and sweeps start inside
+    every rank.
+    """
     folder = tmp_path / "pair"
     argv = command(launcher, TRAIN, "-m", "+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
     with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
@@ -255,7 +260,7 @@ elif name == "scancel" and "--batch" in words: os.kill(int(words[-1]), signal.SI
 
 @pytest.mark.full
 @pytest.mark.timeout(180)
-def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and_ctrl_c_stops(
+def test_queued_points_survive_hangup_and_stop_on_ctrl_c(
     tmp_path: Path,
 ) -> None:
     folder, tools = tmp_path / "queued", tmp_path / "bin"
@@ -294,7 +299,7 @@ def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_four_points_are_four_jobs_of_a_real_slurm(
+def test_sweep_on_real_slurm(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if (why := missing()) is not None:
@@ -323,7 +328,7 @@ def test_four_points_are_four_jobs_of_a_real_slurm(
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_two_points_train_and_the_table_has_their_losses(tmp_path: Path) -> None:
+def test_two_trained_points_are_compared_by_loss(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     words = (
         "+exp=quickstart",

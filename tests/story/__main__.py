@@ -1,11 +1,11 @@
-"""The whole story of a training, as the commands that a person types, on CPU: `make story`, or
+"""An end-to-end story of a training on CPU, as commands that a user types: `make story`, or
 
     python -m tests.story                    in a new folder, runs/story-...
     python -m tests.story FOLDER
 
-Text in an S3 bucket (served on loopback) -> prepared -> a sweep of two points -> the better one as a job of two nodes -> one rank killed ->
-gone on with in another engine and layout -> W&B offline, report, Hugging Face export. The losses are those of a run that nothing
-happened to. Exit code: 0 it is so; 1 something is not.
+Text in an S3 bucket (served on loopback) -> prepare -> a sweep of two points -> the better one as a job of two nodes
+-> one rank killed -> resumed with another engine and layout -> W&B offline, report, Hugging Face export. The losses
+must equal those of an undisturbed run. Exit code: 0 all checks pass, 1 a check fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.launch.processes import ROOT, TRAIN, command
 from tests.monitor.wandb_file import history, run_record
 from tests.story.losses import TOLERANCE, apart, losses
 from tests.story.machines import ENDED_SECONDS, Command, Machines, two_machines
-from tests.story.telling import Story, StoryFailed
+from tests.story.steps import Story, StoryFailed
 from toolkit.data.manifest import read_manifest
 from toolkit.progress import duration, quantity
 from toolkit.rundir.directory import RunDirectory
@@ -37,11 +37,11 @@ STEPS, SWEPT, SAVES, KILL_AFTER = (
     20,
     20,
     25,
-)  # of the run, of a point, between two checkpoints; when a rank is killed
+)  # of the run, of a point, between two checkpoints; step at which a rank is killed
 WINDOWS, LENGTH = 64, 128  # of an evaluation: eval.batches x train.global_batch, train.sequence_length
 RUN = (f"--config-dir={ROOT / 'tests/story/conf'}", "+exp=story")
 RATES = ("1e-4", "3e-3")
-FILES, LONGEST = 150, 60_000  # of Python's own source, which is the text; longer ones are left out
+FILES, LONGEST = 150, 60_000  # of Python's own source code, which is the text; longer files are left out
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True)
     (folder / "bucket").mkdir()
     with served(folder / "bucket") as store:
-        # On CPU whatever is here, and what libraries keep for the user in the story's own folder.
+        # Use the CPU, and keep library caches in the story's own folder.
         story = Story(
             folder,
             {
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             StoryFailed,
             AssertionError,
             OSError,
-        ) as error:  # commands under way say with AssertionError what they printed
+        ) as error:  # failed commands raise AssertionError with their output
             story.say(f"\nFAILED: {error}")
             code = 1
     story.say(f"\n{story.table()}")
@@ -140,7 +140,7 @@ def prepare(story: Story, store: Store) -> Path:
 
 
 def sweep(story: Story) -> tuple[dict[int, float], dict[int, float], str]:
-    """Losses of the better and of the worse point, and what is the better learning rate, as typed."""
+    """Return the losses of the better and of the worse point, and the better learning rate as typed."""
     folder = story.folder / "sweep"
     story.run(
         "sweep",
@@ -174,7 +174,7 @@ def sweep(story: Story) -> tuple[dict[int, float], dict[int, float], str]:
 
 
 def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) -> int:
-    """The step of the checkpoint that is left."""
+    """Return the step of the remaining checkpoint."""
     commands = [
         machines.start(number, TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}") for number in range(2)
     ]
@@ -271,7 +271,7 @@ def compare(
     )
     by = apart(better, expected, points)
     story.check(by <= TOLERANCE, f"the sweep's point, plain torch: {by:.1e}")
-    # The controls: what must be told apart is.
+    # The controls: differing runs must be detected.
     other, late = (
         apart(worse, expected, points),
         apart({step + 1: loss for step, loss in found.items()}, expected, after),
@@ -286,7 +286,7 @@ def compare(
 def look(story: Story, run: RunDirectory) -> None:
     files = sorted((run.path / "wandb").rglob("*.wandb"), key=lambda file: file.stat().st_mtime)
     rows = [row for file in files for row in history(file) if "train/loss" in row]
-    logged = {row["step"]: row["train/loss"] for row in rows}  # later ones stand
+    logged = {row["step"]: row["train/loss"] for row in rows}  # later ones are recorded
     story.check(
         logged == losses(run.metrics_file),
         f"W&B offline: {len(files)} parts of one run, {len(rows)} rows, of them the {STEPS} that stand",
@@ -332,7 +332,7 @@ def export(story: Story, run: RunDirectory, data: Path) -> None:
 def until(
     holds: Callable[[], bool], seconds: float, what: str, commands: list[Command], *, alive: bool = True
 ) -> float:
-    """Seconds until it holds. Raises StoryFailed with what ``commands`` printed."""
+    """Wait until it holds and return the seconds. Raises StoryFailed with the output of ``commands``."""
     began = time.monotonic()
     while not holds():
         over = alive and any(one.code() is not None for one in commands)
@@ -351,5 +351,5 @@ def said(commands: list[Command]) -> str:
 if __name__ == "__main__":
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that nothing under way is left behind
+    )  # so that no process is left behind
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,6 @@
-"""Two machines for one job: network namespaces with mounts of their own where that is allowed, else two launchers on loopback."""
+"""Two machines for one job: network namespaces with separate mounts if possible, else two launchers on
+loopback.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ import psutil
 from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
 from tests.data.served import Store, environment
 from tests.launch.processes import Started
-from tests.story.telling import Story
+from tests.story.steps import Story
 from toolkit.cluster.rank_processes import find_free_port
 
-PORT, STORE_PORT = 29500, 9000  # of networks that nobody else has
-ENDED_SECONDS = 60.0  # in which both commands are gone after one rank was killed
+PORT, STORE_PORT = 29500, 9000  # used only inside the namespaces
+ENDED_SECONDS = 60.0  # time in which both commands end after a rank was killed
 
 
 class Command(Protocol):
-    """A launcher under way."""
+    """A running launcher."""
 
     @property
     def output(self) -> str: ...
@@ -70,7 +72,7 @@ class Machines:
             self._environ = story.environ
 
     def start(self, number: int, script: Path, *words: str) -> Command:
-        """As typed on that machine."""
+        """Return the command for that machine."""
         hosts = self.shared / "hostfile"
         hosts.write_text("node0 slots=1\nnode1 slots=1\n")
         argv = [
@@ -93,7 +95,7 @@ class Machines:
         return self._stack.enter_context(found)
 
     def rank(self, commands: list[Command], number: int) -> psutil.Process | None:
-        """A rank's process; None: it is not there yet."""
+        """Return a rank's process; None: not there yet."""
         if self._nodes is not None:
             return self._nodes[number].ranks().get(number)
         first = commands[0]

@@ -93,8 +93,8 @@ def judge(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
         )
     elif disk.free_bytes < size * (need.keep_checkpoints + 1):
         yield warn(
-            "{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written "
-            "take {format_size(size * (need.keep_checkpoints + 1))}",
+            f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written "
+            f"take {format_size(size * (need.keep_checkpoints + 1))}",
             "free some space, or reduce checkpoint.keep_last",
         )
     else:

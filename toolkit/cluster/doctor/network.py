@@ -54,7 +54,7 @@ def judge_name(name: HostName, need: RunRequirements) -> Iterator[CheckFinding]:
         yield ok(f"{name.host} does not resolve, which a single machine does not need")
     elif several and all(map(_is_loopback, name.addresses)):
         yield warn(
-            "{name.host} is {', '.join(name.addresses)}: libraries that resolve the host name get an "
+            f"{name.host} is {', '.join(name.addresses)}: libraries that resolve the host name get an "
             "address that other machines cannot reach",
             "set the interface: GLOO_SOCKET_IFNAME=eth0; or remove the name from the 127.* line of "
             "/etc/hosts",

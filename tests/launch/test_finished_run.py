@@ -1,7 +1,4 @@
-"""The command of a finished run, typed again, ends with 0 and says why before any rank trains.
-
-pytest tests/launch/test_nothing_to_do.py
-"""
+"""Repeating the command of a finished run exits with 0 and a message before any rank trains."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ WORDS = ("+exp=quickstart", "train.steps=3")
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", ["python", "deepspeed", "torchrun"])
-def test_a_finished_run_ends_at_once_and_changes_nothing(launcher: str, tmp_path: Path) -> None:
+def test_finished_run_exits_without_changes(launcher: str, tmp_path: Path) -> None:
     from toolkit.config.compose import compose
 
     run_dir = tmp_path / "run"

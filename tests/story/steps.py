@@ -1,4 +1,4 @@
-"""How the story is told: each command as it is typed, what is checked with numbers, and a table at the end."""
+"""Print the story: each command, what is checked with numbers, and a final table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.progress import duration
 
 
 class StoryFailed(Exception):
-    """Something was not as the story says."""
+    """A check of the story failed."""
 
 
 @dataclass
@@ -67,14 +67,14 @@ class Story:
         self.saw(text)
 
     def typed(self, argv: Sequence[str], where: str = "") -> None:
-        """A command for people: without the folders that are the same in all."""
+        """Format a command for users, without the folders that all commands share."""
         words = " ".join(f"'{word}'" if " " in word else word for word in argv)
         for long in (f"{self.folder}{os.sep}", f"{ROOT}{os.sep}", f"{BIN}{os.sep}"):
             words = words.replace(long, "")
         self.say(f"   {where}$ {words}")
 
     def run(self, name: str, argv: Sequence[str], *, seconds: float = 240) -> str:
-        """What the command printed. It has to end well, and in time."""
+        """Run the command and return its output. It must succeed in time."""
         self.typed(argv)
         log = self.folder / "log" / name
         log.mkdir(parents=True)
@@ -86,7 +86,7 @@ class Story:
             return started.output
 
     def table(self) -> str:
-        """A line a step; what was seen goes on in the lines below it."""
+        """One line per step; observations continue in the lines below it."""
         titles = [f"{number}. {row.title}" for number, row in enumerate(self.rows, 1)]
         width, total = max(map(len, titles), default=0), sum(row.seconds for row in self.rows)
         lines = []

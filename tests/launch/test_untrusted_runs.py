@@ -1,7 +1,4 @@
-"""A run directory that comes from somebody else is data for every command that reads one.
-
-pytest tests/launch/test_hostile_runs.py
-"""
+"""A run directory from an untrusted source is only data for commands that read it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tests.data.served import served
 from toolkit.errors import ExitCode
 
 
-def test_generating_sends_no_environment_variable_to_a_server(
+def test_generate_does_not_leak_environment_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TOOLKIT_SECRET", "key-of-mine")

@@ -1,6 +1,6 @@
-"""The commands of the README and of launch/train.py, as typed, with real training.
+"""The commands of the README and of launch/train.py, with real training.
 
-pytest tests/launch/test_as_typed.py -m full
+pytest tests/launch/test_train_commands.py -m full
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One data folder for all forms, and the losses of those that ran before."""
+    """One data folder for all forms, and the losses of earlier ones."""
     return tmp_path_factory.mktemp("shared")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_trains_the_same_run(form: str, shared: Path, tmp_path: Path) -> None:
+def test_every_launcher_form_trains_the_same_run(form: str, shared: Path, tmp_path: Path) -> None:
     launcher, ranks = FORMS[form]
     run_dir = tmp_path / "run"
     argv = command(launcher, TRAIN, *SMALL, f"run.dir={run_dir}", f"data.path={shared / 'data'}", ranks=ranks)
@@ -54,7 +54,7 @@ def test_every_form_trains_the_same_run(form: str, shared: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("launcher", "group"), [("deepspeed", False), ("torchrun", True), ("python", False)])
-def test_a_stopped_run_goes_on_where_it_was(launcher: str, group: bool, shared: Path, tmp_path: Path) -> None:
+def test_stopped_run_resumes(launcher: str, group: bool, shared: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     data = f"data.path={shared / 'data'}"
     keys = (

@@ -1,7 +1,7 @@
-"""A whole training of two ZeRO 2 ranks, one of them killed with -9 inside a save: the same command goes on to the same end.
+"""A training of two ZeRO 2 ranks, one of which is killed during a save, resumes to the same result.
 
-pytest tests/launch/test_killed.py            one phase
-pytest tests/launch/test_killed.py -m full    every phase of a save
+pytest tests/launch/test_killed_during_save.py            one phase
+pytest tests/launch/test_killed_during_save.py -m full    every phase of a save
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class Case:
-    """``leaves`` is the step of the checkpoint to continue from: the second save is of step 4."""
+    """``leaves``: step of the checkpoint to resume from; the second save is of step 4."""
 
     phase: Phase
     rank: int
@@ -78,21 +78,21 @@ class Case:
 
 QUICK = [
     Case(Phase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)
-]  # complete, though not yet pointed to
+]  # complete, but not yet pointed to
 FULL = [
-    Case(Phase.PIECES, 0, leaves=EVERY, entry=2),  # one piece is written
+    Case(Phase.PIECES, 0, leaves=EVERY, entry=2),  # one shard is written
     Case(Phase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
     Case(Phase.FSYNC, 1, leaves=EVERY),
     Case(Phase.RENAME, 0, leaves=EVERY),
     Case(
         Phase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True
-    ),  # the old checkpoint is out of sight
+    ),  # the old checkpoint is no longer visible
 ]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package that this is a test of, as text."""
+    """The source of the package under test."""
     folder = tmp_path_factory.mktemp("data") / "toolkit"
     ensure(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit")
     return folder
@@ -100,7 +100,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The oracle's losses, in this process: local engine, one rank, the same samples."""
+    """The reference losses, in this process: local engine, one rank, the same samples."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     config = compose([*KEYS, f"data.path={data}", f"run.dir={folder}", "engine=local"])
     plan = make_plan(config, World(ranks=1, ranks_per_node=1, device=Device.CPU))
@@ -120,7 +120,7 @@ def rows(file: Path) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
 )
-def test_a_run_killed_in_a_save_goes_on_to_the_same_end(
+def test_run_killed_during_a_save_resumes_to_same_result(
     case: Case, data: Path, uninterrupted: list[float], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"

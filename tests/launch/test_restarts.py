@@ -1,6 +1,6 @@
-"""Whole commands whose ranks fail: who is started again, from where, how often, and who is not.
+"""Failing ranks: which commands restart them, from which checkpoint, and how often.
 
-pytest tests/launch/test_started_again.py -m full
+pytest tests/launch/test_restarts.py -m full
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def log(run_dir: Path, attempt: int) -> str:
     return RunDirectory(run_dir).log_file(attempt).read_text()
 
 
-def test_killed_twice_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
+def test_run_killed_twice_is_restarted_to_its_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:1:3,2:0:5"}
     with Started(argv(run_dir, "cluster.restarts=1"), run_dir, cwd=tmp_path, environ=environ) as started:
@@ -44,10 +44,10 @@ def test_killed_twice_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
     assert end is not None
     assert (end.state, end.attempt, end.step, end.exit_code) == (RunState.DONE, 3, STEPS, 0)
     logs = [log(run_dir, attempt) for attempt in (1, 2, 3)]
-    assert "attempt 1 failed: rank 1 was ended by signal 9 (SIGKILL)" in logs[0]
+    assert "attempt 1 failed: rank 1 was killed by signal 9 (SIGKILL)" in logs[0]
     assert "attempt 2 begins in 2 s, from the checkpoint of step 2" in logs[0]
     assert "attempt 2 begins with step 2" in logs[1]
-    assert "attempt 2 failed: rank 0 was ended by signal 9 (SIGKILL)" in logs[1]
+    assert "attempt 2 failed: rank 0 was killed by signal 9 (SIGKILL)" in logs[1]
     assert "attempt 3 begins with step 4" in logs[2]
     assert "failed" not in logs[2], "each attempt's log is its own"
     assert end.goodput is not None
@@ -60,7 +60,7 @@ def test_killed_twice_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
     assert ends[0]["began"] < ends[0]["ended"] <= ends[1]["began"] < ends[1]["ended"] <= ends[2]["began"]
 
 
-def test_one_rank_is_started_again_as_several_are(tmp_path: Path) -> None:
+def test_single_rank_is_restarted(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:0:3"}
     with Started(argv(run_dir, ranks=None), run_dir, cwd=tmp_path, environ=environ) as started:
@@ -72,8 +72,8 @@ def test_one_rank_is_started_again_as_several_are(tmp_path: Path) -> None:
     assert "attempt 2 begins with step 2" in log(run_dir, 2)
 
 
-def test_one_rank_without_restarts_is_the_process_itself(tmp_path: Path) -> None:
-    """So a debugger is there; and the control of the test above."""
+def test_single_rank_without_restarts_has_no_supervisor(tmp_path: Path) -> None:
+    """So that a debugger works; also the control of the test above."""
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:0:3"}
     with Started(
@@ -83,27 +83,25 @@ def test_one_rank_without_restarts_is_the_process_itself(tmp_path: Path) -> None
     assert RunDirectory(run_dir).attempts() == [1]
 
 
-def test_without_a_newer_checkpoint_it_ends(tmp_path: Path) -> None:
+def test_restarts_end_without_a_newer_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:1:3,2:1:3,3:0:3,4:1:3"}
     with Started(argv(run_dir, "cluster.restarts=1"), run_dir, cwd=tmp_path, environ=environ) as started:
         assert started.ended(90) == 1
         started.gone(5)
         # The first failure left the checkpoint of step 2, the next ones none.
-        assert (
-            "it is not started again: it failed 2 times in a row without a newer checkpoint" in started.output
-        )
+        assert "not restarted: it failed 2 times in a row without a newer checkpoint" in started.output
     end = status_of(run_dir)
     assert end is not None
     assert (end.state, end.attempt) == (RunState.FAILED, 3)
-    assert end.reason == "rank 0 was ended by signal 9 (SIGKILL)"
+    assert end.reason == "rank 0 was killed by signal 9 (SIGKILL)"
 
 
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [("FAKE_REFUSES", 2, "the fake training refuses"), ("FAKE_FAILS", 1, "it failed before its first step")],
 )
-def test_a_mistake_is_not_started_again(what: str, code: int, said: str, tmp_path: Path) -> None:
+def test_mistake_is_not_restarted(what: str, code: int, said: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with Started(argv(run_dir), run_dir, cwd=tmp_path, environ={what: "0"}) as started:
         assert started.ended(60) == code
@@ -111,7 +109,7 @@ def test_a_mistake_is_not_started_again(what: str, code: int, said: str, tmp_pat
     assert RunDirectory(run_dir).attempts() == [1]
 
 
-def test_asked_to_stop_before_the_next_start_it_stops(tmp_path: Path) -> None:
+def test_stop_during_restart_delay(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with Started(argv(run_dir), run_dir, cwd=tmp_path, environ={"FAKE_KILLS": "1:1:3"}) as started:
         started.until(lambda: "attempt 2 begins in" in started.output, 60, "failed")
@@ -123,7 +121,7 @@ def test_asked_to_stop_before_the_next_start_it_stops(tmp_path: Path) -> None:
     assert (end.state, end.attempt, end.reason) == (RunState.STOPPED, 2, "SIGTERM before training began")
 
 
-def test_torchrun_starts_ranks_again_as_a_new_attempt(tmp_path: Path) -> None:
+def test_torchrun_restart_is_a_new_attempt(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:1:3,2:0:5"}
     typed = argv(run_dir, launcher="torchrun", options=("--max_restarts", "2", "--monitor_interval", "0.2"))
@@ -136,7 +134,7 @@ def test_torchrun_starts_ranks_again_as_a_new_attempt(tmp_path: Path) -> None:
     assert "attempt 3 begins with step 4" in log(run_dir, 3)
 
 
-def test_torchrun_does_not_start_again_what_was_stopped(tmp_path: Path) -> None:
+def test_torchrun_does_not_restart_a_stopped_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     typed = argv(
         run_dir,
@@ -157,18 +155,18 @@ def test_torchrun_does_not_start_again_what_was_stopped(tmp_path: Path) -> None:
     assert RunDirectory(run_dir).attempts() == [1]
 
 
-def test_under_deepspeed_nobody_starts_it_again_and_it_says_so(tmp_path: Path) -> None:
+def test_deepspeed_does_not_restart_and_says_how_to_resume(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with Started(
         argv(run_dir, launcher="deepspeed"), run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "0"}
     ) as started:
         assert started.ended(90) != 0
         started.gone(15)
-        assert "deepspeed does not start ranks again" in started.output
+        assert "deepspeed does not restart ranks" in started.output
     assert RunDirectory(run_dir).attempts() == [1]
 
 
-def test_a_machine_that_is_taken_away_saves_and_stops_and_is_not_started_again(
+def test_preempted_run_saves_and_is_not_restarted(
     tmp_path: Path, metadata: Metadata
 ) -> None:
     run_dir = tmp_path / "run"
