@@ -19,13 +19,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -207,22 +208,21 @@ class TwoNodes(tuple[Node, Node]):
         self[0].run("ip", "link", "set", "wire", "up" if up else "down")
 
 
-def until(holds: Callable[[], bool], seconds: float, what: str, *commands: OnNode) -> float:
-    """Wait until ``holds()`` and return the seconds; fail with the output of ``commands`` after ``seconds``.
+def wait_for(holds: Callable[[], bool], seconds: float, what: str, *commands: OnNode) -> float:
+    """Wait until ``holds()`` and return the seconds; fail with the output of ``commands``.
 
     It also fails as soon as all commands have ended without it.
     """
-    began = time.monotonic()
-    while not holds():
-        over = bool(commands) and all(command.code() is not None for command in commands) and not holds()
-        if over or time.monotonic() - began > seconds:
-            said = "\n".join(
-                f"---- node {command.node.number}, code {command.code()}\n{command.output}"
-                for command in commands
-            )
-            raise AssertionError(f"not {what} after {time.monotonic() - began:.1f} s\n{said}")
-        time.sleep(0.05)
-    return time.monotonic() - began
+    return wait_until(
+        holds,
+        seconds,
+        what,
+        ended=lambda: bool(commands) and all(command.code() is not None for command in commands),
+        output=lambda: "\n".join(
+            f"---- node {command.node.number}, code {command.code()}\n{command.output}"
+            for command in commands
+        ),
+    )
 
 
 @functools.cache
@@ -300,7 +300,7 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
             node.run("ip", "link", "set", "wire", "up")
         nodes = TwoNodes((made[0], made[1]))
         nodes.here, nodes.shared = here, shared
-        until(
+        wait_for(
             lambda: all("state UP" in node.run("ip", "link", "show", "wire") for node in nodes),
             SET_UP_SECONDS,
             "joined",

@@ -92,7 +92,8 @@ def test_hanging_file_system_is_unhealthy(tmp_path: Path, monkeypatch: pytest.Mo
     os.mkfifo(folder / "status.json")
     program = (
         f"import toolkit.cluster.health as health, pathlib\nhealth.SECONDS = 1\n"
-        f"health.find_run_folders = lambda _: [pathlib.Path({str(folder)!r})]\nraise SystemExit(health.main())"
+        f"health.find_run_folders = lambda _: [pathlib.Path({str(folder)!r})]\n"
+        "raise SystemExit(health.main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False

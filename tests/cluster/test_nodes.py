@@ -19,13 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.simulated_nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, until
+from tests.cluster.simulated_nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, wait_for
 from tests.launch.processes import TRAIN, Started, command
-from tests.launch.test_killed_during_save import KEYS, STEPS, data, rows
+from tests.launch.tiny_runs import KEYS, STEPS, read_losses
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-
-__all__ = ["data"]  # the fixture
 
 DRIVER = (
     Path(__file__).resolve().parents[1] / "launch" / "hung_training.py"
@@ -91,7 +89,7 @@ def both(
 
 def ended(commands: Sequence[OnNode], seconds: float) -> list[int | None]:
     """Return their exit codes."""
-    until(lambda: all(one.code() is not None for one in commands), seconds, "ended", *commands)
+    wait_for(lambda: all(one.code() is not None for one in commands), seconds, "ended", *commands)
     return [one.code() for one in commands]
 
 
@@ -117,7 +115,7 @@ def trained(run: RunDirectory, steps: int) -> bool:
 
 
 def losses(run: RunDirectory) -> list[float]:
-    found = rows(run.metrics_file)
+    found = read_losses(run.metrics_file)
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
     return [loss for _, loss in found]
 
@@ -149,13 +147,13 @@ def test_simulated_nodes_are_isolated(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Read-only"):
             nodes[1].run("touch", str(nodes.here.parent / "elsewhere"))
         with nodes[0].start([sys.executable, "-c", LISTEN], tmp_path / "listen.txt") as listening:
-            until(lambda: reached(nodes), 10, "reached", listening)
+            wait_for(lambda: reached(nodes), 10, "reached", listening)
             nodes.cable(up=False)
             assert not reached(nodes)
             nodes.cable(up=True)
-            until(lambda: reached(nodes), 10, "reached again", listening)
+            wait_for(lambda: reached(nodes), 10, "reached again", listening)
         first = nodes[0]
-        until(lambda: first.processes() == [], 10, "rid of its processes")
+        wait_for(lambda: first.processes() == [], 10, "rid of its processes")
     assert first._first.returncode is not None
 
 
@@ -205,7 +203,7 @@ def test_lost_connection_ends_both_nodes_and_run_resumes(
                 node.run("sh", "-c", f"echo {TRIES} > /proc/sys/net/ipv4/tcp_retries2")
         run = RunDirectory(nodes.shared / "run")
         with both(nodes, launcher, DRIVER, *words(nodes), environ=SLOW, restarts=restarts) as commands:
-            until(lambda: trained(run, 3), 120, "training", *commands)
+            wait_for(lambda: trained(run, 3), 120, "training", *commands)
             first = [rank.pid for node in nodes for rank in node.ranks().values()]
             nodes.cable(up=False)
             began = time.monotonic()
@@ -213,7 +211,7 @@ def test_lost_connection_ends_both_nodes_and_run_resumes(
             def gone() -> bool:
                 return not {rank.pid for node in nodes for rank in node.ranks().values()} & set(first)
 
-            until(gone, HANG_SECONDS + TELLING_SECONDS, "without ranks", *commands)
+            wait_for(gone, HANG_SECONDS + TELLING_SECONDS, "without ranks", *commands)
             status = run.status()
             assert status is not None
             assert (status.state, status.exit_code) == (RunState.FAILED, 1)
@@ -251,7 +249,7 @@ def test_torchrun_restarts_both_nodes_after_a_killed_rank(
         give(nodes, data)
         run = RunDirectory(nodes.shared / "run")
         with both(nodes, "torchrun", DRIVER, *words(nodes), environ=SLOW, restarts=2) as commands:
-            until(lambda: trained(run, 3), 120, "training", *commands)
+            wait_for(lambda: trained(run, 3), 120, "training", *commands)
             nodes[1].ranks()[1].send_signal(signal.SIGKILL)
 
             def on() -> bool:
@@ -262,7 +260,7 @@ def test_torchrun_restarts_both_nodes_after_a_killed_rank(
                     and (status.step or 0) >= 3
                 )
 
-            until(on, 120, "training again", *commands)
+            wait_for(on, 120, "training again", *commands)
             nodes[0].ranks()[0].send_signal(signal.SIGKILL)
             assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
         done(run, attempt=3)
@@ -326,7 +324,7 @@ def test_control_gloo_needs_the_right_interface(interface: str, sums: bool, tmp_
             )
             for node in nodes
         ]
-        until(
+        wait_for(
             lambda: (all if sums else any)(one.code() is not None for one in commands), 60, "ended", *commands
         )
         codes = [one.code() for one in commands]

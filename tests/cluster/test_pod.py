@@ -65,7 +65,7 @@ def run(
     )
     monkeypatch.setattr(
         pod,
-        "command",
+        "build_command",
         lambda *_, **__: [sys.executable, "-c", FAKE, str(tmp_path), state, reason, step, str(code)],
     )
     monkeypatch.setattr(pod, "SETTLE_SECONDS", 0.0)
@@ -139,7 +139,8 @@ def test_signal_is_forwarded_once(tmp_path: Path) -> None:
     """
     program = (
         f"import sys, pathlib\nfrom toolkit.cluster import pod\nlauncher = pod.PodLauncher()\n"
-        f"code = launcher.run([sys.executable, '-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75'], {{}})\n"
+        f"arguments = ['-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75']\n"
+        "code = launcher.run([sys.executable, *arguments], {})\n"
         "print(launcher.asked, code)"
     )
     process = subprocess.Popen(

@@ -5,56 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.cluster.metadata_server import Metadata
 from toolkit.cluster import preemption as notice
 from toolkit.cluster.preemption import PreemptionNotice, metadata_client, watch_preemption
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.config.cluster import Notice
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
-
-
-class Metadata:
-    """A server with one response per path: (text, required request headers). Other paths return 404."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, tuple[str, Mapping[str, str]]] = {}
-        self.asked: list[str] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                outer.asked.append(f"{self.command} {self.path}")
-                text, headers = outer.answers.get(self.path, ("", {}))
-                known = self.path in outer.answers
-                allowed = all(self.headers.get(name) == value for name, value in headers.items())
-                self.send_response(200 if known and allowed else 403 if known else 404)
-                self.end_headers()
-                self.wfile.write(text.encode() if known and allowed else b"")
-
-            do_GET = do_PUT = answer
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_address[1]}"
-
-
-@pytest.fixture
-def metadata() -> Iterator[Metadata]:
-    served = Metadata()
-    yield served
-    served.http.shutdown()
-    served.http.server_close()
 
 
 def test_gce_notice(metadata: Metadata) -> None:

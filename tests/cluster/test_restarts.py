@@ -75,7 +75,7 @@ def test_describe_restart() -> None:
         "attempt 4 starts in 4 s from the checkpoint of step 4 (restart 2 of 3 without a newer checkpoint)"
     )
     assert describe_restart(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith(
-        "begins in 2 s, from the beginning"
+        "starts in 2 s from the beginning"
     )
 
 

@@ -303,7 +303,7 @@ def test_hydra_finds_the_launcher_plugin() -> None:
 def test_sweep_under_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PEER_EXIT_SECONDS", 0.0)
     refuse_launcher(Launch(), ["-m"])
-    with pytest.raises(ConfigError, match=r"write python launch/train\.py -m optim\.lr=1,2"):
+    with pytest.raises(ConfigError, match=r"run python launch/train\.py -m optim\.lr=1,2"):
         refuse_launcher(Launch(launcher=StartedBy.TORCHELASTIC, ranks=2), ["-m", "optim.lr=1,2"])
     with pytest.raises(PeerExited):
         refuse_launcher(Launch(launcher=StartedBy.DEEPSPEED, ranks=2, rank=1), ["-m", "optim.lr=1,2"])

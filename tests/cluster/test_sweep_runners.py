@@ -35,12 +35,12 @@ def test_points_use_distinct_gpus(tmp_path: Path) -> None:
     first, second = slots.acquire(need), other.acquire(need)
     assert first is not None
     assert second is not None
-    assert first.environ(need, {"A": "b"}) == {
+    assert first.build_environ(need, {"A": "b"}) == {
         "A": "b",
         "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1,GPU-2",
         "OMP_NUM_THREADS": "8",
     }
-    assert second.environ(need, {"OMP_NUM_THREADS": "2"}) == {
+    assert second.build_environ(need, {"OMP_NUM_THREADS": "2"}) == {
         "CUDA_VISIBLE_DEVICES": "GPU-3,GPU-4,GPU-5",
         "OMP_NUM_THREADS": "2",
     }

@@ -3,9 +3,9 @@
     deepspeed --num_gpus 2 tests/launch/fake_training.py +exp=quickstart
 
 Environment variables: ``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS``, ``FAKE_FAILS`` (a rank, or all),
-``FAKE_REFUSES`` (a rank, with a user's mistake), ``FAKE_SAVE_EVERY`` (steps, 0: never; a save creates a folder
-named like a checkpoint) and ``FAKE_KILLS`` (ATTEMPT:RANK:STEP,...: this rank kills itself before this step of this
-attempt).
+``FAKE_REFUSES`` (a rank, with a user's mistake), ``FAKE_SAVE_EVERY`` (steps, 0: never; a save creates a
+folder named like a checkpoint) and ``FAKE_KILLS`` (ATTEMPT:RANK:STEP,...: this rank kills itself before this
+step of this attempt).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     FAULT=skip:1:3 python tests/launch/hung_training.py ...
 
 ``FAULT`` is KIND:RANK:STEP, with steps from 0. The fault happens once; its time is written to the file that
-``FAULT_TIME`` names, and no fault happens while that file exists. ``slow:ALL:SECONDS`` is not a fault: each step,
-evaluation batch and save takes that long. With ``APART`` ranks do not see each other's files. Without either
-variable it is ``launch/train.py``.
+``FAULT_TIME`` names, and no fault happens while that file exists. ``slow:ALL:SECONDS`` is not a fault: each
+step, evaluation batch and save takes that long. With ``APART`` ranks do not see each other's files. Without
+either variable it is ``launch/train.py``.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import wait_until
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
@@ -113,14 +114,13 @@ class Started:
         """Wait until ``holds()`` and return the seconds; fail with the output on a timeout or if all
         processes have ended.
         """
-        began = time.monotonic()
-        while not holds():
-            over = time.monotonic() - began > seconds or (
-                self.process.poll() is not None and not self.ours() and not holds()
-            )
-            assert not over, f"not {what} after {time.monotonic() - began:.1f} s:\n{self.output}"
-            time.sleep(0.02)
-        return time.monotonic() - began
+        return wait_until(
+            holds,
+            seconds,
+            what,
+            ended=lambda: self.process.poll() is not None and not self.ours(),
+            output=lambda: self.output,
+        )
 
     def ended(self, seconds: float = 60) -> int:
         self.until(lambda: self.process.poll() is not None, seconds, "ended")

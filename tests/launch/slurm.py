@@ -3,8 +3,8 @@
     with loopback_slurm(folder) as slurm:
         slurm.run("sinfo")
 
-Several slurmd on one host need a Slurm that was built for it, like Debian's (``--enable-multiple-slurmd``). Needs
-root, since slurmd runs jobs of any user.
+Several slurmd on one host need a Slurm that was built for it, like Debian's (``--enable-multiple-slurmd``).
+Needs root, since slurmd runs jobs of any user.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import wait_until
 from toolkit.cluster.rank_processes import find_free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -107,7 +108,10 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
         (folder / name).mkdir(parents=True)
     host = os.uname().nodename.partition(".")[0]
     nodes = [
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={find_free_port()} CPUs={cores} State=UNKNOWN"
+        (
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={find_free_port()} CPUs={cores} "
+            "State=UNKNOWN"
+        )
         for node in EVERY
     ]
     (folder / "slurm.conf").write_text(
@@ -136,11 +140,11 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
                 ],
             )
         )
-        _until(lambda: (own / "socket").exists(), "munged answers", slurm)
+        _wait_for(lambda: (own / "socket").exists(), "served by munged", slurm)
         stack.enter_context(_daemon(slurm, "slurmctld", ["slurmctld", "-D", "-f", config]))
         for node in EVERY:
             stack.enter_context(_daemon(slurm, node, ["slurmd", "-D", "-N", node, "-f", config]))
-        _until(lambda: _idle(slurm), "every node is idle", slurm)
+        _wait_for(lambda: _idle(slurm), "idle on every node", slurm)
         try:
             yield slurm
         finally:
@@ -178,15 +182,12 @@ def _daemon(slurm: Slurm, name: str, argv: Sequence[str]) -> Iterator[None]:
             process.wait(timeout=15)
 
 
-def _until(holds: object, what: str, slurm: Slurm) -> None:
-    assert callable(holds)
-    deadline = time.monotonic() + START_SECONDS
-    while not holds():
-        said = "\n".join(
-            f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in slurm.folder.glob("*.out")
-        )
-        assert time.monotonic() < deadline, f"not after {START_SECONDS:g} s: {what}\n{said}"
-        time.sleep(0.2)
+def _wait_for(holds: Callable[[], bool], what: str, slurm: Slurm) -> None:
+    def output() -> str:
+        files = slurm.folder.glob("*.out")
+        return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in files)
+
+    wait_until(holds, START_SECONDS, what, output=output)
 
 
 def _path() -> str:

@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import TRAIN, Started, command, status_of
-from tests.train.test_run import data, texts
 from toolkit.checkpoint.directory import committed
 from toolkit.errors import ExitCode
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-
-__all__ = ["data", "texts"]  # fixtures
 
 # The learning rate is harmless until step 4 and makes weights overflow from then on.
 SMALL = (
@@ -82,9 +79,7 @@ def test_diverged_run_is_not_restarted(launcher: str, data: Path, tmp_path: Path
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_diverged_sweep_point_is_reported(
-    data: Path, tmp_path: Path
-) -> None:
+def test_diverged_sweep_point_is_reported(data: Path, tmp_path: Path) -> None:
     argv = [
         sys.executable,
         str(TRAIN),

@@ -25,7 +25,8 @@ HEAVY = """
 import sys
 from launch.doctor import main
 code = main(sys.argv[1:])
-print([name for name in ("torch", "deepspeed", "transformers", "wandb") if name in sys.modules], file=sys.stderr)
+heavy = ("torch", "deepspeed", "transformers", "wandb")
+print([name for name in heavy if name in sys.modules], file=sys.stderr)
 sys.exit(code)
 """
 

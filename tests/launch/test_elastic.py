@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import BIN, ROOT, Started, hit, status_of
-from tests.launch.test_killed_during_save import data, rows
+from tests.launch.tiny_runs import read_losses
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
 from toolkit.plan import make_plan
@@ -24,7 +24,6 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
-__all__ = ["data"]  # the fixture
 STEPS = 300
 KEYS = (
     "model=gpt2",
@@ -91,7 +90,7 @@ def uninterrupted(data: Path, tmp_path: Path) -> Iterator[dict[int, float]]:
     directory = RunDirectory(tmp_path / "alone")
     run(plan, rank=0, local_rank=0, stop=lambda: None, attempt=directory.begin(config, to_json(plan)))
     directory.release()
-    return dict(rows(directory.metrics_file))
+    return dict(read_losses(directory.metrics_file))
 
 
 @pytest.mark.full
@@ -116,7 +115,7 @@ def test_elastic_run_survives_loss_and_return_of_a_node(
         )
         assert (first.ended(120), third.ended(30)) == (0, 0), f"{first.output}\n{third.output}"
     assert worlds(run_dir) == [2, 1, 2]
-    losses = dict(rows(run_dir / "metrics.jsonl"))
+    losses = dict(read_losses(run_dir / "metrics.jsonl"))
     assert list(losses) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(uninterrupted, abs=1e-5)
     assert abs(losses[STEPS] - losses[STEPS - 1]) > 1e-5, (

@@ -1,5 +1,5 @@
-"""Whole trainings of two ranks that stop making progress: one report within ten seconds of the limit, a failure, and the same command
-goes on to the same end.
+"""Whole trainings of two ranks that stop making progress: one report within ten seconds of the limit, a
+failure, and the same command goes on to the same end.
 
     pytest tests/launch/test_hangs.py            a rank that leaves out a collective
     pytest tests/launch/test_hangs.py -m full    every other fault, and slow runs that are none
@@ -16,12 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import Started, command, hit, status_of
-from tests.launch.test_killed_during_save import KEYS, data, rows
+from tests.launch.tiny_runs import KEYS, read_losses
 from toolkit import checkpoint_folder
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-
-__all__ = ["data"]  # the fixture
 
 DRIVER = Path(__file__).with_name("hung_training.py")
 LIMIT = 5  # seconds
@@ -144,7 +142,7 @@ def _goes_on_to_the_same_end(argv: list[str], run_dir: Path, data: Path, tmp_pat
     other = command("python", DRIVER, *RUN, f"data.path={data}", f"run.dir={unbroken}")
     with Started(other, unbroken, cwd=tmp_path, environ=ENVIRON) as started:
         assert started.ended(120) == 0, started.output
-    assert rows(run_dir / "metrics.jsonl") == rows(unbroken / "metrics.jsonl"), "to the bit"
+    assert read_losses(run_dir / "metrics.jsonl") == read_losses(unbroken / "metrics.jsonl"), "to the bit"
 
 
 @pytest.mark.full
@@ -178,15 +176,19 @@ def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoi
     assert (end.state, end.exit_code, end.attempt, end.step) == (RunState.DONE, 0, 2, 6)
     assert end.goodput is not None
     assert end.goodput["lost"]["ending"] > LIMIT, "the hang"
-    losses = rows(run.metrics_file)
+    losses = read_losses(run.metrics_file)
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
-    assert rows(run.attempt_folder(1) / "metrics.jsonl") == [losses[2]], "step 3 was run twice, to the bit"
+    assert read_losses(run.attempt_folder(1) / "metrics.jsonl") == [losses[2]], (
+        "step 3 was run twice, to the bit"
+    )
 
 
 @pytest.mark.full
 @pytest.mark.timeout(120)
 def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> None:
-    """gloo finds them out itself, on one side or both, or waits: the failure or the hang names both shapes."""
+    """gloo finds them out itself, on one side or both, or waits: the failure or the hang names both
+    shapes.
+    """
     run_dir = tmp_path / "run"
     argv = command(
         "python", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}"
@@ -228,7 +230,7 @@ def test_a_slow_run_is_none(data: Path, tmp_path: Path) -> None:
     with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "slow:ALL:2"}) as started:
         assert started.ended(100) == 0, started.output
     run = RunDirectory(run_dir)
-    assert len(rows(run.metrics_file)) == 2
+    assert len(read_losses(run.metrics_file)) == 2
     assert not run.hang_file(1).exists()
     assert not run.hang_folder(1).exists()
 
@@ -250,7 +252,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -
     )
     with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
         started.until(
-            lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) > 1,
+            lambda: (run_dir / "metrics.jsonl").exists() and len(read_losses(run_dir / "metrics.jsonl")) > 1,
             60,
             "training",
         )

@@ -6,7 +6,6 @@ pytest tests/launch/test_killed_during_save.py -m full    every phase of a save
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import pytest
 
 from tests.checkpoint.layouts import whole
 from tests.launch.processes import Started, command, status_of
+from tests.launch.tiny_runs import EVERY, KEYS, STEPS, read_losses
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.commit import Phase
 from toolkit.checkpoint.verify import verify
 from toolkit.config.compose import compose
-from toolkit.data.tokens.stdlib import ensure
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
@@ -28,26 +27,6 @@ from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
 DRIVER = Path(__file__).with_name("killed_training.py")
-STEPS, EVERY = 6, 2
-KEYS = (
-    "model=gpt2",
-    "model.vocab_size=264",
-    "model.max_position_embeddings=32",
-    "data=prepared",
-    "train.sequence_length=32",
-    "train.global_batch=8",
-    f"train.steps={STEPS}",
-    "optim.lr=3e-3",
-    "optim.eps=1e-4",
-    "schedule=constant",
-    "schedule.warmup=0",
-    "eval.every=0",
-    f"checkpoint.every={EVERY}",
-    "checkpoint.keep_last=1",
-    "monitor=files",
-    "debug.threads=1",
-    "cluster.restarts=0",
-)
 
 
 @dataclass(frozen=True)
@@ -91,14 +70,6 @@ FULL = [
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source of the package under test."""
-    folder = tmp_path_factory.mktemp("data") / "toolkit"
-    ensure(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The reference losses, in this process: local engine, one rank, the same samples."""
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -107,13 +78,9 @@ def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     run_directory = RunDirectory(folder)
     run(plan, rank=0, local_rank=0, stop=lambda: None, attempt=run_directory.begin(config, to_json(plan)))
     run_directory.release()
-    losses = [loss for _, loss in rows(run_directory.metrics_file)]
+    losses = [loss for _, loss in read_losses(run_directory.metrics_file)]
     assert losses[0] - losses[-1] > 0.3, "one that began anew or left out a step could pass for this run"
     return losses
-
-
-def rows(file: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in map(json.loads, file.read_text().splitlines())]
 
 
 @pytest.mark.timeout(400)
@@ -143,11 +110,11 @@ def test_run_killed_during_a_save_resumes_to_same_result(
     end = status_of(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, STEPS)
-    losses = rows(run_dir / "metrics.jsonl")
+    losses = read_losses(run_dir / "metrics.jsonl")
     assert [step for step, _ in losses] == list(range(1, STEPS + 1))
     assert [loss for _, loss in losses] == pytest.approx(uninterrupted, abs=1e-5)
     again = run_dir / "attempts" / "001" / "metrics.jsonl"
-    ran_twice = rows(again) if again.exists() else []
+    ran_twice = read_losses(again) if again.exists() else []
     assert ran_twice == [row for row in losses if row[0] in dict(ran_twice)], "to the bit"
     assert [step for step, _ in ran_twice] == list(range(case.leaves + 1, case.leaves + 1 + len(ran_twice)))
     assert (case.leaves == EVERY) <= bool(ran_twice)

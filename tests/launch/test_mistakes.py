@@ -84,7 +84,9 @@ def warm() -> None:
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("script", "mistake"), CASES, ids=lambda value: str(value))
-def test_mistake_is_reported(script: str, mistake: Mistake, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistake_is_reported(
+    script: str, mistake: Mistake, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with capfd.disabled():
         code, output = in_fork(COMMANDS[script], words(mistake), tmp_path)
     judge(mistake, code, output)

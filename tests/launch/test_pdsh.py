@@ -2,9 +2,9 @@
 
     pytest tests/launch/test_pdsh.py -m full -rs
 
-pdsh, the launcher and its ranks are real (apt-get install pdsh; skipped without it). A script replaces ssh: it drops
-the options and the host, joins the remaining arguments with spaces, and passes the line to a local shell with a
-fresh environment.
+pdsh, the launcher and its ranks are real (apt-get install pdsh; skipped without it). A script replaces ssh:
+it drops the options and the host, joins the remaining arguments with spaces, and passes the line to a local
+shell with a fresh environment.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_preemption import Metadata, metadata
+from tests.cluster.metadata_server import Metadata
 from tests.launch.processes import FAKE, Started, command, hit, status_of
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
-__all__ = ["metadata"]  # the fixture
 pytestmark = [pytest.mark.full, pytest.mark.timeout(180)]
 STEPS = 6
 
@@ -166,9 +165,7 @@ def test_deepspeed_does_not_restart_and_says_how_to_resume(tmp_path: Path) -> No
     assert RunDirectory(run_dir).attempts() == [1]
 
 
-def test_preempted_run_saves_and_is_not_restarted(
-    tmp_path: Path, metadata: Metadata
-) -> None:
+def test_preempted_run_saves_and_is_not_restarted(tmp_path: Path, metadata: Metadata) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_STEP_SECONDS": "0.05", "TOOLKIT_METADATA_URL": metadata.url}
     with Started(

@@ -171,9 +171,7 @@ def test_failure_prints_traceback_and_next_start_is_new_attempt(tmp_path: Path) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_error_in_user_code_is_printed_once(
-    launcher: str, tmp_path: Path
-) -> None:
+def test_error_in_user_code_is_printed_once(launcher: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=2", ranks=2)
     with Started(argv, run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "all"}) as started:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.processes import FAKE, ROOT, TRAIN, command, status_of
 from tests.launch.slurm import Slurm, loopback_slurm, missing
+from tests.waiting import wait_until
 from toolkit.cluster import submission
 from toolkit.cluster.backends import slurm as backend
-from toolkit.cluster.job import TrainingJob, JobId, JobState, create_job, plan_job
+from toolkit.cluster.job import JobId, JobState, TrainingJob, create_job, plan_job
 from toolkit.config.compose import compose
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -77,15 +77,6 @@ def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tra
         )
 
 
-def until(holds: Callable[[], bool], seconds: float, what: str, output: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, (
-            f"not {what} within {seconds:g} s:\n{output.read_text() if output.exists() else ''}"
-        )
-        time.sleep(0.1)
-
-
 def steps_of(directory: RunDirectory, attempt: int) -> int:
     """Number of metrics rows since ``attempt`` began; 0 before it."""
     status = directory.status()
@@ -131,9 +122,9 @@ def test_preempted_slurm_job_matches_uninterrupted_run(slurm: Slurm, tmp_path: P
     output, directory = folder / "output.txt", RunDirectory(run_dir)
 
     # As before a time limit: only the batch script is signalled.
-    until(lambda: steps_of(directory, 1) > 5, 120, "training", output)
+    wait_until(lambda: steps_of(directory, 1) > 5, 120, "training", output=output)
     slurm.run("scancel", "--batch", "--signal=TERM", id.id)
-    until(lambda: slurm.job_state(id.id) == "PENDING", 60, "was requeued", output)
+    wait_until(lambda: slurm.job_state(id.id) == "PENDING", 60, "requeued", output=output)
     stopped = directory.status()
     assert stopped is not None
     assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), output.read_text()
@@ -142,13 +133,15 @@ def test_preempted_slurm_job_matches_uninterrupted_run(slurm: Slurm, tmp_path: P
     assert backend.state(id) is JobState.QUEUED
 
     # Preempted by Slurm for an urgent job: its tasks are signalled, with the partition's grace time.
-    until(lambda: steps_of(directory, 2) > stopped.step + 3, 120, "going on", output)
+    wait_until(lambda: steps_of(directory, 2) > stopped.step + 3, 120, "going on", output=output)
     everything = ("--partition=urgent", "--nodes=2", "--exclusive")
     urgent = slurm.run("sbatch", "--parsable", *everything, "--output=/dev/null", "--wrap=sleep 1").strip()
-    until(lambda: slurm.job_state(urgent) == "COMPLETED", 120, "the urgent job carried out", output)
+    wait_until(
+        lambda: slurm.job_state(urgent) == "COMPLETED", 120, "the urgent job carried out", output=output
+    )
 
-    until(lambda: (status_of(run_dir) or stopped).state is RunState.DONE, 200, "done", output)
-    until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "told as done", output)
+    wait_until(lambda: (status_of(run_dir) or stopped).state is RunState.DONE, 200, "done", output=output)
+    wait_until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "told as done", output=output)
     end = status_of(run_dir)
     assert end is not None
     assert (end.attempt, end.step, end.exit_code) == (3, STEPS, 0)
@@ -176,12 +169,12 @@ def test_cancelled_slurm_job_is_not_requeued(
     monkeypatch.setenv("FAKE_SAVE_SECONDS", "1")
     job, id = submission.submit(fake_job(tmp_path / "run", "train.steps=100000"))
     output, directory = job.folder / "output.txt", RunDirectory(job.run_dir)
-    until(lambda: fake_steps(directory) > 2, 60, "running", output)
+    wait_until(lambda: fake_steps(directory) > 2, 60, "running", output=output)
     if by == "cancel":
         backend.cancel(id)
     else:
         slurm.run("scancel", id.id)
-    until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output)
+    wait_until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output=output)
     assert slurm.job_state(id.id) == {"cancel": "FAILED", "scancel": "CANCELLED"}[by]
     end = directory.status()
     assert end is not None
@@ -202,7 +195,7 @@ def test_slurm_job_with_mistake_is_not_requeued(slurm: Slurm, tmp_path: Path) ->
     held = RunDirectory(job.run_dir)
     held.begin(job.config, {})
     job, id = submission.submit(job)
-    until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", job.folder / "output.txt")
+    wait_until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output=job.folder / "output.txt")
     assert slurm.job_state(id.id) == "FAILED"
     assert "where process" in (job.folder / "output.txt").read_text()
     ends = [json.loads(line) for line in (job.folder / "ends.jsonl").read_text().splitlines()]
@@ -231,7 +224,7 @@ def test_slurm_job_saves_and_requeues_before_time_limit(
     """sbatch(1), --signal: the signal may come up to a minute early."""
     job, id = limited
     output, ends = job.folder / "output.txt", job.folder / "ends.jsonl"
-    until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "is signalled", output)
+    wait_until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "is signalled", output=output)
     end = json.loads(ends.read_text().splitlines()[0])
     assert (end["asked"], end["attempt"], end["state"], end["reason"], end["next"]) == (
         "TERM",
@@ -240,11 +233,11 @@ def test_slurm_job_saves_and_requeues_before_time_limit(
         "SIGTERM",
         "again",
     )
-    until(
+    wait_until(
         lambda: "Restarts=0" not in slurm.run("scontrol", "--oneliner", "show", "job", id.id),
         30,
-        "was requeued",
-        output,
+        "requeued",
+        output=output,
     )
     times = json.loads((RunDirectory(job.run_dir).attempt_folder(1) / "times.json").read_text())
     assert times["ended"] - times["began"] < 120

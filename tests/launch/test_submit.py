@@ -69,9 +69,11 @@ def test_submit_rejects_mistakes_before_writing(
 
 def test_submit_imports_neither_torch_nor_engines(tmp_path: Path) -> None:
     code = (
-        f"import sys; sys.argv = ['submit.py', *{[*WORDS, 'dry_run=true']!r}]; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"import sys; sys.argv = ['submit.py', *{[*WORDS, 'dry_run=true']!r}]\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from launch import submit; submit.main(sys.argv[1:])\n"
-        "print([name for name in ('torch', 'deepspeed', 'transformers', 'wandb') if name in sys.modules], file=sys.stderr)"
+        "heavy = ('torch', 'deepspeed', 'transformers', 'wandb')\n"
+        "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True

@@ -206,9 +206,7 @@ def test_failed_point_is_retried_by_next_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "shows"), [("train.micro_batch=3,5", "train.micro_batch=5"), ("zero=stage1,stage9", "stage9")]
 )
-def test_sweep_without_feasible_points_leaves_nothing(
-    word: str, shows: str, tmp_path: Path
-) -> None:
+def test_sweep_without_feasible_points_leaves_nothing(word: str, shows: str, tmp_path: Path) -> None:
     with Started(
         typed("+exp=quickstart", word), tmp_path, cwd=tmp_path, environ=environ(tmp_path)
     ) as started:
@@ -246,8 +244,9 @@ name = pathlib.Path(sys.argv[0]).name
 with (here / "calls").open("a") as calls: calls.write(name + " " + " ".join(words) + chr(10))
 if name == "sbatch":
     folder = pathlib.Path(words[-1]).parent
-    job = subprocess.Popen([sys.executable, "{stub}", "--frozen=" + str(folder / "config.yaml")], stdout=subprocess.DEVNULL,
-                           stderr=subprocess.DEVNULL, start_new_session=True)
+    argv = [sys.executable, "{stub}", "--frozen=" + str(folder / "config.yaml")]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(argv, start_new_session=True, **quiet)
     print(job.pid)
 elif name == "squeue":
     number = next(word for word in words if word.startswith("--jobs=")).removeprefix("--jobs=")
@@ -260,9 +259,7 @@ elif name == "scancel" and "--batch" in words: os.kill(int(words[-1]), signal.SI
 
 @pytest.mark.full
 @pytest.mark.timeout(180)
-def test_queued_points_survive_hangup_and_stop_on_ctrl_c(
-    tmp_path: Path,
-) -> None:
+def test_queued_points_survive_hangup_and_stop_on_ctrl_c(tmp_path: Path) -> None:
     folder, tools = tmp_path / "queued", tmp_path / "bin"
     tools.mkdir()
     for name in ("sbatch", "squeue", "scancel"):
@@ -299,9 +296,7 @@ def test_queued_points_survive_hangup_and_stop_on_ctrl_c(
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_sweep_on_real_slurm(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_sweep_on_real_slurm(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     if (why := missing()) is not None:
         pytest.skip(f"no sweep ran in a real Slurm: {why}")
     folder = tmp_path / "queued"

@@ -3,9 +3,9 @@
     python -m tests.story                    in a new folder, runs/story-...
     python -m tests.story FOLDER
 
-Text in an S3 bucket (served on loopback) -> prepare -> a sweep of two points -> the better one as a job of two nodes
--> one rank killed -> resumed with another engine and layout -> W&B offline, report, Hugging Face export. The losses
-must equal those of an undisturbed run. Exit code: 0 all checks pass, 1 a check fails.
+Text in an S3 bucket (served on loopback) -> prepare -> a sweep of two points -> the better one as a job of
+two nodes -> one rank killed -> resumed with another engine and layout -> W&B offline, report, Hugging Face
+export. The losses must equal those of an undisturbed run. Exit code: 0 all checks pass, 1 a check fails.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from tests.monitor.wandb_file import history, run_record
 from tests.story.losses import TOLERANCE, apart, losses
 from tests.story.machines import ENDED_SECONDS, Command, Machines, two_machines
 from tests.story.steps import Story, StoryFailed
+from tests.waiting import wait_until
 from toolkit.data.manifest import read_manifest
-from toolkit.progress import duration, quantity
+from toolkit.progress import quantity
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
             code = 1
     story.say(f"\n{story.table()}")
     story.say(
-        f"\neverything is in {folder}: sweep/sweep.png, what each command printed in log/, the run's report.html in machines/"
+        f"\neverything is in {folder}: sweep/sweep.png, what each command printed in log/, the run's "
+        "report.html in machines/"
     )
     return code
 
@@ -130,7 +132,8 @@ def prepare(story: Story, store: Store) -> Path:
     tokens = read_manifest(data).split("train").tokens
     story.check(
         report["read"] == len(texts) and store.served_bytes >= sizes,
-        f"{report['read']} documents and {quantity(store.served_bytes, 'B')} of s3://corpus/text: {tokens:,} tokens to train on",
+        f"{report['read']} documents and {quantity(store.served_bytes, 'B')} of s3://corpus/text: "
+        f"{tokens:,} tokens to train on",
     )
     story.say(
         "   $ cp -r data bucket/prepared     (with a real store: aws s3 cp --recursive data s3://corpus/prepared)"
@@ -183,14 +186,14 @@ def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) ->
     def trained() -> int:
         return run.metrics_file.read_bytes().count(b"\n") if run.metrics_file.exists() else 0
 
-    until(lambda: trained() > 0, 120, "training", commands)
+    wait_for(lambda: trained() > 0, 120, "training", commands)
     rank = machines.rank(commands, 1)
     if rank is None:
         raise StoryFailed("rank 1 is not found on its node")
-    until(lambda: trained() >= KILL_AFTER, 120, f"at step {KILL_AFTER}", commands)
+    wait_for(lambda: trained() >= KILL_AFTER, 120, f"at step {KILL_AFTER}", commands)
     story.say(f"   node1$ kill -9 {rank.pid}")
     rank.send_signal(signal.SIGKILL)
-    seconds = until(
+    seconds = wait_for(
         lambda: all(one.code() is not None for one in commands), ENDED_SECONDS, "ended", commands, alive=False
     )
     codes = [one.code() for one in commands]
@@ -199,7 +202,8 @@ def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) ->
         raise StoryFailed(f"the run left no status\n{said(commands)}")
     story.check(
         0 not in codes and status.state is RunState.FAILED and trained() < STEPS,
-        f"rank 1 killed after step {trained()}: both nodes ended in {seconds:.1f} s, the run is {status.state}",
+        f"rank 1 killed after step {trained()}: both nodes ended in {seconds:.1f} s, the run is "
+        f"{status.state}",
     )
     saved = trained() // SAVES * SAVES
     story.check(run.saved_step() == saved, f"the newest checkpoint is of step {saved}")
@@ -279,7 +283,8 @@ def compare(
     changed = apart(found | {STEPS: found[STEPS] + 2 * TOLERANCE}, expected, after)
     story.check(
         min(other, late, changed) > TOLERANCE,
-        f"control: the other learning rate is {other:.1e} apart, one step late {late:.1e}, one number changed {changed:.1e}",
+        f"control: the other learning rate is {other:.1e} apart, one step late {late:.1e}, one number "
+        f"changed {changed:.1e}",
     )
 
 
@@ -324,22 +329,23 @@ def export(story: Story, run: RunDirectory, data: Path) -> None:
     by = abs(opened["loss"] - own["loss"])
     story.check(
         own["step"] == STEPS and own["tokens"] == WINDOWS * LENGTH and by <= TOLERANCE,
-        f"{opened['parameters']:,} parameters; validation loss {opened['loss']:.6f}, in training {own['loss']:.6f}: {by:.1e} apart",
+        f"{opened['parameters']:,} parameters; validation loss {opened['loss']:.6f}, in training "
+        f"{own['loss']:.6f}: {by:.1e} apart",
     )
     story.say(f"   it continues: {opened['text']!r}")
 
 
-def until(
+def wait_for(
     holds: Callable[[], bool], seconds: float, what: str, commands: list[Command], *, alive: bool = True
 ) -> float:
-    """Wait until it holds and return the seconds. Raises StoryFailed with the output of ``commands``."""
-    began = time.monotonic()
-    while not holds():
-        over = alive and any(one.code() is not None for one in commands)
-        if over or time.monotonic() - began > seconds:
-            raise StoryFailed(f"not {what} after {duration(time.monotonic() - began)}\n{said(commands)}")
-        time.sleep(0.01)
-    return time.monotonic() - began
+    """Wait until it holds and return the seconds; fail with the output of ``commands``."""
+    return wait_until(
+        holds,
+        seconds,
+        what,
+        ended=lambda: alive and any(one.code() is not None for one in commands),
+        output=lambda: said(commands),
+    )
 
 
 def said(commands: list[Command]) -> str:

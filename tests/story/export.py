@@ -1,7 +1,7 @@
 """Use an exported folder without this toolkit: open it with transformers and compute its loss on given
 tokens.
 
-    python tests/story/export.py EXPORT TOKENS.bin WINDOWS LENGTH      prints {"loss": ..., "parameters": ..., "text": ...}
+    python tests/story/export.py EXPORT TOKENS.bin WINDOWS LENGTH    prints JSON: loss, parameters, text
 """
 
 import json

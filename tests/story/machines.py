@@ -12,7 +12,7 @@ from typing import Protocol
 
 import psutil
 
-from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
+from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_nodes, wait_for
 from tests.data.served import Store, environment
 from tests.launch.processes import Started
 from tests.story.steps import Story
@@ -65,7 +65,7 @@ class Machines:
                 folder / "store.txt",
             )
             stack.enter_context(serving)
-            until(lambda: store.s3 in serving.output, 20, "serving", serving)
+            wait_for(lambda: store.s3 in serving.output, 20, "serving", serving)
         else:
             self.shared, self.address, self._port = folder, "127.0.0.1", find_free_port()
             self.what = f"two launchers on loopback ({why})"
