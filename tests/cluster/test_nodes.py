@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.simulated_nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, wait_for
-from tests.launch.processes import TRAIN, Started, command
+from tests.launch.processes import TRAIN, RunningCommand, command
 from tests.launch.tiny_runs import KEYS, STEPS, read_losses
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -126,8 +126,8 @@ def one_node(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
     folder = tmp_path_factory.mktemp("one")
     run = RunDirectory(folder / "run")
     argv = command("python", TRAIN, *RUN, f"data.path={data}", f"run.dir={run.path}")
-    with Started(argv, run.path, cwd=folder, environ=ENVIRON) as started:
-        assert started.ended(150) == 0, started.output
+    with RunningCommand(argv, run.path, cwd=folder, environ=ENVIRON) as started:
+        assert started.wait_for_exit(150) == 0, started.output
     found = losses(run)
     assert found[0] - found[-1] > 0.3, "one that began anew or left out a step could pass for this run"
     return found

@@ -53,7 +53,7 @@ def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2)
     raise AssertionError(launcher)
 
 
-class Started:
+class RunningCommand:
     """A running command; at the end of the ``with`` block all its processes are gone."""
 
     def __init__(
@@ -77,12 +77,14 @@ class Started:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Started:
+    def __enter__(self) -> RunningCommand:
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in (
-            [*self.ours(), psutil.Process(self.process.pid)] if self.process.poll() is None else self.ours()
+            [*self.processes(), psutil.Process(self.process.pid)]
+            if self.process.poll() is None
+            else self.processes()
         ):
             process.kill()
         self.process.wait(timeout=10)
@@ -91,7 +93,7 @@ class Started:
     def output(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def ours(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         """Return every live process of the run, found by its command line, including orphans."""
         return [
             process
@@ -101,7 +103,7 @@ class Started:
 
     def ranks(self) -> dict[int, psutil.Process]:
         found = {}
-        for process in self.ours():
+        for process in self.processes():
             try:
                 environ = process.environ()
             except psutil.Error:
@@ -110,7 +112,7 @@ class Started:
                 found[int(environ["RANK"])] = process
         return found
 
-    def until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
+    def wait_until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
         """Wait until ``holds()`` and return the seconds; fail with the output on a timeout or if all
         processes have ended.
         """
@@ -118,23 +120,23 @@ class Started:
             holds,
             seconds,
             what,
-            ended=lambda: self.process.poll() is not None and not self.ours(),
+            ended=lambda: self.process.poll() is not None and not self.processes(),
             output=lambda: self.output,
         )
 
-    def ended(self, seconds: float = 60) -> int:
-        self.until(lambda: self.process.poll() is not None, seconds, "ended")
+    def wait_for_exit(self, seconds: float = 60) -> int:
+        self.wait_until(lambda: self.process.poll() is not None, seconds, "ended")
         return self.process.returncode
 
-    def gone(self, seconds: float = 15) -> float:
-        return self.until(lambda: not self.ours(), seconds, "without orphans")
+    def wait_until_gone(self, seconds: float = 15) -> float:
+        return self.wait_until(lambda: not self.processes(), seconds, "without orphans")
 
 
-def status_of(run_dir: Path) -> Status | None:
+def read_status(run_dir: Path) -> Status | None:
     return RunDirectory(run_dir).status()
 
 
-def hit(number: signal.Signals, process: int, *, group: bool = False) -> None:
+def send_signal(number: signal.Signals, process: int, *, group: bool = False) -> None:
     (os.killpg if group else os.kill)(process, number)
 
 

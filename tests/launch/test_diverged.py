@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import TRAIN, Started, command, status_of
+from tests.launch.processes import TRAIN, RunningCommand, command, read_status
 from toolkit.checkpoint.directory import committed
 from toolkit.errors import ExitCode
 from toolkit.rows import read_rows
@@ -44,10 +44,13 @@ WILD = ("optim.lr=1e22",)
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "launcher",
-    ["python", *(pytest.param(name, marks=pytest.mark.full) for name in ("torchrun", "deepspeed"))],
+    ("launcher", "ranks"),
+    [
+        ("python", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in ("python", "torchrun", "deepspeed")),
+    ],
 )
-def test_diverged_run_is_not_restarted(launcher: str, data: Path, tmp_path: Path) -> None:
+def test_diverged_run_is_not_restarted(launcher: str, ranks: int, data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = command(
         launcher,
@@ -57,13 +60,14 @@ def test_diverged_run_is_not_restarted(launcher: str, data: Path, tmp_path: Path
         f"data.path={data}",
         f"run.dir={run_dir}",
         *(["cluster.restarts=2"] if launcher == "python" else []),
+        ranks=ranks,
     )
     if launcher == "torchrun":
         argv.insert(1, "--max-restarts=2")
-    with Started(argv, run_dir, cwd=tmp_path) as started:
-        code = started.ended(150)
-        started.gone(10)
-    status = status_of(run_dir)
+    with RunningCommand(argv, run_dir, cwd=tmp_path) as started:
+        code = started.wait_for_exit(150)
+        started.wait_until_gone(10)
+    status = read_status(run_dir)
     assert status is not None, started.output
     assert code == ExitCode.DIVERGED if launcher == "python" else code != 0, started.output
     assert (status.state, status.exit_code, status.attempt) == (RunState.FAILED, ExitCode.DIVERGED, 1), (
@@ -90,8 +94,8 @@ def test_diverged_sweep_point_is_reported(data: Path, tmp_path: Path) -> None:
         f"sweep.dir={tmp_path / 'sweep'}",
         "cluster.cpu_ranks=1",
     ]
-    with Started(argv, tmp_path, cwd=tmp_path) as started:
-        code = started.ended(250)
+    with RunningCommand(argv, tmp_path, cwd=tmp_path) as started:
+        code = started.wait_for_exit(250)
     assert code == ExitCode.DIVERGED, started.output
     sound, wild = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]
     assert (sound["state"], sound["step"], sound["swept"]) == ("done", 12, ["optim.lr=0.001"])

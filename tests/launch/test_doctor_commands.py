@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import FAKE, ROOT, Started, command, hit, status_of
+from tests.launch.processes import FAKE, ROOT, RunningCommand, command, read_status, send_signal
 from toolkit.rundir.status import RunState
 
 DOCTOR = ROOT / "launch" / "doctor.py"
@@ -120,9 +120,9 @@ def test_two_ranks_connect(launcher: str, tmp_path: Path) -> None:
     argv = command(
         launcher, DOCTOR, "--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={tmp_path / 'run'}"
     )
-    with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
-        assert started.ended(120) == 0, started.output
-        started.gone(5)
+    with RunningCommand(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
+        assert started.wait_for_exit(120) == 0, started.output
+        started.wait_until_gone(5)
         output = started.output
     report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"') :])
     links = [one["evidence"] for one in found(report, "rendezvous")]
@@ -139,8 +139,8 @@ def test_two_ranks_on_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     argv = command(launcher, DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
     # A soft limit is inherited by all that is started, and does not keep the ranks from meeting.
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *argv]
-    with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
-        code = started.ended(120)
+    with RunningCommand(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
+        code = started.wait_for_exit(120)
         output = started.output
     assert code == (1 if launcher == "torchrun" else 2), output  # torchrun makes one code of all
     assert "Child processes inherit a soft limit, which does not prevent the ranks from connecting." in output
@@ -155,8 +155,10 @@ def test_occupied_port_is_reported_with_other_checks(tmp_path: Path) -> None:
         held.listen(1)
         argv = command("deepspeed", DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
         argv[argv.index("--master_port") + 1] = str(held.getsockname()[1])
-        with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
-            assert started.ended(90) == 2, started.output
+        with RunningCommand(
+            argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}
+        ) as started:
+            assert started.wait_for_exit(90) == 2, started.output
             assert "Address already in use" in started.output
             assert "deepspeed --master_port" in " ".join(started.output.split())
             assert "shared memory" in started.output
@@ -166,13 +168,13 @@ def test_occupied_port_is_reported_with_other_checks(tmp_path: Path) -> None:
 def test_interrupted_doctor_leaves_nothing(tmp_path: Path) -> None:
     (temporary := tmp_path / "temporary").mkdir()
     argv = command("python", DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
-    with Started(
+    with RunningCommand(
         argv, temporary, cwd=tmp_path, environ={"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     ) as started:
-        started.until(lambda: len(started.ranks()) == 2, 30, "with two ranks")
-        hit(signal.SIGINT, started.process.pid)
-        assert started.ended(15) == 75, started.output
-        started.gone(10)
+        started.wait_until(lambda: len(started.ranks()) == 2, 30, "with two ranks")
+        send_signal(signal.SIGINT, started.process.pid)
+        assert started.wait_for_exit(15) == 75, started.output
+        started.wait_until_gone(10)
     assert not list(temporary.iterdir())
     assert not (tmp_path / "run").exists()
 
@@ -184,11 +186,11 @@ def test_interrupted_doctor_leaves_nothing(tmp_path: Path) -> None:
 @RANKS
 def test_preflight_runs_before_training(launcher: str, tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
-    with Started(command(launcher, FAKE, *words), tmp_path / "run", cwd=tmp_path) as started:
-        assert started.ended(120) == 0, started.output
+    with RunningCommand(command(launcher, FAKE, *words), tmp_path / "run", cwd=tmp_path) as started:
+        assert started.wait_for_exit(120) == 0, started.output
         assert started.output.count("machine 0: ") == 1
         assert "shared memory" in started.output
-    status = status_of(tmp_path / "run")
+    status = read_status(tmp_path / "run")
     assert status is not None
     assert status.state is RunState.DONE
 
@@ -198,11 +200,11 @@ def test_preflight_runs_before_training(launcher: str, tmp_path: Path) -> None:
 def test_preflight_refuses_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *command(launcher, FAKE, *words)]
-    with Started(argv, tmp_path / "run", cwd=tmp_path) as started:
-        started.ended(120)
-        started.gone(30)
+    with RunningCommand(argv, tmp_path / "run", cwd=tmp_path) as started:
+        started.wait_for_exit(120)
+        started.wait_until_gone(30)
         output = started.output
-    status = status_of(tmp_path / "run")
+    status = read_status(tmp_path / "run")
     assert status is not None
     assert (status.state, status.exit_code, status.step) == (RunState.REFUSED, 2, None), output
     assert "limits: 200 open files per process" in output

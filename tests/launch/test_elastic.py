@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import BIN, ROOT, Started, hit, status_of
+from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_signal
 from tests.launch.tiny_runs import read_losses
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
@@ -44,7 +44,7 @@ KEYS = (
 )
 
 
-def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> Started:
+def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> RunningCommand:
     """Return one node's torchrun command, as in docs/clusters.md."""
     argv = [
         str(BIN / "torchrun"),
@@ -64,7 +64,7 @@ def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> 
         "zero=stage1",
     ]
     launches.mkdir()
-    return Started(
+    return RunningCommand(
         argv,
         run_dir,
         cwd=launches,
@@ -79,7 +79,7 @@ def worlds(run_dir: Path) -> list[int]:
 
 
 def step(run_dir: Path) -> int:
-    status = status_of(run_dir)
+    status = read_status(run_dir)
     return (status.step or 0) if status is not None and status.state is RunState.RUNNING else 0
 
 
@@ -103,17 +103,19 @@ def test_elastic_run_survives_loss_and_return_of_a_node(
         second = agent(
             run_dir, data, port, 1, tmp_path / "second"
         )  # of the same run: ``first`` ends all its processes
-        first.until(lambda: step(run_dir) > 25, 120, "training on two nodes")
+        first.wait_until(lambda: step(run_dir) > 25, 120, "training on two nodes")
         rank = next(one for one in second.ranks().values() if one.ppid() == second.process.pid)
-        hit(signal.SIGKILL, second.process.pid)
-        hit(signal.SIGKILL, rank.pid)
-        first.until(lambda: len(worlds(run_dir)) == 2 and step(run_dir) > 40, 90, "training on one node")
+        send_signal(signal.SIGKILL, second.process.pid)
+        send_signal(signal.SIGKILL, rank.pid)
+        first.wait_until(lambda: len(worlds(run_dir)) == 2 and step(run_dir) > 40, 90, "training on one node")
         assert worlds(run_dir) == [2, 1]
         third = agent(run_dir, data, port, 1, tmp_path / "third")
-        first.until(
+        first.wait_until(
             lambda: len(worlds(run_dir)) == 3 and step(run_dir) > 60, 90, "training on two nodes again"
         )
-        assert (first.ended(120), third.ended(30)) == (0, 0), f"{first.output}\n{third.output}"
+        assert (first.wait_for_exit(120), third.wait_for_exit(30)) == (0, 0), (
+            f"{first.output}\n{third.output}"
+        )
     assert worlds(run_dir) == [2, 1, 2]
     losses = dict(read_losses(run_dir / "metrics.jsonl"))
     assert list(losses) == list(range(1, STEPS + 1))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import Started, command, hit, status_of
+from tests.launch.processes import RunningCommand, command, read_status, send_signal
 from tests.launch.tiny_runs import KEYS, read_losses
 from toolkit import checkpoint_folder
 from toolkit.rundir.directory import RunDirectory
@@ -96,11 +96,11 @@ def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Pa
         f"monitor.hang_seconds={LIMIT}",
     )
     moment = tmp_path / "moment"
-    with Started(
+    with RunningCommand(
         argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": case.fault, "FAULT_TIME": str(moment)}
     ) as started:
-        assert started.ended(120) == 1, started.output
-        started.gone(35 if case.launcher == "torchrun" else 15)
+        assert started.wait_for_exit(120) == 1, started.output
+        started.wait_until_gone(35 if case.launcher == "torchrun" else 15)
     run = RunDirectory(run_dir)
     file = run.hang_file(1)
     assert file.exists(), started.output
@@ -120,7 +120,7 @@ def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Pa
         assert any(f"rank {rank}," in line or "ranks 0-1," in line for line in stacks), text
     assert "launch/train.py" in text, "stacks go down to the start"
 
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code, end.attempt) == (RunState.FAILED, 1, 1)
     assert end.reason is not None
@@ -133,15 +133,15 @@ def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Pa
 
 
 def _goes_on_to_the_same_end(argv: list[str], run_dir: Path, data: Path, tmp_path: Path) -> None:
-    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
-        assert started.ended(120) == 0, started.output
-    end = status_of(run_dir)
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        assert started.wait_for_exit(120) == 0, started.output
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, 6)
     unbroken = tmp_path / "unbroken"
     other = command("python", DRIVER, *RUN, f"data.path={data}", f"run.dir={unbroken}")
-    with Started(other, unbroken, cwd=tmp_path, environ=ENVIRON) as started:
-        assert started.ended(120) == 0, started.output
+    with RunningCommand(other, unbroken, cwd=tmp_path, environ=ENVIRON) as started:
+        assert started.wait_for_exit(120) == 0, started.output
     assert read_losses(run_dir / "metrics.jsonl") == read_losses(unbroken / "metrics.jsonl"), "to the bit"
 
 
@@ -163,15 +163,15 @@ def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoi
         f"monitor.hang_seconds={LIMIT}",
     )
     environ = {**ENVIRON, "FAULT": SKIP.fault, "FAULT_TIME": str(tmp_path / "moment")}
-    with Started(argv, run_dir, cwd=tmp_path, environ=environ) as started:
-        assert started.ended(150) == 0, started.output
-        started.gone(5)
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.wait_for_exit(150) == 0, started.output
+        started.wait_until_gone(5)
     run = RunDirectory(run_dir)
     assert run.hang_file(1).exists()
     assert not run.hang_file(2).exists()
     assert f"attempt 1 failed: hang: {SKIP.cause}" in started.output
     assert "attempt 2 begins in 2 s, from the checkpoint of step 2\n" in started.output
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code, end.attempt, end.step) == (RunState.DONE, 0, 2, 6)
     assert end.goodput is not None
@@ -194,15 +194,15 @@ def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> N
         "python", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}"
     )
     moment = tmp_path / "moment"
-    with Started(
+    with RunningCommand(
         argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "shapes:1:3", "FAULT_TIME": str(moment)}
     ) as started:
-        assert started.ended(60) == 1, started.output
-        started.gone(15)
+        assert started.wait_for_exit(60) == 1, started.output
+        started.wait_until_gone(15)
         assert time.time() - float(moment.read_text()) < LIMIT + 20
     assert "the ranks make calls with different shapes as number 4 on axis data" in started.output
     assert "rank 0: all_reduce [1024] float32; rank 1: all_reduce [512] float32" in started.output
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code) == (RunState.FAILED, 1)
     assert end.reason is not None
@@ -227,8 +227,8 @@ def test_a_slow_run_is_none(data: Path, tmp_path: Path) -> None:
         f"run.dir={run_dir}",
         "monitor.hang_seconds=3",
     )
-    with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "slow:ALL:2"}) as started:
-        assert started.ended(100) == 0, started.output
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "slow:ALL:2"}) as started:
+        assert started.wait_for_exit(100) == 0, started.output
     run = RunDirectory(run_dir)
     assert len(read_losses(run.metrics_file)) == 2
     assert not run.hang_file(1).exists()
@@ -250,19 +250,19 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -
         f"run.dir={run_dir}",
         f"monitor.hang_seconds={LIMIT}",
     )
-    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
-        started.until(
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        started.wait_until(
             lambda: (run_dir / "metrics.jsonl").exists() and len(read_losses(run_dir / "metrics.jsonl")) > 1,
             60,
             "training",
         )
         ranks = [process.pid for process in started.ranks().values()]
         for pid in ranks:
-            hit(signal.SIGSTOP, pid)
+            send_signal(signal.SIGSTOP, pid)
         time.sleep(LIMIT + 3.5)
         for pid in ranks:
-            hit(signal.SIGCONT, pid)
-        assert started.ended(60) == 0, started.output
+            send_signal(signal.SIGCONT, pid)
+        assert started.wait_for_exit(60) == 0, started.output
     assert not RunDirectory(run_dir).hang_file(1).exists()
 
 
@@ -299,12 +299,12 @@ def test_nodes_without_a_common_disk_tell_each_other_by_the_store(data: Path, tm
         for node in range(2)
     ]
     with (
-        Started(argvs[1], run_dir, cwd=places[1], environ=environ) as other,
-        Started(argvs[0], run_dir, cwd=places[0], environ=environ) as first,
+        RunningCommand(argvs[1], run_dir, cwd=places[1], environ=environ) as other,
+        RunningCommand(argvs[0], run_dir, cwd=places[0], environ=environ) as first,
     ):
-        assert first.ended(90) == 1, first.output
-        assert other.ended(40) == 1, other.output
-        first.gone(15)
+        assert first.wait_for_exit(90) == 1, first.output
+        assert other.wait_for_exit(40) == 1, other.output
+        first.wait_until_gone(15)
     folder = RunDirectory(run_dir).attempt_folder(1)
     assert sorted(file.name for file in (folder / "hang-1").iterdir()) == ["asked.json", "rank-1.json"]
     assert not (folder / "hang-0" / "rank-1.json").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.layouts import whole
-from tests.launch.processes import Started, command, status_of
+from tests.launch.processes import RunningCommand, command, read_status
 from tests.launch.tiny_runs import EVERY, KEYS, STEPS, read_losses
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import open_reader
@@ -94,10 +94,10 @@ def test_run_killed_during_a_save_resumes_to_same_result(
     checkpoints, argv = run_dir / "checkpoints", case.argv(run_dir, data)
     environ = {"TORCHDYNAMO_DISABLE": "1"}
     kill = f"{case.phase}:{case.entry}:{case.rank}:2"
-    with Started(argv, run_dir, cwd=tmp_path, environ={**environ, "KILL": kill}) as started:
-        assert started.ended(150) == 1, started.output
-        started.gone(15)
-    assert "-9" in started.output or "SIGKILL" in started.output or "signal 9" in str(status_of(run_dir)), (
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ={**environ, "KILL": kill}) as started:
+        assert started.wait_for_exit(150) == 1, started.output
+        started.wait_until_gone(15)
+    assert "-9" in started.output or "SIGKILL" in started.output or "signal 9" in str(read_status(run_dir)), (
         started.output
     )
     newest = checkpoint_folder.newest(checkpoints)
@@ -105,9 +105,9 @@ def test_run_killed_during_a_save_resumes_to_same_result(
     assert verify(newest) == []
     assert whole(open_reader(run_dir))
 
-    with Started(argv, run_dir, cwd=tmp_path, environ=environ) as started:
-        assert started.ended(150) == 0, started.output
-    end = status_of(run_dir)
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.wait_for_exit(150) == 0, started.output
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, STEPS)
     losses = read_losses(run_dir / "metrics.jsonl")

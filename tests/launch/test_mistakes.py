@@ -19,7 +19,7 @@ import pytest
 
 from launch import plan, train
 from tests.launch.mistakes import BASE, MISTAKES, Mistake
-from tests.launch.processes import ROOT, TRAIN, Started, command
+from tests.launch.processes import ROOT, TRAIN, RunningCommand, command
 
 SECONDS = 3.0
 SECONDS_OF_RANK_0 = 2.0  # CPU time
@@ -110,13 +110,13 @@ def test_mistake_is_reported_quickly(script: str, mistake: Mistake, tmp_path: Pa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", [pytest.param("deepspeed", marks=pytest.mark.full), "torchrun"])
 def test_mistake_under_a_launcher_is_reported_once(launcher: str, tmp_path: Path) -> None:
     """Within two CPU seconds of rank 0 and before it loads torch, so no store, group or device exists."""
     mark = tmp_path / "run"
     argv = command(launcher, TRAIN, *BASE, "model.hidden_size=wide", f"run.dir={mark}")
-    with Started(argv, mark, cwd=tmp_path) as started:
-        started.until(lambda: 0 in started.ranks(), 120, "started")
+    with RunningCommand(argv, mark, cwd=tmp_path) as started:
+        started.wait_until(lambda: 0 in started.ranks(), 120, "started")
         rank = started.ranks()[0]
         spent: list[float] = []  # measured before the error message
 
@@ -133,11 +133,11 @@ def test_mistake_under_a_launcher_is_reported_once(launcher: str, tmp_path: Path
             assert not mapped, "torch comes before the answer"
             return False
 
-        started.until(answered, 60, "answered")
+        started.wait_until(answered, 60, "answered")
         assert spent, "rank 0 was not seen at work"
         assert spent[-1] < SECONDS_OF_RANK_0
-        code = started.ended(150)
-        started.gone(15)
+        code = started.wait_for_exit(150)
+        started.wait_until_gone(15)
         assert started.output.count("remedy:") == (1 if launcher == "deepspeed" else 2), (
             "torchrun's own report repeats it at its end"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.metadata_server import Metadata
-from tests.launch.processes import FAKE, Started, command, hit, status_of
+from tests.launch.processes import FAKE, RunningCommand, command, read_status, send_signal
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -36,10 +36,12 @@ def log(run_dir: Path, attempt: int) -> str:
 def test_run_killed_twice_is_restarted_to_its_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:1:3,2:0:5"}
-    with Started(argv(run_dir, "cluster.restarts=1"), run_dir, cwd=tmp_path, environ=environ) as started:
-        assert started.ended(90) == 0, started.output
-        started.gone(5)
-    end = status_of(run_dir)
+    with RunningCommand(
+        argv(run_dir, "cluster.restarts=1"), run_dir, cwd=tmp_path, environ=environ
+    ) as started:
+        assert started.wait_for_exit(90) == 0, started.output
+        started.wait_until_gone(5)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step, end.exit_code) == (RunState.DONE, 3, STEPS, 0)
     logs = [log(run_dir, attempt) for attempt in (1, 2, 3)]
@@ -62,10 +64,10 @@ def test_run_killed_twice_is_restarted_to_its_end(tmp_path: Path) -> None:
 def test_single_rank_is_restarted(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:0:3"}
-    with Started(argv(run_dir, ranks=None), run_dir, cwd=tmp_path, environ=environ) as started:
-        assert started.ended(60) == 0, started.output
-        started.gone(5)
-    end = status_of(run_dir)
+    with RunningCommand(argv(run_dir, ranks=None), run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.wait_for_exit(60) == 0, started.output
+        started.wait_until_gone(5)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step, end.exit_code) == (RunState.DONE, 2, STEPS, 0)
     assert "attempt 2 begins with step 2" in log(run_dir, 2)
@@ -75,22 +77,24 @@ def test_single_rank_without_restarts_has_no_supervisor(tmp_path: Path) -> None:
     """So that a debugger works; also the control of the test above."""
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:0:3"}
-    with Started(
+    with RunningCommand(
         argv(run_dir, "cluster.restarts=0", ranks=None), run_dir, cwd=tmp_path, environ=environ
     ) as started:
-        assert started.ended(60) == -signal.SIGKILL, started.output
+        assert started.wait_for_exit(60) == -signal.SIGKILL, started.output
     assert RunDirectory(run_dir).attempts() == [1]
 
 
 def test_restarts_end_without_a_newer_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:1:3,2:1:3,3:0:3,4:1:3"}
-    with Started(argv(run_dir, "cluster.restarts=1"), run_dir, cwd=tmp_path, environ=environ) as started:
-        assert started.ended(90) == 1
-        started.gone(5)
+    with RunningCommand(
+        argv(run_dir, "cluster.restarts=1"), run_dir, cwd=tmp_path, environ=environ
+    ) as started:
+        assert started.wait_for_exit(90) == 1
+        started.wait_until_gone(5)
         # The first failure left the checkpoint of step 2, the next ones none.
         assert "not restarted: it failed 2 times in a row without a newer checkpoint" in started.output
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt) == (RunState.FAILED, 3)
     assert end.reason == "rank 0 was killed by signal 9 (SIGKILL)"
@@ -102,20 +106,20 @@ def test_restarts_end_without_a_newer_checkpoint(tmp_path: Path) -> None:
 )
 def test_mistake_is_not_restarted(what: str, code: int, said: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with Started(argv(run_dir), run_dir, cwd=tmp_path, environ={what: "0"}) as started:
-        assert started.ended(60) == code
+    with RunningCommand(argv(run_dir), run_dir, cwd=tmp_path, environ={what: "0"}) as started:
+        assert started.wait_for_exit(60) == code
         assert said in started.output
     assert RunDirectory(run_dir).attempts() == [1]
 
 
 def test_stop_during_restart_delay(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with Started(argv(run_dir), run_dir, cwd=tmp_path, environ={"FAKE_KILLS": "1:1:3"}) as started:
-        started.until(lambda: "attempt 2 begins in" in started.output, 60, "failed")
-        hit(signal.SIGTERM, started.process.pid)
-        assert started.ended(20) == 75
-        started.gone(5)
-    end = status_of(run_dir)
+    with RunningCommand(argv(run_dir), run_dir, cwd=tmp_path, environ={"FAKE_KILLS": "1:1:3"}) as started:
+        started.wait_until(lambda: "attempt 2 begins in" in started.output, 60, "failed")
+        send_signal(signal.SIGTERM, started.process.pid)
+        assert started.wait_for_exit(20) == 75
+        started.wait_until_gone(5)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.reason) == (RunState.STOPPED, 2, "SIGTERM before training began")
 
@@ -124,10 +128,10 @@ def test_torchrun_restart_is_a_new_attempt(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_SAVE_EVERY": "2", "FAKE_KILLS": "1:1:3,2:0:5"}
     typed = argv(run_dir, launcher="torchrun", options=("--max_restarts", "2", "--monitor_interval", "0.2"))
-    with Started(typed, run_dir, cwd=tmp_path, environ=environ) as started:
-        assert started.ended(150) == 0, started.output
-        started.gone(10)
-    end = status_of(run_dir)
+    with RunningCommand(typed, run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.wait_for_exit(150) == 0, started.output
+        started.wait_until_gone(10)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step) == (RunState.DONE, 3, STEPS)
     assert "attempt 3 begins with step 4" in log(run_dir, 3)
@@ -141,14 +145,14 @@ def test_torchrun_does_not_restart_a_stopped_run(tmp_path: Path) -> None:
         launcher="torchrun",
         options=("--max_restarts", "2", "--monitor_interval", "0.2"),
     )
-    with Started(typed, run_dir, cwd=tmp_path, environ={"FAKE_STEP_SECONDS": "0.05"}) as started:
-        started.until(
-            lambda: (status := status_of(run_dir)) is not None and (status.step or 0) >= 2, 60, "running"
+    with RunningCommand(typed, run_dir, cwd=tmp_path, environ={"FAKE_STEP_SECONDS": "0.05"}) as started:
+        started.wait_until(
+            lambda: (status := read_status(run_dir)) is not None and (status.step or 0) >= 2, 60, "running"
         )
-        hit(signal.SIGTERM, started.ranks()[1].pid)
-        started.ended(60)
-        started.gone(15)
-    end = status_of(run_dir)
+        send_signal(signal.SIGTERM, started.ranks()[1].pid)
+        started.wait_for_exit(60)
+        started.wait_until_gone(15)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.exit_code) == (RunState.STOPPED, 1, 75)
     assert RunDirectory(run_dir).attempts() == [1]
@@ -156,11 +160,11 @@ def test_torchrun_does_not_restart_a_stopped_run(tmp_path: Path) -> None:
 
 def test_deepspeed_does_not_restart_and_says_how_to_resume(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with Started(
+    with RunningCommand(
         argv(run_dir, launcher="deepspeed"), run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "0"}
     ) as started:
-        assert started.ended(90) != 0
-        started.gone(15)
+        assert started.wait_for_exit(90) != 0
+        started.wait_until_gone(15)
         assert "deepspeed does not restart ranks" in started.output
     assert RunDirectory(run_dir).attempts() == [1]
 
@@ -168,16 +172,16 @@ def test_deepspeed_does_not_restart_and_says_how_to_resume(tmp_path: Path) -> No
 def test_preempted_run_saves_and_is_not_restarted(tmp_path: Path, metadata: Metadata) -> None:
     run_dir = tmp_path / "run"
     environ = {"FAKE_STEP_SECONDS": "0.05", "TOOLKIT_METADATA_URL": metadata.url}
-    with Started(
+    with RunningCommand(
         argv(run_dir, "train.steps=100000", "cluster.notice=gce"), run_dir, cwd=tmp_path, environ=environ
     ) as started:
-        started.until(
-            lambda: (status := status_of(run_dir)) is not None and (status.step or 0) >= 2, 60, "running"
+        started.wait_until(
+            lambda: (status := read_status(run_dir)) is not None and (status.step or 0) >= 2, 60, "running"
         )
         metadata.answers["/computeMetadata/v1/instance/preempted"] = ("TRUE", {"Metadata-Flavor": "Google"})
-        assert started.ended(30) == 75
-        started.gone(5)
-    end = status_of(run_dir)
+        assert started.wait_for_exit(30) == 75
+        started.wait_until_gone(5)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.checkpoint) == (RunState.STOPPED, 1, "saved")
     assert end.reason == "Google Cloud preempts this machine"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import FAKE, ROOT, TRAIN, command, status_of
+from tests.launch.processes import FAKE, ROOT, TRAIN, command, read_status
 from tests.launch.slurm import Slurm, loopback_slurm, missing
 from tests.waiting import wait_until
 from toolkit.cluster import submission
@@ -140,9 +140,9 @@ def test_preempted_slurm_job_matches_uninterrupted_run(slurm: Slurm, tmp_path: P
         lambda: slurm.job_state(urgent) == "COMPLETED", 120, "the urgent job carried out", output=output
     )
 
-    wait_until(lambda: (status_of(run_dir) or stopped).state is RunState.DONE, 200, "done", output=output)
+    wait_until(lambda: (read_status(run_dir) or stopped).state is RunState.DONE, 200, "done", output=output)
     wait_until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "told as done", output=output)
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.attempt, end.step, end.exit_code) == (3, STEPS, 0)
     assert losses(run_dir) == pytest.approx(losses(tmp_path / "unbroken"), abs=1e-6)

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch.processes import ROOT, TRAIN, Started, command, hit
+from tests.launch.processes import ROOT, TRAIN, RunningCommand, command, send_signal
 from tests.launch.slurm import loopback_slurm, missing
 from toolkit.config.compose import compose, from_yaml
 
@@ -83,12 +83,12 @@ def one_of_two_is_killed(grid: Sequence[str], tmp_path: Path, *, jobs: int, half
     other.mkdir()
     argv = typed(*grid, f"sweep.dir={folder}")
     with (
-        Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first,
-        Started(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second,
+        RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first,
+        RunningCommand(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second,
     ):
-        first.until(lambda: len(done(folder)) >= half, 180, "half-way")
+        first.wait_until(lambda: len(done(folder)) >= half, 180, "half-way")
         before, began, lost = killed(first, folder)
-        assert second.ended(180) == 0, second.output
+        assert second.wait_for_exit(180) == 0, second.output
     check_grid(folder, before, began, lost, jobs)
     assert "best: zero=stage0 optim.lr=0.001: loss 0 in" in second.output
 
@@ -99,25 +99,27 @@ def test_killed_sweep_resumes_under_two_processes(tmp_path: Path) -> None:
     folder, other = tmp_path / "grid", tmp_path / "other"
     other.mkdir()
     argv = typed(*SMALL, f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
-        first.until(lambda: len(done(folder)) >= 2, 180, "half-way")
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
+        first.wait_until(lambda: len(done(folder)) >= 2, 180, "half-way")
         before, began, lost = killed(first, folder)
         with (
-            Started(argv, folder, cwd=other, environ=environ(tmp_path)) as second,
-            Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third,
+            RunningCommand(argv, folder, cwd=other, environ=environ(tmp_path)) as second,
+            RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third,
         ):
-            assert (second.ended(180), third.ended(180)) == (0, 0), second.output + third.output
+            assert (second.wait_for_exit(180), third.wait_for_exit(180)) == (0, 0), (
+                second.output + third.output
+            )
     check_grid(folder, before, began, lost, 8)
 
 
-def killed(sweep: Started, folder: Path) -> tuple[list[str], Counter[str], int]:
+def killed(sweep: RunningCommand, folder: Path) -> tuple[list[str], Counter[str], int]:
     """Kill the sweep and one of its running points, which must then run again.
 
     Returns:
         The points done so far, the starts by point, and how many points may have to run again.
     """
     points = psutil.Process(sweep.process.pid).children()
-    hit(signal.SIGKILL, sweep.process.pid)
+    send_signal(signal.SIGKILL, sweep.process.pid)
     sweep.process.wait(10)
     lost = 0
     for point in points:
@@ -169,17 +171,17 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int, 
 def test_ctrl_c_saves_points_and_sweep_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     argv = typed("+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="60")) as started:
-        started.until(
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="60")) as started:
+        started.wait_until(
             lambda: sum(starts(folder).values()) >= min(2, len(os.sched_getaffinity(0))), 60, "under way"
         )
-        hit(signal.SIGINT, started.process.pid, group=True)
-        assert started.ended(30) == 75, started.output
-        started.gone(5)
+        send_signal(signal.SIGINT, started.process.pid, group=True)
+        assert started.wait_for_exit(30) == 75, started.output
+        started.wait_until_gone(5)
         assert "To resume, run: python" in started.output
         assert {row["state"] for row in content(folder)["points"]} <= {"stopped", "waiting"}
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
-        assert started.ended(60) == 0, started.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+        assert started.wait_for_exit(60) == 0, started.output
     assert [row["state"] for row in content(folder)["points"]] == ["done", "done"]
 
 
@@ -187,8 +189,8 @@ def test_ctrl_c_saves_points_and_sweep_resumes(tmp_path: Path) -> None:
 def test_failed_point_is_retried_by_next_command(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     argv = typed("+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_FAILS="2")) as started:
-        assert started.ended(60) == 1, started.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_FAILS="2")) as started:
+        assert started.wait_for_exit(60) == 1, started.output
         assert "failed: zero=stage2" in started.output
         assert "the stub fails" in started.output, "its own output"
     assert {row["swept"][0]: row["state"] for row in content(folder)["points"]} == {
@@ -196,8 +198,8 @@ def test_failed_point_is_retried_by_next_command(tmp_path: Path) -> None:
         "zero=stage2": "failed",
     }
     argv += ["sweep.metric=tokens_per_second", "sweep.maximize=true"]
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
-        assert started.ended(60) == 0, started.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+        assert started.wait_for_exit(60) == 0, started.output
         assert "best: zero=stage2: tokens_per_second 102" in started.output
     assert sorted(starts(folder).values()) == [1, 2], "what was done is not run again"
 
@@ -207,10 +209,10 @@ def test_failed_point_is_retried_by_next_command(tmp_path: Path) -> None:
     ("word", "shows"), [("train.micro_batch=3,5", "train.micro_batch=5"), ("zero=stage1,stage9", "stage9")]
 )
 def test_sweep_without_feasible_points_leaves_nothing(word: str, shows: str, tmp_path: Path) -> None:
-    with Started(
+    with RunningCommand(
         typed("+exp=quickstart", word), tmp_path, cwd=tmp_path, environ=environ(tmp_path)
     ) as started:
-        assert started.ended(30) == 2, started.output
+        assert started.wait_for_exit(30) == 2, started.output
     assert "remedy:" in started.output
     assert shows in started.output
     assert "Traceback" not in started.output
@@ -226,9 +228,9 @@ def test_sweep_under_a_launcher_is_rejected_once(launcher: str, tmp_path: Path) 
     """
     folder = tmp_path / "pair"
     argv = command(launcher, TRAIN, "-m", "+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
-        code = started.ended(90)
-        started.gone(15)
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+        code = started.wait_for_exit(90)
+        started.wait_until_gone(15)
     assert code == (2 if launcher == "deepspeed" else 1), started.output
     assert started.output.count("remedy:") == 1
     assert "write python launch/train.py -m +exp=quickstart" in started.output
@@ -236,8 +238,8 @@ def test_sweep_under_a_launcher_is_rejected_once(launcher: str, tmp_path: Path) 
 
 
 QUEUE = """#!{python}
-# A queue of one machine that takes everything: sbatch starts the job's frozen configuration and prints its number, squeue says whether
-# it runs, scancel stops it.
+# A fake queue: sbatch starts the frozen configuration and prints its number, squeue reports its state,
+# scancel stops it.
 import os, pathlib, signal, subprocess, sys
 here, words = pathlib.Path("{bin}"), sys.argv[1:]
 name = pathlib.Path(sys.argv[0]).name
@@ -270,26 +272,28 @@ def test_queued_points_survive_hangup_and_stop_on_ctrl_c(tmp_path: Path) -> None
     slow = environ(
         tmp_path, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}", STUB_SECONDS="60", OMP_NUM_THREADS="1"
     )
-    with Started(argv, folder, cwd=tmp_path, environ=slow) as first:
-        first.until(lambda: len(starts(folder)) == 4, 60, "handed over")
-        first.until(lambda: {row["state"] for row in content(folder)["points"]} == {"running"}, 10, "noted")
-        hit(signal.SIGHUP, first.process.pid)
-        assert first.ended(20) == 75, first.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=slow) as first:
+        first.wait_until(lambda: len(starts(folder)) == 4, 60, "handed over")
+        first.wait_until(
+            lambda: {row["state"] for row in content(folder)["points"]} == {"running"}, 10, "noted"
+        )
+        send_signal(signal.SIGHUP, first.process.pid)
+        assert first.wait_for_exit(20) == 75, first.output
         assert "4 jobs stay in the queue" in first.output
         asked = (tools / "calls").read_text().count("squeue")
-        with Started(argv, folder, cwd=tmp_path, environ=slow) as second:
-            second.until(
+        with RunningCommand(argv, folder, cwd=tmp_path, environ=slow) as second:
+            second.wait_until(
                 lambda: (tools / "calls").read_text().count("squeue") >= asked + 4, 60, "found again"
             )
-            hit(signal.SIGINT, second.process.pid)
-            assert second.ended(30) == 75, second.output
-            second.gone(5)
+            send_signal(signal.SIGINT, second.process.pid)
+            assert second.wait_for_exit(30) == 75, second.output
+            second.wait_until_gone(5)
     assert {row["state"] for row in content(folder)["points"]} == {"stopped"}
     calls = (tools / "calls").read_text()
     assert (calls.count("sbatch "), calls.count("scancel --batch")) == (4, 4)
     assert sorted(starts(folder).values()) == [1, 1, 1, 1]
-    with Started(argv, folder, cwd=tmp_path, environ={**slow, "STUB_SECONDS": "0"}) as third:
-        assert third.ended(60) == 0, third.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ={**slow, "STUB_SECONDS": "0"}) as third:
+        assert third.wait_for_exit(60) == 0, third.output
     assert {row["state"] for row in content(folder)["points"]} == {"done"}
     assert sorted(starts(folder).values()) == [2, 2, 2, 2], "stopped ones go on, as one more job each"
 
@@ -304,11 +308,11 @@ def test_sweep_on_real_slurm(tmp_path: Path, tmp_path_factory: pytest.TempPathFa
     argv = typed("+exp=quickstart", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", *where)
     with (
         loopback_slurm(tmp_path_factory.mktemp("slurm")) as slurm,
-        Started(
+        RunningCommand(
             argv, folder, cwd=tmp_path, environ={**slurm.environ, **environ(tmp_path, STUB_SECONDS="2")}
         ) as started,
     ):
-        assert started.ended(200) == 0, started.output
+        assert started.wait_for_exit(200) == 0, started.output
         records = [json.loads(file.read_text()) for file in folder.glob("*/jobs/*/job.json")]
         jobs = {record["id"]["id"] for record in records}
         assert len(jobs) == len(records) == 4
@@ -332,11 +336,11 @@ def test_two_trained_points_are_compared_by_loss(tmp_path: Path) -> None:
         "optim.lr=1e-3,1e-2",
         f"data.path={tmp_path / 'data'}",
     )
-    with Started(
+    with RunningCommand(
         typed(*words, f"sweep.dir={folder}", script=TRAIN), folder, cwd=tmp_path, environ=environ(tmp_path)
     ) as started:
-        assert started.ended(300) == 0, started.output
-        started.gone(5)
+        assert started.wait_for_exit(300) == 0, started.output
+        started.wait_until_gone(5)
     rows = content(folder)["points"]
     assert [(row["state"], row["step"]) for row in rows] == [("done", 2), ("done", 2)]
     for row in rows:

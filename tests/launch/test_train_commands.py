@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import TRAIN, Started, command, hit, status_of
+from tests.launch.processes import TRAIN, RunningCommand, command, read_status, send_signal
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -39,10 +39,10 @@ def test_every_launcher_form_trains_the_same_run(form: str, shared: Path, tmp_pa
     launcher, ranks = FORMS[form]
     run_dir = tmp_path / "run"
     argv = command(launcher, TRAIN, *SMALL, f"run.dir={run_dir}", f"data.path={shared / 'data'}", ranks=ranks)
-    with Started(argv, run_dir, cwd=tmp_path) as started:
-        assert started.ended(300) == 0, started.output
-        started.gone(5)
-    end = status_of(run_dir)
+    with RunningCommand(argv, run_dir, cwd=tmp_path) as started:
+        assert started.wait_for_exit(300) == 0, started.output
+        started.wait_until_gone(5)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code, end.step) == (RunState.DONE, 0, 20)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -67,24 +67,24 @@ def test_stopped_run_resumes(launcher: str, group: bool, shared: Path, tmp_path:
     )
     argv = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", "train.steps=100000", ranks=2)
     directory = RunDirectory(run_dir)
-    with Started(argv, run_dir, cwd=tmp_path) as started:
-        started.until(
+    with RunningCommand(argv, run_dir, cwd=tmp_path) as started:
+        started.wait_until(
             lambda: directory.metrics_file.exists() and directory.metrics_file.read_text().count("\n") > 3,
             200,
             "training",
         )
-        hit(signal.SIGTERM, started.process.pid, group=group)
-        started.ended(60)
-        started.gone(15)
-        stopped = status_of(run_dir)
+        send_signal(signal.SIGTERM, started.process.pid, group=group)
+        started.wait_for_exit(60)
+        started.wait_until_gone(15)
+        stopped = read_status(run_dir)
         assert stopped is not None
         assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), started.output
         assert stopped.checkpoint
         assert stopped.step
     more = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", f"train.steps={stopped.step + 3}", ranks=2)
-    with Started(more, run_dir, cwd=tmp_path) as started:
-        assert started.ended(200) == 0, started.output
-    end = status_of(run_dir)
+    with RunningCommand(more, run_dir, cwd=tmp_path) as started:
+        assert started.wait_for_exit(200) == 0, started.output
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, stopped.step + 3)
     steps = [json.loads(line)["step"] for line in directory.metrics_file.read_text().splitlines()]

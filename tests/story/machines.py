@@ -14,7 +14,7 @@ import psutil
 
 from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_nodes, wait_for
 from tests.data.served import Store, environment
-from tests.launch.processes import Started
+from tests.launch.processes import RunningCommand
 from tests.story.steps import Story
 from toolkit.cluster.rank_processes import find_free_port
 
@@ -30,7 +30,7 @@ class Command(Protocol):
     def code(self) -> int | None: ...
 
 
-class OnLoopback(Started):
+class OnLoopback(RunningCommand):
     def code(self) -> int | None:
         return self.process.poll()
 

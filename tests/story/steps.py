@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from tests.launch.processes import BIN, ROOT, Started
+from tests.launch.processes import BIN, ROOT, RunningCommand
 from toolkit.progress import duration
 
 
@@ -78,9 +78,9 @@ class Story:
         self.typed(argv)
         log = self.folder / "log" / name
         log.mkdir(parents=True)
-        with Started(argv, self.folder / name, cwd=log, environ=self.environ) as started:
-            code = started.ended(seconds)
-            started.gone()
+        with RunningCommand(argv, self.folder / name, cwd=log, environ=self.environ) as started:
+            code = started.wait_for_exit(seconds)
+            started.wait_until_gone()
             if code:
                 raise StoryFailed(f"exit code {code} of: {' '.join(argv)}\n{started.output}")
             return started.output
