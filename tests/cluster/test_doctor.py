@@ -53,13 +53,13 @@ NODES = replace(GPU, ranks=32, nodes=4)
 
 
 def judged(
-    findings: Iterable[CheckFinding], *, verdicts: set[CheckVerdict], said: str = "", remedy: str = ""
+    findings: Iterable[CheckFinding], *, verdicts: set[CheckVerdict], text: str = "", remedy: str = ""
 ) -> list[CheckFinding]:
     """Findings that are not ok have a remedy; ok findings have none."""
     found = list(findings)
     assert {finding.verdict for finding in found} == verdicts, found
     assert all(bool(finding.remedy) == (finding.verdict in (WARN, FAIL)) for finding in found), found
-    assert any(said in finding.evidence for finding in found), found
+    assert any(text in finding.evidence for finding in found), found
     assert any(remedy in finding.remedy for finding in found), found
     return found
 
@@ -92,13 +92,13 @@ def with_versions(**versions: str | None) -> software.InstalledVersions:
 
 
 def test_versions_in_tested_ranges_are_ok() -> None:
-    judged(software.judge_versions(VERSIONS, GPU), verdicts={OK}, said="CUDA 12.8, NCCL 2.27.3")
+    judged(software.judge_versions(VERSIONS, GPU), verdicts={OK}, text="CUDA 12.8, NCCL 2.27.3")
     nvidia = with_versions(torch="2.11.0a0+5228986c39.nv25.6")
     judged(software.judge_versions(nvidia, GPU), verdicts={OK})
 
 
 @pytest.mark.parametrize(
-    ("versions", "need", "verdict", "said"),
+    ("versions", "need", "verdict", "text"),
     [
         (with_versions(deepspeed="0.21.0"), GPU, FAIL, "deepspeed 0.21.0: tested with"),
         (with_versions(torch="2.15.0"), GPU, WARN, "torch 2.15.0"),
@@ -109,9 +109,9 @@ def test_versions_in_tested_ranges_are_ok() -> None:
     ],
 )
 def test_untested_versions_are_reported(
-    versions: software.InstalledVersions, need: RunRequirements, verdict: CheckVerdict, said: str
+    versions: software.InstalledVersions, need: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(software.judge_versions(versions, need), verdicts={verdict}, said=said)
+    judged(software.judge_versions(versions, need), verdicts={verdict}, text=text)
 
 
 def test_unused_engine_may_have_any_version() -> None:
@@ -133,8 +133,8 @@ def test_unused_engine_may_have_any_version() -> None:
 def test_secret_in_command_line_is_reported_without_its_value(word: str, kind: str) -> None:
     found = software.find_secrets({"this command": ["launch/train.py", word]})
     assert found == [f"{kind} in the command line of this command"]
-    told = judged(software.judge_arguments(found, CPU), verdicts={FAIL}, said=kind, remedy="revoke it")
-    assert all(word not in finding.evidence + finding.remedy for finding in told)
+    message = judged(software.judge_arguments(found, CPU), verdicts={FAIL}, text=kind, remedy="revoke it")
+    assert all(word not in finding.evidence + finding.remedy for finding in message)
 
 
 def test_normal_arguments_are_not_secrets() -> None:
@@ -167,7 +167,7 @@ DRIVER = gpus.DriverInfo(version="570.86", cuda=(12, 8), built=(12, 8))
 
 
 @pytest.mark.parametrize(
-    ("driver", "need", "verdict", "said"),
+    ("driver", "need", "verdict", "text"),
     [
         (DRIVER, GPU, OK, "570.86"),
         (replace(DRIVER, built=(12, 9)), GPU, WARN, "CUDA 12.9"),
@@ -178,23 +178,23 @@ DRIVER = gpus.DriverInfo(version="570.86", cuda=(12, 8), built=(12, 8))
     ],
 )
 def test_judge_driver(
-    driver: gpus.DriverInfo, need: RunRequirements, verdict: CheckVerdict, said: str
+    driver: gpus.DriverInfo, need: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(gpus.judge_driver(driver, need), verdicts={verdict}, said=said)
+    judged(gpus.judge_driver(driver, need), verdicts={verdict}, text=text)
 
 
 def test_healthy_gpus() -> None:
-    judged(gpus.judge_gpus(EIGHT, GPU), verdicts={OK}, said="8 x NVIDIA H100 80GB HBM3; ECC on")
-    judged(gpus.judge_gpus([], CPU), verdicts={OK}, said="CPU ranks")
+    judged(gpus.judge_gpus(EIGHT, GPU), verdicts={OK}, text="8 x NVIDIA H100 80GB HBM3; ECC on")
+    judged(gpus.judge_gpus([], CPU), verdicts={OK}, text="CPU ranks")
     judged(
         gpus.judge_gpus([gpus.GpuState(index=0, name="MIG")], replace(GPU, ranks_per_node=1)),
         verdicts={OK, UNKNOWN},
-        said="does not report",
+        text="does not report",
     )
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict", "said"),
+    ("change", "verdict", "text"),
     [
         ({"uncorrected": 2}, FAIL, "GPU 3: 2 uncorrected"),
         ({"remap_failed": True}, FAIL, "failed"),
@@ -206,20 +206,20 @@ def test_healthy_gpus() -> None:
         ({"name": "NVIDIA A100-SXM4-80GB"}, WARN, "slowest"),
     ],
 )
-def test_unhealthy_gpu(change: dict[str, object], verdict: CheckVerdict, said: str) -> None:
+def test_unhealthy_gpu(change: dict[str, object], verdict: CheckVerdict, text: str) -> None:
     cards = [replace(card, **change) if card.index == 3 else card for card in EIGHT]  # type: ignore[arg-type]
-    told = " ".join(
-        one.evidence + one.remedy for one in judged(gpus.judge_gpus(cards, GPU), verdicts={verdict})
+    message = " ".join(
+        item.evidence + item.remedy for item in judged(gpus.judge_gpus(cards, GPU), verdicts={verdict})
     )
-    assert said in told
+    assert text in message
     judged(
         gpus.judge_gpus(cards, replace(GPU, ranks_per_node=3)), verdicts={OK}
     )  # a GPU that the run does not use
 
 
 def test_too_few_gpus() -> None:
-    judged(gpus.judge_gpus(EIGHT[:7], GPU), verdicts={FAIL}, said="for 8 ranks")
-    judged(gpus.judge_gpus([], GPU), verdicts={FAIL}, said="none for 8 ranks")
+    judged(gpus.judge_gpus(EIGHT[:7], GPU), verdicts={FAIL}, text="for 8 ranks")
+    judged(gpus.judge_gpus([], GPU), verdicts={FAIL}, text="none for 8 ranks")
 
 
 class FakeNvml:
@@ -323,10 +323,10 @@ def test_judge_host_memory() -> None:
     judged(
         host.judge_memory(host.HostMemory(64 * GIB, 20 * GIB), CPU),
         verdicts={OK},
-        said="the run needs 10.0 GiB",
+        text="the run needs 10.0 GiB",
     )
     judged(
-        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, said="9.0 GiB available"
+        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, text="9.0 GiB available"
     )
     judged(
         host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)),
@@ -338,7 +338,7 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
 
 
 @pytest.mark.parametrize(
-    ("cores", "need", "verdict", "said"),
+    ("cores", "need", "verdict", "text"),
     [
         (host.CpuCores(usable=frozenset(range(16)), numa=HALVES), GPU, OK, "16 cores on 2 NUMA nodes"),
         (host.CpuCores(usable=frozenset(range(4)), numa=HALVES), GPU, WARN, "4 cores"),
@@ -352,8 +352,8 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
         ),
     ],
 )
-def test_judge_cores(cores: host.CpuCores, need: RunRequirements, verdict: CheckVerdict, said: str) -> None:
-    judged(host.judge_cores(cores, need), verdicts={verdict}, said=said)
+def test_judge_cores(cores: host.CpuCores, need: RunRequirements, verdict: CheckVerdict, text: str) -> None:
+    judged(host.judge_cores(cores, need), verdicts={verdict}, text=text)
 
 
 def test_parse_cpu_list() -> None:
@@ -365,7 +365,7 @@ LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rd
 
 
 @pytest.mark.parametrize(
-    ("limits", "need", "verdicts", "said"),
+    ("limits", "need", "verdicts", "text"),
     [
         (LIMITS, NODES, {OK}, "65,536 open files"),
         (replace(LIMITS, files=None), NODES, {OK}, "unlimited"),
@@ -376,15 +376,15 @@ LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rd
     ],
 )
 def test_judge_limits(
-    limits: host.ProcessLimits, need: RunRequirements, verdicts: set[CheckVerdict], said: str
+    limits: host.ProcessLimits, need: RunRequirements, verdicts: set[CheckVerdict], text: str
 ) -> None:
-    judged(host.judge_limits(limits, need), verdicts=verdicts, said=said)
+    judged(host.judge_limits(limits, need), verdicts=verdicts, text=text)
 
 
 def test_low_hard_limit_needs_root() -> None:
     low = host.ProcessLimits(files=1024, files_hard=1024, locked_bytes=None, rdma=True)
     judged(host.judge_limits(low, NODES), verdicts={WARN, OK}, remedy="only root can raise")
-    assert not any("root" in one.remedy for one in host.judge_limits(replace(low, files_hard=None), NODES))
+    assert not any("root" in item.remedy for item in host.judge_limits(replace(low, files_hard=None), NODES))
 
 
 # ---- the disk
@@ -393,7 +393,7 @@ FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 *
 
 
 @pytest.mark.parametrize(
-    ("found", "need", "verdicts", "said"),
+    ("found", "need", "verdicts", "text"),
     [
         (FAST, CPU, {OK}, "a save takes about 40 s"),
         (replace(FAST, seconds=1.0), CPU, {OK, WARN}, "about 400 s, more than cluster.grace_seconds=60"),
@@ -416,9 +416,9 @@ FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 *
     ],
 )
 def test_judge_disk(
-    found: disk.DiskProbe, need: RunRequirements, verdicts: set[CheckVerdict], said: str
+    found: disk.DiskProbe, need: RunRequirements, verdicts: set[CheckVerdict], text: str
 ) -> None:
-    judged(disk.judge(found, need), verdicts=verdicts, said=said)
+    judged(disk.judge(found, need), verdicts=verdicts, text=text)
 
 
 def test_disk_measurement_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,7 +484,7 @@ def test_compute_requirements() -> None:
     ],
 )
 def test_judge_host_name(name: network.HostName, need: RunRequirements, verdict: CheckVerdict) -> None:
-    judged(network.judge_name(name, need), verdicts={verdict}, said="node1")
+    judged(network.judge_name(name, need), verdicts={verdict}, text="node1")
 
 
 UP = {"lo": True, "eth0": True, "eth1": False, "ib0": True}
@@ -497,7 +497,7 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Net
 
 
 @pytest.mark.parametrize(
-    ("found", "need", "verdict", "said"),
+    ("found", "need", "verdict", "text"),
     [
         (interfaces(), NODES, OK, "none is selected"),
         (interfaces(GLOO_SOCKET_IFNAME="eth0"), NODES, OK, "GLOO_SOCKET_IFNAME=eth0"),
@@ -517,13 +517,13 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Net
     ],
 )
 def test_judge_interfaces(
-    found: network.NetworkInterfaces, need: RunRequirements, verdict: CheckVerdict, said: str
+    found: network.NetworkInterfaces, need: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(network.judge_interfaces(found, need), verdicts={verdict}, said=said)
+    judged(network.judge_interfaces(found, need), verdicts={verdict}, text=text)
 
 
 @pytest.mark.parametrize(
-    ("place", "need", "verdict", "said"),
+    ("place", "need", "verdict", "text"),
     [
         (
             network.MasterAddress(addresses=("10.0.0.1",)),
@@ -553,9 +553,9 @@ def test_judge_interfaces(
     ],
 )
 def test_judge_master_address(
-    place: network.MasterAddress, need: RunRequirements, verdict: CheckVerdict, said: str
+    place: network.MasterAddress, need: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(network.judge_master_address(place, need), verdicts={verdict}, said=said)
+    judged(network.judge_master_address(place, need), verdicts={verdict}, text=text)
 
 
 def test_occupied_port_is_detected() -> None:
@@ -582,11 +582,13 @@ def test_judge_data() -> None:
     absent = Problem(
         "data.path", "s3://user:word@bucket/x: absent", "the store holds the data", "check data.path"
     )
-    judged(data.judge(read(), CPU), verdicts={OK}, said="read in 10 ms")
-    judged(data.judge(read(seconds=9.0), CPU), verdicts={WARN}, said="9.0 s")
-    judged(data.judge(read(seconds=None, note="made later"), CPU), verdicts={OK}, said="made later")
-    told = judged(data.judge(read((absent,)), CPU), verdicts={FAIL}, said="absent", remedy="check data.path")
-    assert "word" not in told[0].evidence
+    judged(data.judge(read(), CPU), verdicts={OK}, text="read in 10 ms")
+    judged(data.judge(read(seconds=9.0), CPU), verdicts={WARN}, text="9.0 s")
+    judged(data.judge(read(seconds=None, note="made later"), CPU), verdicts={OK}, text="made later")
+    message = judged(
+        data.judge(read((absent,)), CPU), verdicts={FAIL}, text="absent", remedy="check data.path"
+    )
+    assert "word" not in message[0].evidence
 
 
 # ---- across machines
@@ -603,17 +605,17 @@ def test_check_uniformity() -> None:
     judged(
         cross_node.check_uniformity([machine(0), machine(1)]),
         verdicts={OK},
-        said="2 machines have the same torch, GPUs",
+        text="2 machines have the same torch, GPUs",
     )
     judged(
         cross_node.check_uniformity([machine(0), machine(1), machine(2, torch="2.12.0")]),
         verdicts={FAIL},
-        said="torch: 2.13.0 on node0, node1; 2.12.0 on node2",
+        text="torch: 2.13.0 on node0, node1; 2.12.0 on node2",
     )
     judged(
         cross_node.check_uniformity([machine(0), machine(1, GPUs="A100")]),
         verdicts={WARN},
-        said="A100 on node1",
+        text="A100 on node1",
     )
 
 
@@ -626,7 +628,7 @@ def test_check_clocks(seconds: float, error: float, verdict: CheckVerdict) -> No
     found = cross_node.check_clocks(
         {"node1": clocks.ClockOffset(0.0, 0.001), "node2": clocks.ClockOffset(seconds, error)}
     )
-    judged(found, verdicts={verdict}, said="node2")
+    judged(found, verdicts={verdict}, text="node2")
     assert cross_node.check_clocks({}) == []
 
 
@@ -648,13 +650,13 @@ def test_check_links() -> None:
     judged(
         cross_node.check_links([row(0.001, 0.0009)], 1.2),
         verdicts={OK},
-        said="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s",
+        text="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s",
     )
-    judged(cross_node.check_links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, said="between ranks 6, 7")
+    judged(cross_node.check_links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, text="between ranks 6, 7")
     judged(
         cross_node.report_failed_rendezvous("rank 1 waited 120 s"),
         verdicts={FAIL},
-        said="rank 1",
+        text="rank 1",
         remedy="MASTER_ADDR",
     )
 
@@ -662,10 +664,10 @@ def test_check_links() -> None:
 def test_check_plan() -> None:
     config = compose(["+exp=quickstart", "zero=stage1"])
     plan = make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU, host_memory_bytes=64 * GIB))
-    judged(cross_node.check_plan(plan, ()), verdicts={OK}, said="2 ranks")
+    judged(cross_node.check_plan(plan, ()), verdicts={OK}, text="2 ranks")
     judged(cross_node.check_plan(replace(plan, memory=None), ()), verdicts={UNKNOWN})
     broken = Problem("zero.stage", "82 GB of states", "they fit on the device", "write zero=stage3")
-    judged(cross_node.check_plan(None, (broken,)), verdicts={FAIL}, said="82 GB", remedy="zero=stage3")
+    judged(cross_node.check_plan(None, (broken,)), verdicts={FAIL}, text="82 GB", remedy="zero=stage3")
 
 
 # ---- the report
@@ -688,11 +690,11 @@ def test_worst_finding_decides_the_verdict() -> None:
 
 
 def test_machine_report_survives_json() -> None:
-    one = REPORT.machines[0]
-    assert MachineReport.from_json(one.to_json()) == one
-    told = to_json(REPORT)
-    assert (told["format_version"], told["verdict"], told["machines"][0]["findings"][1]["remedy"]) == (
-        1,
-        "fail",
-        "cool it",
-    )
+    item = REPORT.machines[0]
+    assert MachineReport.from_json(item.to_json()) == item
+    message = to_json(REPORT)
+    assert (
+        message["format_version"],
+        message["verdict"],
+        message["machines"][0]["findings"][1]["remedy"],
+    ) == (1, "fail", "cool it")

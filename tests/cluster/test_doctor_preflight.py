@@ -127,7 +127,7 @@ def test_secrets_of_parent_commands_are_reported_once() -> None:
 
 
 def judge(facts: str, need: RunRequirements) -> Iterator[CheckFinding]:
-    yield ok(facts) if facts == "well" else fail(facts, "mend it")
+    yield ok(facts) if facts == "well" else fail(facts, "fix it")
 
 
 CHECK = DoctorCheck(
@@ -166,7 +166,7 @@ def test_checks_run_concurrently_despite_a_hanging_one() -> None:
         CheckVerdict.FAIL, "no answer within 0.7 s", "restart the server", "nfs", "by asking"
     )
     assert "Stale file handle" in report.findings[5].evidence
-    assert report.findings[6].remedy == "mend it"
+    assert report.findings[6].remedy == "fix it"
     assert (report.node, report.traits) == (3, {"one": "ill"})
 
 
@@ -185,16 +185,16 @@ def test_every_check_succeeds_on_this_machine(tmp_path: Path, monkeypatch: pytes
 class Messages:
     """A rendezvous as seen by rank 0, which never waits."""
 
-    def __init__(self, **said: object) -> None:
-        self.said = dict(said)
+    def __init__(self, **text: object) -> None:
+        self.messages = dict(text)
 
     def publish(self, name: str, message: object) -> None:
-        self.said[name] = message
+        self.messages[name] = message
 
     def receive(self, *names: str, seconds: float) -> list[object]:
-        if not self.said.keys() >= set(names):
+        if not self.messages.keys() >= set(names):
             raise TimeoutError(names)
-        return [self.said[name] for name in names]
+        return [self.messages[name] for name in names]
 
 
 def test_missing_machine_is_named_and_other_reports_are_kept() -> None:
@@ -209,7 +209,7 @@ def test_missing_machine_is_named_and_other_reports_are_kept() -> None:
         gather_reports(own, launch, meeting, 9)
     assert caught.value.reports == [own, other]
     meeting.publish("doctor/machine/1", replace(other, node=1).to_json())
-    assert [one.node for one in gather_reports(own, launch, meeting, 9)] == [0, 1, 2]
+    assert [item.node for item in gather_reports(own, launch, meeting, 9)] == [0, 1, 2]
     assert gather_reports(own, replace(launch, rank=2), meeting, 9) == []
 
 
@@ -240,9 +240,9 @@ class Store:
 def test_wrong_clock_is_detected(skew: float) -> None:
     store = Store()
     with ThreadPoolExecutor(1) as threads:
-        told = threads.submit(clocks.serve_time, store, 1)
+        message = threads.submit(clocks.serve_time, store, 1)
         found = clocks.measure_offset(store, 1, lambda: time.time() + skew)
-        told.result(10)
+        message.result(10)
     assert found.seconds == pytest.approx(skew, abs=found.error_seconds + 1e-3)
     assert 0 < found.error_seconds < 1
 
@@ -258,7 +258,7 @@ def test_fastest_clock_round_counts() -> None:
         times.put(110.0 + span)
     store = Store()
     for turn in range(clocks.ROUNDS):
-        store.set(f"clock/1/{turn}/told", "100.0")
+        store.set(f"clock/1/{turn}/time", "100.0")
     found = clocks.measure_offset(store, 1, times.get_nowait)
     assert (found.seconds, found.error_seconds) == (pytest.approx(10.05), pytest.approx(0.05))
     with pytest.raises(Empty):

@@ -22,7 +22,7 @@ import atexit, sys, threading, time
 from toolkit.cluster.exit_handling import exit_now
 atexit.register(lambda: print("hook"))
 threading.Thread(target=time.sleep, args=(60,)).start()
-print("said", end=" ")
+print("flushed", end=" ")
 exit_now(75)
 """
 
@@ -31,7 +31,7 @@ def test_exit_now_runs_hooks_flushes_and_does_not_join_threads() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=50, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (75, "said hook\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (75, "flushed hook\n", "")
 
 
 def test_exception_notes_are_recorded_in_status(tmp_path: Path) -> None:

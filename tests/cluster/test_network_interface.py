@@ -25,7 +25,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list
     monkeypatch.setattr(
         interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None
     )
-    found = {name: [ipaddress.ip_address(one) for one in addresses] for name, addresses in interfaces.items()}
+    found = {
+        name: [ipaddress.ip_address(item) for item in addresses] for name, addresses in interfaces.items()
+    }
     monkeypatch.setattr(interface, "_interfaces", lambda running=False: found)
 
 

@@ -89,8 +89,8 @@ def both(
 
 def ended(commands: Sequence[OnNode], seconds: float) -> list[int | None]:
     """Return their exit codes."""
-    wait_for(lambda: all(one.code() is not None for one in commands), seconds, "ended", *commands)
-    return [one.code() for one in commands]
+    wait_for(lambda: all(item.code() is not None for item in commands), seconds, "ended", *commands)
+    return [item.code() for item in commands]
 
 
 def words(nodes: TwoNodes) -> list[str]:
@@ -129,7 +129,7 @@ def one_node(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
     with RunningCommand(argv, run.path, cwd=folder, environ=ENVIRON) as started:
         assert started.wait_for_exit(150) == 0, started.output
     found = losses(run)
-    assert found[0] - found[-1] > 0.3, "one that began anew or left out a step could pass for this run"
+    assert found[0] - found[-1] > 0.3, "otherwise a run that restarted or skipped a step could pass"
     return found
 
 
@@ -325,8 +325,11 @@ def test_control_gloo_needs_the_right_interface(interface: str, sums: bool, tmp_
             for node in nodes
         ]
         wait_for(
-            lambda: (all if sums else any)(one.code() is not None for one in commands), 60, "ended", *commands
+            lambda: (all if sums else any)(item.code() is not None for item in commands),
+            60,
+            "ended",
+            *commands,
         )
-        codes = [one.code() for one in commands]
+        codes = [item.code() for item in commands]
         assert codes == [0, 0] if sums else 1 in codes, commands[0].output + commands[1].output
-        assert all(("the sum is 3" in one.output) is sums for one in commands)
+        assert all(("the sum is 3" in item.output) is sums for item in commands)

@@ -69,7 +69,7 @@ def test_each_rank_gets_its_environment(tmp_path: Path) -> None:
     assert ranks.wait(StopRequest(), 5) == ExitCode.DONE
     seen = ranks_there(tmp_path)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    assert [[one[name] for name in names] for one in seen] == [
+    assert [[item[name] for name in names] for item in seen] == [
         ["0", "0", "2", "2", "127.0.0.1"],
         ["1", "1", "2", "2", "127.0.0.1"],
     ]
@@ -91,7 +91,7 @@ def test_other_ranks_are_stopped_then_killed_after_a_failure(
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     assert time.monotonic() - began < 10
     assert ranks.first_failure() == "rank 1 was killed by signal 9 (SIGKILL)"
-    assert all(ProcessId.read(one["pid"]) is None for one in ranks_there(tmp_path))
+    assert all(ProcessId.read(item["pid"]) is None for item in ranks_there(tmp_path))
 
 
 def test_divergence_of_all_ranks_is_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

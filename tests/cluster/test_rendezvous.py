@@ -225,9 +225,9 @@ def test_unresolvable_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_other_launch_on_same_port_is_separate() -> None:
-    one = Ranks(2)
-    one.meetings[0].publish("start", {})
-    stranger = Ranks(2, port=one.port, overrides=("a=2",))
+    item = Ranks(2)
+    item.meetings[0].publish("start", {})
+    stranger = Ranks(2, port=item.port, overrides=("a=2",))
     with pytest.raises(TimeoutError):
         stranger.meetings[1].receive("start", seconds=0.3)
 

@@ -67,10 +67,10 @@ def test_restart_delay_is_bounded() -> None:
 
 
 def test_describe_restart() -> None:
-    told = describe_restart(
+    message = describe_restart(
         Restart(2, 4), failed=3, why="rank 1 was killed by signal 9 (SIGKILL)", saved=4, limit=3
     )
-    assert told == (
+    assert message == (
         "attempt 3 failed: rank 1 was killed by signal 9 (SIGKILL)\n"
         "attempt 4 starts in 4 s from the checkpoint of step 4 (restart 2 of 3 without a newer checkpoint)"
     )
@@ -101,11 +101,11 @@ def machine(
 def test_oom_kill_is_described(tmp_path: Path) -> None:
     before = count_oom_kills(machine(tmp_path, 1, 5))
     assert describe_oom_kills(before, count_oom_kills(tmp_path)) == "", "the control"
-    told = describe_oom_kills(before, count_oom_kills(machine(tmp_path, 2, 6)))
-    assert told.startswith(
+    message = describe_oom_kills(before, count_oom_kills(machine(tmp_path, 2, 6)))
+    assert message.startswith(
         "out of host memory: the kernel killed 1 process in its container or job (oom_kill of "
     )
-    assert told.endswith("job/memory.events)")
+    assert message.endswith("job/memory.events)")
     elsewhere = describe_oom_kills(count_oom_kills(tmp_path), count_oom_kills(machine(tmp_path, 2, 8)))
     assert "2 processes on this machine" in elsewhere
 

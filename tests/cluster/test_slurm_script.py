@@ -272,8 +272,8 @@ def started(job: TrainingJob, environ: dict[str, str], cwd: Path) -> subprocess.
 
 
 def test_user_texts_are_quoted(stand_ins: dict[str, str], tmp_path: Path) -> None:
-    one = job(run_dir=HOSTILE, script="/my repo's/train.py")
-    process = started(one, stand_ins, tmp_path)
+    item = job(run_dir=HOSTILE, script="/my repo's/train.py")
+    process = started(item, stand_ins, tmp_path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
     by_name = {call[0]: call[1:] for call in calls(stand_ins)}
@@ -402,8 +402,8 @@ def _command(folder: Path, name: str, body: str, monkeypatch: pytest.MonkeyPatch
 
 def test_job_files_contain_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-mine")
-    one = replace(job(), number=2)
-    assert "secret-of-mine" not in json.dumps([slurm.render(one), slurm.argv(one)])
+    item = replace(job(), number=2)
+    assert "secret-of-mine" not in json.dumps([slurm.render(item), slurm.argv(item)])
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ def test_second_interrupt_ends_the_process_but_an_echo_does_not() -> None:
     time.sleep(1.2)
     insisting.send_signal(signal.SIGINT)
     assert end(insisting) == (1, "abort 1 SIGINT twice: ended without saving")
-    code, said = end(patient)
+    code, text = end(patient)
     assert code == 75
-    assert said == "saved SIGINT", "the launcher's SIGTERM is of the same cause"
+    assert text == "saved SIGINT", "the launcher's SIGTERM has the same cause"
 
 
 def test_sigint_takes_precedence_over_launcher_sigterm() -> None:

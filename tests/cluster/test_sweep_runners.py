@@ -86,19 +86,19 @@ def test_lock_folder_of_another_user_is_rejected(tmp_path: Path, monkeypatch: py
 
 
 def test_cpu_points_share_cores_and_host_memory(tmp_path: Path) -> None:
-    one, two = points("+exp=quickstart", "engine.name=deepspeed", "cluster.cpu_ranks=1,2", folder=tmp_path)
-    assert [compute_resources(one.plan, LAPTOP, count).cores for count in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    item, two = points("+exp=quickstart", "engine.name=deepspeed", "cluster.cpu_ranks=1,2", folder=tmp_path)
+    assert [compute_resources(item.plan, LAPTOP, count).cores for count in (1, 2, 4, 8)] == [4, 2, 1, 1]
     assert [compute_resources(two.plan, LAPTOP, count).cores for count in (1, 2, 4)] == [4, 2, 2]
     assert (
         compute_resources(two.plan, LAPTOP, 2).threads,
-        compute_resources(one.plan, LAPTOP, 2).threads,
+        compute_resources(item.plan, LAPTOP, 2).threads,
     ) == (1, 2)
     [written] = points("+exp=quickstart", "debug.threads=3", folder=tmp_path)
     assert (
         compute_resources(written.plan, LAPTOP, 4).cores,
         compute_resources(written.plan, LAPTOP, 4).threads,
     ) == (3, 3)
-    need = replace(compute_resources(one.plan, LAPTOP, 4), cores=0, host_bytes=9 * GIB)
+    need = replace(compute_resources(item.plan, LAPTOP, 4), cores=0, host_bytes=9 * GIB)
     slots = ResourcePool(LAPTOP, tmp_path / "slots")
     assert slots.acquire(need) is not None
     assert slots.acquire(need) is None, "18 of 16 GiB"

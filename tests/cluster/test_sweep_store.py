@@ -80,8 +80,8 @@ def test_silent_process_does_not_inherit_an_older_status(tmp_path: Path) -> None
     assert read_result(point, tmp_path, None, silent="exit code 2: no").reason == "exit code 2: no"
     older = Status(state=RunState.FAILED, attempt=1, exit_code=1, reason="older")
     directory.write_status(older)
-    told = read_result(point, tmp_path, None, before=older, silent="exit code 2: no")
-    assert (told.state, told.reason) == (PointState.FAILED, "exit code 2: no")
+    message = read_result(point, tmp_path, None, before=older, silent="exit code 2: no")
+    assert (message.state, message.reason) == (PointState.FAILED, "exit code 2: no")
     asked = read_result(point, tmp_path, None, before=older, silent="exit code 75", asked=True)
     assert (asked.state, asked.reason) == (PointState.STOPPED, "stopped before it started")
     directory.write_status(replace(older, attempt=2, reason="its own"))

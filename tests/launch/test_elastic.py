@@ -104,7 +104,7 @@ def test_elastic_run_survives_loss_and_return_of_a_node(
             run_dir, data, port, 1, tmp_path / "second"
         )  # of the same run: ``first`` ends all its processes
         first.wait_until(lambda: step(run_dir) > 25, 120, "training on two nodes")
-        rank = next(one for one in second.ranks().values() if one.ppid() == second.process.pid)
+        rank = next(item for item in second.ranks().values() if item.ppid() == second.process.pid)
         send_signal(signal.SIGKILL, second.process.pid)
         send_signal(signal.SIGKILL, rank.pid)
         first.wait_until(lambda: len(worlds(run_dir)) == 2 and step(run_dir) > 40, 90, "training on one node")

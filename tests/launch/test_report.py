@@ -37,9 +37,9 @@ def test_report_with_output_file_and_nodes(tmp_path: Path, capsys: pytest.Captur
 
 def test_report_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for word in ("python launch/report.py runs/", "out=", "nodes=", "Exit code"):
-        assert word in told
+        assert word in message
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_report_mistakes(
     write_run(tmp_path / "mine", 2, nodes=1, gpus=0)
     (tmp_path / "empty").mkdir()
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert shows in told
-    assert "rule:" in told
-    assert "remedy:" in told
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert shows in message
+    assert "rule:" in message
+    assert "remedy:" in message
+    assert "Traceback" not in message
     assert not list(tmp_path.rglob("*.html"))

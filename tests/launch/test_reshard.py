@@ -35,7 +35,7 @@ def run(*words: object) -> int:
     return reshard.main([str(word) for word in words])
 
 
-def said(capsys: Captured, *words: object, code: int = 0) -> str:
+def run_reshard(capsys: Captured, *words: object, code: int = 0) -> str:
     """Run the command and return its output: stdout on success, stderr on an error."""
     assert run(*words) == code, capsys.readouterr()
     captured = capsys.readouterr()
@@ -54,7 +54,7 @@ def files_below(folder: Path) -> dict[str, int]:
 
 
 def test_convert_prints_a_summary(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
-    out = said(
+    out = run_reshard(
         capsys, f"source={checkpoint.parent.parent}", f"target={tmp_path}/out", "target.precision=fp32"
     )
     assert f"source     native: {checkpoint}" in out
@@ -69,16 +69,16 @@ def test_convert_prints_a_summary(checkpoint: Path, tmp_path: Path, capsys: Capt
         key.name: hashed for key, hashed in digest(reader).tensors.items() if key.state == WEIGHT
     }
     assert reader.scalars == before.scalars
-    err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
+    err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
     assert "is there already" in err
 
 
 def test_round_trip_is_identical(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
     assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
     assert {key.state for key in open_reader(tmp_path / "weights").tensors} == {WEIGHT}
-    err = said(
+    err = run_reshard(
         capsys, f"source={tmp_path}/weights", f"target={tmp_path}/more", "target.optimizer=true", code=2
     )
     assert "has no optimizer's state" in err
@@ -86,7 +86,7 @@ def test_round_trip_is_identical(checkpoint: Path, tmp_path: Path, capsys: Captu
 
 def test_inspect_describes_without_changes(checkpoint: Path, capsys: Captured) -> None:
     before = files_below(checkpoint.parent)
-    out = said(capsys, f"source={checkpoint}", "action=inspect")
+    out = run_reshard(capsys, f"source={checkpoint}", "action=inspect")
     assert files_below(checkpoint.parent) == before
     parameters = sum(spec.numel for spec in families.get("llama").parameters(tiny_shape()))
     for line in (
@@ -116,11 +116,11 @@ def test_inspect_describes_without_changes(checkpoint: Path, capsys: Captured) -
 def test_plan_estimates_without_changes(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
     before = files_below(checkpoint.parent)
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "action=plan")
-    out = said(capsys, *words)
+    out = run_reshard(capsys, *words)
     assert "measured by copying" in out
     assert "proven     every element" in out
-    assert "at 2 GB/s, as stated" in said(capsys, *words, "rate=2")
-    assert "unknown: write target=PATH" in said(capsys, words[0], words[2])
+    assert "at 2 GB/s, as stated" in run_reshard(capsys, *words, "rate=2")
+    assert "unknown: write target=PATH" in run_reshard(capsys, words[0], words[2])
     assert files_below(checkpoint.parent) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -144,7 +144,7 @@ def test_plan_estimates_without_changes(checkpoint: Path, tmp_path: Path, capsys
 def test_reshard_mistakes_leave_nothing(
     checkpoint: Path, tmp_path: Path, capsys: Captured, typed: tuple[str, ...], shows: str
 ) -> None:
-    err = said(capsys, *(word.format(checkpoint=checkpoint, empty=tmp_path) for word in typed), code=2)
+    err = run_reshard(capsys, *(word.format(checkpoint=checkpoint, empty=tmp_path) for word in typed), code=2)
     assert shows in err
     assert "rule:" in err
     assert "remedy:" in err
@@ -157,7 +157,7 @@ def test_insufficient_space_is_detected_first(
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: full)
-        err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/new/out", code=2)
+        err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/new/out", code=2)
     assert f"{tmp_path} has 1 kB free" in err
     assert not list(tmp_path.iterdir())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,13 +165,13 @@ def test_insufficient_space_is_detected_first(
     with monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda which: (64, limits[1]))
         patch.setattr(resource, "setrlimit", lambda which, to: asked.append(to))
-        said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+        run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
     [(soft, hard)] = asked
     assert 64 < soft < 100
     assert hard == limits[1]
     with monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda which: (64, 64))
-        err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/another", code=2)
+        err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/another", code=2)
     assert f"ulimit -n {soft}" in err
 
 
@@ -181,7 +181,7 @@ def test_damaged_source_is_named(tmp_path: Path, capsys: Captured) -> None:
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
+    err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
     assert str(file) in err
     assert not (tmp_path / "out").exists()
 
@@ -228,14 +228,14 @@ def test_newest_checkpoint_of_a_reused_target_is_read(
     wrote.
     """
     words = ("target.format=deepspeed", "target.zero=stage2", "target.parallel.data=2")
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *words)
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *words)
     found = open_source(tmp_path / "out")
     assert (found.folder, found.step) == (tmp_path / "out", STEP)
     assert any(piece.hashes for of_key in found.catalog.pieces.values() for piece in of_key)
     shutil.copytree(tmp_path / "out" / f"global_step{STEP}", tmp_path / "out" / "global_step5")
     (tmp_path / "out" / "latest").write_text("global_step5")
     assert open_source(tmp_path / "out", tiny_shape()).folder == tmp_path / "out" / "global_step5"
-    out = said(
+    out = run_reshard(
         capsys,
         f"source={tmp_path}/out",
         f"target={checkpoint}",
@@ -274,27 +274,31 @@ TARGETS = {
 def test_every_target_format_round_trips(target: str, tmp_path: Path, capsys: Captured) -> None:
     assert {words[0].removeprefix("target.format=") for words in TARGETS.values()} == {
         "native",
-        *(one.name for one in WRITERS),
+        *(item.name for item in WRITERS),
     }
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *TARGETS[target])
-    assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
-    said(capsys, f"source={tmp_path}/out", f"target={tmp_path}/back", "target.format=native")
-    assert "is sound" in said(capsys, f"source={tmp_path}/back", "action=verify")
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *TARGETS[target])
+    assert "is sound" in run_reshard(capsys, f"source={tmp_path}/out", "action=verify")
+    run_reshard(capsys, f"source={tmp_path}/out", f"target={tmp_path}/back", "target.format=native")
+    assert "is sound" in run_reshard(capsys, f"source={tmp_path}/back", "action=verify")
     assert digest(open_reader(tmp_path / "back")) == digest(open_reader(checkpoint))
 
 
 def test_verify_and_diff_exit_with_1_on_a_difference(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
-    assert "is sound" in said(capsys, f"source={tmp_path}/out", "action=verify")
-    assert "equal: 63 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff")
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+    assert "is sound" in run_reshard(capsys, f"source={tmp_path}/out", "action=verify")
+    assert "equal: 63 of 63" in run_reshard(
+        capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff"
+    )
     file = tmp_path / "out" / "part-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    assert "differs from what was written" in said(capsys, f"source={tmp_path}/out", "action=verify", code=1)
-    assert "not equal: 62 of 63" in said(
+    assert "differs from what was written" in run_reshard(
+        capsys, f"source={tmp_path}/out", "action=verify", code=1
+    )
+    assert "not equal: 62 of 63" in run_reshard(
         capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", code=1
     )
 
@@ -317,7 +321,7 @@ def test_interrupted_conversion_resumes(
         assert run(*words) == ExitCode.STOPPED
     assert "run the same command to resume" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert "resumed    " in said(capsys, *words)
+    assert "resumed    " in run_reshard(capsys, *words)
     assert digest(open_reader(tmp_path / "out")) == digest(open_reader(checkpoint))
 
 
@@ -333,7 +337,7 @@ def test_reshard_is_fast_and_imports_no_torch(checkpoint: Path, tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
-        text=True,
+        run_reshard=True,
         timeout=60,
         check=True,
         cwd=ROOT,

@@ -57,7 +57,7 @@ def test_run_killed_twice_is_restarted_to_its_end(tmp_path: Path) -> None:
         json.loads((run_dir / "attempts" / f"{attempt:03d}" / "times.json").read_text())
         for attempt in (1, 2, 3)
     ]
-    assert [one["state"] for one in ends] == ["failed", "failed", "done"]
+    assert [item["state"] for item in ends] == ["failed", "failed", "done"]
     assert ends[0]["began"] < ends[0]["ended"] <= ends[1]["began"] < ends[1]["ended"] <= ends[2]["began"]
 
 
@@ -101,14 +101,14 @@ def test_restarts_end_without_a_newer_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "said"),
+    ("what", "code", "text"),
     [("FAKE_REFUSES", 2, "the fake training refuses"), ("FAKE_FAILS", 1, "it failed before its first step")],
 )
-def test_mistake_is_not_restarted(what: str, code: int, said: str, tmp_path: Path) -> None:
+def test_mistake_is_not_restarted(what: str, code: int, text: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with RunningCommand(argv(run_dir), run_dir, cwd=tmp_path, environ={what: "0"}) as started:
         assert started.wait_for_exit(60) == code
-        assert said in started.output
+        assert text in started.output
     assert RunDirectory(run_dir).attempts() == [1]
 
 

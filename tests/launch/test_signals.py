@@ -81,7 +81,7 @@ def test_signalled_run_saves_and_leaves_no_process(case: Case, tmp_path: Path) -
         assert heard <= 1, started.output
         assert (
             heard == 1 or case.launcher != "python" or case.to not in ("top", "group") or case.number is KILL
-        ), "whoever asks is told"
+        ), "the signalled process logs it"
         assert "Traceback" not in RunDirectory(run_dir).log_file(1).read_text()
 
 

@@ -141,7 +141,7 @@ def test_preempted_slurm_job_matches_uninterrupted_run(slurm: Slurm, tmp_path: P
     )
 
     wait_until(lambda: (read_status(run_dir) or stopped).state is RunState.DONE, 200, "done", output=output)
-    wait_until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "told as done", output=output)
+    wait_until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "shown as completed", output=output)
     end = read_status(run_dir)
     assert end is not None
     assert (end.attempt, end.step, end.exit_code) == (3, STEPS, 0)

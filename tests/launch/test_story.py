@@ -51,7 +51,7 @@ def test_failed_check_appears_in_the_table(tmp_path: Path) -> None:
         assert story.run("echo", [sys.executable, "-c", "print('printed')"]) == "printed\n"
     with pytest.raises(StoryFailed, match="exit code 3"), story.step("second"):
         story.run("fails", [sys.executable, "-c", "raise SystemExit(3)"])
-    with pytest.raises(StoryFailed, match="not so: equal"), story.step("third"):
+    with pytest.raises(StoryFailed, match="check failed: equal"), story.step("third"):
         story.check(False, "equal")
     lines = story.table().splitlines()
     assert [("FAILED" in line) for line in lines] == [False, True, True, False]

@@ -46,7 +46,7 @@ def test_dry_run_prints_files_and_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("dry_run=perhaps",), "dry_run must be true or false"),
         (("parallel.tensor=3", "engine=megatron"), "parallel.tensor=3"),
@@ -56,14 +56,14 @@ def test_dry_run_prints_files_and_writes_nothing(tmp_path: Path) -> None:
 )
 def test_submit_rejects_mistakes_before_writing(
     words: tuple[str, ...],
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*WORDS, *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -318,8 +318,8 @@ def test_sweep_on_real_slurm(tmp_path: Path, tmp_path_factory: pytest.TempPathFa
         assert len(jobs) == len(records) == 4
         deadline = time.monotonic() + 60
         while {slurm.job_state(job) for job in jobs} != {"COMPLETED"}:  # they end a little after their points
-            said = [file.read_text() for file in folder.glob("*/jobs/*/output.txt")]
-            assert time.monotonic() < deadline, ([slurm.job_state(job) for job in jobs], said)
+            text = [file.read_text() for file in folder.glob("*/jobs/*/output.txt")]
+            assert time.monotonic() < deadline, ([slurm.job_state(job) for job in jobs], text)
             time.sleep(0.5)
     assert sorted(starts(folder).values()) == [1, 1, 1, 1]
     assert {row["state"] for row in content(folder)["points"]} == {"done"}

@@ -28,6 +28,6 @@ def test_generate_does_not_leak_environment_variables(
         )
         assert generate.main([str(run), "text"]) == ExitCode.USER
     assert not server.requests
-    said = capsys.readouterr().err
-    assert "is not evaluated" in said
-    assert "key-of-mine" not in said
+    text = capsys.readouterr().err
+    assert "is not evaluated" in text
+    assert "key-of-mine" not in text

@@ -65,41 +65,41 @@ def main(arguments: Sequence[str]) -> int:
             },
         )
         try:
-            tell(story, store)
+            run_story(story, store)
             code = 0
         except (
             StoryFailed,
             AssertionError,
             OSError,
         ) as error:  # failed commands raise AssertionError with their output
-            story.say(f"\nFAILED: {error}")
+            story.print(f"\nFAILED: {error}")
             code = 1
-    story.say(f"\n{story.table()}")
-    story.say(
+    story.print(f"\n{story.table()}")
+    story.print(
         f"\neverything is in {folder}: sweep/sweep.png, what each command printed in log/, the run's "
         "report.html in machines/"
     )
     return code
 
 
-def tell(story: Story, store: Store) -> None:
-    with story.step("text in a bucket, prepared from there"):
+def run_story(story: Story, store: Store) -> None:
+    with story.step("prepare the text of a bucket"):
         data = prepare(story, store)
-    with story.step("a sweep of two points, in plain torch"):
+    with story.step("sweep two points with the local engine"):
         better, worse, rate = sweep(story)
     with two_machines(story, store) as machines:
         run = RunDirectory(machines.shared / "run")
-        with story.step("the better one on two nodes, DeepSpeed; rank 1 killed"):
+        with story.step("train the better one on two nodes with DeepSpeed; kill rank 1"):
             saved = two_nodes(story, machines, run, rate)
-    with story.step("the same run goes on in Megatron-core, TP 2"):
+    with story.step("resume the run with Megatron-core, TP 2"):
         go_on(story, run, rate, saved)
-    with story.step("what nothing happened to: one node, DeepSpeed"):
+    with story.step("train the uninterrupted reference: one node, DeepSpeed"):
         unbroken = whole(story, rate)
-    with story.step("losses are those of the unbroken run"):
+    with story.step("compare losses with the uninterrupted run"):
         compare(story, run, saved, unbroken, better, worse)
     with story.step("W&B offline, and the report"):
         look(story, run)
-    with story.step("the Hugging Face export, by transformers alone"):
+    with story.step("load the Hugging Face export with transformers only"):
         export(story, run, data)
 
 
@@ -135,7 +135,7 @@ def prepare(story: Story, store: Store) -> Path:
         f"{report['read']} documents and {quantity(store.served_bytes, 'B')} of s3://corpus/text: "
         f"{tokens:,} tokens to train on",
     )
-    story.say(
+    story.print(
         "   $ cp -r data bucket/prepared     (with a real store: aws s3 cp --recursive data s3://corpus/prepared)"
     )
     shutil.copytree(data, store.root / "prepared")
@@ -181,7 +181,7 @@ def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) ->
     commands = [
         machines.start(number, TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}") for number in range(2)
     ]
-    story.saw(f"on {machines.what}, one folder shared; the text from s3://corpus/prepared")
+    story.saw(f"on {machines.what} with one shared folder; the text from s3://corpus/prepared")
 
     def trained() -> int:
         return run.metrics_file.read_bytes().count(b"\n") if run.metrics_file.exists() else 0
@@ -189,9 +189,9 @@ def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) ->
     wait_for(lambda: trained() > 0, 120, "training", commands)
     rank = machines.rank(commands, 1)
     if rank is None:
-        raise StoryFailed("rank 1 is not found on its node")
+        raise StoryFailed("rank 1 was not found on its node")
     wait_for(lambda: trained() >= KILL_AFTER, 120, f"at step {KILL_AFTER}", commands)
-    story.say(f"   node1$ kill -9 {rank.pid}")
+    story.print(f"   node1$ kill -9 {rank.pid}")
     rank.send_signal(signal.SIGKILL)
     seconds = wait_for(
         lambda: all(one.code() is not None for one in commands), ENDED_SECONDS, "ended", commands, alive=False
@@ -199,7 +199,7 @@ def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) ->
     codes = [one.code() for one in commands]
     status = run.status()
     if status is None:
-        raise StoryFailed(f"the run left no status\n{said(commands)}")
+        raise StoryFailed(f"the run left no status\n{outputs(commands)}")
     story.check(
         0 not in codes and status.state is RunState.FAILED and trained() < STEPS,
         f"rank 1 killed after step {trained()}: both nodes ended in {seconds:.1f} s, the run is "
@@ -262,19 +262,19 @@ def compare(
         f"each of {STEPS} steps once; loss {expected[1]:.3f} to {expected[STEPS]:.3f}",
     )
     before, after, points = range(1, saved + 1), range(saved + 1, STEPS + 1), range(1, SWEPT + 1)
-    story.check(apart(found, expected, before) == 0, f"steps 1 to {saved}, two nodes: equal to the bit")
+    story.check(apart(found, expected, before) == 0, f"steps 1 to {saved}, two nodes: bitwise equal")
     again = losses(run.attempt_folder(1) / "metrics.jsonl")
     story.check(
         apart(again, expected, again) == 0,
-        f"steps {min(again)} to {max(again)}, lost and run again: equal to the bit",
+        f"steps {min(again)} to {max(again)}, lost and repeated: bitwise equal",
     )
     by = apart(found, expected, after)
     story.check(
         by <= TOLERANCE,
-        f"steps {saved + 1} to {STEPS}, Megatron-core: {by:.1e} apart at most (allowed {TOLERANCE:.0e})",
+        f"steps {saved + 1} to {STEPS}, Megatron-core: largest difference {by:.1e} (allowed {TOLERANCE:.0e})",
     )
     by = apart(better, expected, points)
-    story.check(by <= TOLERANCE, f"the sweep's point, plain torch: {by:.1e}")
+    story.check(by <= TOLERANCE, f"the sweep's point, local engine: {by:.1e}")
     # The controls: differing runs must be detected.
     other, late = (
         apart(worse, expected, points),
@@ -283,8 +283,8 @@ def compare(
     changed = apart(found | {STEPS: found[STEPS] + 2 * TOLERANCE}, expected, after)
     story.check(
         min(other, late, changed) > TOLERANCE,
-        f"control: the other learning rate is {other:.1e} apart, one step late {late:.1e}, one number "
-        f"changed {changed:.1e}",
+        f"control: difference with the other learning rate {other:.1e}, one step late {late:.1e}, one "
+        f"number changed {changed:.1e}",
     )
 
 
@@ -309,7 +309,7 @@ def look(story: Story, run: RunDirectory) -> None:
     ]
     secrets = [secret.encode() for secret in SECRETS.values()]
     leaked = [file for file in files if any(secret in file.read_bytes() for secret in secrets)]
-    story.check(not leaked, f"the store's keys are in none of {len(files)} files")
+    story.check(not leaked, f"the store's keys appear in none of {len(files)} files")
 
 
 def export(story: Story, run: RunDirectory, data: Path) -> None:
@@ -330,9 +330,9 @@ def export(story: Story, run: RunDirectory, data: Path) -> None:
     story.check(
         own["step"] == STEPS and own["tokens"] == WINDOWS * LENGTH and by <= TOLERANCE,
         f"{opened['parameters']:,} parameters; validation loss {opened['loss']:.6f}, in training "
-        f"{own['loss']:.6f}: {by:.1e} apart",
+        f"{own['loss']:.6f}: difference {by:.1e}",
     )
-    story.say(f"   it continues: {opened['text']!r}")
+    story.print(f"   it continues: {opened['text']!r}")
 
 
 def wait_for(
@@ -344,11 +344,11 @@ def wait_for(
         seconds,
         what,
         ended=lambda: alive and any(one.code() is not None for one in commands),
-        output=lambda: said(commands),
+        output=lambda: outputs(commands),
     )
 
 
-def said(commands: list[Command]) -> str:
+def outputs(commands: list[Command]) -> str:
     return "\n".join(
         f"---- node {number}, code {one.code()}\n{one.output}" for number, one in enumerate(commands)
     )

@@ -16,7 +16,7 @@ def losses(file: Path) -> dict[int, float]:
     missing.
     """
     if not file.exists():
-        raise StoryFailed(f"{file} is not there")
+        raise StoryFailed(f"{file} is missing")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     found = {row["step"]: row["loss"] for row in rows}
     if len(found) != len(rows):

@@ -36,10 +36,11 @@ class OnLoopback(RunningCommand):
 
 
 class Machines:
-    """
+    """Where the nodes of the job run.
+
     Attributes:
-        what: for people.
-        shared: the one folder that both of them write to.
+        what: description for users.
+        shared: the folder that both nodes write to.
     """
 
     def __init__(self, story: Story, store: Store, stack: ExitStack) -> None:
@@ -50,7 +51,7 @@ class Machines:
         if (why := missing()) is None:
             self._nodes = nodes = stack.enter_context(two_nodes(folder))
             self.shared, self.address, self._port = nodes.shared, nodes[0].address, PORT
-            self.what = "two network namespaces, each with a disk of its own"
+            self.what = "two network namespaces, each with its own disk"
             served = environment(Store(store.root, address=self.address, port=STORE_PORT))
             self._environ = story.environ | served | {"XDG_CACHE_HOME": str(nodes.here / "cache")}
             serving = nodes[0].start(

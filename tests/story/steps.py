@@ -28,23 +28,24 @@ class Row:
 
 
 class Story:
-    """
+    """The steps of the story.
+
     Args:
-        folder: where everything is; what commands print is in ``folder/log``.
-        environ: of every command.
+        folder: of the story; outputs of commands are in ``folder/log``.
+        environ: environment of every command.
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str], out: TextIO = sys.stdout) -> None:
         self.folder, self.environ, self.rows, self._out = folder, dict(environ), list[Row](), out
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         print(text, file=self._out, flush=True)
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         row = Row(title)
         self.rows.append(row)
-        self.say(f"\n== {len(self.rows)}. {title}")
+        self.print(f"\n== {len(self.rows)}. {title}")
         began = time.monotonic()
         try:
             yield
@@ -58,12 +59,12 @@ class Story:
     def saw(self, text: str) -> None:
         """Part of the step's line in the table."""
         self.rows[-1].seen.append(text)
-        self.say(f"   {text}")
+        self.print(f"   {text}")
 
     def check(self, holds: bool, text: str) -> None:
-        """Raises StoryFailed."""
+        """Record a checked fact. Raises StoryFailed if it does not hold."""
         if not holds:
-            raise StoryFailed(f"not so: {text}")
+            raise StoryFailed(f"check failed: {text}")
         self.saw(text)
 
     def typed(self, argv: Sequence[str], where: str = "") -> None:
@@ -71,7 +72,7 @@ class Story:
         words = " ".join(f"'{word}'" if " " in word else word for word in argv)
         for long in (f"{self.folder}{os.sep}", f"{ROOT}{os.sep}", f"{BIN}{os.sep}"):
             words = words.replace(long, "")
-        self.say(f"   {where}$ {words}")
+        self.print(f"   {where}$ {words}")
 
     def run(self, name: str, argv: Sequence[str], *, seconds: float = 240) -> str:
         """Run the command and return its output. It must succeed in time."""
@@ -94,4 +95,4 @@ class Story:
             for place, seen in enumerate(row.seen or [""]):
                 head = f"{title:<{width}} {row.seconds:6.1f} s" if place == 0 else f"{'':<{width + 9}}"
                 lines.append(f"{head}  {'FAILED: ' * row.failed}{seen}".rstrip())
-        return "\n".join([*lines, f"{'all of it':<{width}} {total:6.1f} s  ({duration(total)})"])
+        return "\n".join([*lines, f"{'total':<{width}} {total:6.1f} s  ({duration(total)})"])

@@ -144,7 +144,7 @@ class ExitHandler:
                 )
         return "run the same command to resume"
 
-    def record(self, reason: str | None, *, anew: bool = False) -> None:
+    def record(self, reason: str | None, *, overwrite: bool = False) -> None:
         """Write the end of this attempt to ``status.json``.
 
         Rank 0 writes it. If rank 0 has died without doing so, the first other rank that acquires the lock of
@@ -152,7 +152,7 @@ class ExitHandler:
         the end of its own ranks.
 
         Args:
-            anew: overwrite an end that is already recorded.
+            overwrite: replace an end that is already recorded.
         """
         if self.directory is None:
             return
@@ -168,7 +168,7 @@ class ExitHandler:
                 int(self.code),
                 reason,
                 attempt=self.attempt,
-                anew=anew,
+                anew=overwrite,
             )
 
     def _has_trained(self) -> bool:

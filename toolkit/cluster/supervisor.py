@@ -209,12 +209,12 @@ def _run_attempt(
     if exit_handler.code is ExitCode.STOPPED and status is not None and status.step is None:
         exit_handler.record(
             f"{stop() or 'a rank was asked to stop'} before training began",
-            anew=status.state is not RunState.STOPPED,
+            overwrite=status.state is not RunState.STOPPED,
         )
     elif exit_handler.code is ExitCode.USER:
         recorded = status is not None and status.exit_code == ExitCode.USER
-        exit_handler.record("one rank found a mistake: see the output above", anew=not recorded)
+        exit_handler.record("one rank found a mistake: see the output above", overwrite=not recorded)
     else:
         failure = ranks.first_failure()
-        exit_handler.record(failure or stop(), anew=failure is not None and not hang_reported)
+        exit_handler.record(failure or stop(), overwrite=failure is not None and not hang_reported)
     return exit_handler.code, not hang_reported and not ranks.killed

@@ -42,8 +42,8 @@ def serve_time(store: KeyValueStore, node: int, now: Clock = time.time) -> None:
     arrive.
     """
     for round_index in range(ROUNDS):
-        _wait(store, f"clock/{node}/{round_index}/asked", ANSWER_SECONDS)
-        store.set(f"clock/{node}/{round_index}/told", repr(now()))
+        _wait(store, f"clock/{node}/{round_index}/request", ANSWER_SECONDS)
+        store.set(f"clock/{node}/{round_index}/time", repr(now()))
 
 
 def measure_offset(store: KeyValueStore, node: int, now: Clock = time.time) -> ClockOffset:
@@ -51,10 +51,10 @@ def measure_offset(store: KeyValueStore, node: int, now: Clock = time.time) -> C
     found = []
     for round_index in range(ROUNDS):
         began = now()
-        store.set(f"clock/{node}/{round_index}/asked", "")
-        _wait(store, f"clock/{node}/{round_index}/told", ANSWER_SECONDS if round_index else TURN_SECONDS)
+        store.set(f"clock/{node}/{round_index}/request", "")
+        _wait(store, f"clock/{node}/{round_index}/time", ANSWER_SECONDS if round_index else TURN_SECONDS)
         ended = now()
-        reported = float(store.get(f"clock/{node}/{round_index}/told"))
+        reported = float(store.get(f"clock/{node}/{round_index}/time"))
         found.append(ClockOffset((began + ended) / 2 - reported, (ended - began) / 2))
     return min(found, key=lambda offset: offset.error_seconds)
 

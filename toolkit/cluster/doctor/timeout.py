@@ -97,7 +97,7 @@ def _send_result(function: Callable[[], Any], pipe: int) -> NoReturn:
             os.dup2(devnull, stream)
         try:
             content = pickle.dumps(TimedResult(function()))
-        except Exception as error:  # noqa: BLE001  a check that fails to look says so, and the others go on
+        except Exception as error:  # noqa: BLE001  report a failed check and continue with the others
             content = pickle.dumps(TimedResult(problem=f"{type(error).__name__}: {error}"))
         while content:
             content = content[os.write(pipe, content) :]
