@@ -17,10 +17,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.cluster.environment import Launch, read_launch
 from toolkit.cluster.exit_handling import ExitHandler, exit_now
 from toolkit.cluster.launch_process import RunCallbacks, launch_process
-from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.cluster.stop_request import StopRequest, find_launchers
 from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan

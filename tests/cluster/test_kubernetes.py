@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from toolkit.cluster import backends
-from toolkit.cluster.backends import kubernetes
+from toolkit.cluster.backends import kubernetes, kubernetes_manifests
 from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob, create_job, plan_job
 from toolkit.config.cluster import ClusterConfig, KubernetesConfig, Where
 from toolkit.config.compose import compose, from_yaml, to_yaml
@@ -233,7 +233,7 @@ def test_multi_node_job_uses_first_pod_as_rendezvous() -> None:
     )
     assert f"--meet={name}-node-0-0.{name}:29400" in pod_of(job_set)["containers"][0]["command"]
     assert job_set["spec"]["network"]["subdomain"] == name
-    assert not any(word.startswith("--meet") for word in kubernetes.container_command(job()))
+    assert not any(word.startswith("--meet") for word in kubernetes_manifests.container_command(job()))
 
 
 def test_failure_rules_act_on_exit_codes() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.simulated_nodes import ADDRESSES, two_nodes
-from toolkit.cluster import network_interface as interface
+from toolkit.cluster import network_interface
 from toolkit.cluster.environment import Launch, set_defaults
 from toolkit.cluster.machine_info import MachineInfo
 from toolkit.cluster.network_interface import find_interface_to
@@ -23,12 +23,12 @@ LOOPBACK, LINK = ["127.0.0.1", "::1"], ["10.0.0.5", "fe80::1"]
 def machine(monkeypatch: pytest.MonkeyPatch, way: str | None, **interfaces: list[str]) -> None:
     """A machine with these interfaces, whose route to the rendezvous starts at address ``way``."""
     monkeypatch.setattr(
-        interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None
+        network_interface, "_source", lambda address: ipaddress.ip_address(way) if way is not None else None
     )
     found = {
         name: [ipaddress.ip_address(item) for item in addresses] for name, addresses in interfaces.items()
     }
-    monkeypatch.setattr(interface, "_interfaces", lambda running=False: found)
+    monkeypatch.setattr(network_interface, "_interfaces", lambda running=False: found)
 
 
 @pytest.mark.parametrize(

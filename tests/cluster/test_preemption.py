@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.cluster.metadata_server import Metadata
-from toolkit.cluster import preemption as notice
+from toolkit.cluster import preemption
 from toolkit.cluster.preemption import PreemptionNotice, metadata_client, watch_preemption
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.config.cluster import Notice
@@ -20,9 +20,9 @@ NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
 def test_gce_notice(metadata: Metadata) -> None:
     path = "/computeMetadata/v1/instance/preempted"
     metadata.answers[path] = ("FALSE", {"Metadata-Flavor": "Google"})
-    assert notice.poll_gce(metadata_client(metadata.url), NOW) is None
+    assert preemption.poll_gce(metadata_client(metadata.url), NOW) is None
     metadata.answers[path] = ("TRUE", {"Metadata-Flavor": "Google"})
-    assert notice.poll_gce(metadata_client(metadata.url), NOW) == PreemptionNotice(
+    assert preemption.poll_gce(metadata_client(metadata.url), NOW) == PreemptionNotice(
         "Google Cloud preempts this machine", 30
     )
 
@@ -30,12 +30,12 @@ def test_gce_notice(metadata: Metadata) -> None:
 def test_aws_notice_uses_a_token_and_a_time(metadata: Metadata) -> None:
     path = "/latest/meta-data/spot/instance-action"
     metadata.answers["/latest/api/token"] = ("secret", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
-    assert notice.poll_aws(metadata_client(metadata.url), NOW) is None
+    assert preemption.poll_aws(metadata_client(metadata.url), NOW) is None
     metadata.answers[path] = (
         json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"}),
         {"X-aws-ec2-metadata-token": "secret"},
     )
-    assert notice.poll_aws(metadata_client(metadata.url), NOW) == PreemptionNotice(
+    assert preemption.poll_aws(metadata_client(metadata.url), NOW) == PreemptionNotice(
         "AWS will terminate this machine at 2017-09-18T08:22:00Z", 120
     )
     assert metadata.asked[:2] == ["PUT /latest/api/token", f"GET {path}"]
@@ -55,15 +55,15 @@ def test_azure_notice_is_filtered_by_machine(metadata: Metadata) -> None:
         json.dumps({"DocumentIncarnation": 1, "Events": [event]}),
         {"Metadata": "true"},
     )
-    assert notice.poll_azure(metadata_client(metadata.url), NOW) is None
+    assert preemption.poll_azure(metadata_client(metadata.url), NOW) is None
     event["Resources"] = ["other", "mine"]
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
-    assert notice.poll_azure(metadata_client(metadata.url), NOW) == PreemptionNotice(
+    assert preemption.poll_azure(metadata_client(metadata.url), NOW) == PreemptionNotice(
         "Azure announces Preempt for this machine", 45
     )
     event["EventType"] = "Freeze"  # it recovers some seconds later
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
-    assert notice.poll_azure(metadata_client(metadata.url), NOW) is None
+    assert preemption.poll_azure(metadata_client(metadata.url), NOW) is None
 
 
 def test_notice_requests_a_stop_with_its_deadline(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.cluster import rank_processes as ranks_of_machine
+from toolkit.cluster import rank_processes
 from toolkit.cluster.rank_processes import RankProcesses, combine_exit_codes
 from toolkit.cluster.stop_request import ProcessId, StopRequest
 from toolkit.errors import ExitCode
@@ -80,8 +80,8 @@ def test_each_rank_gets_its_environment(tmp_path: Path) -> None:
 def test_other_ranks_are_stopped_then_killed_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.3)
-    monkeypatch.setattr(ranks_of_machine, "KILL_SECONDS", 0.3)
+    monkeypatch.setattr(rank_processes, "PEER_SECONDS", 0.3)
+    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.3)
     deaf = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
@@ -96,14 +96,14 @@ def test_other_ranks_are_stopped_then_killed_after_a_failure(
 
 def test_divergence_of_all_ranks_is_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks diverge, the first a little later: it receives no signal meanwhile."""
-    monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
+    monkeypatch.setattr(rank_processes, "PEER_SECONDS", 0.1)
     ranks = RankProcesses(script(tmp_path, "if rank == '0': time.sleep(1)\nsys.exit(65)"), TWO)
     assert ranks.wait(StopRequest(), 60) == ExitCode.DIVERGED
     assert ranks.first_failure() is None
 
 
 def test_failed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_of_machine, "PEER_SECONDS", 0.1)
+    monkeypatch.setattr(rank_processes, "PEER_SECONDS", 0.1)
     ranks = RankProcesses(script(tmp_path, "if rank == '1': sys.exit(3)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     assert ranks.first_failure() == "rank 1 failed first (code 3): see the attempt's log"
@@ -163,7 +163,7 @@ sys.exit(RankProcesses(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Dev
 
 
 def test_ranks_that_ignore_a_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_of_machine, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.2)
     ranks = RankProcesses(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
     assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
 

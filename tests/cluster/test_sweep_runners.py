@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.sweep_points import EIGHT, GIB, LAPTOP, TRAIN, points
 from toolkit.cluster import backends
 from toolkit.cluster.job import JobId, JobState, TrainingJob
-from toolkit.cluster.sweep import runners as carriers
+from toolkit.cluster.sweep import runners
 from toolkit.cluster.sweep.resources import ResourcePool, compute_resources
 from toolkit.cluster.sweep.runners import LocalRunner, QueueRunner
 from toolkit.config.cluster import Where
@@ -139,9 +139,9 @@ def test_queued_point_is_submitted_once_and_ends_by_its_status(
 ) -> None:
     queue = Queue()
     monkeypatch.setattr(backends, "get_backend", lambda where: queue)
-    monkeypatch.setattr(carriers, "FILE_SECONDS", 0.0)
-    monkeypatch.setattr(carriers, "QUEUE_SECONDS", 0.0)
-    monkeypatch.setattr(carriers, "BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(runners, "FILE_SECONDS", 0.0)
+    monkeypatch.setattr(runners, "QUEUE_SECONDS", 0.0)
+    monkeypatch.setattr(runners, "BETWEEN_SECONDS", 0.0)
     [made] = points("+exp=quickstart", "cluster=slurm", "cluster.gpus_per_node=0", folder=tmp_path)
     point = replace(made, plan=replace(made.plan, run_dir=str(tmp_path / made.name)))
     handle = QueueRunner(TRAIN).start(point, claim=0)

@@ -17,21 +17,27 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from toolkit.cluster.backends.cluster_tool import ClusterTool
 from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob
 from toolkit.config.cluster import ClusterConfig, SlurmConfig, Where
 from toolkit.errors import ConfigError, InputError, Problem
 
 SCRIPT_FILE = "job.sh"
 OUTPUT = "output.txt"
+SLURM = ClusterTool(
+    rule="cluster=slurm uses the commands of Slurm",
+    install="submit from a login node of the cluster; dry_run=true works anywhere",
+    ping="scontrol ping",
+    accepts="Slurm must accept the command",
+    correct="correct the options; launch/submit.py dry_run=true shows all of them",
+)
 # In addition to cluster.grace_seconds: launchers end after their ranks, and the script decides how to
 # continue.
 END_SECONDS = 30
-COMMAND_SECONDS = 120.0
 MAX_SIGNAL_SECONDS = 65535  # sbatch(1): the time of --signal is a 16-bit integer
 # Below the ephemeral ports of Linux (ip_local_port_range: 32768 and up).
 FIRST_PORT, PORTS = 20000, 10000
@@ -220,7 +226,7 @@ trap '' TERM INT  # the decision below must not be interrupted
 
 
 def submit(job: TrainingJob) -> JobId:
-    printed = _run(argv(job), submission_environment(os.environ))
+    printed = SLURM.run(argv(job), submission_environment(os.environ))
     # --parsable prints the number, followed by ;NAME if there are several clusters
     return JobId(Where.slurm, printed.strip().partition(";")[0])
 
@@ -266,47 +272,11 @@ def cancel(id: JobId) -> None:
 def _run_for_job(*command: str) -> str:
     """Run a command and return its output; empty if Slurm no longer knows the job."""
     try:
-        return _run(command)
+        return SLURM.run(command)
     except InputError as error:
         if "Invalid job id" not in str(error):
             raise
         return ""
-
-
-def _run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
-    seen = shlex.join(command)
-    try:
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
-        )
-    except FileNotFoundError:
-        raise InputError(
-            Problem(
-                "cluster",
-                f"{command[0]} is not installed here",
-                "cluster=slurm uses the commands of Slurm",
-                "submit from a login node of the cluster; dry_run=true works anywhere",
-            )
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            Problem(
-                "cluster",
-                f"{seen} took more than {COMMAND_SECONDS:g} s",
-                "Slurm must respond",
-                "check it with: scontrol ping",
-            )
-        ) from None
-    if done.returncode:
-        raise InputError(
-            Problem(
-                "cluster",
-                f"{seen}: {done.stderr.strip() or f'exit code {done.returncode}'}",
-                "Slurm must accept the command",
-                "correct the options; launch/submit.py dry_run=true shows all of them",
-            )
-        )
-    return done.stdout
 
 
 def _quote_words(words: Sequence[str]) -> str:
