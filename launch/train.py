@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(find_launchers(launch))
         if {"-m", "--multirun"}.isdisjoint(words):
-            work = RunCallbacks(prepare_data=prepare_data, train=train)
+            work = RunCallbacks(prepare_data=make_data_ready, train=train)
             exit_handler.code = launch_process(launch, words, exit_handler, stop, work, script=sys.argv[0])
         else:
             from toolkit.cluster.sweep.run import sweep
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     return exit_handler.code
 
 
-def prepare_data(plan: RunPlan) -> str:
+def make_data_ready(plan: RunPlan) -> str:
     from toolkit.data.open import ready_for
     from toolkit.progress import Progress
 

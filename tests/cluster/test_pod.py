@@ -141,7 +141,7 @@ def test_signal_is_forwarded_once(tmp_path: Path) -> None:
         f"import sys, pathlib\nfrom toolkit.cluster import pod\nlauncher = pod.PodLauncher()\n"
         f"arguments = ['-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75']\n"
         "code = launcher.run([sys.executable, *arguments], {})\n"
-        "print(launcher.asked, code)"
+        "print(launcher.stop_signal, code)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -177,7 +177,7 @@ def test_pod_waits_for_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher.wait_for(meet, seconds=30)
         assert 0.6 <= time.monotonic() - began < 25
         late.join()
-    launcher.asked = StopSignal.TERM
+    launcher.stop_signal = StopSignal.TERM
     began = time.monotonic()
     launcher.wait_for("host.invalid:1", seconds=30)
     assert time.monotonic() - began < 25

@@ -337,7 +337,7 @@ def test_reshard_is_fast_and_imports_no_torch(checkpoint: Path, tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
-        run_reshard=True,
+        text=True,
         timeout=60,
         check=True,
         cwd=ROOT,

@@ -34,7 +34,7 @@ def test_differing_runs_are_detected() -> None:
 
 def test_repeated_step_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    with pytest.raises(StoryFailed, match="is not there"):
+    with pytest.raises(StoryFailed, match="is missing"):
         losses(file)
     rows = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in EXPECTED.items()]
     file.write_text("".join(rows))

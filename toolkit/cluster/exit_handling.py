@@ -91,13 +91,13 @@ class ExitHandler:
             print(error, flush=True)
         elif isinstance(error, UserError):
             self.code, reason = ExitCode.USER, str(error)
-            self._answer(error)
+            self._report_mistake(error)
         elif error is not None:
             notes = getattr(error, "__notes__", [])  # diagnosis added to the exception
             self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
             if not notes and is_lost_connection(error):
                 reason = f"{LOST_CONNECTION}; see that rank's own output or its node's log\n{reason}"
-            self._report(error)
+            self._report_failure(error)
         elif self.code is ExitCode.STOPPED and reason is None:
             reason = "another rank was asked to stop"
         self.record(reason if self.code is not ExitCode.DONE else None)
@@ -105,7 +105,7 @@ class ExitHandler:
             self.rendezvous.abort_peers(self.code)
         if self._must_end_agent():
             os.kill(os.getppid(), signal.SIGTERM)
-        if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (text := self._next_start()):
+        if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (text := self._describe_next_start()):
             print(text, file=sys.stderr, flush=True)
         return True
 
@@ -123,7 +123,7 @@ class ExitHandler:
             self.code is ExitCode.STOPPED and not self.launch.elastic
         )
 
-    def _next_start(self) -> str:
+    def _describe_next_start(self) -> str:
         """Describe what happens after a failure; empty if the supervisor reports it."""
         if self.directory is None:
             return ""
@@ -215,7 +215,7 @@ class ExitHandler:
             with suppress(OSError):  # the terminal has closed, which is why SIGHUP was sent
                 os.write(2, text.encode())
 
-    def _answer(self, error: UserError) -> None:
+    def _report_mistake(self, error: UserError) -> None:
         if (
             self.launch.rank != 0
             and self.rendezvous is not None
@@ -232,7 +232,7 @@ class ExitHandler:
                 json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
             )
 
-    def _report(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         """Write the whole traceback to the log, and print it once over all ranks.
 
         The rank that fails first prints it, reduced to the frames of the user's code if there are any.
@@ -243,9 +243,9 @@ class ExitHandler:
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"rank {self.launch.rank}: {whole}")
             logged = f"the full traceback is in {log}\n"
-        comes_first = self._comes_first()
-        text = (format_user_frames(error) or whole) if comes_first or not logged else ""
-        if not text and comes_first is None:
+        is_first = self._is_first_failure()
+        text = (format_user_frames(error) or whole) if is_first or not logged else ""
+        if not text and is_first is None:
             text = f"{type(error).__name__}: {error}\n"
         if text:
             rank = f"rank {self.launch.rank}: " if self.launch.ranks > 1 else ""
@@ -257,7 +257,7 @@ class ExitHandler:
                 flush=True,
             )
 
-    def _comes_first(self) -> bool | None:
+    def _is_first_failure(self) -> bool | None:
         """Return whether no other rank has reported a failure; None if the store has gone with rank 0."""
         if self.rendezvous is None:
             return True

@@ -48,18 +48,21 @@ class PodLauncher:
     """The process that starts this node's ranks. It has its own session, so each signal reaches it once."""
 
     def __init__(self) -> None:
-        self.asked = StopSignal.NONE
+        self.stop_signal = StopSignal.NONE
         self._number: int | None = None  # the signal, until it is forwarded
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
+            signal.signal(number, self._handle_signal)
 
-    def _ask(self, number: int, _: object) -> None:
-        if self.asked is StopSignal.NONE:
-            self.asked, self._number = StopSignal.TERM if number == signal.SIGTERM else StopSignal.INT, number
-            self._pass_on()
+    def _handle_signal(self, number: int, _: object) -> None:
+        if self.stop_signal is StopSignal.NONE:
+            self.stop_signal, self._number = (
+                StopSignal.TERM if number == signal.SIGTERM else StopSignal.INT,
+                number,
+            )
+            self._forward_signal()
 
-    def _pass_on(self) -> None:
+    def _forward_signal(self) -> None:
         if self._process is not None and self._number is not None:
             number, self._number = self._number, None
             self._process.send_signal(number)
@@ -68,10 +71,10 @@ class PodLauncher:
         """Run ``command`` and return its exit code; return STOPPED if a stop was requested before it
         started.
         """
-        if self.asked is not StopSignal.NONE:
+        if self.stop_signal is not StopSignal.NONE:
             return ExitCode.STOPPED
         self._process = subprocess.Popen(build_command, env=dict(environ), start_new_session=True)
-        self._pass_on()  # a signal that arrived just before the start
+        self._forward_signal()  # a signal that arrived just before the start
         return self._process.wait()
 
     def wait_for(self, meet: str, seconds: float = MEET_SECONDS) -> None:
@@ -80,7 +83,7 @@ class PodLauncher:
         """
         host, _, port = meet.rpartition(":")
         until = time.monotonic() + seconds
-        while self.asked is StopSignal.NONE and time.monotonic() < until:
+        while self.stop_signal is StopSignal.NONE and time.monotonic() < until:
             try:
                 socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
             except OSError:  # the name does not resolve yet, or nothing listens yet
@@ -161,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     code = launcher.run(command, os.environ | leave)
     # On a single node the supervisor has written the final status before it ended.
     ended = wait_for_outcome(
-        run_dir, before, launcher.asked, code, SETTLE_SECONDS if given.meet is not None else 0.0
+        run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
     )
     decision = decide(before, ended, restarts=config.cluster.restarts, requeue=True)
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)

@@ -101,7 +101,7 @@ class RankProcesses:
         over.
 
         Args:
-            begun: whether training has started; if not, there is nothing to save.
+            has_started: whether training has started; if not, there is nothing to save.
         """
         forwarded = False
         stopping_since: float | None = None

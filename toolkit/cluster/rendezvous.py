@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_SECONDS = 300.0
 # how long rank 0 keeps serving the store for ranks that are still importing torch
-FAREWELL_SECONDS = 30.0
+LINGER_SECONDS = 30.0
 # Importing torch occupies a whole core; delaying it on the other ranks lets rank 0 report a mistake sooner.
 # This costs nothing, since the store opens only after rank 0 has imported torch as well.
 HEAD_START_SECONDS = 0.5
@@ -54,8 +54,8 @@ class Rendezvous:
     def __init__(self, launch: Launch, overrides: Sequence[str], seconds: float = RENDEZVOUS_SECONDS) -> None:
         self._launch = launch
         self._seconds = seconds
-        self._opened: Store | None = None
-        self._grouped = False
+        self._kv_store: Store | None = None
+        self._has_group = False
         self._prefix = f"toolkit/{_launch_token(launch, overrides)}"
 
     # ---- messages
@@ -72,7 +72,7 @@ class Rendezvous:
             PeerExited: another rank has aborted its peers.
             TimeoutError: a message did not arrive.
         """
-        if self._opened is None:
+        if self._kv_store is None:
             time.sleep(HEAD_START_SECONDS)
         store = self._store()
         self._wait(lambda: store.check([ERROR]) or store.check(list(names)), " and ".join(names), seconds)
@@ -88,10 +88,10 @@ class Rendezvous:
         store.
         """
         try:
-            store = self._store(FAREWELL_SECONDS)
+            store = self._store(LINGER_SECONDS)
         except (InputError, TimeoutError):  # no store, so no peers to abort
             return
-        deadline = time.monotonic() + (0 if self._grouped else FAREWELL_SECONDS)
+        deadline = time.monotonic() + (0 if self._has_group else LINGER_SECONDS)
         try:
             store.set(ERROR, str(int(code)))
             while time.monotonic() < deadline and store.add("heard", 0) < self._launch.ranks - 1:
@@ -137,12 +137,12 @@ class Rendezvous:
         store = dist.PrefixStore("group", self._store())
         rank, ranks = self._launch.rank, self._launch.ranks
         if device is Device.CUDA:
-            own = torch.device("cuda", self._launch.local_rank)
-            torch.cuda.set_device(own)
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=own)
+            token = torch.device("cuda", self._launch.local_rank)
+            torch.cuda.set_device(token)
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=token)
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        self._grouped = True
+        self._has_group = True
         yield
         dist.destroy_process_group()
 
@@ -154,35 +154,35 @@ class Rendezvous:
         return self._store()
 
     def _store(self, seconds: float | None = None) -> Store:
-        if self._opened is None:
+        if self._kv_store is None:
             import torch.distributed as dist
 
             store = dist.PrefixStore(self._prefix, self._open())
             if (
                 self._launch.agent_store
             ):  # The agent's store outlives the ranks and still has the messages of earlier generations.
-                store = dist.PrefixStore(self._gathering(store, seconds), store)
-            self._opened = store
-        return self._opened
+                store = dist.PrefixStore(self._join_generation(store, seconds), store)
+            self._kv_store = store
+        return self._kv_store
 
-    def _gathering(self, store: Store, seconds: float | None) -> str:
+    def _join_generation(self, store: Store, seconds: float | None) -> str:
         """Return the key prefix of this generation of ranks: rank 0 creates it and hands it to each rank.
 
         The restart count of torchrun cannot be used: each agent counts only failures of its own ranks (torch
         2.13, ``_invoke_run``: "membership changes do not count as retries"), so nodes may disagree. Instead
         each rank posts a random token, and only a live rank 0 answers it.
         """
-        own = secrets.token_hex(8)
+        token = secrets.token_hex(8)
         if self._launch.rank == 0:
             self._wait(
-                _GenerationServer(store, own, self._launch.ranks - 1),
+                _GenerationServer(store, token, self._launch.ranks - 1),
                 f"all {self._launch.ranks} ranks to join",
                 seconds,
             )
-            return own
-        store.set(f"asked/{store.add('asked', 1)}", own)
-        self._wait(lambda: store.check([f"answer/{own}"]), "rank 0", seconds)
-        name = store.get(f"answer/{own}").decode()
+            return token
+        store.set(f"asked/{store.add('asked', 1)}", token)
+        self._wait(lambda: store.check([f"answer/{token}"]), "rank 0", seconds)
+        name = store.get(f"answer/{token}").decode()
         store.add(f"{name}/here", 1)
         return name
 
@@ -298,7 +298,7 @@ def _launch_token(launch: Launch, overrides: Sequence[str]) -> str:
     """Return a token that is equal on all ranks of a launch, and different for another launch on the same
     port.
     """
-    own = [str(launch.ranks), *overrides]
+    token = [str(launch.ranks), *overrides]
     if launch.nodes == 1 and launch.launcher in (Launcher.DEEPSPEED, Launcher.TORCHELASTIC, Launcher.PARENT):
-        own.append(str(os.getppid()))
-    return hashlib.sha256("\0".join(own).encode()).hexdigest()[:16]
+        token.append(str(os.getppid()))
+    return hashlib.sha256("\0".join(token).encode()).hexdigest()[:16]

@@ -52,7 +52,7 @@ def process_start_time() -> float:
     """Return the Unix time at which this process started, which is before its first line of Python ran."""
     now = time.time()
     fields = _read_stat(os.getpid())
-    assert fields is not None, "this process is there"
+    assert fields is not None, "/proc must list this process"
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return now - age if 0 <= age < MAX_STARTUP_SECONDS else now
 
@@ -247,10 +247,10 @@ def _is_deepspeed(pid: int) -> bool:
     ``.../bin/deepspeed``.
     """
     try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
     return any(
         word.startswith("deepspeed.launcher.") or Path(word).name in ("deepspeed", "deepspeed.pt", "ds")
-        for word in text[:4]
+        for word in arguments[:4]
     )

@@ -115,8 +115,8 @@ class _Sweep:
         self.words, self._options, self._stop, self._script = words, words.sweep, stop, script
         self.folder = Path(words.sweep.dir or f"sweeps/{words.name}-{words.id}").expanduser().absolute()
         self._machine = detect_machine()
-        self._record = SweepStore(self.folder)
-        self._record.check_owner(words.id, self._typed)
+        self._store = SweepStore(self.folder)
+        self._store.check_owner(words.id, self._arguments)
         self._began = time.time()
         self._claimed_elsewhere: set[str] = set()  # claimed by another process when last checked
         # points whose plans are valid; the folder may contain other points of an earlier search
@@ -126,7 +126,7 @@ class _Sweep:
         self._metric = words.sweep.metric or "loss"
 
     @property
-    def _typed(self) -> list[str]:
+    def _arguments(self) -> list[str]:
         return [*self.words.options, *self.words.words, *self.words.hydra]
 
     def make_folder(self) -> None:
@@ -160,7 +160,7 @@ class _Sweep:
         for line in report.group_reasons(refused):
             print(line, file=sys.stderr)
         if self._options.dry_run:
-            self._show(
+            self._print_table(
                 [
                     *refused,
                     *(
@@ -172,15 +172,15 @@ class _Sweep:
             )
             self.remove_empty_folder()
             raise _SweepEnd(ExitCode.DONE)
-        self._record.initialize(self.words.id, self._typed, self._options)
+        self._store.initialize(self.words.id, self._arguments, self._options)
         feasible = [point for point in points if point.plan is not None]
-        self._record.add_points(
+        self._store.add_points(
             [*refused, *(make_row(point, self.folder, PointState.WAITING) for point in feasible)]
         )
         self._feasible |= {point.name for point in feasible}
         if feasible:
             self._run_points(feasible)
-        rows = {row.name: row for row in self._record.rows()}
+        rows = {row.name: row for row in self._store.rows()}
         return [self._number(rows[point_name(self.words.swept(combination))]) for combination in combinations]
 
     def _number(self, row: PointRow) -> float | Exception | None:
@@ -199,7 +199,9 @@ class _Sweep:
         assert points[0].plan is not None
         wheres = {point.plan.config.cluster.where for point in points if point.plan is not None}
         at_once = min(len(points), self._options.at_once or len(points))
-        carriers = {where: make_runner(where, self._script, self._machine, at_once) for where in wheres}
+        runners_by_backend = {
+            where: make_runner(where, self._script, self._machine, at_once) for where in wheres
+        }
         waiting, running = {point.name: point for point in points}, dict[str, _Running]()
         self._stop.arm(None)  # from now on there is something to save
         with (
@@ -211,7 +213,7 @@ class _Sweep:
                     self._stop_points(running)
                     raise _SweepEnd(ExitCode.STOPPED, self._stop())
                 self._collect_ended(running, task)
-                self._start(waiting, running, carriers, task)
+                self._start(waiting, running, runners_by_backend, task)
                 if not waiting and not running:
                     return
                 if not running and self._claimed_elsewhere.issuperset(waiting) and waiting:
@@ -225,7 +227,7 @@ class _Sweep:
         self,
         waiting: dict[str, SweepPoint],
         running: dict[str, _Running],
-        carriers: Mapping[Where, PointRunner],
+        runners_by_backend: Mapping[Where, PointRunner],
         task: Task,
     ) -> None:
         """Start waiting points in order. If a point does not fit, wait for it, so that small points do not
@@ -234,7 +236,7 @@ class _Sweep:
         for name, point in list(waiting.items()):
             if self._options.at_once is not None and len(running) >= self._options.at_once:
                 return
-            claim = self._record.claim(name)
+            claim = self._store.claim(name)
             if claim is None:
                 self._claimed_elsewhere.add(name)
                 continue
@@ -243,7 +245,7 @@ class _Sweep:
                 assert point.plan is not None
                 before = RunDirectory(self.folder / name).status()
                 try:
-                    handle = carriers[point.plan.config.cluster.where].start(point, claim)
+                    handle = runners_by_backend[point.plan.config.cluster.where].start(point, claim)
                 except UserError as error:
                     if (
                         not self._started
@@ -261,7 +263,7 @@ class _Sweep:
                         return
                     self._started = True
                     running[name] = _Running(point, handle, claim, before)
-                    self._record.update(make_row(point, self.folder, PointState.RUNNING))
+                    self._store.update(make_row(point, self.folder, PointState.RUNNING))
             if row is not None:
                 self._finish(row, claim, task)
             del waiting[name]
@@ -279,7 +281,7 @@ class _Sweep:
             return read_result(point, self.folder, self._options.metric)
         if point.name in self._claimed_elsewhere:
             self._claimed_elsewhere.discard(point.name)
-            row = next(row for row in self._record.rows() if row.name == point.name)
+            row = next(row for row in self._store.rows() if row.name == point.name)
             if row.state in FAILED_STATES and (row.ended or 0.0) >= self._began:
                 return row
         return None
@@ -302,12 +304,12 @@ class _Sweep:
 
     def _finish(self, row: PointRow, claim: int, task: Task | None = None) -> None:
         """Store the row before another process can claim the point."""
-        self._record.update(row)
+        self._store.update(row)
         os.close(claim)
         if row.state in FAILED_STATES:
             print(f"{row.state}: {' '.join(row.swept) or row.name}: {row.reason}", file=sys.stderr)
         if task is not None:
-            numbers = [other.number for other in self._record.rows() if other.number is not None]
+            numbers = [other.number for other in self._store.rows() if other.number is not None]
             best = max(numbers, default=None) if self._options.maximize else min(numbers, default=None)
             task.advance(1, f"best {self._metric} {best:.6g}" if best is not None else "")
 
@@ -332,12 +334,12 @@ class _Sweep:
         """Print the table and write results.csv and the plot; return the sweep's exit code. Raises
         ConfigError without points.
         """
-        rows = self._record.rows()
+        rows = self._store.rows()
         if not rows:
             raise ConfigError(
                 Problem(
                     "hydra.sweeper",
-                    " ".join(self._typed),
+                    " ".join(self._arguments),
                     "the sweeper must generate at least one point",
                     "correct hydra.sweeper.* (for example the number of trials)",
                 )
@@ -345,7 +347,7 @@ class _Sweep:
         maximize = self._options.maximize
         report.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
         picture = report.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
-        self._show(rows)
+        self._print_table(rows)
         for text in report.group_reasons(
             [row for row in rows if row.ended is not None and row.state in FAILED_STATES]
         ):
@@ -371,7 +373,7 @@ class _Sweep:
             else ExitCode.DONE
         )
 
-    def _show(self, rows: Sequence[PointRow]) -> None:
+    def _print_table(self, rows: Sequence[PointRow]) -> None:
         from rich.console import Console
 
         Console(width=None if sys.stdout.isatty() else 140).print(
@@ -380,7 +382,7 @@ class _Sweep:
 
     def remove_empty_folder(self) -> None:
         """Remove what a sweeper wrote before all points were refused."""
-        if self._record.file.exists():
+        if self._store.file.exists():
             return
         (self.folder / "multirun.yaml").unlink(missing_ok=True)
         for folder in (self.folder, *([self.folder.parent] if self._options.dir is None else [])):

@@ -123,13 +123,13 @@ class LocalRunner:
 @contextmanager
 def _cpu_affinity(cores: tuple[int, ...]) -> Iterator[None]:
     """Restrict processes that are started within to these cores; they inherit the affinity of this thread."""
-    before = os.sched_getaffinity(0)
+    last = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, last)
 
 
 class QueuedPoint:
@@ -137,11 +137,11 @@ class QueuedPoint:
     ``job.json``.
     """
 
-    def __init__(self, id: JobId, point: SweepPoint, carrier: QueueRunner) -> None:
-        self._id, self._point, self._carrier = id, point, carrier
+    def __init__(self, id: JobId, point: SweepPoint, runner: QueueRunner) -> None:
+        self._id, self._point, self._runner = id, point, runner
         self._file_at = time.monotonic()
         self._queue_at = self._file_at + QUEUE_SECONDS
-        carrier.jobs += 1
+        runner.jobs += 1
 
     def ended(self) -> bool:
         now = time.monotonic()
@@ -152,14 +152,14 @@ class QueuedPoint:
             return self._over()
         if now < self._queue_at:
             return False
-        self._queue_at = now + max(QUEUE_SECONDS, self._carrier.jobs * BETWEEN_SECONDS)
+        self._queue_at = now + max(QUEUE_SECONDS, self._runner.jobs * BETWEEN_SECONDS)
         with suppress(InputError):  # the cluster does not respond; the job may still be running
             if backends.get_backend(self._id.where).state(self._id) is JobState.ENDED:
                 return self._over()
         return False
 
     def _over(self) -> bool:
-        self._carrier.jobs -= 1
+        self._runner.jobs -= 1
         return True
 
     def stop(self, number: signal.Signals) -> bool:
@@ -190,12 +190,12 @@ class QueueRunner:
     def start(self, point: SweepPoint, claim: int) -> PointHandle | None:
         assert point.plan is not None
         run_dir = Path(point.plan.run_dir)
-        before = submission.find_last_job(run_dir)
+        last = submission.find_last_job(run_dir)
         if (
-            before is not None
-            and backends.get_backend(before[1].id.where).state(before[1].id) is not JobState.ENDED
+            last is not None
+            and backends.get_backend(last[1].id.where).state(last[1].id) is not JobState.ENDED
         ):
-            return QueuedPoint(before[1].id, point, self)
+            return QueuedPoint(last[1].id, point, self)
         return QueuedPoint(submission.submit(create_job(point.plan, self._script))[1], point, self)
 
 
