@@ -106,7 +106,11 @@ def test_read_deepspeed_launch_and_remove_its_argument(spelling: str) -> None:
 def test_read_supervisor_launch() -> None:
     environ = {name: value for name, value in DEEPSPEED.items() if not name.startswith("CROSS")}
     launch, rest = read_launch(environ, ["--handover=/runs/a=b/handover.json"])
-    assert (launch.launcher, launch.handover, rest) == (Launcher.PARENT, Path("/runs/a=b/handover.json"), [])
+    assert (launch.launcher, launch.handover, rest) == (
+        Launcher.SUPERVISOR,
+        Path("/runs/a=b/handover.json"),
+        [],
+    )
 
 
 def test_read_launch_of_unknown_launcher() -> None:

@@ -20,7 +20,7 @@ HANDOVER = "--handover="  # option with which the supervisor passes each rank it
 
 class Launcher(StrEnum):
     NONE = "none"  # plain python
-    PARENT = "parent"  # the supervisor process: cluster/supervisor.py
+    SUPERVISOR = "parent"  # the supervisor process: cluster/supervisor.py
     DEEPSPEED = "deepspeed"
     TORCHELASTIC = "torchrun"
     OTHER = "other"  # anything else that sets torch's environment variables
@@ -80,7 +80,7 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
         (_read_number(environ, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), ranks
     )
     if handover is not None:
-        launcher = Launcher.PARENT
+        launcher = Launcher.SUPERVISOR
     elif "TORCHELASTIC_RUN_ID" in environ:
         launcher = Launcher.TORCHELASTIC
     elif local_rank is not None or "CROSS_RANK" in environ:

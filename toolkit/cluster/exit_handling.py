@@ -128,7 +128,7 @@ class ExitHandler:
         if self.directory is None:
             return ""
         match self.launch.launcher:
-            case Launcher.PARENT:
+            case Launcher.SUPERVISOR:
                 return ""
             case Launcher.TORCHELASTIC if self.launch.restarts_left > 0:
                 return f"torchrun restarts the ranks, up to {self.launch.restarts_left} more times"
@@ -157,7 +157,7 @@ class ExitHandler:
         if self.directory is None:
             return
         rank = self.launch.rank
-        if rank == 0 or (self.launch.launcher is not Launcher.PARENT and self._takes_over()):
+        if rank == 0 or (self.launch.launcher is not Launcher.SUPERVISOR and self._takes_over()):
             states = {ExitCode.DONE: RunState.DONE, ExitCode.STOPPED: RunState.STOPPED}
             if not self._has_trained():
                 states[ExitCode.USER] = RunState.REFUSED
@@ -207,7 +207,7 @@ class ExitHandler:
 
     def log_signal(self, signal_name: str) -> None:
         """Log once that a stop signal was received and what happens next."""
-        if self.launch.rank == 0 and self.launch.launcher is not Launcher.PARENT:
+        if self.launch.rank == 0 and self.launch.launcher is not Launcher.SUPERVISOR:
             text = (
                 f"{signal_name}: the run saves after the current step and then stops; press Ctrl-C to "
                 "end it at once without saving\n"

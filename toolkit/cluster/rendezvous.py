@@ -299,6 +299,10 @@ def _launch_token(launch: Launch, overrides: Sequence[str]) -> str:
     port.
     """
     token = [str(launch.ranks), *overrides]
-    if launch.nodes == 1 and launch.launcher in (Launcher.DEEPSPEED, Launcher.TORCHELASTIC, Launcher.PARENT):
+    if launch.nodes == 1 and launch.launcher in (
+        Launcher.DEEPSPEED,
+        Launcher.TORCHELASTIC,
+        Launcher.SUPERVISOR,
+    ):
         token.append(str(os.getppid()))
     return hashlib.sha256("\0".join(token).encode()).hexdigest()[:16]
