@@ -229,7 +229,7 @@ def wait_for(holds: Callable[[], bool], seconds: float, what: str, *commands: On
 def missing() -> str | None:
     """Return why nodes cannot be simulated here; None: they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "namespaces of one's own need Linux and root"
+        return "namespaces need Linux and root"
     absent = [
         name for name in ("ip", "setpriv", "unshare", "nsenter", "mountpoint") if shutil.which(name) is None
     ]
@@ -267,7 +267,7 @@ def missing() -> str | None:
 def two_nodes(folder: Path) -> Iterator[TwoNodes]:
     """Create two joined nodes; skip the test if that is not possible here."""
     if (why := missing()) is not None:
-        pytest.skip(f"two simulated nodes did not run: {why}")
+        pytest.skip(f"two simulated nodes are not possible here: {why}")
     here, shared = folder / "here", folder / "shared"
     here.mkdir()
     shared.mkdir()

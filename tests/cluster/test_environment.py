@@ -96,6 +96,7 @@ def test_node_range_makes_torchrun_elastic(environ: dict[str, str], words: list[
 
 @pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])
 def test_read_deepspeed_launch_and_remove_its_argument(spelling: str) -> None:
+    """honeybee#24, hydra#2038: Hydra rejects the launcher's --local_rank."""
     launch, rest = read_launch(DEEPSPEED, [spelling, "+exp=quickstart", "monitor.prompt='a, b'"])
     assert launch == Launch(
         launcher=Launcher.DEEPSPEED, rank=1, local_rank=1, ranks=2, ranks_per_node=2, port=29500
@@ -212,6 +213,7 @@ def test_torch_without_cuda_is_rejected_on_gpus() -> None:
 
 
 def test_launcher_determines_the_world() -> None:
+    """DeepSpeed#6914, #3228: the world is read as one rank."""
     assert detect_world(ClusterConfig(), launched(ranks=4), CPU_MACHINE).ranks == 4
     world = detect_world(ClusterConfig(), launched(ranks=16, per_node=8), EIGHT_H100)
     assert (world.ranks, world.ranks_per_node, world.nodes, world.device) == (16, 8, 2, Device.CUDA)

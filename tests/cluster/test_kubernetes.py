@@ -501,7 +501,7 @@ def test_real_kubectl_parses_the_same_objects(name: str, tmp_path: Path) -> None
     unquoted.
     """
     if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl read the manifests: there is none here")
+        pytest.skip("needs kubectl")
     odd = job(
         node_selector={
             "a": "y",

@@ -107,7 +107,7 @@ def done(run: RunDirectory, attempt: int) -> None:
     status = run.status()
     assert status is not None
     assert (status.state, status.exit_code, status.attempt, status.step) == (RunState.DONE, 0, attempt, STEPS)
-    assert run.attempts() == list(range(1, attempt + 1)), "one start of both nodes is one attempt"
+    assert run.attempts() == list(range(1, attempt + 1)), "a start of both nodes is one attempt"
 
 
 def trained(run: RunDirectory, steps: int) -> bool:
@@ -143,7 +143,7 @@ def test_simulated_nodes_are_isolated(tmp_path: Path) -> None:
         nodes[0].run("touch", "mine", str(nodes.shared / "ours"))
         assert nodes[1].run("ls", str(nodes.here)) == ""
         assert nodes[1].run("ls", str(nodes.shared)) == "ours\n"
-        assert not list(nodes.here.iterdir()), "nor is it seen outside"
+        assert not list(nodes.here.iterdir()), "and it is not visible outside"
         with pytest.raises(OSError, match="Read-only"):
             nodes[1].run("touch", str(nodes.here.parent / "elsewhere"))
         with nodes[0].start([sys.executable, "-c", LISTEN], tmp_path / "listen.txt") as listening:

@@ -51,6 +51,7 @@ class Ranks:
 
 
 def test_published_message_reaches_all_ranks(threads: ThreadPoolExecutor) -> None:
+    """hydra#2070: otherwise every rank composes the configuration and creates a folder."""
     ranks = Ranks(4)
     heard = ranks.others(threads, lambda meeting: meeting.receive("start"))
     time.sleep(0.1)  # the others connect first

@@ -29,7 +29,7 @@ def test_failures_without_progress_are_limited_with_growing_delays() -> None:
 def test_newer_checkpoint_resets_failure_count(before: int | None, saved: int) -> None:
     found = decide_restart(ExitCode.FAILURE, **{**FAILED, "before": before, "saved": saved, "failures": 3})  # type: ignore[arg-type]
     assert found == Restart(0, 2)
-    assert isinstance(decide_restart(ExitCode.FAILURE, **{**FAILED, "failures": 3}), NoRestart), "the control"  # type: ignore[arg-type]
+    assert isinstance(decide_restart(ExitCode.FAILURE, **{**FAILED, "failures": 3}), NoRestart), "control"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def machine(
 
 def test_oom_kill_is_described(tmp_path: Path) -> None:
     before = count_oom_kills(machine(tmp_path, 1, 5))
-    assert describe_oom_kills(before, count_oom_kills(tmp_path)) == "", "the control"
+    assert describe_oom_kills(before, count_oom_kills(tmp_path)) == "", "control"
     message = describe_oom_kills(before, count_oom_kills(machine(tmp_path, 2, 6)))
     assert message.startswith(
         "out of host memory: the kernel killed 1 process in its container or job (oom_kill of "

@@ -69,7 +69,7 @@ def test_script_matches_golden_file(name: str) -> None:
 def test_shellcheck_passes(name: str) -> None:
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:
-        pytest.skip("shellcheck did not look at the script: apt-get install shellcheck")
+        pytest.skip("needs shellcheck: apt-get install shellcheck")
     text = slurm.render_script(CASES[name], PYTHON)
     done = subprocess.run(
         [shellcheck, "-"], input=text, capture_output=True, text=True, timeout=60, check=False

@@ -189,7 +189,7 @@ def test_point_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         plan_job(compose([word.replace("=1,8", "=8") for word in words]), EIGHT)
     words = tuple(word.replace("=1,8", "=8") for word in words)
     roomy = replace(EIGHT, gpus=tuple(replace(gpu, memory_bytes=800 * GIB) for gpu in EIGHT.gpus))
-    assert points(*words, machine=roomy, folder=tmp_path)[0].plan is not None, "it is the memory that decides"
+    assert points(*words, machine=roomy, folder=tmp_path)[0].plan is not None, "memory is the reason"
 
 
 def test_point_that_the_backend_rejects_is_refused(tmp_path: Path) -> None:

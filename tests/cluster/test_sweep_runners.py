@@ -45,7 +45,7 @@ def test_points_use_distinct_gpus(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "2",
     }
     assert slots.acquire(need) is None, "two are left"
-    assert slots.acquire(replace(need, gpus=2)) is not None, "and were not kept by the attempt"
+    assert slots.acquire(replace(need, gpus=2)) is not None, "and were not reserved by the failed attempt"
     other.release(second)
     assert slots.acquire(need) is not None
 
@@ -148,10 +148,10 @@ def test_queued_point_is_submitted_once_and_ends_by_its_status(
     again = QueueRunner(TRAIN).start(point, claim=0)
     assert handle is not None
     assert again is not None
-    assert len(queue.submitted) == 1, "another process finds the job, and hands nothing over"
+    assert len(queue.submitted) == 1, "another process finds the job and submits nothing"
     assert not again.ended()
     queue.state_of = JobState.QUEUED
-    assert not again.ended(), "a cluster that does not answer has not ended the job"
+    assert not again.ended(), "an unresponsive cluster does not end the job"
     assert not again.stop(signal.SIGHUP), "a closed terminal leaves it"
     assert not queue.cancelled
     assert again.stop(signal.SIGINT)
@@ -159,11 +159,11 @@ def test_queued_point_is_submitted_once_and_ends_by_its_status(
     directory, asked = RunDirectory(tmp_path / made.name), queue.asked
     directory.write_status(Status(state=RunState.DONE, attempt=1, step=point.plan.config.train.steps))
     assert handle.ended()
-    assert queue.asked == asked, "its own word is enough"
+    assert queue.asked == asked, "its status is enough"
     directory.write_status(Status(state=RunState.DONE, attempt=1, step=1))
     queue.state_of = JobState.RUNNING
     later = QueueRunner(TRAIN).start(point, claim=0)
     assert later is not None
-    assert not later.ended(), "done with fewer steps than are asked for now"
+    assert not later.ended(), "done with fewer steps than requested now"
     queue.state_of = JobState.ENDED
     assert later.ended()

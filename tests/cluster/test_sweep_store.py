@@ -54,7 +54,7 @@ def test_concurrent_stores_keep_each_others_points(tmp_path: Path) -> None:
     first.update(replace(row, state=PointState.DONE, number=1.0))
     assert [(row.name, row.state) for row in second.rows()] == [("a", "done"), ("b", "waiting")]
     second.initialize("id", ["zero=stage1"], SweepSection())
-    assert len(second.rows()) == 2, "a later start keeps what is known"
+    assert len(second.rows()) == 2, "a later start keeps earlier results"
     refused = replace(row, state=PointState.REFUSED, reason="why")
     second.add_points([row, replace(refused, name="b"), replace(row, name="c"), replace(refused, name="d")])
     assert [(row.name, row.state) for row in first.rows()] == [
@@ -115,7 +115,7 @@ def test_read_metric(tmp_path: Path) -> None:
         for step, speed in enumerate((1.0, 10.0, 30.0, 20.0), 1)
     ]
     directory.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in metrics) + '{"step": 5, "lo')
-    assert read_metric(directory, config, None) is None, "the evaluation is what counts"
+    assert read_metric(directory, config, None) is None, "the evaluation loss is used"
     assert read_metric(directory, compose(["+exp=quickstart", "eval.every=0"]), None) == 1.0
     evaluated = [("validation", 3.0), ("other", 9.0), ("validation", 2.5), ("other", 8.0)]
     directory.eval_file.write_text(

@@ -78,7 +78,9 @@ def test_diverged_run_is_not_restarted(launcher: str, ranks: int, data: Path, tm
     assert [row["step"] for row in rows] == list(range(1, (status.step or 0) + 1))
     assert "is not finite" in (status.reason or "") or "are not finite" in (status.reason or "")
     assert all(step < (status.step or 0) for step in committed(run_dir / "checkpoints"))
-    assert launcher == "torchrun" or "Traceback" not in started.output, "torchrun has one of its agent"
+    assert launcher == "torchrun" or "Traceback" not in started.output, (
+        "torchrun prints its agent's traceback"
+    )
 
 
 @pytest.mark.full

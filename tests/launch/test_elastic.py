@@ -120,6 +120,4 @@ def test_elastic_run_survives_loss_and_return_of_a_node(
     losses = dict(read_losses(run_dir / "metrics.jsonl"))
     assert list(losses) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(uninterrupted, abs=1e-5)
-    assert abs(losses[STEPS] - losses[STEPS - 1]) > 1e-5, (
-        "the control: one step late is outside of the tolerance"
-    )
+    assert abs(losses[STEPS] - losses[STEPS - 1]) > 1e-5, "control: one step late is outside of the tolerance"

@@ -115,7 +115,7 @@ def test_run_killed_during_a_save_resumes_to_same_result(
     assert [loss for _, loss in losses] == pytest.approx(uninterrupted, abs=1e-5)
     again = run_dir / "attempts" / "001" / "metrics.jsonl"
     ran_twice = read_losses(again) if again.exists() else []
-    assert ran_twice == [row for row in losses if row[0] in dict(ran_twice)], "to the bit"
+    assert ran_twice == [row for row in losses if row[0] in dict(ran_twice)], "bitwise equal"
     assert [step for step, _ in ran_twice] == list(range(case.leaves + 1, case.leaves + 1 + len(ran_twice)))
     assert (case.leaves == EVERY) <= bool(ran_twice)
     assert sorted(entry.name for entry in checkpoints.iterdir()) == [

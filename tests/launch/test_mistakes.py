@@ -130,11 +130,11 @@ def test_mistake_under_a_launcher_is_reported_once(launcher: str, tmp_path: Path
             if "remedy:" in started.output:
                 return True
             spent.append(now)
-            assert not mapped, "torch comes before the answer"
+            assert not mapped, "torch is loaded before the error message"
             return False
 
         started.wait_until(answered, 60, "answered")
-        assert spent, "rank 0 was not seen at work"
+        assert spent, "rank 0 was not observed"
         assert spent[-1] < SECONDS_OF_RANK_0
         code = started.wait_for_exit(150)
         started.wait_until_gone(15)
@@ -142,7 +142,7 @@ def test_mistake_under_a_launcher_is_reported_once(launcher: str, tmp_path: Path
             "torchrun's own report repeats it at its end"
         )
         assert code == (2 if launcher == "deepspeed" else 1)  # torchrun has no other exit code for failures
-        assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of ours"
+        assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of the toolkit"
     assert not mark.exists()
 
 

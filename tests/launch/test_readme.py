@@ -105,9 +105,7 @@ def test_readme_engine_switch_is_one_run() -> None:
         compose([word for word in words if not word.startswith("schedule.decay")])
         for words in (words for _, words in map(parts, COMMANDS) if "run.name=hop" in words)
     ]
-    assert rate(without[0], 99) < 0.2 * rate(without[1], 99), (
-        "the control: without schedule.decay the rate jumps"
-    )
+    assert rate(without[0], 99) < 0.2 * rate(without[1], 99), "control: without schedule.decay the rate jumps"
 
 
 @pytest.mark.full

@@ -62,6 +62,7 @@ FULL = [
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
 )
 def test_signalled_run_saves_and_leaves_no_process(case: Case, tmp_path: Path) -> None:
+    """DeepSpeed#5721, #4098: a signal to the launcher loses the run."""
     run_dir = tmp_path / "run"
     argv = command(
         case.launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=100000", ranks=case.ranks
@@ -143,7 +144,7 @@ def test_next_start_records_failure_of_killed_ranks(tmp_path: Path) -> None:
         assert started.wait_for_exit(40) != 0
     died = read_status(run_dir)
     assert died is not None
-    assert died.state is RunState.RUNNING, "the control: no process was left that could have recorded it"
+    assert died.state is RunState.RUNNING, "control: no process was left that could have recorded it"
     with RunningCommand([*argv[:-1], "train.steps=2"], run_dir, cwd=tmp_path) as started:
         assert started.wait_for_exit() == 0
     times = read_times(RunDirectory(run_dir).attempt_folder(1))
@@ -183,7 +184,7 @@ def test_error_in_user_code_is_printed_once(launcher: str, tmp_path: Path) -> No
     assert 'raise RuntimeError("the fake training fails")' in shown
     assert "toolkit/" not in shown.partition("Traceback")[2].partition("the full traceback")[0]
     log = RunDirectory(run_dir).log_file(1).read_text()
-    assert log.count("Traceback") == 2, "of each rank, whole"
+    assert log.count("Traceback") == 2, "one full traceback per rank"
     assert "toolkit/cluster/launch_process.py" in log
 
 

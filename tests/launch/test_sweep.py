@@ -295,7 +295,7 @@ def test_queued_points_survive_hangup_and_stop_on_ctrl_c(tmp_path: Path) -> None
     with RunningCommand(argv, folder, cwd=tmp_path, environ={**slow, "STUB_SECONDS": "0"}) as third:
         assert third.wait_for_exit(60) == 0, third.output
     assert {row["state"] for row in content(folder)["points"]} == {"done"}
-    assert sorted(starts(folder).values()) == [2, 2, 2, 2], "stopped ones go on, as one more job each"
+    assert sorted(starts(folder).values()) == [2, 2, 2, 2], "stopped points resume as one more job each"
 
 
 @pytest.mark.full

@@ -78,12 +78,12 @@ def read_state(found: Mapping[str, Any] | None) -> JobState:
     if found is None:
         return JobState.ENDED
     status = found.get("status", {})
-    held = {
+    conditions = {
         condition["type"] for condition in status.get("conditions", ()) if condition.get("status") == "True"
     }
-    if held & {"Completed", "Failed"}:
+    if conditions & {"Completed", "Failed"}:
         return JobState.ENDED
-    if found["spec"].get("suspend") or "Suspended" in held:
+    if found["spec"].get("suspend") or "Suspended" in conditions:
         return JobState.QUEUED
     ready = sum(jobs.get("ready", 0) for jobs in status.get("replicatedJobsStatus", ()))
     return JobState.RUNNING if ready else JobState.QUEUED
