@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.metadata_server import Metadata
 from toolkit.cluster import preemption
-from toolkit.cluster.preemption import PreemptionNotice, metadata_client, watch_preemption
+from toolkit.cluster.preemption import PendingPreemption, metadata_client, watch_preemption
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.config.cluster import Notice
 
@@ -22,7 +22,7 @@ def test_gce_notice(metadata: Metadata) -> None:
     metadata.answers[path] = ("FALSE", {"Metadata-Flavor": "Google"})
     assert preemption.poll_gce(metadata_client(metadata.url), NOW) is None
     metadata.answers[path] = ("TRUE", {"Metadata-Flavor": "Google"})
-    assert preemption.poll_gce(metadata_client(metadata.url), NOW) == PreemptionNotice(
+    assert preemption.poll_gce(metadata_client(metadata.url), NOW) == PendingPreemption(
         "Google Cloud preempts this machine", 30
     )
 
@@ -35,7 +35,7 @@ def test_aws_notice_uses_a_token_and_a_time(metadata: Metadata) -> None:
         json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"}),
         {"X-aws-ec2-metadata-token": "secret"},
     )
-    assert preemption.poll_aws(metadata_client(metadata.url), NOW) == PreemptionNotice(
+    assert preemption.poll_aws(metadata_client(metadata.url), NOW) == PendingPreemption(
         "AWS will terminate this machine at 2017-09-18T08:22:00Z", 120
     )
     assert metadata.asked[:2] == ["PUT /latest/api/token", f"GET {path}"]
@@ -58,7 +58,7 @@ def test_azure_notice_is_filtered_by_machine(metadata: Metadata) -> None:
     assert preemption.poll_azure(metadata_client(metadata.url), NOW) is None
     event["Resources"] = ["other", "mine"]
     metadata.answers[events] = (json.dumps({"Events": [event]}), {"Metadata": "true"})
-    assert preemption.poll_azure(metadata_client(metadata.url), NOW) == PreemptionNotice(
+    assert preemption.poll_azure(metadata_client(metadata.url), NOW) == PendingPreemption(
         "Azure announces Preempt for this machine", 45
     )
     event["EventType"] = "Freeze"  # it recovers some seconds later

@@ -15,7 +15,7 @@ import pytest
 
 from toolkit.cluster import rank_processes
 from toolkit.cluster.rank_processes import RankProcesses, combine_exit_codes
-from toolkit.cluster.stop_request import ProcessId, StopRequest
+from toolkit.cluster.stop_request import ProcessHandle, StopRequest
 from toolkit.errors import ExitCode
 from toolkit.plan.types import Device, World
 
@@ -91,7 +91,7 @@ def test_other_ranks_are_stopped_then_killed_after_a_failure(
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     assert time.monotonic() - began < 10
     assert ranks.first_failure() == "rank 1 was killed by signal 9 (SIGKILL)"
-    assert all(ProcessId.read(item["pid"]) is None for item in ranks_there(tmp_path))
+    assert all(ProcessHandle.read(item["pid"]) is None for item in ranks_there(tmp_path))
 
 
 def test_divergence_of_all_ranks_is_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,16 @@ import time
 import pytest
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.stop_request import ProcessId, StopRequest, find_launchers, process_start_time
+from toolkit.cluster.stop_request import ProcessHandle, StopRequest, find_launchers, process_start_time
 
 # Prints "ready", then what it sees; `save`: seconds until it exits after a request.
 WAITER = """
 import sys, time
-from toolkit.cluster.stop_request import StopRequest, ProcessId
+from toolkit.cluster.stop_request import StopRequest, ProcessHandle
 arm, grace, save, watched = sys.argv[1] == "arm", float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 stop = StopRequest()
 stop.abort = lambda reason, code: print("abort", int(code), reason, flush=True)
-stop.install([ProcessId.read(watched)] if watched else [])
+stop.install([ProcessHandle.read(watched)] if watched else [])
 if arm:
     stop.arm(grace if grace > 0 else None)
 print("ready", flush=True)
@@ -162,11 +162,11 @@ def test_process_start_time() -> None:
 
 
 def test_process_id_includes_start_time() -> None:
-    own = ProcessId.read(os.getpid())
+    own = ProcessHandle.read(os.getpid())
     assert own is not None
     assert own.is_alive()
-    assert not ProcessId(own.pid, "1").is_alive()  # a later process with the same PID
-    assert ProcessId.read(2**22 + 1) is None
+    assert not ProcessHandle(own.pid, "1").is_alive()  # a later process with the same PID
+    assert ProcessHandle.read(2**22 + 1) is None
 
 
 def chain(outer: str, inner: str) -> list[int]:

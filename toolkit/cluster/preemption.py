@@ -53,36 +53,36 @@ Get = Callable[[str, str, Mapping[str, str]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptionNotice:
+class PendingPreemption:
     """A notice that the machine will stop in ``seconds``."""
 
     reason: str
     seconds: float
 
 
-def poll_gce(get: Get, now: float) -> PreemptionNotice | None:
+def poll_gce(get: Get, now: float) -> PendingPreemption | None:
     preempted = get("GET", "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
     return (
-        PreemptionNotice("Google Cloud preempts this machine", GCE_SECONDS)
+        PendingPreemption("Google Cloud preempts this machine", GCE_SECONDS)
         if preempted is not None and preempted.strip() == "TRUE"
         else None
     )
 
 
-def poll_aws(get: Get, now: float) -> PreemptionNotice | None:
+def poll_aws(get: Get, now: float) -> PendingPreemption | None:
     token = get("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)})
     text = get("GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token or ""})
     if text is None:
         return None
     notice = json.loads(text)
     at = datetime.fromisoformat(notice["time"].replace("Z", "+00:00"))
-    return PreemptionNotice(
+    return PendingPreemption(
         f"AWS will {notice['action']} this machine at {notice['time']}",
         max(MIN_SECONDS, at.timestamp() - now),
     )
 
 
-def poll_azure(get: Get, now: float) -> PreemptionNotice | None:
+def poll_azure(get: Get, now: float) -> PendingPreemption | None:
     own = get(
         "GET", "/metadata/instance/compute/name?api-version=2021-02-01&format=text", {"Metadata": "true"}
     )
@@ -95,13 +95,13 @@ def poll_azure(get: Get, now: float) -> PreemptionNotice | None:
                 if event.get("NotBefore")
                 else now
             )
-            return PreemptionNotice(
+            return PendingPreemption(
                 f"Azure announces {event['EventType']} for this machine", max(MIN_SECONDS, at - now)
             )
     return None
 
 
-POLLERS: Mapping[Notice, Callable[[Get, float], PreemptionNotice | None]] = {
+POLLERS: Mapping[Notice, Callable[[Get, float], PendingPreemption | None]] = {
     Notice.gce: poll_gce,
     Notice.aws: poll_aws,
     Notice.azure: poll_azure,

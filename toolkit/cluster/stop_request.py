@@ -32,20 +32,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessId:
+class ProcessHandle:
     """A process identified by its PID and start time, so that a reused PID is not mistaken for it."""
 
     pid: int
     started: str
 
     @staticmethod
-    def read(pid: int) -> ProcessId | None:
+    def read(pid: int) -> ProcessHandle | None:
         """Return the process; None if it has ended (also as a zombie)."""
         fields = _read_stat(pid)
-        return None if fields is None or fields[0] in "ZX" else ProcessId(pid, fields[19])
+        return None if fields is None or fields[0] in "ZX" else ProcessHandle(pid, fields[19])
 
     def is_alive(self) -> bool:
-        return ProcessId.read(self.pid) == self
+        return ProcessHandle.read(self.pid) == self
 
 
 def process_start_time() -> float:
@@ -57,7 +57,7 @@ def process_start_time() -> float:
     return now - age if 0 <= age < MAX_STARTUP_SECONDS else now
 
 
-def find_launchers(launch: Launch) -> list[ProcessId]:
+def find_launchers(launch: Launch) -> list[ProcessHandle]:
     """Return the launcher processes above this rank; if one dies, the rank should stop.
 
     ``deepspeed`` has two of them: the runner started by the user, and ``deepspeed.launcher.launch`` on each
@@ -65,9 +65,9 @@ def find_launchers(launch: Launch) -> list[ProcessId]:
     """
     if launch.launcher is Launcher.NONE:
         return []
-    found: list[ProcessId] = []
+    found: list[ProcessHandle] = []
     pid = os.getppid()
-    while (process := ProcessId.read(pid)) is not None and (not found or _is_deepspeed(pid)):
+    while (process := ProcessHandle.read(pid)) is not None and (not found or _is_deepspeed(pid)):
         found.append(process)
         if not _is_deepspeed(pid):
             break
@@ -94,7 +94,7 @@ class StopRequest:
         self.abort: Callable[[str, ExitCode], None] = lambda reason, code: None
         self.on_signal: Callable[[str], None] = lambda name: None
         self.signal: signal.Signals | None = None
-        self._watched: Sequence[ProcessId] = ()
+        self._watched: Sequence[ProcessHandle] = ()
         self._grace_seconds: float | None = None
         # deadline set by the request itself, instead of the grace period
         self._own_seconds: float | None = None
@@ -125,7 +125,7 @@ class StopRequest:
         limit = self._limit()
         return None if self._reason is None or limit is None else limit - self._waited()
 
-    def install(self, watched: Sequence[ProcessId] = ()) -> None:
+    def install(self, watched: Sequence[ProcessHandle] = ()) -> None:
         """Handle SIGINT, SIGTERM and, unless nohup ignores it, SIGHUP; also watch the ``watched`` processes.
 
         Call it from the main thread.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from signal import SIGTERM
 
 from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob
-from toolkit.cluster.stop_request import ProcessId
+from toolkit.cluster.stop_request import ProcessHandle
 from toolkit.config.cluster import Where
 
 OUTPUT = "output.txt"
@@ -51,7 +51,7 @@ def submit(job: TrainingJob) -> JobId:
 
 def job_id(process: subprocess.Popen[bytes]) -> JobId:
     """Return the PID and start time, so that a reused PID is not mistaken for the job."""
-    found = ProcessId.read(process.pid)
+    found = ProcessHandle.read(process.pid)
     return JobId(Where.local, f"{process.pid}:{found.started if found is not None else ''}")
 
 
@@ -65,6 +65,6 @@ def cancel(id: JobId) -> None:
         os.kill(process.pid, SIGTERM)
 
 
-def _process(id: JobId) -> ProcessId:
+def _process(id: JobId) -> ProcessHandle:
     pid, _, started = id.id.partition(":")
-    return ProcessId(int(pid), started)
+    return ProcessHandle(int(pid), started)
