@@ -33,6 +33,10 @@ BIN = Path(sys.executable).parent
 ADDRESSES = ("10.213.0.1", "10.213.0.2")  # used only inside the namespaces
 READY = "ready"
 SET_UP_SECONDS = 20.0
+NAMESPACES = "--net --mount --uts --ipc --pid"
+FIRST_PROCESS = (
+    f"setpriv --pdeathsig=KILL unshare {NAMESPACES} --fork --kill-child --mount-proc sh -c".split()
+)
 
 # The first process of a node. Mounts in its namespace are not visible outside.
 _FIRST = """
@@ -56,26 +60,7 @@ class Node:
     def __init__(self, number: int, here: Path, shared: Path) -> None:
         self.number, self.here, self.address = number, here, ADDRESSES[number]
         self._first = subprocess.Popen(
-            [
-                "setpriv",
-                "--pdeathsig=KILL",
-                "unshare",
-                "--net",
-                "--mount",
-                "--uts",
-                "--ipc",
-                "--pid",
-                "--fork",
-                "--kill-child",
-                "--mount-proc",
-                "sh",
-                "-c",
-                _FIRST,
-                "sh",
-                f"node{number}",
-                str(here),
-                str(shared),
-            ],
+            [*FIRST_PROCESS, _FIRST, "sh", f"node{number}", str(here), str(shared)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -99,16 +84,7 @@ class Node:
             **(environ or {}),
         }
         return [
-            "nsenter",
-            f"--target={self.pid}",
-            "--net",
-            "--mount",
-            "--uts",
-            "--ipc",
-            "--pid",
-            "--",
-            "env",
-            "-C",
+            *f"nsenter --target={self.pid} {NAMESPACES} -- env -C".split(),
             str(self.here),
             *(f"{name}={value}" for name, value in given.items()),
             *command,
@@ -236,25 +212,7 @@ def missing() -> str | None:
     if absent:
         return f"{', '.join(absent)} not installed (apt-get install iproute2 util-linux)"
     done = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "--mount",
-            "--uts",
-            "--ipc",
-            "--pid",
-            "--fork",
-            "--mount-proc",
-            "ip",
-            "link",
-            "add",
-            "one",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "other",
-        ],
+        f"unshare {NAMESPACES} --fork --mount-proc ip link add one type veth peer name other".split(),
         capture_output=True,
         text=True,
         timeout=SET_UP_SECONDS,
@@ -276,21 +234,7 @@ def two_nodes(folder: Path) -> Iterator[TwoNodes]:
         for number in range(2):
             made.append(Node(number, here, shared))
         subprocess.run(
-            [
-                "ip",
-                "link",
-                "add",
-                "wire",
-                "netns",
-                str(made[0].pid),
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "wire",
-                "netns",
-                str(made[1].pid),
-            ],
+            f"ip link add wire netns {made[0].pid} type veth peer name wire netns {made[1].pid}".split(),
             check=True,
             timeout=SET_UP_SECONDS,
             capture_output=True,
