@@ -11,9 +11,10 @@ from pathlib import Path
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
 from toolkit.cluster.network_interface import find_interface_to
 from toolkit.config.cluster import ClusterConfig
+from toolkit.config.schema import EngineName
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.devices import normalise
-from toolkit.plan.types import Device, World
+from toolkit.plan.types import Device, RunPlan, World
 
 HANDOVER = "--handover="  # option with which the supervisor passes each rank its attempt spec as a file
 
@@ -198,6 +199,20 @@ def set_defaults(
         ("MASTER_PORT", launch.port),
     ):
         environ.setdefault(name, str(value))
+
+
+def set_cuda_defaults(environ: MutableMapping[str, str], plan: RunPlan) -> None:
+    """Set what CUDA reads when the process first uses a GPU, unless the user has set it.
+
+    With tensor parallelism Megatron-core overlaps collectives with matrix multiplications, and relies on a single
+    hardware queue to start the collective first (``megatron/core/tensor_parallel/layers.py``).
+    """
+    if (
+        plan.world.device is Device.CUDA
+        and plan.config.engine.name is EngineName.megatron
+        and plan.axes.tensor > 1
+    ):
+        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def set_thread_default(

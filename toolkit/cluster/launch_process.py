@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.cluster.attempt_spec import AttemptSpec, log_start, start_attempt
-from toolkit.cluster.environment import Launch, set_defaults, set_thread_default
+from toolkit.cluster.environment import Launch, set_cuda_defaults, set_defaults, set_thread_default
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
 from toolkit.cluster.output_log import tee_output
@@ -65,6 +65,7 @@ def launch_process(
     stop.on_signal = exit_handler.log_signal
     if needs_supervisor(launch, plan.world, plan.config.cluster):
         return supervise_ranks(script, spec, directory, stop, exit_handler, plan.config.cluster)
+    set_cuda_defaults(os.environ, plan)  # before the preflight check, which uses the GPUs
     if plan.config.cluster.preflight:
         _run_preflight(plan, launch, rendezvous)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
