@@ -2,10 +2,10 @@
 # One file, two bases:
 #   docker build -t toolkit .                                        CPU, every version of constraints.txt
 #   docker build -t toolkit:gpu --build-arg BASE=nvcr.io/nvidia/pytorch:26.05-py3 --build-arg KEEP_TORCH=1 .
-#                                                                    GPUs; the base's own torch (2.12) stays, which is checked
-#   docker run --rm -v "$PWD/runs:/workspace/runs" toolkit +exp=quickstart          the same words as launch/train.py
+#                                                                    GPUs; keeps the base's torch (2.12)
+#   docker run --rm -v "$PWD/runs:/workspace/runs" toolkit +exp=quickstart          arguments of launch/train.py
 #   docker run --rm --gpus all --ipc=host --stop-timeout 90 -v "$PWD/runs:/workspace/runs" toolkit:gpu +exp=quickstart
-# A private index: --secret id=pip,src=$HOME/.config/pip/pip.conf. It is there while pip runs, and in no layer.
+# A private index: --secret id=pip,src=$HOME/.config/pip/pip.conf. It is available while pip runs and in no layer.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG KEEP_TORCH=
@@ -15,14 +15,14 @@ ARG REVISION=
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-# g++: DeepSpeed builds its CPU Adam when it is first used. tini: PID 1, which passes signals on and collects orphans.
-# Versions of Debian's packages are not pinned: its archive keeps only the newest, so that a pin ends with the next security update.
+# g++: DeepSpeed compiles its CPU Adam on first use. tini: PID 1, which forwards signals and reaps orphans.
+# Debian's packages are not pinned: its archive keeps only the newest version, so a pin breaks with the next update.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ tini \
     && rm -rf /var/lib/apt/lists/*
 
-# What changes seldom comes first: the dependencies are a layer of their own.
+# Dependencies change seldom and come first, in their own layer.
 WORKDIR /opt/toolkit
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY docker docker
@@ -35,7 +35,7 @@ COPY launch launch
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation --root-user-action=ignore -e . \
     && python -m compileall -q toolkit launch hydra_plugins
 
-# Not root, and by number, so that Kubernetes can see it. Some bases have a user 1000 of their own.
+# Not root, and numeric, so that Kubernetes can verify it. Some bases already have a user 1000.
 RUN (getent passwd 1000 || true) | cut -d: -f1 | xargs -r userdel --remove \
     && useradd --create-home --uid 1000 --user-group trainer \
     && install -d -o 1000 -g 1000 /workspace

@@ -34,7 +34,7 @@ from sides.torchrun import ROOT
 from sides.turns import Job, compare, median_with_bounds, steps_of
 
 from toolkit.cluster.environment import detect_world, read_launch
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.config.compose import compose
 from toolkit.families import get_family
 from toolkit.plan import make_plan
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
-    machine = this_machine()
+    machine = detect_machine()
     if given.gpu and not (machine.gpus and machine.torch_has_cuda):
         raise SystemExit("--gpu: no GPU here, nothing was run")
     from toolkit.data.tokens.stdlib import ensure
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _machine() -> dict[str, Any]:
-    gpus = [gpu.product for gpu in this_machine().gpus]
+    gpus = [gpu.product for gpu in detect_machine().gpus]
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

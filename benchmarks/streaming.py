@@ -39,7 +39,7 @@ from sides.read_stream import AFTER
 from sides.streams import SIDES
 from sides.streams.common import GLOBAL_BATCH, LENGTH
 
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 from toolkit.progress import Progress
 
 BENCHMARKS = Path(__file__).resolve().parent
@@ -203,7 +203,7 @@ def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.
     outs = [kept / f"{name}-{rank}.npy" for rank in range(ranks)]
     environ = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }

@@ -1,10 +1,10 @@
-"""What is installed into a base image: the versions of constraints.txt, but for what the base keeps.
+"""Compute and check the packages of a base image: constraints.txt, except for what the base keeps.
 
-    python docker/lock.py write FOLDER             writes FOLDER/{requirements,constraints}.txt and FOLDER/before.json
-    python docker/lock.py write FOLDER --keep      the base's own torch stays, and what was built against it
-    python docker/lock.py check FOLDER             after the installation: what was kept is unchanged, all else as locked
+    python docker/lock.py write FOLDER             write FOLDER/*.txt and FOLDER/before.json
+    python docker/lock.py write FOLDER --keep      keep the base's torch and packages built against it
+    python docker/lock.py check FOLDER             after the installation: compare with the lock
 
-Runs in the base's own Python, before anything is installed: standard library only.
+It runs in the base's Python before anything is installed, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
 EXTRAS = ("megatron",)
-# Built against each other: with one of them replaced, the others would no longer load, or would lose what they were built for.
+# Packages built against each other: replacing one would break the others.
 FAMILY = (
     "torch",
     "torchvision",
@@ -40,26 +40,26 @@ def main(arguments: Sequence[str]) -> int:
         write(folder, keep="--keep" in arguments)
         return 0
     problems = check(folder)
-    print("\n".join(problems) or "everything is as locked")
+    print("\n".join(problems) or "all packages match the lock")
     return 1 if problems else 0
 
 
 def normal(name: str) -> str:
-    """Of a distribution, as PEP 503 compares names."""
+    """Normalize a distribution's name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed() -> dict[str, Distribution]:
-    """By name. The first of a name is the one that is imported."""
+    """Return the installed distributions by name; the first one of a name is the one that is imported."""
     found: dict[str, Distribution] = {}
     for distribution in distributions():
-        if distribution.metadata["Name"]:  # what an interrupted installation left has none
+        if distribution.metadata["Name"]:  # leftovers of an interrupted installation have no name
             found.setdefault(normal(distribution.metadata["Name"]), distribution)
     return found
 
 
 def requirements(project: Mapping[str, object]) -> list[str]:
-    """Of the table ``project`` of pyproject.toml, with the extras of the image."""
+    """Return the requirements of the table ``project`` of pyproject.toml, with the image's extras."""
     dependencies, optional = project["dependencies"], project["optional-dependencies"]
     assert isinstance(dependencies, list)
     assert isinstance(optional, dict)
@@ -67,14 +67,13 @@ def requirements(project: Mapping[str, object]) -> list[str]:
 
 
 def locked(text: str) -> dict[str, str]:
-    """The versions of constraints.txt, by name."""
+    """Return the versions of constraints.txt by name."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return {normal(name): version for name, _, version in (line.partition("==") for line in lines if line)}
 
 
 def kept(present: Mapping[str, Distribution]) -> dict[str, str]:
-    """Versions of what the base has and keeps: torch's family, and what pip could not replace, as the distribution's own tools
-    installed it."""
+    """Return versions that the base keeps: torch's family, and packages that pip cannot replace."""
     return {
         name: distribution.version
         for name, distribution in present.items()
@@ -87,7 +86,7 @@ def write(folder: Path, *, keep: bool) -> None:
     present = installed()
     stays = kept(present) if keep else {}
     if keep and "torch" not in stays:
-        raise SystemExit("KEEP_TORCH is for a base that has its own torch, and this one has none")
+        raise SystemExit("KEEP_TORCH needs a base image with torch")
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     versions = locked((PROJECT / "constraints.txt").read_text(encoding="utf-8")) | stays
     (folder / "requirements.txt").write_text(
@@ -111,15 +110,16 @@ def check(folder: Path) -> list[str]:
 def differences(
     now: Mapping[str, str], versions: Mapping[str, str], kept: Mapping[str, str], present: Sequence[str]
 ) -> list[str]:
-    """
+    """Return the differences between the installed packages and the lock.
+
     Args:
-        now: what is installed.
-        versions: what should be, where it is installed at all.
-        kept: of it, what was there before and should be the same build.
-        present: names of all that was there before.
+        now: installed versions.
+        versions: required versions of packages that are installed.
+        kept: versions of the base that must be unchanged.
+        present: names of all packages of the base.
     """
     found = [
-        f"{name} {version} was to be kept, and is {now.get(name, 'gone')} now"
+        f"{name} {version} must be kept, but is now {now.get(name, 'missing')}"
         for name, version in kept.items()
         if now.get(name) != version
     ]
@@ -129,9 +129,9 @@ def differences(
         if (
             name in versions and version.partition("+")[0] != versions[name].partition("+")[0]
         ):  # torch 2.13.0+cpu is 2.13.0
-            found.append(f"{name} is {version}, and {versions[name]} in constraints.txt")
+            found.append(f"{name} is {version}, but {versions[name]} in constraints.txt")
         if name not in versions and name not in present:
-            found.append(f"{name} {version} was installed, and is not in constraints.txt")
+            found.append(f"{name} {version} was installed, but is not in constraints.txt")
     return found
 
 

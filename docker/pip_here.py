@@ -1,6 +1,6 @@
-"""What pip is told on this machine, as one file for a build, and which folders of this machine it names.
+"""Merge this machine's pip configuration into one file for a build, and print the local folders it refers to.
 
-    python docker/pip_here.py FILE             writes FILE; prints the folders, one a line
+    python docker/pip_here.py FILE             write FILE; print one folder per line
 
 Any Python 3, standard library only.
 """
@@ -21,22 +21,22 @@ SETTINGS = ("index-url", "extra-index-url", "find-links", "trusted-host", "cert"
 
 
 def main(file: str) -> int:
-    told = RawConfigParser()
-    told.read(path.expanduser() for path in FILES)
-    if not told.has_section("global"):
-        told.add_section("global")
+    settings = RawConfigParser()
+    settings.read(path.expanduser() for path in FILES)
+    if not settings.has_section("global"):
+        settings.add_section("global")
     for setting in SETTINGS:
         value = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
         if value:
-            told.set("global", setting, value)
+            settings.set("global", setting, value)
     with Path(file).open("w", encoding="utf-8") as text:
-        told.write(text)
-    words = " ".join(value for section in told.sections() for _, value in told.items(section)).split()
+        settings.write(text)
+    words = " ".join(value for section in settings.sections() for _, value in settings.items(section)).split()
     named = (Path(word.removeprefix("file://")) for word in words if word.startswith(("/", "file:///")))
     for folder in sorted(
         {folder.parent if folder.name == "simple" else folder for folder in named if folder.is_dir()}
     ):
-        print(folder)  # of an index (PEP 503) with the files beside its pages
+        print(folder)  # the root of an index (PEP 503), which also has the files
     return 0
 
 

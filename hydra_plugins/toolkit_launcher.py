@@ -1,7 +1,7 @@
-"""``hydra/launcher=toolkit``: a point of a sweep is one distributed job, started outside its ranks.
+"""``hydra/launcher=toolkit``: run each point of a sweep as one distributed job.
 
-Hydra finds this file because it lies in the namespace package ``hydra_plugins``; it is imported whenever Hydra composes, so it imports
-nothing else. Where jobs are carried out is chosen by ``cluster=`` alone. What it does: toolkit/config/multirun.py.
+Hydra finds this file in the namespace package ``hydra_plugins`` and imports it whenever it composes, so
+imports are minimal. ``cluster=`` selects where jobs run. The implementation is in toolkit/config/multirun.py.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-# A plain node: a dataclass looks its module up, which Hydra's scan for plugins registers only after it is executed.
+# A plain node: a dataclass would look up its module, which Hydra's plugin scan registers only after executing
+# it.
 NODE = {"_target_": "hydra_plugins.toolkit_launcher.ToolkitLauncher"}
 ConfigStore.instance().store(group="hydra/launcher", name="toolkit", node=NODE, provider="toolkit")
 
 
 class ToolkitLauncher(Launcher):
-    """Hands the points that a sweeper made to whoever carries them out, whole batches at a time."""
+    """Passes the points of a sweeper, in whole batches, to the function that runs them."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from toolkit.config.multirun import BatchRunner
 
-        if not isinstance(
-            task_function, BatchRunner
-        ):  # another program, whose task is a function of one configuration
+        # another program, whose task takes a single configuration
+        if not isinstance(task_function, BatchRunner):
             raise HydraException(
-                "hydra/launcher=toolkit carries out the sweeps of this toolkit's launch/train.py -m and no others"
+                "hydra/launcher=toolkit runs only sweeps of this toolkit's launch/train.py -m"
             )
         self._carry_out = task_function
 
@@ -40,7 +40,7 @@ class ToolkitLauncher(Launcher):
 
 
 def _returned(words: tuple[str, ...], value: float | Exception | None) -> JobReturn:
-    """An exception is what a sweeper meets when it asks for the number."""
+    """Return the result of a point; an exception is raised when the sweeper reads the value."""
     returned = JobReturn(overrides=words)
     returned.return_value = value
     returned.status = JobStatus.FAILED if isinstance(value, Exception) else JobStatus.COMPLETED

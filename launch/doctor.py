@@ -1,13 +1,14 @@
-"""Look at the machines of a run before it is started: what would make it fail, or slow, and what to do about it.
+"""Check the machines of a run before it starts: what would make it fail or slow it down, and how to fix it.
 
-    python launch/doctor.py                                                      this machine, and the run of all defaults
-    python launch/doctor.py +exp=quickstart cluster.cpu_ranks=2                  and its ranks meet
-    torchrun --nnodes 2 ... launch/doctor.py +exp=gpt2_125m                      every machine; started as launch/train.py will be
+    python launch/doctor.py                                          this machine, default configuration
+    python launch/doctor.py +exp=quickstart cluster.cpu_ranks=2      also connects the ranks
+    torchrun --nnodes 2 ... launch/doctor.py +exp=gpt2_125m        every machine, started like launch/train.py
     python launch/doctor.py --json +exp=gpt2_125m > report.json
     python launch/doctor.py --help
 
-The words are those of launch/train.py, which looks by itself too where cluster.preflight=true. Every check has a bound: a file system or
-driver that hangs is told. Exit code: 0 ready (perhaps with warnings), 2 something fails; a launcher may change it.
+The arguments are those of launch/train.py, which runs the same checks if cluster.preflight=true. Every check
+has a timeout, so a hanging file system or driver is reported. Exit code: 0 ready (perhaps with warnings), 2 a
+check failed; launchers may change it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit.cluster.doctor.command import JSON, DoctorCommand, Measurements
-from toolkit.cluster.doctor.data import FirstRead
+from toolkit.cluster.doctor.data_access import DataReadResult
 from toolkit.cluster.environment import read_launch
 from toolkit.cluster.exit_handling import ExitHandler, exit_now
-from toolkit.cluster.stop import StopRequest, launchers
+from toolkit.cluster.stop_request import StopRequest, find_launchers
 from toolkit.config.schema import RunConfig
 from toolkit.layout.axes import Axes
 from toolkit.logs import configure_logging
@@ -41,16 +42,16 @@ def main(arguments: Sequence[str]) -> int:
         launch, words = read_launch(os.environ, [word for word in arguments if word != JSON])
         configure_logging(launch.rank)
         exit_handler.launch, stop.abort = launch, exit_handler.abort
-        stop.install(launchers(launch))
+        stop.install(find_launchers(launch))
         measurements = Measurements(first_read=first_read, links=links)
         exit_handler.code = DoctorCommand(
             launch, words, exit_handler, measurements, script=sys.argv[0], as_json=JSON in arguments
-        ).examine(stop)
+        ).run(stop)
     stop.close()
     return exit_handler.code
 
 
-def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> FirstRead:
+def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> DataReadResult:
     from toolkit.data.first_read import first_read
 
     return first_read(config, vocab_size, batch)

@@ -1,16 +1,16 @@
-"""Make text ready to train on: tokenised shards in Megatron's format, a manifest, statistics. Or see what such a folder is.
+"""Prepare text for training: tokenized shards in Megatron's format with a manifest. Or inspect them.
 
-    python launch/prepare.py input=books output=data/books                    # .txt, .jsonl, .json, .csv, .parquet, compressed, in archives
-    python launch/prepare.py input='corpus/*.jsonl.zst' text=content tokenizer.path=gpt2 deduplicate=true output=data/corpus
-    python launch/prepare.py input=allenai/c4 format=dataset dataset.name=en output=data/c4      # any source of the package datasets
-    python launch/prepare.py input=s3://bucket/texts output=data/texts              # files in a store: s3, gs, az
-    python launch/prepare.py import=megatron/train tokenizer.path=gpt2              # Megatron's .bin and .idx made by others
-    python launch/prepare.py inspect=data/books                               # verify every byte and show what it is
-    python launch/prepare.py input=stdlib                                     # the embedded text, as data=stdlib trains on it
+    python launch/prepare.py input=books output=data/books     # .txt, .jsonl, .json, .csv, .parquet, archives
+    python launch/prepare.py input='corpus/*.jsonl.zst' text=content deduplicate=true output=data/corpus
+    python launch/prepare.py input=allenai/c4 format=dataset dataset.name=en output=data/c4  # HF datasets
+    python launch/prepare.py input=s3://bucket/texts output=data/texts        # object stores: s3, gs, az
+    python launch/prepare.py import=megatron/train tokenizer.path=gpt2    # existing .bin and .idx of Megatron
+    python launch/prepare.py inspect=data/books                           # verify every byte, print a summary
+    python launch/prepare.py input=stdlib                                   # the embedded text of data=stdlib
 
-Killed at any moment, the same command goes on where it was, and the result is the same to the byte, for any number of workers.
-Then train on it: python launch/train.py data=prepared data.path=data/books. Exit code: 0 done, 2 a mistake, named with its rule
-and remedy.
+After an interruption, the same command resumes; the result is identical for any number of workers. Then train
+on it: python launch/train.py data=prepared data.path=data/books. Exit code: 0 done, 2 a mistake, reported
+with its rule and remedy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(overrides: Sequence[str]) -> None:
-    """Print what was made, or what is there. Raises UserError with every problem."""
+    """Prepare, import or inspect, and print a summary. Raises UserError with every problem."""
     from toolkit.config.compose import compose_prepare
     from toolkit.progress import Progress
 

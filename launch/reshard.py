@@ -1,18 +1,18 @@
-"""Make a checkpoint of one engine and layout into one of another, optimizer state included. Or see what a checkpoint is.
+"""Convert a checkpoint to another engine, format or layout, with its optimizer state. Or inspect it.
 
-    python launch/reshard.py source=runs/mine action=inspect                         # format, layout, tensors, steps, sizes
-    python launch/reshard.py source=runs/mine target=out target.format=deepspeed target.zero=stage3 target.parallel.data=8
-    python launch/reshard.py source=ds/global_step500 target=mcore target.format=megatron target.parallel.tensor=4
-    python launch/reshard.py source=iter_0000500 target=native model=pretrained model.pretrained=meta-llama/Llama-2-7b-hf
+    python launch/reshard.py source=runs/mine action=inspect            # format, layout, tensors, sizes
+    python launch/reshard.py source=runs/mine target=out target.format=deepspeed target.zero=stage3
+    python launch/reshard.py source=ds target=mcore target.format=megatron target.parallel.tensor=4
+    python launch/reshard.py source=iter_0000500 target=native model=pretrained model.pretrained=org/model
     python launch/reshard.py source=runs/mine target=weights target.format=huggingface target.precision=bf16
-    python launch/reshard.py source=runs/mine target=out target.format=universal action=plan    # bytes, reads, memory, time
-    python launch/reshard.py source=ds action=verify                                 # look at every byte and value
-    python launch/reshard.py source=ds target=mcore action=diff                      # the same tensors, in any two formats?
+    python launch/reshard.py source=runs/mine target=out target.format=universal action=plan  # cost
+    python launch/reshard.py source=ds action=verify                     # read every byte and value
+    python launch/reshard.py source=ds target=mcore action=diff          # compare tensors across formats
 
-Killed at any moment, the same command goes on where it was; the target has its name only when it is whole. Training starts straight
-from any of them, too: python launch/train.py ... resume=PATH. Exit code: 0 done (verify: sound, diff: equal), 1 verify found
-something or diff a difference, 2 a mistake or a damaged source, each named with its rule and remedy, 75 interrupted: the same command
-goes on.
+After an interruption, the same command resumes; the target gets its final name only when it is complete.
+Training also resumes from any format directly: python launch/train.py ... resume=PATH. Exit code: 0 done
+(verify: sound, diff: equal), 1 verify found a problem or diff a difference, 2 a mistake or a damaged source,
+reported with its rule and remedy, 75 interrupted.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return ExitCode.USER
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where it was", file=sys.stderr)
+        print("interrupted: run the same command to resume", file=sys.stderr)
         return ExitCode.STOPPED
 
 
 def carry_out(overrides: Sequence[str]) -> ExitCode:
-    """Print what was done or found. Raises UserError with every problem."""
+    """Run the action and print its result. Raises UserError with every problem."""
     from toolkit.config.compose import compose_reshard
     from toolkit.config.reshard import ReshardAction
     from toolkit.progress import Progress
 
     config = compose_reshard(overrides)
-    assert config.source is not None, "compose_reshard refuses a source that is null"
+    assert config.source is not None, "compose_reshard rejects a null source"
     config.source = str(find_run(config.source, "source"))
     if config.action is ReshardAction.diff and config.target.path is not None:
         config.target.path = str(find_run(config.target.path, "target"))

@@ -1,13 +1,13 @@
-"""Hand a run over to where it shall be carried out, as one job; or show exactly what would be handed over.
+"""Submit a run as one job to Slurm, Kubernetes or this machine, or show what would be submitted.
 
     python launch/submit.py cluster=slurm cluster.nodes=4 cluster.gpus_per_node=8 +exp=gpt2_125m
-    python launch/submit.py cluster=slurm cluster.gpus_per_node=8 cluster.slurm.partition=h100 +exp=gpt2_125m dry_run=true
-    python launch/submit.py cluster=kubernetes cluster.gpus_per_node=8 cluster.kubernetes.image=IMAGE +exp=gpt2_125m
-    python launch/submit.py +exp=quickstart            this machine, in the background
-    python launch/submit.py --help
+    python launch/submit.py cluster=slurm cluster.gpus_per_node=8 +exp=gpt2_125m dry_run=true
+    python launch/submit.py cluster=kubernetes cluster.gpus_per_node=8 cluster.kubernetes.image=IMG
+    +exp=gpt2_125m python launch/submit.py +exp=quickstart            this machine, in the background python
+    launch/submit.py --help
 
-The words are those of launch/train.py. The run is composed and planned here, and every mistake is told before anything is written.
-Exit code: 0 handed over, or shown; 2 a mistake, or the cluster did not take it.
+The arguments are those of launch/train.py. The run is composed and planned here, and every mistake is
+reported before anything is written. Exit code: 0 submitted or shown, 2 a mistake or rejected by the cluster.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """The words of the run, and whether only to show. Raises ConfigError."""
+    """Return the run's arguments, and whether to only show the job. Raises ConfigError."""
     values = [word.partition("=")[2] for word in arguments if word.partition("=")[0] == DRY_RUN]
     for value in values:
         if value.lower() not in ("true", "false"):
             raise ConfigError(
-                Problem(DRY_RUN, f"{DRY_RUN}={value}", f"{DRY_RUN} is true or false", f"write {DRY_RUN}=true")
+                Problem(
+                    DRY_RUN, f"{DRY_RUN}={value}", f"{DRY_RUN} must be true or false", f"set {DRY_RUN}=true"
+                )
             )
     return [word for word in arguments if word.partition("=")[0] != DRY_RUN], bool(values) and values[
         -1
@@ -58,9 +60,9 @@ def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
-    """Raises UserError or NothingToDo: nothing was handed over."""
+    """Submit the run, or print the job. Raises UserError or NothingToDo if nothing was submitted."""
     from toolkit.cluster import backends, submission
-    from toolkit.cluster.job import make_job, plan_job
+    from toolkit.cluster.job import create_job, plan_job
     from toolkit.config.compose import compose
     from toolkit.plan.target import check_target
 
@@ -69,8 +71,8 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
     for warning in plan.warnings:
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     check_remaining_work(plan.config, RunDirectory(plan.run_dir))
-    job = make_job(plan, TRAIN)
-    backend = backends.of(job.config.cluster.where)
+    job = create_job(plan, TRAIN)
+    backend = backends.get_backend(job.config.cluster.where)
     if dry_run:
         for name, text in backend.render(job).items():
             print(f"# ---- {job.folder / name}\n{text.rstrip()}\n")
@@ -78,13 +80,9 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
         return
     job, id = submission.submit(job)
     ranks, nodes = job.world.ranks, job.world.nodes
-    print(
-        f"{id.where.value} {id.id}: run {job.run_dir}, job {job.number}, {ranks} rank{'s' * (ranks > 1)} on {nodes} node"
-        f"{'s' * (nodes > 1)}"
-    )
-    print(
-        f"its files and what it prints: {job.folder}; how the run fares: {Path(job.run_dir) / 'status.json'}"
-    )
+    size = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    print(f"{id.where.value} {id.id}: run {job.run_dir}, job {job.number}, {size}")
+    print(f"files and output: {job.folder}; status of the run: {Path(job.run_dir) / 'status.json'}")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.cluster.entry_point import run_entry_point
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.exit_handling import exit_now
 from toolkit.cluster.launch_process import RunCallbacks
-from toolkit.cluster.start import Start
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.stop_request import StopRequest
 from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         from toolkit.config.help import show_help
 
         return show_help(arguments)
-    callbacks = RunCallbacks(make_data_ready=make_data_ready, train=train)
+    callbacks = RunCallbacks(prepare_data=make_data_ready, train=train)
     return run_entry_point(arguments, callbacks, script=sys.argv[0])
 
 
@@ -45,7 +45,7 @@ def make_data_ready(plan: RunPlan) -> str:
         return ready_for(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
 
 
-def train(plan: RunPlan, launch: Launch, start: Start, stop: StopRequest) -> ExitCode:
+def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) -> ExitCode:
     """Train on this rank, within the process group."""
     from toolkit.train.run import run
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.errors import ExitCode, UserError
 from toolkit.logs import configure_logging
 from toolkit.plan.types import Device
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.list:
         print("\n".join(cell.name for cell in cells))
         return ExitCode.DONE
-    machine = this_machine()
+    machine = detect_machine()
     gpus = 0 if given.cpu or not machine.torch_has_cuda else len(machine.gpus)
     device = Device.CUDA if gpus else Device.CPU
 

@@ -1,4 +1,4 @@
-"""Names of files that no manifest, index, pickle or listing may give."""
+"""File names that a manifest, index, pickle or listing must not contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small vision transformer on small made-up tiles: plans, and the micro-batches of a stream as ``testing/parity.py`` asks for them."""
+"""A small vision transformer on small synthetic tiles: plans and micro-batches for ``testing/parity.py``."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def make_small_tiles(folder: Path, **splits: int) -> RecordManifest:
 
 
 def use_images(config: RunConfig, folder: Path) -> None:
-    """Make of a run on text one on the tiles of ``folder``."""
+    """Change a run on text into one on the tiles of ``folder``."""
     config.model = ModelConfig(target="toolkit.models.vision.vit", arguments=dict(VIT))
     config.data.name, config.data.path = "arrays", str(folder)
 
 
 def image_plan(folder: Path, *, ranks: int = 1, **changes: Any) -> RunPlan:
-    """Keys as ``tiny_config`` takes them; ``local`` on one rank and ``deepspeed`` on several."""
+    """Keys as in ``tiny_config``; engine ``local`` on one rank and ``deepspeed`` on several."""
     config = tiny_config(None, train__sequence_length=128, **changes)
     use_images(config, folder)
     config.engine.name = EngineName.local if ranks == 1 else EngineName.deepspeed
@@ -57,7 +57,7 @@ def image_task(plan: RunPlan) -> VisionTask:
 
 
 def image_batches(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """A data rank's part of the global batch of ``step``, through the stream of the run."""
+    """Return a data rank's part of the global batch of ``step``, read through the run's stream."""
     stream = ARRAYS.open(plan.config, plan.batch, data_rank, plan.config.data.path).stream
     assert isinstance(stream, Stream)
     task, positions = image_task(plan), rank_positions(plan.batch, step, data_rank)
@@ -70,7 +70,7 @@ def trace_images(rank: int, ranks: int, plan: RunPlan, steps: int = 20) -> RunTr
 
 
 def evaluate_images(rank: int, ranks: int, plan: RunPlan, evaluation: EvalConfig) -> EvalResult:
-    """The validation split under the first weights: sums over all ranks."""
+    """Evaluate the validation split with the initial weights; sums over all ranks."""
     plan.config.eval = evaluation
     task = image_task(plan)
     data = ARRAYS.open(plan.config, plan.batch, plan.axes.coordinates(rank).data, plan.config.data.path)

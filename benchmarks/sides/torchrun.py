@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ROOT / "benchmarks" / "sides"
@@ -45,7 +45,7 @@ class TorchrunJob:
             "--nproc_per_node",
             str(ranks),
             "--master_port",
-            str(free_port()),
+            str(find_free_port()),
             str(SIDES / script),
             str(spec_file),
         ]

@@ -1,7 +1,4 @@
-"""Every check of the doctor on facts that are well and on facts that are not.
-
-pytest tests/cluster/test_doctor.py
-"""
+"""The doctor's judges, applied to good and bad measurements."""
 
 from __future__ import annotations
 
@@ -13,17 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.cluster.doctor import clocks, cross_node, data, disk, gpus, host, network, software
-from toolkit.cluster.doctor.examine import failures
-from toolkit.cluster.doctor.show import summary, to_json
+from toolkit.cluster.doctor import clocks, cross_node, disk, gpus, host, network, software
+from toolkit.cluster.doctor import data_access as data
+from toolkit.cluster.doctor.preflight import find_failures
+from toolkit.cluster.doctor.report import format_summary, to_json
 from toolkit.cluster.doctor.types import (
-    Finding,
+    CheckFinding,
+    CheckVerdict,
+    DoctorReport,
     MachineReport,
-    Need,
-    Report,
-    Verdict,
+    RunRequirements,
+    compute_requirements,
     fail,
-    need_of,
     ok,
     warn,
 )
@@ -36,8 +34,8 @@ from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, World
 
 GIB = 2**30
-OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
-CPU = Need(
+OK, WARN, FAIL, UNKNOWN = CheckVerdict.OK, CheckVerdict.WARN, CheckVerdict.FAIL, CheckVerdict.UNKNOWN
+CPU = RunRequirements(
     device=Device.CPU,
     engine=EngineName.deepspeed,
     ranks=2,
@@ -55,20 +53,20 @@ NODES = replace(GPU, ranks=32, nodes=4)
 
 
 def judged(
-    findings: Iterable[Finding], *, verdicts: set[Verdict], said: str = "", remedy: str = ""
-) -> list[Finding]:
-    """Each finding that is not well has a remedy; those that are have none."""
+    findings: Iterable[CheckFinding], *, verdicts: set[CheckVerdict], text: str = "", remedy: str = ""
+) -> list[CheckFinding]:
+    """Findings that are not ok have a remedy; ok findings have none."""
     found = list(findings)
     assert {finding.verdict for finding in found} == verdicts, found
     assert all(bool(finding.remedy) == (finding.verdict in (WARN, FAIL)) for finding in found), found
-    assert any(said in finding.evidence for finding in found), found
+    assert any(text in finding.evidence for finding in found), found
     assert any(remedy in finding.remedy for finding in found), found
     return found
 
 
 # ---- software
 
-VERSIONS = software.Versions(
+VERSIONS = software.InstalledVersions(
     python="3.11.9",
     python_range=">=3.11,<3.13",
     cuda="12.8",
@@ -83,7 +81,7 @@ VERSIONS = software.Versions(
 )
 
 
-def with_versions(**versions: str | None) -> software.Versions:
+def with_versions(**versions: str | None) -> software.InstalledVersions:
     return replace(
         VERSIONS,
         installed={
@@ -93,14 +91,14 @@ def with_versions(**versions: str | None) -> software.Versions:
     )
 
 
-def test_versions_in_their_ranges() -> None:
-    judged(software.judge_versions(VERSIONS, GPU), verdicts={OK}, said="CUDA 12.8, NCCL 2.27.3")
+def test_versions_in_tested_ranges_are_ok() -> None:
+    judged(software.judge_versions(VERSIONS, GPU), verdicts={OK}, text="CUDA 12.8, NCCL 2.27.3")
     nvidia = with_versions(torch="2.11.0a0+5228986c39.nv25.6")
     judged(software.judge_versions(nvidia, GPU), verdicts={OK})
 
 
 @pytest.mark.parametrize(
-    ("versions", "need", "verdict", "said"),
+    ("versions", "need", "verdict", "text"),
     [
         (with_versions(deepspeed="0.21.0"), GPU, FAIL, "deepspeed 0.21.0: tested with"),
         (with_versions(torch="2.15.0"), GPU, WARN, "torch 2.15.0"),
@@ -110,13 +108,13 @@ def test_versions_in_their_ranges() -> None:
         (VERSIONS, replace(GPU, engine=EngineName.megatron), FAIL, "megatron-core is not installed"),
     ],
 )
-def test_versions_out_of_their_ranges(
-    versions: software.Versions, need: Need, verdict: Verdict, said: str
+def test_untested_versions_are_reported(
+    versions: software.InstalledVersions, need: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(software.judge_versions(versions, need), verdicts={verdict}, said=said)
+    judged(software.judge_versions(versions, need), verdicts={verdict}, text=text)
 
 
-def test_an_engine_that_the_run_does_not_use_may_be_of_any_version() -> None:
+def test_unused_engine_may_have_any_version() -> None:
     judged(
         software.judge_versions(with_versions(deepspeed="0.1"), replace(GPU, engine=EngineName.local)),
         verdicts={OK},
@@ -132,14 +130,14 @@ def test_an_engine_that_the_run_does_not_use_may_be_of_any_version() -> None:
         ("data.path=https://user:secret@host/data", "a password in a URL"),
     ],
 )
-def test_a_secret_in_a_command_line_is_told_and_not_shown(word: str, kind: str) -> None:
-    found = software.secrets_in({"this command": ["launch/train.py", word]})
+def test_secret_in_command_line_is_reported_without_its_value(word: str, kind: str) -> None:
+    found = software.find_secrets({"this command": ["launch/train.py", word]})
     assert found == [f"{kind} in the command line of this command"]
-    told = judged(software.judge_arguments(found, CPU), verdicts={FAIL}, said=kind, remedy="revoke it")
-    assert all(word not in finding.evidence + finding.remedy for finding in told)
+    message = judged(software.judge_arguments(found, CPU), verdicts={FAIL}, text=kind, remedy="revoke it")
+    assert all(word not in finding.evidence + finding.remedy for finding in message)
 
 
-def test_words_of_a_run_are_no_secrets() -> None:
+def test_normal_arguments_are_not_secrets() -> None:
     words = [
         "launch/train.py",
         "+exp=gpt2_125m",
@@ -147,13 +145,13 @@ def test_words_of_a_run_are_no_secrets() -> None:
         "run.name=hf_small",
         "monitor.project=wandb",
     ]
-    assert software.secrets_in({"this command": words}) == []
+    assert software.find_secrets({"this command": words}) == []
     judged(software.judge_arguments([], CPU), verdicts={OK})
 
 
 # ---- driver and GPUs
 
-H100 = gpus.Card(
+H100 = gpus.GpuState(
     index=0,
     name="NVIDIA H100 80GB HBM3",
     total_bytes=80 * GIB,
@@ -165,61 +163,63 @@ H100 = gpus.Card(
     remap_failed=False,
 )
 EIGHT = [replace(H100, index=index) for index in range(8)]
-DRIVER = gpus.Driver(version="570.86", cuda=(12, 8), built=(12, 8))
+DRIVER = gpus.DriverInfo(version="570.86", cuda=(12, 8), built=(12, 8))
 
 
 @pytest.mark.parametrize(
-    ("driver", "need", "verdict", "said"),
+    ("driver", "need", "verdict", "text"),
     [
         (DRIVER, GPU, OK, "570.86"),
         (replace(DRIVER, built=(12, 9)), GPU, WARN, "CUDA 12.9"),
         (replace(DRIVER, built=(13, 0)), GPU, FAIL, "CUDA 13.0"),
         (replace(DRIVER, built=None), CPU, OK, "570.86"),
-        (gpus.Driver(version=None), GPU, FAIL, "no driver"),
-        (gpus.Driver(version=None), CPU, OK, "none"),
+        (gpus.DriverInfo(version=None), GPU, FAIL, "no driver"),
+        (gpus.DriverInfo(version=None), CPU, OK, "none"),
     ],
 )
-def test_the_driver(driver: gpus.Driver, need: Need, verdict: Verdict, said: str) -> None:
-    judged(gpus.judge_driver(driver, need), verdicts={verdict}, said=said)
+def test_judge_driver(
+    driver: gpus.DriverInfo, need: RunRequirements, verdict: CheckVerdict, text: str
+) -> None:
+    judged(gpus.judge_driver(driver, need), verdicts={verdict}, text=text)
 
 
-def test_gpus_that_are_well() -> None:
-    judged(gpus.judge_gpus(EIGHT, GPU), verdicts={OK}, said="8 x NVIDIA H100 80GB HBM3; ECC on")
-    judged(gpus.judge_gpus([], CPU), verdicts={OK}, said="CPU ranks")
+def test_healthy_gpus() -> None:
+    judged(gpus.judge_gpus(EIGHT, GPU), verdicts={OK}, text="8 x NVIDIA H100 80GB HBM3; ECC on")
+    judged(gpus.judge_gpus([], CPU), verdicts={OK}, text="CPU ranks")
     judged(
-        gpus.judge_gpus([gpus.Card(index=0, name="MIG")], replace(GPU, ranks_per_node=1)),
+        gpus.judge_gpus([gpus.GpuState(index=0, name="MIG")], replace(GPU, ranks_per_node=1)),
         verdicts={OK, UNKNOWN},
-        said="says nothing",
+        text="does not report",
     )
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict", "said"),
+    ("change", "verdict", "text"),
     [
         ({"uncorrected": 2}, FAIL, "GPU 3: 2 uncorrected"),
         ({"remap_failed": True}, FAIL, "failed"),
-        ({"remap_pending": True}, WARN, "waits for a reset"),
+        ({"remap_pending": True}, WARN, "at the next reset"),
         ({"persistent": False}, WARN, "persistence mode is off"),
         ({"slowed": ("power brake",)}, WARN, "power brake"),
         ({"used_bytes": 30 * GIB}, FAIL, "50.0 GiB free"),
-        ({"used_bytes": 5 * GIB}, WARN, "5.0 GiB are in use"),
+        ({"used_bytes": 5 * GIB}, WARN, "5.0 GiB are already in use"),
         ({"name": "NVIDIA A100-SXM4-80GB"}, WARN, "slowest"),
     ],
 )
-def test_one_gpu_that_is_not(change: dict[str, object], verdict: Verdict, said: str) -> None:
+def test_unhealthy_gpu(change: dict[str, object], verdict: CheckVerdict, text: str) -> None:
     cards = [replace(card, **change) if card.index == 3 else card for card in EIGHT]  # type: ignore[arg-type]
-    told = " ".join(
-        one.evidence + one.remedy for one in judged(gpus.judge_gpus(cards, GPU), verdicts={verdict})
+    message = " ".join(
+        item.evidence + item.remedy for item in judged(gpus.judge_gpus(cards, GPU), verdicts={verdict})
     )
-    assert said in told
+    assert text in message
     judged(
         gpus.judge_gpus(cards, replace(GPU, ranks_per_node=3)), verdicts={OK}
     )  # a GPU that the run does not use
 
 
 def test_too_few_gpus() -> None:
-    judged(gpus.judge_gpus(EIGHT[:7], GPU), verdicts={FAIL}, said="for 8 ranks")
-    judged(gpus.judge_gpus([], GPU), verdicts={FAIL}, said="none for 8 ranks")
+    judged(gpus.judge_gpus(EIGHT[:7], GPU), verdicts={FAIL}, text="for 8 ranks")
+    judged(gpus.judge_gpus([], GPU), verdicts={FAIL}, text="none for 8 ranks")
 
 
 class FakeNvml:
@@ -267,14 +267,14 @@ class FakeNvml:
         return [4, 0, 1, 0]
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
-        return 0x80 | 0x4 | 0x1  # a power brake; the power cap and idling do no harm
+        return 0x80 | 0x4 | 0x1  # a power brake counts; a power cap and idling are harmless
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         return 0
 
 
-def test_the_fake_has_the_words_of_the_library() -> None:
-    real = gpus.load()
+def test_fake_nvml_matches_pynvml_names() -> None:
+    real = gpus.load_nvml()
     names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
     assert len(names) > 15
     assert not [name for name in names if not hasattr(real, name)]
@@ -285,7 +285,7 @@ def test_the_fake_has_the_words_of_the_library() -> None:
     ]
 
 
-def test_what_nvml_says() -> None:
+def test_measure_gpus_with_fake_nvml() -> None:
     nvml = FakeNvml()
     first, second = gpus.measure_gpus(GPU, nvml, "0,1")
     assert first == replace(
@@ -298,7 +298,7 @@ def test_what_nvml_says() -> None:
     assert (driver.version, driver.cuda) == ("570.86", (12, 8))
 
 
-# ---- the machine besides
+# ---- the host
 
 
 @pytest.mark.parametrize(
@@ -311,21 +311,26 @@ def test_what_nvml_says() -> None:
         (64 * 2**20, replace(GPU, ranks_per_node=1), OK),
     ],
 )
-def test_shared_memory(free: int, need: Need, verdict: Verdict) -> None:
+def test_judge_shared_memory(free: int, need: RunRequirements, verdict: CheckVerdict) -> None:
     judged(
-        host.judge_shared(host.Shared(16 * GIB, free), need),
+        host.judge_shared(host.SharedMemory(16 * GIB, free), need),
         verdicts={verdict},
         remedy="shm-size" if verdict is not OK else "",
     )
 
 
-def test_host_memory() -> None:
+def test_judge_host_memory() -> None:
     judged(
-        host.judge_memory(host.Memory(64 * GIB, 20 * GIB), CPU), verdicts={OK}, said="the run needs 10.0 GiB"
+        host.judge_memory(host.HostMemory(64 * GIB, 20 * GIB), CPU),
+        verdicts={OK},
+        text="the run needs 10.0 GiB",
     )
-    judged(host.judge_memory(host.Memory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, said="9.0 GiB available")
     judged(
-        host.judge_memory(host.Memory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)), verdicts={UNKNOWN}
+        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, text="9.0 GiB available"
+    )
+    judged(
+        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)),
+        verdicts={UNKNOWN},
     )
 
 
@@ -333,55 +338,62 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
 
 
 @pytest.mark.parametrize(
-    ("cores", "need", "verdict", "said"),
+    ("cores", "need", "verdict", "text"),
     [
-        (host.Cores(usable=frozenset(range(16)), numa=HALVES), GPU, OK, "16 cores on 2 NUMA nodes"),
-        (host.Cores(usable=frozenset(range(4)), numa=HALVES), GPU, WARN, "4 cores"),
-        (host.Cores(usable=HALVES[0], numa=HALVES), GPU, WARN, "none of NUMA node 1"),
-        (host.Cores(usable=HALVES[0], numa=HALVES), CPU, OK, "8 cores"),
-        (host.Cores(usable=frozenset(range(16)), numa=HALVES, balancing=True), GPU, WARN, "moves pages"),
+        (host.CpuCores(usable=frozenset(range(16)), numa=HALVES), GPU, OK, "16 cores on 2 NUMA nodes"),
+        (host.CpuCores(usable=frozenset(range(4)), numa=HALVES), GPU, WARN, "4 cores"),
+        (host.CpuCores(usable=HALVES[0], numa=HALVES), GPU, WARN, "none on NUMA node 1"),
+        (host.CpuCores(usable=HALVES[0], numa=HALVES), CPU, OK, "8 cores"),
+        (
+            host.CpuCores(usable=frozenset(range(16)), numa=HALVES, balancing=True),
+            GPU,
+            WARN,
+            "migrates pages",
+        ),
     ],
 )
-def test_cores(cores: host.Cores, need: Need, verdict: Verdict, said: str) -> None:
-    judged(host.judge_cores(cores, need), verdicts={verdict}, said=said)
+def test_judge_cores(cores: host.CpuCores, need: RunRequirements, verdict: CheckVerdict, text: str) -> None:
+    judged(host.judge_cores(cores, need), verdicts={verdict}, text=text)
 
 
-def test_the_kernels_lists_of_cores() -> None:
-    assert host.cores_of("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert host.cores_of("\n") == frozenset()
+def test_parse_cpu_list() -> None:
+    assert host.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert host.parse_cpu_list("\n") == frozenset()
 
 
-LIMITS = host.Limits(files=65536, files_hard=65536, locked_bytes=None, rdma=True)
+LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rdma=True)
 
 
 @pytest.mark.parametrize(
-    ("limits", "need", "verdicts", "said"),
+    ("limits", "need", "verdicts", "text"),
     [
         (LIMITS, NODES, {OK}, "65,536 open files"),
         (replace(LIMITS, files=None), NODES, {OK}, "unlimited"),
         (replace(LIMITS, files=1024), NODES, {WARN, OK}, "1,024"),
         (replace(LIMITS, files=1024), replace(NODES, ranks=512), {FAIL, OK}, "1,024"),
         (replace(LIMITS, locked_bytes=65536), NODES, {FAIL, OK}, "RDMA"),
-        (replace(LIMITS, locked_bytes=65536, rdma=False), NODES, {OK}, "no RDMA"),
+        (replace(LIMITS, locked_bytes=65536, rdma=False), NODES, {OK}, "without RDMA"),
     ],
 )
-def test_limits(limits: host.Limits, need: Need, verdicts: set[Verdict], said: str) -> None:
-    judged(host.judge_limits(limits, need), verdicts=verdicts, said=said)
+def test_judge_limits(
+    limits: host.ProcessLimits, need: RunRequirements, verdicts: set[CheckVerdict], text: str
+) -> None:
+    judged(host.judge_limits(limits, need), verdicts=verdicts, text=text)
 
 
-def test_a_hard_limit_is_root_s_to_raise() -> None:
-    low = host.Limits(files=1024, files_hard=1024, locked_bytes=None, rdma=True)
-    judged(host.judge_limits(low, NODES), verdicts={WARN, OK}, remedy="root raises")
-    assert not any("root" in one.remedy for one in host.judge_limits(replace(low, files_hard=None), NODES))
+def test_low_hard_limit_needs_root() -> None:
+    low = host.ProcessLimits(files=1024, files_hard=1024, locked_bytes=None, rdma=True)
+    judged(host.judge_limits(low, NODES), verdicts={WARN, OK}, remedy="only root can raise")
+    assert not any("root" in item.remedy for item in host.judge_limits(replace(low, files_hard=None), NODES))
 
 
 # ---- the disk
 
-FAST = disk.Disk(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 * 2**20, seconds=0.1)
+FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 * 2**20, seconds=0.1)
 
 
 @pytest.mark.parametrize(
-    ("found", "need", "verdicts", "said"),
+    ("found", "need", "verdicts", "text"),
     [
         (FAST, CPU, {OK}, "a save takes about 40 s"),
         (replace(FAST, seconds=1.0), CPU, {OK, WARN}, "about 400 s, more than cluster.grace_seconds=60"),
@@ -393,41 +405,45 @@ FAST = disk.Disk(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 * 2**2
             "99.0 GiB free; one checkpoint takes 100.0 GiB",
         ),
         (replace(FAST, free_bytes=299 * GIB), CPU, {WARN, OK}, "take 300.0 GiB"),
-        (replace(FAST, free_bytes=GIB), replace(CPU, checkpoint_bytes=None), {OK}, "not known"),
-        (disk.Disk(folder="/runs", problem="Read-only file system"), CPU, {FAIL}, "Read-only"),
+        (replace(FAST, free_bytes=GIB), replace(CPU, checkpoint_bytes=None), {OK}, "unknown"),
+        (disk.DiskProbe(folder="/runs", problem="Read-only file system"), CPU, {FAIL}, "Read-only"),
         (
-            disk.Disk(folder="/runs", free_bytes=1000),
+            disk.DiskProbe(folder="/runs", free_bytes=1000),
             replace(CPU, checkpoint_bytes=10),
             {OK, WARN},
             "too full",
         ),
     ],
 )
-def test_the_disk(found: disk.Disk, need: Need, verdicts: set[Verdict], said: str) -> None:
-    judged(disk.judge(found, need), verdicts=verdicts, said=said)
+def test_judge_disk(
+    found: disk.DiskProbe, need: RunRequirements, verdicts: set[CheckVerdict], text: str
+) -> None:
+    judged(disk.judge(found, need), verdicts=verdicts, text=text)
 
 
-def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MOST_BYTES", 2 * disk.BLOCK_BYTES)
+def test_disk_measurement_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MAX_BYTES", 2 * disk.BLOCK_BYTES)
     found = disk.measure(replace(CPU, run_dir=tmp_path / "not" / "there"))
     assert (found.folder, found.written_bytes, found.problem) == (str(tmp_path), 2 * disk.BLOCK_BYTES, None)
     assert found.seconds > 0
     assert not list(tmp_path.iterdir())
 
 
-def test_a_slow_disk_ends_the_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_measurement_is_bounded_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(
         disk, "time", SimpleNamespace(perf_counter=lambda: float(next(now)))
-    )  # a second a look
+    )  # one second per clock reading
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    written, seconds = disk.write(tmp_path / "file", 100 * disk.BLOCK_BYTES, 3.0)
+    written, seconds = disk.timed_write(tmp_path / "file", 100 * disk.BLOCK_BYTES, 3.0)
     assert (written, seconds) == (2 * disk.BLOCK_BYTES, 4.0)
 
 
-def test_a_checkpoint_is_reckoned_whatever_the_layout() -> None:
-    """Weights of 2 bytes, master weights of 4, two moments of 4: 14 a parameter in bf16, 12 in fp32."""
+def test_checkpoint_size_is_independent_of_layout() -> None:
+    """Weights of 2 bytes, master weights of 4, two moments of 4: 14 bytes per parameter in bf16, 12 in
+    fp32.
+    """
     for precision, each in (("bf16", 14), ("fp32", 12)):
         config = compose(["+exp=quickstart", f"precision={precision}", "zero=stage1"])
         sizes = set()
@@ -437,21 +453,21 @@ def test_a_checkpoint_is_reckoned_whatever_the_layout() -> None:
         assert sizes == {each * sum(spec.numel for spec in plan.parameters)}
 
 
-def test_what_a_run_needs_of_a_machine() -> None:
+def test_compute_requirements() -> None:
     config = compose(["+exp=quickstart", "zero=stage1"])
     world = World(ranks=8, ranks_per_node=2, device=Device.CPU)
     plan = make_plan(config, world)
     assert plan.memory is not None
-    need = need_of(config, world, plan)
+    need = compute_requirements(config, world, plan)
     assert (need.nodes, need.host_bytes, need.device_bytes) == (4, 2 * plan.memory.device_total, None)
     behind = compose(["+exp=quickstart", "zero=stage1", "checkpoint.background=true"])
     saved = checkpoint_bytes(plan)
     assert saved is not None
     assert (
-        need_of(behind, world, make_plan(behind, world)).host_bytes
+        compute_requirements(behind, world, make_plan(behind, world)).host_bytes
         == 2 * plan.memory.device_total + saved // 4
     )
-    assert need_of(config, world, None).checkpoint_bytes is None
+    assert compute_requirements(config, world, None).checkpoint_bytes is None
 
 
 # ---- the network
@@ -460,32 +476,34 @@ def test_what_a_run_needs_of_a_machine() -> None:
 @pytest.mark.parametrize(
     ("name", "need", "verdict"),
     [
-        (network.Name("node1", ("10.0.0.1",)), NODES, OK),
-        (network.Name("node1", ()), NODES, WARN),
-        (network.Name("node1", ()), GPU, OK),
-        (network.Name("node1", ("127.0.1.1",)), NODES, WARN),
-        (network.Name("node1", ("127.0.1.1",)), GPU, OK),
+        (network.HostName("node1", ("10.0.0.1",)), NODES, OK),
+        (network.HostName("node1", ()), NODES, WARN),
+        (network.HostName("node1", ()), GPU, OK),
+        (network.HostName("node1", ("127.0.1.1",)), NODES, WARN),
+        (network.HostName("node1", ("127.0.1.1",)), GPU, OK),
     ],
 )
-def test_the_machine_s_name(name: network.Name, need: Need, verdict: Verdict) -> None:
-    judged(network.judge_name(name, need), verdicts={verdict}, said="node1")
+def test_judge_host_name(name: network.HostName, need: RunRequirements, verdict: CheckVerdict) -> None:
+    judged(network.judge_name(name, need), verdicts={verdict}, text="node1")
 
 
 UP = {"lo": True, "eth0": True, "eth1": False, "ib0": True}
 
 
-def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Interfaces:
-    return network.Interfaces(up=UP, rdma={"mlx5_0:1": "ACTIVE"} if rdma is None else rdma, chosen=chosen)
+def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.NetworkInterfaces:
+    return network.NetworkInterfaces(
+        up=UP, rdma={"mlx5_0:1": "ACTIVE"} if rdma is None else rdma, chosen=chosen
+    )
 
 
 @pytest.mark.parametrize(
-    ("found", "need", "verdict", "said"),
+    ("found", "need", "verdict", "text"),
     [
-        (interfaces(), NODES, OK, "none is chosen"),
+        (interfaces(), NODES, OK, "none is selected"),
         (interfaces(GLOO_SOCKET_IFNAME="eth0"), NODES, OK, "GLOO_SOCKET_IFNAME=eth0"),
         (interfaces(GLOO_SOCKET_IFNAME="eth"), NODES, FAIL, "no such interface"),
-        (interfaces(GLOO_SOCKET_IFNAME="eth1"), NODES, FAIL, "it is down"),
-        (interfaces(GLOO_SOCKET_IFNAME="lo"), NODES, FAIL, "over the loopback"),
+        (interfaces(GLOO_SOCKET_IFNAME="eth1"), NODES, FAIL, "the interface is down"),
+        (interfaces(GLOO_SOCKET_IFNAME="lo"), NODES, FAIL, "does not reach other machines"),
         (interfaces(GLOO_SOCKET_IFNAME="lo"), GPU, OK, "lo"),
         (interfaces(NCCL_SOCKET_IFNAME="eth,ib"), NODES, OK, "eth,ib"),
         (interfaces(NCCL_SOCKET_IFNAME="^lo,docker"), NODES, OK, "^lo"),
@@ -498,53 +516,57 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Int
         (interfaces({"mlx5_0:1": "DOWN"}), GPU, OK, "eth0"),
     ],
 )
-def test_interfaces(found: network.Interfaces, need: Need, verdict: Verdict, said: str) -> None:
-    judged(network.judge_interfaces(found, need), verdicts={verdict}, said=said)
+def test_judge_interfaces(
+    found: network.NetworkInterfaces, need: RunRequirements, verdict: CheckVerdict, text: str
+) -> None:
+    judged(network.judge_interfaces(found, need), verdicts={verdict}, text=text)
 
 
 @pytest.mark.parametrize(
-    ("place", "need", "verdict", "said"),
+    ("place", "need", "verdict", "text"),
     [
         (
-            network.Place(addresses=("10.0.0.1",)),
+            network.MasterAddress(addresses=("10.0.0.1",)),
             replace(NODES, address="node0", serves_port=29500),
             OK,
             "port 29500 is free",
         ),
         (
-            network.Place(addresses=()),
+            network.MasterAddress(addresses=()),
             replace(NODES, address="node0"),
             FAIL,
             "MASTER_ADDR=node0 does not resolve",
         ),
         (
-            network.Place(addresses=("127.0.1.1",)),
+            network.MasterAddress(addresses=("127.0.1.1",)),
             replace(NODES, address="node0"),
             FAIL,
-            "only one of them reaches it",
+            "only one of them can reach it",
         ),
-        (network.Place(addresses=("127.0.0.1",)), replace(GPU, address="localhost"), OK, "localhost"),
+        (network.MasterAddress(addresses=("127.0.0.1",)), replace(GPU, address="localhost"), OK, "localhost"),
         (
-            network.Place(addresses=("10.0.0.1",), taken="Address already in use"),
+            network.MasterAddress(addresses=("10.0.0.1",), taken="Address already in use"),
             replace(NODES, serves_port=29500),
             FAIL,
             "in use",
         ),
     ],
 )
-def test_the_meeting_place(place: network.Place, need: Need, verdict: Verdict, said: str) -> None:
-    judged(network.judge_place(place, need), verdicts={verdict}, said=said)
+def test_judge_master_address(
+    place: network.MasterAddress, need: RunRequirements, verdict: CheckVerdict, text: str
+) -> None:
+    judged(network.judge_master_address(place, need), verdicts={verdict}, text=text)
 
 
-def test_a_port_that_is_taken_is_found() -> None:
+def test_occupied_port_is_detected() -> None:
     import socket
 
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:
         held.bind(("", 0))
         held.listen(1)
         port = held.getsockname()[1]
-        assert network.measure_place(replace(CPU, serves_port=port)).taken is not None
-    assert network.measure_place(replace(CPU, serves_port=port)).taken is None
+        assert network.measure_master_address(replace(CPU, serves_port=port)).taken is not None
+    assert network.measure_master_address(replace(CPU, serves_port=port)).taken is None
 
 
 # ---- data
@@ -556,18 +578,20 @@ def read(
     return SimpleNamespace(problems=problems, open_seconds=0.1, read_seconds=seconds, note=note)
 
 
-def test_data() -> None:
+def test_judge_data() -> None:
     absent = Problem(
         "data.path", "s3://user:word@bucket/x: absent", "the store holds the data", "check data.path"
     )
-    judged(data.judge(read(), CPU), verdicts={OK}, said="read in 10 ms")
-    judged(data.judge(read(seconds=9.0), CPU), verdicts={WARN}, said="9.0 s")
-    judged(data.judge(read(seconds=None, note="made later"), CPU), verdicts={OK}, said="made later")
-    told = judged(data.judge(read((absent,)), CPU), verdicts={FAIL}, said="absent", remedy="check data.path")
-    assert "word" not in told[0].evidence
+    judged(data.judge(read(), CPU), verdicts={OK}, text="read in 10 ms")
+    judged(data.judge(read(seconds=9.0), CPU), verdicts={WARN}, text="9.0 s")
+    judged(data.judge(read(seconds=None, note="made later"), CPU), verdicts={OK}, text="made later")
+    message = judged(
+        data.judge(read((absent,)), CPU), verdicts={FAIL}, text="absent", remedy="check data.path"
+    )
+    assert "word" not in message[0].evidence
 
 
-# ---- together
+# ---- across machines
 
 
 def machine(node: int, **traits: str) -> MachineReport:
@@ -576,28 +600,36 @@ def machine(node: int, **traits: str) -> MachineReport:
     )
 
 
-def test_machines_that_are_alike_or_not() -> None:
-    assert cross_node.alike([machine(0)]) == []
+def test_check_uniformity() -> None:
+    assert cross_node.check_uniformity([machine(0)]) == []
     judged(
-        cross_node.alike([machine(0), machine(1)]), verdicts={OK}, said="2 machines have the same torch, GPUs"
+        cross_node.check_uniformity([machine(0), machine(1)]),
+        verdicts={OK},
+        text="2 machines have the same torch, GPUs",
     )
     judged(
-        cross_node.alike([machine(0), machine(1), machine(2, torch="2.12.0")]),
+        cross_node.check_uniformity([machine(0), machine(1), machine(2, torch="2.12.0")]),
         verdicts={FAIL},
-        said="torch: 2.13.0 on node0, node1; 2.12.0 on node2",
+        text="torch: 2.13.0 on node0, node1; 2.12.0 on node2",
     )
-    judged(cross_node.alike([machine(0), machine(1, GPUs="A100")]), verdicts={WARN}, said="A100 on node1")
+    judged(
+        cross_node.check_uniformity([machine(0), machine(1, GPUs="A100")]),
+        verdicts={WARN},
+        text="A100 on node1",
+    )
 
 
 @pytest.mark.parametrize(
     ("seconds", "error", "verdict"),
     [(0.02, 0.001, OK), (-0.7, 0.001, WARN), (0.7, 0.3, OK), (400.0, 0.1, FAIL), (-400.0, 0.1, FAIL)],
 )
-def test_clocks(seconds: float, error: float, verdict: Verdict) -> None:
-    """An offset that lies within the error of its measurement is none."""
-    found = cross_node.clocks({"node1": clocks.Offset(0.0, 0.001), "node2": clocks.Offset(seconds, error)})
-    judged(found, verdicts={verdict}, said="node2")
-    assert cross_node.clocks({}) == []
+def test_check_clocks(seconds: float, error: float, verdict: CheckVerdict) -> None:
+    """An offset within its measurement error is ignored."""
+    found = cross_node.check_clocks(
+        {"node1": clocks.ClockOffset(0.0, 0.001), "node2": clocks.ClockOffset(seconds, error)}
+    )
+    judged(found, verdicts={verdict}, text="node2")
+    assert cross_node.check_clocks({}) == []
 
 
 def row(slowest: float, fastest: float) -> dict[str, object]:
@@ -614,50 +646,55 @@ def row(slowest: float, fastest: float) -> dict[str, object]:
     )
 
 
-def test_links() -> None:
+def test_check_links() -> None:
     judged(
-        cross_node.links([row(0.001, 0.0009)], 1.2),
+        cross_node.check_links([row(0.001, 0.0009)], 1.2),
         verdicts={OK},
-        said="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s",
+        text="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s",
     )
-    judged(cross_node.links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, said="between ranks 6, 7")
-    judged(cross_node.not_met("rank 1 waited 120 s"), verdicts={FAIL}, said="rank 1", remedy="MASTER_ADDR")
+    judged(cross_node.check_links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, text="between ranks 6, 7")
+    judged(
+        cross_node.report_failed_rendezvous("rank 1 waited 120 s"),
+        verdicts={FAIL},
+        text="rank 1",
+        remedy="MASTER_ADDR",
+    )
 
 
-def test_the_plan() -> None:
+def test_check_plan() -> None:
     config = compose(["+exp=quickstart", "zero=stage1"])
     plan = make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU, host_memory_bytes=64 * GIB))
-    judged(cross_node.of_plan(plan, ()), verdicts={OK}, said="2 ranks")
-    judged(cross_node.of_plan(replace(plan, memory=None), ()), verdicts={UNKNOWN})
+    judged(cross_node.check_plan(plan, ()), verdicts={OK}, text="2 ranks")
+    judged(cross_node.check_plan(replace(plan, memory=None), ()), verdicts={UNKNOWN})
     broken = Problem("zero.stage", "82 GB of states", "they fit on the device", "write zero=stage3")
-    judged(cross_node.of_plan(None, (broken,)), verdicts={FAIL}, said="82 GB", remedy="zero=stage3")
+    judged(cross_node.check_plan(None, (broken,)), verdicts={FAIL}, text="82 GB", remedy="zero=stage3")
 
 
 # ---- the report
 
-REPORT = Report(
+REPORT = DoctorReport(
     machines=(
         MachineReport(node=0, host="node0", traits={}, findings=(ok("fine"), warn("slow", "cool it"))),
     ),
-    together=(fail("they do not meet", "open the firewall"),),
+    cross_machine=(fail("they do not meet", "open the firewall"),),
 )
 
 
-def test_the_worst_decides() -> None:
+def test_worst_finding_decides_the_verdict() -> None:
     assert REPORT.verdict is FAIL
-    assert replace(REPORT, together=()).verdict is WARN
-    assert Report(machines=(), together=()).verdict is OK
-    assert summary(REPORT) == "1 fail, 1 warn, 1 ok: this run would fail"
-    assert summary(replace(REPORT, together=())).endswith("ready")
-    assert [problem.remedy for problem in failures(REPORT)] == ["open the firewall"]
+    assert replace(REPORT, cross_machine=()).verdict is WARN
+    assert DoctorReport(machines=(), cross_machine=()).verdict is OK
+    assert format_summary(REPORT) == "1 fail, 1 warn, 1 ok: this run would fail"
+    assert format_summary(replace(REPORT, cross_machine=())).endswith("ready")
+    assert [problem.remedy for problem in find_failures(REPORT)] == ["open the firewall"]
 
 
-def test_what_machines_say_crosses_the_store_whole() -> None:
-    one = REPORT.machines[0]
-    assert MachineReport.from_json(one.to_json()) == one
-    told = to_json(REPORT)
-    assert (told["format_version"], told["verdict"], told["machines"][0]["findings"][1]["remedy"]) == (
-        1,
-        "fail",
-        "cool it",
-    )
+def test_machine_report_survives_json() -> None:
+    item = REPORT.machines[0]
+    assert MachineReport.from_json(item.to_json()) == item
+    message = to_json(REPORT)
+    assert (
+        message["format_version"],
+        message["verdict"],
+        message["machines"][0]["findings"][1]["remedy"],
+    ) == (1, "fail", "cool it")

@@ -1,8 +1,8 @@
-"""The doctor on two machines: each looks at itself, the first hears of both, and their ranks meet.
+"""The doctor on two simulated machines: both reports reach the first one, and the ranks connect.
 
     pytest tests/cluster/test_doctor_nodes.py -rs -m full
 
-Without root or namespaces nothing of it runs, and pytest says so.
+Skipped without root or namespaces.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import deepspeed, torchrun, two_nodes
+from tests.cluster.simulated_nodes import deepspeed, torchrun, two_nodes
 from tests.cluster.test_nodes import ENVIRON, PORT, ended
 from tests.launch.processes import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 DOCTOR = ROOT / "launch" / "doctor.py"
-FEW_FILES = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"]  # of one machine alone
+FEW_FILES = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash"]  # of one machine
 
 
 @pytest.mark.parametrize(("launcher", "fit"), [("torchrun", True), ("deepspeed", True), ("torchrun", False)])
-def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
+def test_doctor_on_two_nodes(launcher: str, fit: bool, tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes, ExitStack() as stack:
         words = ("--json", "+exp=quickstart", f"run.dir={nodes.shared / 'run'}")
         commands = []
@@ -41,23 +41,23 @@ def test_two_machines(launcher: str, fit: bool, tmp_path: Path) -> None:
         codes = ended(commands, 200)
         output = commands[0].output
     assert (codes == [0, 0]) is fit, output
-    assert '"format_version"' not in commands[1].output, "the first machine tells of both"
+    assert '"format_version"' not in commands[1].output, "only the first machine reports"
     report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"') :])
-    assert [(one["node"], one["host"]) for one in report["machines"]] == [(0, "node0"), (1, "node1")]
+    assert [(item["node"], item["host"]) for item in report["machines"]] == [(0, "node0"), (1, "node1")]
     failing = [
-        (machine["host"], one["check"])
+        (machine["host"], item["check"])
         for machine in report["machines"]
-        for one in machine["findings"]
-        if one["verdict"] == "fail"
+        for item in machine["findings"]
+        if item["verdict"] == "fail"
     ]
     assert failing == ([] if fit else [("node1", "limits")])
-    together = {one["check"]: one for one in report["together"]}
+    together = {item["check"]: item for item in report["together"]}
     assert together["clocks"]["verdict"] == "ok", "it is one clock"
     assert "node1" in together["clocks"]["evidence"]
-    assert together["alike"]["evidence"].startswith("2 machines have the same ")
-    assert together["ranks meet"]["evidence"].startswith("data (2 ranks): ")
-    seen = [one for machine in report["machines"] for one in machine["findings"]]
-    assert not [one for one in seen if "could not be looked at" in one["evidence"]]
-    assert [one["evidence"] for one in seen if one["check"] == "interfaces"] == [
-        "lo, wire; none is chosen by name"
+    assert together["uniformity"]["evidence"].startswith("2 machines have the same ")
+    assert together["rendezvous"]["evidence"].startswith("data (2 ranks): ")
+    seen = [item for machine in report["machines"] for item in machine["findings"]]
+    assert not [item for item in seen if "the check failed" in item["evidence"]]
+    assert [item["evidence"] for item in seen if item["check"] == "interfaces"] == [
+        "lo, wire; none is selected by name"
     ] * 2

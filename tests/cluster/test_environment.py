@@ -1,7 +1,4 @@
-"""Who started this process and what world that makes, on fabricated launches and machines.
-
-pytest tests/cluster/test_environment.py
-"""
+"""Detection of launcher and world, on fabricated launches and machines."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from toolkit.cluster.environment import (
     set_cuda_defaults,
     set_defaults,
 )
-from toolkit.cluster.machine import Gpu, Machine, this_machine, visible
+from toolkit.cluster.machine_info import GpuInfo, MachineInfo, detect_machine, select_visible_gpus
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import EngineName, Precision
 from toolkit.errors import ConfigError
@@ -28,21 +25,22 @@ from toolkit.plan.types import Device, World
 from toolkit.testing.tiny import tiny_config
 
 GIB = 2**30
-H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, "GPU-h100")
-A100 = Gpu("NVIDIA A100-SXM4-40GB", 40 * GIB, "GPU-a100")
-CPU_MACHINE = Machine(cores=16, host_memory_bytes=64 * GIB)
-EIGHT_H100 = Machine(
+H100 = GpuInfo("NVIDIA H100 80GB HBM3", 80 * GIB, "GPU-h100")
+A100 = GpuInfo("NVIDIA A100-SXM4-40GB", 40 * GIB, "GPU-a100")
+CPU_MACHINE = MachineInfo(cores=16, host_memory_bytes=64 * GIB)
+EIGHT_H100 = MachineInfo(
     cores=64, gpus=(H100,) * 8, host_memory_bytes=2048 * GIB, has_libaio=True, has_compiler=True
 )
 
 TORCHRUN = {
-    "RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
+    "RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node0", "MASTER_PORT": "29400",
     "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2",
     "TORCHELASTIC_MAX_RESTARTS": "3",
 }  # fmt: skip
 DEEPSPEED = {
-    "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
+    "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0",
+    "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
 }  # fmt: skip
 
 
@@ -67,7 +65,7 @@ def test_plain_python_is_one_process() -> None:
     )
 
 
-def test_torchrun() -> None:
+def test_read_torchrun_launch() -> None:
     launch, rest = read_launch(TORCHRUN, ["a=1"])
     assert launch == Launch(
         launcher=Launcher.TORCHELASTIC,
@@ -96,14 +94,13 @@ def test_torchrun() -> None:
         ({"PET_NNODES": "1:8"}, ["python", "torchrun", "--nnodes=2", "launch/train.py"], False),
     ],
 )
-def test_a_range_of_nodes_makes_torchrun_elastic(
-    environ: dict[str, str], words: list[str], elastic: bool
-) -> None:
+def test_node_range_makes_torchrun_elastic(environ: dict[str, str], words: list[str], elastic: bool) -> None:
     assert is_elastic(environ, words) is elastic
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank=1", "--local-rank=1"])
-def test_deepspeed_and_its_argument(spelling: str) -> None:
+def test_read_deepspeed_launch_and_remove_its_argument(spelling: str) -> None:
+    """honeybee#24, hydra#2038: Hydra rejects the launcher's --local_rank."""
     launch, rest = read_launch(DEEPSPEED, [spelling, "+exp=quickstart", "monitor.prompt='a, b'"])
     assert launch == Launch(
         launcher=Launcher.DEEPSPEED, rank=1, local_rank=1, ranks=2, ranks_per_node=2, port=29500
@@ -111,13 +108,17 @@ def test_deepspeed_and_its_argument(spelling: str) -> None:
     assert rest == ["+exp=quickstart", "monitor.prompt='a, b'"]
 
 
-def test_our_parent() -> None:
+def test_read_supervisor_launch() -> None:
     environ = {name: value for name, value in DEEPSPEED.items() if not name.startswith("CROSS")}
     launch, rest = read_launch(environ, ["--handover=/runs/a=b/handover.json"])
-    assert (launch.launcher, launch.handover, rest) == (Launcher.PARENT, Path("/runs/a=b/handover.json"), [])
+    assert (launch.launcher, launch.handover, rest) == (
+        Launcher.SUPERVISOR,
+        Path("/runs/a=b/handover.json"),
+        [],
+    )
 
 
-def test_another_launcher_that_sets_torch_variables() -> None:
+def test_read_launch_of_unknown_launcher() -> None:
     environ = {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -135,7 +136,7 @@ def test_another_launcher_that_sets_torch_variables() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", ""), ("MASTER_PORT", ""), ("RANK", "x")])
-def test_half_a_launcher_is_refused(name: str, value: str) -> None:
+def test_incomplete_launcher_variables_are_rejected(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):
         read_launch({**DEEPSPEED, name: value}, [])
 
@@ -143,14 +144,14 @@ def test_half_a_launcher_is_refused(name: str, value: str) -> None:
 # ---- the world
 
 
-def test_a_cpu_machine() -> None:
+def test_world_of_a_cpu_machine() -> None:
     assert detect_world(ClusterConfig(), Launch(), CPU_MACHINE) == World(
         ranks=1, ranks_per_node=1, device=Device.CPU, host_memory_bytes=64 * GIB
     )
     assert detect_world(ClusterConfig(cpu_ranks=3), Launch(), CPU_MACHINE).ranks == 3
 
 
-def test_gpus_of_this_machine() -> None:
+def test_world_uses_local_gpus() -> None:
     assert detect_world(ClusterConfig(), Launch(), EIGHT_H100) == World(
         ranks=8,
         ranks_per_node=8,
@@ -171,15 +172,15 @@ def test_gpus_of_this_machine() -> None:
     )
 
 
-def test_unlike_or_unknown_gpus_are_not_guessed() -> None:
-    mixed = Machine(cores=8, gpus=(H100, A100))
+def test_mixed_or_unknown_gpus_have_no_type() -> None:
+    mixed = MachineInfo(cores=8, gpus=(H100, A100))
     assert detect_world(ClusterConfig(), Launch(), mixed).gpu is None
     assert detect_world(ClusterConfig(), Launch(), mixed).device_memory_bytes == 40 * GIB
-    unknown = Machine(cores=8, gpus=(Gpu("NVIDIA Z9", None),))
+    unknown = MachineInfo(cores=8, gpus=(GpuInfo("NVIDIA Z9", None),))
     assert detect_world(ClusterConfig(), Launch(), unknown).device_memory_bytes is None
 
 
-def test_a_described_world_is_planned_and_not_started() -> None:
+def test_described_world_can_be_planned_but_not_started() -> None:
     cluster = ClusterConfig(nodes=8, gpus_per_node=8, gpu="h100")
     world = detect_world(cluster, Launch(), CPU_MACHINE)
     assert world == World(
@@ -195,18 +196,18 @@ def test_a_described_world_is_planned_and_not_started() -> None:
     ]
 
 
-def test_a_described_gpu_that_is_not_here_has_no_measured_memory() -> None:
+def test_remote_gpu_has_no_measured_memory() -> None:
     assert detect_world(ClusterConfig(gpu="a100-40gb"), Launch(), EIGHT_H100).device_memory_bytes is None
     assert detect_world(ClusterConfig(nodes=2), Launch(), EIGHT_H100).device_memory_bytes == 80 * GIB
 
 
-def test_what_is_here_starts() -> None:
+def test_local_machine_is_startable() -> None:
     check_startable(ClusterConfig(), Launch(), CPU_MACHINE)
     check_startable(ClusterConfig(nodes=1, gpus_per_node=8, gpu="H100"), Launch(), EIGHT_H100)
 
 
-def test_a_torch_without_cuda_is_refused_on_gpus() -> None:
-    machine = Machine(cores=8, gpus=(H100,), torch_has_cuda=False)
+def test_torch_without_cuda_is_rejected_on_gpus() -> None:
+    machine = MachineInfo(cores=8, gpus=(H100,), torch_has_cuda=False)
     with pytest.raises(ConfigError, match="gpus_per_node=0"):
         check_startable(ClusterConfig(), Launch(), machine)
     check_startable(ClusterConfig(gpus_per_node=0), Launch(), machine)
@@ -215,7 +216,8 @@ def test_a_torch_without_cuda_is_refused_on_gpus() -> None:
 # ---- under a launcher
 
 
-def test_what_a_launcher_started_is_the_world() -> None:
+def test_launcher_determines_the_world() -> None:
+    """DeepSpeed#6914, #3228: the world is read as one rank."""
     assert detect_world(ClusterConfig(), launched(ranks=4), CPU_MACHINE).ranks == 4
     world = detect_world(ClusterConfig(), launched(ranks=16, per_node=8), EIGHT_H100)
     assert (world.ranks, world.ranks_per_node, world.nodes, world.device) == (16, 8, 2, Device.CUDA)
@@ -238,14 +240,14 @@ def test_what_a_launcher_started_is_the_world() -> None:
         (ClusterConfig(), launched(ranks=9, rank=8), EIGHT_H100, "9 ranks on a node with 8 visible GPUs"),
     ],
 )
-def test_a_written_cluster_that_differs_is_refused(
-    cluster: ClusterConfig, launch: Launch, machine: Machine, named: str
+def test_cluster_keys_that_contradict_the_launcher_are_rejected(
+    cluster: ClusterConfig, launch: Launch, machine: MachineInfo, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         detect_world(cluster, launch, machine)
 
 
-def test_a_thousand_ranks_agree_on_their_world() -> None:
+def test_thousand_ranks_detect_the_same_world() -> None:
     worlds = {
         detect_world(ClusterConfig(), launched(ranks=1024, per_node=8, rank=rank), EIGHT_H100)
         for rank in range(1024)
@@ -268,23 +270,23 @@ def test_a_thousand_ranks_agree_on_their_world() -> None:
         ("0,7,1", (H100,)),
     ],
 )
-def test_visible_gpus(selection: str | None, expected: tuple[Gpu, ...]) -> None:
-    assert visible((H100, A100), selection) == expected
+def test_select_visible_gpus(selection: str | None, expected: tuple[GpuInfo, ...]) -> None:
+    assert select_visible_gpus((H100, A100), selection) == expected
 
 
-def test_a_slice_of_a_gpu_is_a_gpu_of_unknown_memory() -> None:
-    assert visible((H100,), "MIG-1234") == (Gpu("MIG", None, "MIG-1234"),)
+def test_mig_slice_has_unknown_memory() -> None:
+    assert select_visible_gpus((H100,), "MIG-1234") == (GpuInfo("MIG", None, "MIG-1234"),)
 
 
-def test_this_machine() -> None:
-    machine = this_machine({"CUDA_VISIBLE_DEVICES": ""})
+def test_detect_machine() -> None:
+    machine = detect_machine({"CUDA_VISIBLE_DEVICES": ""})
     assert machine.cores >= 1
     assert machine.gpus == ()
     assert machine.host_memory_bytes is not None
     assert machine.host_memory_bytes > 2**28
 
 
-def test_defaults_leave_what_the_user_set() -> None:
+def test_defaults_keep_user_variables() -> None:
     world = World(ranks=2, ranks_per_node=2, device=Device.CPU)
     environ: dict[str, str] = {}
     set_defaults(environ, Launch(), world, CPU_MACHINE, None)
@@ -300,13 +302,13 @@ def test_defaults_leave_what_the_user_set() -> None:
     assert environ["OMP_NUM_THREADS"] == "5"
 
 
-def test_a_cpu_run_hides_the_gpus_it_was_told_to_leave() -> None:
+def test_cpu_run_hides_gpus() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
     set_defaults(environ, Launch(), World(ranks=1, ranks_per_node=1, device=Device.CPU), EIGHT_H100, None)
     assert environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_on_gpus_collectives_are_remembered_for_the_report_of_a_hang() -> None:
+def test_gpu_run_enables_flight_recorder() -> None:
     world = World(ranks=8, ranks_per_node=8, device=Device.CUDA)
     environ: dict[str, str] = {}
     set_defaults(environ, Launch(), world, EIGHT_H100, None)

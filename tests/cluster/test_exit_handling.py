@@ -1,7 +1,4 @@
-"""How a process leaves: with its code and all its words, whatever its threads still do.
-
-pytest tests/cluster/test_exit_handling.py
-"""
+"""How a process ends: exit code, output and status."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.exit_handling import LOST, ExitHandler
+from toolkit.cluster.exit_handling import LOST_CONNECTION, ExitHandler
 from toolkit.errors import CheckpointError, ExitCode, Problem
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -25,19 +22,19 @@ import atexit, sys, threading, time
 from toolkit.cluster.exit_handling import exit_now
 atexit.register(lambda: print("hook"))
 threading.Thread(target=time.sleep, args=(60,)).start()
-print("said", end=" ")
+print("flushed", end=" ")
 exit_now(75)
 """
 
 
-def test_leaving_runs_hooks_says_everything_and_waits_for_no_thread() -> None:
+def test_exit_now_runs_hooks_flushes_and_does_not_join_threads() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=50, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (75, "said hook\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (75, "flushed hook\n", "")
 
 
-def test_what_was_found_out_about_a_failure_is_in_the_status(tmp_path: Path) -> None:
+def test_exception_notes_are_recorded_in_status(tmp_path: Path) -> None:
     exit_handler = ExitHandler(lambda: None)
     exit_handler.directory, exit_handler.attempt = RunDirectory(tmp_path), 1
     error = RuntimeError("Connection reset by peer")
@@ -52,10 +49,8 @@ def test_what_was_found_out_about_a_failure_is_in_the_status(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("step", "state"), [(None, RunState.REFUSED), (0, RunState.FAILED), (7, RunState.FAILED)]
 )
-def test_a_mistake_that_is_met_while_training_is_a_failure(
-    step: int | None, state: RunState, tmp_path: Path
-) -> None:
-    """As of a full disk: steps are done. Before training began, the start is refused."""
+def test_user_error_during_training_is_a_failure(step: int | None, state: RunState, tmp_path: Path) -> None:
+    """For example a full disk: after steps were done, this is a failure; before, the start is refused."""
     exit_handler = ExitHandler(lambda: None)
     exit_handler.directory, exit_handler.attempt = RunDirectory(tmp_path), 1
     exit_handler.directory.write_status(Status(state=RunState.STARTING, attempt=1, step=step))
@@ -81,9 +76,7 @@ GLOO = (
         (RuntimeError("[/pytorch/third_party/gloo/x.cc:1] op.preamble.length"), False),
     ],
 )
-def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(
-    error: Exception, lost: bool, tmp_path: Path
-) -> None:
+def test_lost_rank_connection_is_recognised(error: Exception, lost: bool, tmp_path: Path) -> None:
     exit_handler = ExitHandler(lambda: None)
     exit_handler.directory, exit_handler.attempt = RunDirectory(tmp_path), 1
     with exit_handler:
@@ -91,7 +84,7 @@ def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(
     end = exit_handler.directory.status()
     assert end is not None
     assert end.reason is not None
-    assert end.reason.startswith(LOST) is lost
+    assert end.reason.startswith(LOST_CONNECTION) is lost
     assert end.reason.endswith(f"{type(error).__name__}: {error}")
 
 
@@ -110,7 +103,7 @@ def test_a_lost_connection_is_told_as_that_and_one_to_a_bucket_is_not(
         (ExitCode.FAILURE, False, 3, False),
     ],
 )
-def test_torchrun_is_ended_only_where_it_would_restart_what_must_not_be(
+def test_torchrun_agent_is_stopped_only_if_a_restart_is_wrong(
     code: ExitCode, elastic: bool, restarts: int, signalled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[int, int]] = []
@@ -126,7 +119,7 @@ def test_torchrun_is_ended_only_where_it_would_restart_what_must_not_be(
 
 
 def live(tmp_path: Path) -> RunDirectory:
-    """The directory of a run under way, without a process that has it."""
+    """The directory of a run in progress whose lock is free."""
     directory = RunDirectory(tmp_path)
     directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=7))
     return directory
@@ -141,7 +134,7 @@ def fail(rank: int, directory: RunDirectory) -> None:
     directory.release()
 
 
-def test_another_rank_records_the_end_if_rank_0_is_gone(tmp_path: Path) -> None:
+def test_other_rank_records_end_if_rank_0_died(tmp_path: Path) -> None:
     directory = live(tmp_path)
     fail(2, RunDirectory(tmp_path))
     fail(3, RunDirectory(tmp_path))
@@ -150,11 +143,12 @@ def test_another_rank_records_the_end_if_rank_0_is_gone(tmp_path: Path) -> None:
     assert (end.state, end.exit_code, end.step) == (RunState.FAILED, 1, 7)
     assert (
         end.reason
-        == "RuntimeError: the other side is gone\nrecorded by rank 2, because rank 0 ended without recording why"
+        == "RuntimeError: the other side is gone\nrecorded by rank 2, because rank 0 ended without recording "
+        "a reason"
     )
 
 
-def test_another_rank_records_nothing_while_rank_0_lives(tmp_path: Path) -> None:
+def test_other_rank_records_nothing_while_rank_0_lives(tmp_path: Path) -> None:
     directory = live(tmp_path)
     assert directory.try_lock()
     fail(2, RunDirectory(tmp_path))

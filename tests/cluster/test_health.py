@@ -1,7 +1,4 @@
-"""The health check of the image.
-
-pytest tests/cluster/test_health.py
-"""
+"""The health check of the image."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ def directory(tmp_path: Path) -> RunDirectory:
     ("state", "age", "ill"),
     [
         (RunState.RUNNING, 0.0, False),
-        (RunState.RUNNING, 599.0, False),  # a step may take so long
+        (RunState.RUNNING, 599.0, False),  # a step may take this long
         (RunState.RUNNING, 661.0, True),
-        (RunState.STARTING, 3600.0, False),  # data are made
+        (RunState.STARTING, 3600.0, False),  # data are being prepared
         (RunState.DONE, 3600.0, False),
         (RunState.STOPPED, 0.0, False),
         (RunState.FAILED, 0.0, True),
@@ -48,31 +45,31 @@ def test_health_is_read_from_the_status(
     state: RunState, age: float, ill: bool, directory: RunDirectory
 ) -> None:
     directory.write_status(Status(state=state, attempt=1))
-    assert (health.what_ails(directory.path, time.time() + age) is not None) is ill
+    assert (health.find_failure(directory.path, time.time() + age) is not None) is ill
 
 
-def test_a_run_is_found_by_its_lock_wherever_it_is(directory: RunDirectory) -> None:
+def test_run_is_found_through_its_lock(directory: RunDirectory) -> None:
     own = Path(f"/proc/{os.getpid()}")
-    assert directory.path not in set(health.run_folders(own.parent))
+    assert directory.path not in set(health.find_run_folders(own.parent))
     descriptor, _ = acquire_lock(directory.path / "lock")
     assert descriptor is not None
     try:
-        assert directory.path in set(health.run_folders(own.parent))
+        assert directory.path in set(health.find_run_folders(own.parent))
     finally:
         os.close(descriptor)
 
 
-def test_a_process_that_ends_meanwhile_is_passed_over(directory: RunDirectory, tmp_path: Path) -> None:
+def test_vanished_process_is_skipped(directory: RunDirectory, tmp_path: Path) -> None:
     proc = tmp_path / "proc"
     for number in ("7", "8", "9"):
         (proc / number).mkdir(parents=True)
-    (proc / "7" / "fd").touch()  # its descriptors cannot be listed any more
+    (proc / "7" / "fd").touch()  # its descriptors can no longer be listed
     (proc / "9" / "fd").mkdir()
     (proc / "9" / "fd" / "3").symlink_to(directory.path / "lock")
-    assert list(health.run_folders(proc)) == [directory.path]
+    assert list(health.find_run_folders(proc)) == [directory.path]
 
 
-def test_it_is_quick_and_imports_nothing_heavy() -> None:
+def test_health_check_is_fast_and_imports_no_torch() -> None:
     program = (
         "import sys, toolkit.cluster.health as health, pathlib\nhealth.main(pathlib.Path('/nowhere'))\n"
         "print(sorted({'torch', 'omegaconf', 'numpy'} & set(sys.modules)))"
@@ -85,22 +82,21 @@ def test_it_is_quick_and_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines() == ["no run here", "[]"], done.stderr
     assert (
         after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
-    )  # of a core, however busy the machine is
+    )  # CPU seconds, independent of the load
 
 
-def test_a_file_system_that_does_not_answer_is_no_health(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A named pipe that nobody writes to blocks its reader."""
+def test_hanging_file_system_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named pipe without a writer blocks its reader."""
     folder = tmp_path / "run"
     folder.mkdir()
     os.mkfifo(folder / "status.json")
     program = (
         f"import toolkit.cluster.health as health, pathlib\nhealth.SECONDS = 1\n"
-        f"health.run_folders = lambda _: [pathlib.Path({str(folder)!r})]\nraise SystemExit(health.main())"
+        f"health.find_run_folders = lambda _: [pathlib.Path({str(folder)!r})]\n"
+        "raise SystemExit(health.main())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1, done.stderr
-    assert "could not be read in 1 s" in done.stdout
+    assert "could not be read within 1 s" in done.stdout

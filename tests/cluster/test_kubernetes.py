@@ -1,8 +1,8 @@
-"""What is handed to Kubernetes: held against golden files and against the schemas of Kubernetes and JobSet; and what is asked of
-kubectl, by a stand-in for it.
+"""Kubernetes manifests, compared with golden files and JSON schemas; and the kubectl commands, with a fake
+kubectl.
 
     pytest tests/cluster/test_kubernetes.py
-    python -m tests.cluster.test_kubernetes        writes the golden files anew
+    python -m tests.cluster.test_kubernetes        rewrite the golden files
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from toolkit.cluster import backends
-from toolkit.cluster.backends import kubernetes
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState, make_job, plan_job
+from toolkit.cluster.backends import kubernetes, kubernetes_manifests
+from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob, create_job, plan_job
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, KubernetesConfig
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.schema import RunConfig, RunSection
@@ -43,7 +43,7 @@ def job(
     name: str | None = None,
     grace: int = 60,
     **keys: Any,
-) -> Job:
+) -> TrainingJob:
     own = KubernetesConfig(
         **{"image": "registry.example/toolkit:1.0", "volumes": {"/workspace": "training"}, **keys}
     )
@@ -54,7 +54,7 @@ def job(
     world = World(
         ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU
     )
-    return Job(
+    return TrainingJob(
         name=name or Path(run_dir).name,
         run_dir=run_dir,
         number=number,
@@ -106,13 +106,13 @@ CASES = {
 }
 
 
-def documents(of: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+def documents(of: TrainingJob) -> tuple[dict[str, Any], dict[str, Any]]:
     config_map, job_set = yaml.safe_load_all(kubernetes.render(of)[kubernetes.MANIFEST_FILE])
     return config_map, job_set
 
 
-def golden(of: Job) -> str:
-    """The manifest without the configuration, which changes with every key of the schema."""
+def golden(of: TrainingJob) -> str:
+    """The manifest without the configuration, which changes with every new key."""
     text = kubernetes.render(of)[kubernetes.MANIFEST_FILE]
     return re.sub(r"(?<=config\.yaml: \|\n)(?:    .*\n)+", "    (the frozen configuration)\n", text)
 
@@ -124,7 +124,7 @@ def pod_of(job_set: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_manifest_is_the_golden_one(name: str) -> None:
+def test_manifest_matches_golden_file(name: str) -> None:
     assert golden(CASES[name]) == (GOLDEN / name).read_text(encoding="utf-8")
 
 
@@ -132,7 +132,9 @@ def test_the_manifest_is_the_golden_one(name: str) -> None:
 
 
 def strict(schema: Any) -> Any:
-    """``schema`` which refuses unknown fields, as the API server does for kubectl (fieldValidation=Strict)."""
+    """``schema`` with unknown fields rejected, like the API server does for kubectl
+    (fieldValidation=Strict).
+    """
     if isinstance(schema, dict):
         found = {key: strict(value) for key, value in schema.items()}
         if isinstance(schema.get("properties"), dict) and not schema.get(
@@ -144,7 +146,7 @@ def strict(schema: Any) -> Any:
 
 
 def validators() -> tuple[Callable[[Any], list[str]], Callable[[str], Callable[[Any], list[str]]]]:
-    """One for JobSets, and one for each kind of Kubernetes: the errors of a document."""
+    """Validators for JobSets and for each kind of Kubernetes; each returns the errors of a document."""
     jsonschema = pytest.importorskip(
         "jsonschema", reason="no manifest was held against the schemas: pip install jsonschema"
     )
@@ -162,7 +164,7 @@ def validators() -> tuple[Callable[[Any], list[str]], Callable[[str], Callable[[
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_manifests_are_valid(name: str) -> None:
+def test_manifests_match_the_schemas(name: str) -> None:
     job_set_errors, kind = validators()
     config_map, job_set = documents(CASES[name])
     assert job_set_errors(job_set) == []
@@ -179,7 +181,7 @@ def test_the_manifests_are_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["field", "type", "enum", "pod"])
-def test_control_a_wrong_manifest_is_not_valid(wrong: str) -> None:
+def test_control_invalid_manifest_fails_the_schema(wrong: str) -> None:
     job_set_errors, _ = validators()
     job_set = copy.deepcopy(documents(ALL)[1])
     spec = job_set["spec"]
@@ -195,10 +197,10 @@ def test_control_a_wrong_manifest_is_not_valid(wrong: str) -> None:
     assert len(job_set_errors(job_set)) == 1
 
 
-# ---- what it says
+# ---- contents
 
 
-def test_pods_have_no_rights_and_no_secret_is_written() -> None:
+def test_pods_are_unprivileged_and_manifests_contain_no_secrets() -> None:
     config_map, job_set = documents(ALL)
     pod = pod_of(job_set)
     (container,) = pod["containers"]
@@ -218,7 +220,7 @@ def test_pods_have_no_rights_and_no_secret_is_written() -> None:
     assert config_map["immutable"] is True
 
 
-def test_a_job_of_several_nodes_meets_at_the_first_pod() -> None:
+def test_multi_node_job_uses_first_pod_as_rendezvous() -> None:
     _, job_set = documents(ALL)
     name = job_set["metadata"]["name"]
     (replicated,) = job_set["spec"]["replicatedJobs"]
@@ -231,11 +233,13 @@ def test_a_job_of_several_nodes_meets_at_the_first_pod() -> None:
     )
     assert f"--meet={name}-node-0-0.{name}:29400" in pod_of(job_set)["containers"][0]["command"]
     assert job_set["spec"]["network"]["subdomain"] == name
-    assert not any(word.startswith("--meet") for word in kubernetes.command(job()))
+    assert not any(word.startswith("--meet") for word in kubernetes_manifests.container_command(job()))
 
 
-def test_exit_codes_are_carried_out() -> None:
-    """By the words that Kubernetes' controller of Jobs writes (pkg/controller/job/pod_failure_policy.go, v1.31)."""
+def test_failure_rules_act_on_exit_codes() -> None:
+    """Matches the messages of Kubernetes' Job controller (pkg/controller/job/pod_failure_policy.go,
+    v1.31).
+    """
     _, job_set = documents(ALL)
     rules = job_set["spec"]["failurePolicy"]["rules"]
     assert job_set["spec"]["failurePolicy"]["maxRestarts"] == ALL.config.cluster.restarts == 3
@@ -249,10 +253,13 @@ def test_exit_codes_are_carried_out() -> None:
         )
         return next(found, None)
 
-    failed = "Container trainer for pod research/gpt-node-0-2-x7k2p failed with exit code {} matching FailJob rule at index 0"
+    failed = (
+        "Container trainer for pod research/gpt-node-0-2-x7k2p failed with exit code {} "
+        "matching FailJob rule at index 0"
+    )
     assert action(failed.format(2)) == "FailJobSet"
     assert action(failed.format(75)) == "RestartJobSetAndIgnoreMaxRestarts"
-    assert action(failed.format(127)) is None  # so it is started again, and counted
+    assert action(failed.format(127)) is None  # so it is restarted, and counted
     assert action(failed.format(25)) is None
     disrupted = (
         "Pod research/gpt-node-0-2-x7k2p has condition DisruptionTarget matching FailJob rule at index 2"
@@ -260,12 +267,12 @@ def test_exit_codes_are_carried_out() -> None:
     assert action(disrupted) == "RestartJobSetAndIgnoreMaxRestarts"
 
 
-def test_a_pod_has_the_time_to_save() -> None:
+def test_grace_period_allows_saving() -> None:
     assert pod_of(documents(ALL)[1])["terminationGracePeriodSeconds"] == 330
     assert pod_of(documents(job())[1])["terminationGracePeriodSeconds"] == 90
 
 
-def test_priority_is_kueues_with_a_queue_and_kubernetes_own_without() -> None:
+def test_priority_class_of_kueue_or_kubernetes() -> None:
     _, queued = documents(ALL)
     assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert queued["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "urgent"
@@ -276,13 +283,13 @@ def test_priority_is_kueues_with_a_queue_and_kubernetes_own_without() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "7b", "Große Läufe, 2", "x" * 200, "--", "a.b_c", "$(HOSTNAME)"])
-def test_names_are_dns_labels_that_leave_room_for_pods(name: str) -> None:
+def test_object_names_are_short_dns_labels(name: str) -> None:
     found = kubernetes.object_name(job(name=name))
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found), found
     assert len(f"{found}-node-0-9999-abcde") <= 63
 
 
-def test_each_job_of_each_run_has_a_name_of_its_own() -> None:
+def test_object_names_are_unique_per_job() -> None:
     jobs = [
         job(),
         job(number=2),
@@ -292,8 +299,10 @@ def test_each_job_of_each_run_has_a_name_of_its_own() -> None:
     assert len({kubernetes.object_name(each) for each in jobs}) == 4
 
 
-def test_the_configuration_arrives_whole() -> None:
-    """Composed words with what YAML and Kubernetes treat in their own way; equal to a local run's but for cluster and run.dir."""
+def test_configuration_survives_the_config_map() -> None:
+    """Values that YAML or Kubernetes could alter arrive unchanged; equal to a local run except for cluster
+    and run.dir.
+    """
     words = [
         "+exp=quickstart",
         "monitor.prompt='a: \"b\" $(HOSTNAME) # c\n- d'",
@@ -311,8 +320,8 @@ def test_the_configuration_arrives_whole() -> None:
     assert replace(arrived, cluster=here.cluster, run=replace(arrived.run, dir=None)) == here
 
 
-def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
-    """But for cluster and run.dir; and the run directory has the same name."""
+def test_config_map_equals_local_configuration(tmp_path: Path) -> None:
+    """Equal except for cluster and run.dir, which has the same name."""
     words = ["+exp=quickstart", "optim.lr=0.002", "cluster.gpus_per_node=0", "cluster.cpu_ranks=2"]
     own = {
         ClusterBackend.local: [],
@@ -325,8 +334,8 @@ def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
     }
 
     def frozen(words: list[str]) -> RunConfig:
-        of = make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path)
-        config = from_yaml(backends.of(of.config.cluster.where).render(of)[CONFIG_FILE])
+        of = create_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path)
+        config = from_yaml(backends.get_backend(of.config.cluster.where).render(of)[CONFIG_FILE])
         assert config.run.dir is not None
         return replace(
             config, cluster=ClusterConfig(), run=replace(config.run, dir=Path(config.run.dir).name)
@@ -337,9 +346,9 @@ def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
     assert frozen([*words, "optim.lr=0.003"]) != here  # a control
 
 
-# ---- refused before anything is written
+# ---- rejected before anything is written
 
-REFUSED: dict[str, tuple[Job, str]] = {
+REFUSED: dict[str, tuple[TrainingJob, str]] = {
     "no image": (job(image=None), "cluster.kubernetes.image"),
     "image of two words": (job(image="toolkit: 1"), "cluster.kubernetes.image"),
     "no volume": (job(volumes={}), "cluster.kubernetes.volumes"),
@@ -411,21 +420,21 @@ REFUSED: dict[str, tuple[Job, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_kubernetes_would_not_start_is_refused(name: str) -> None:
+def test_invalid_kubernetes_keys_are_rejected(name: str) -> None:
     wrong, key = REFUSED[name]
     with pytest.raises(ConfigError) as refused:
         kubernetes.render(wrong)
     assert [problem.key for problem in refused.value.problems] == [key]
 
 
-def test_a_run_directory_may_lie_on_a_network_volume() -> None:
+def test_run_dir_may_be_on_a_network_volume() -> None:
     nfs = {"/workspace": {"nfs": {"server": "10.0.0.2", "path": "/runs"}}}
     _, job_set = documents(job(volumes={}, extra_volumes=nfs))
     assert pod_of(job_set)["volumes"][-1] == {"name": "extra-0", **nfs["/workspace"]}
 
 
-def test_typed_keys_reach_the_manifest(tmp_path: Path) -> None:
-    """As a person types them: maps and lists of maps in Hydra's notation."""
+def test_typed_overrides_reach_the_manifest(tmp_path: Path) -> None:
+    """As typed: maps and lists of maps in Hydra's notation."""
     words = [
         "+exp=quickstart",
         "cluster=kubernetes",
@@ -435,10 +444,11 @@ def test_typed_keys_reach_the_manifest(tmp_path: Path) -> None:
         "cluster.kubernetes.volumes={/workspace: training}",
         "cluster.kubernetes.environment={NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
         "cluster.kubernetes.tolerations=[{key: dedicated, operator: Exists}]",
-        "cluster.kubernetes.affinity={podAntiAffinity: {preferredDuringSchedulingIgnoredDuringExecution: []}}",
+        "cluster.kubernetes.affinity={podAntiAffinity: "
+        "{preferredDuringSchedulingIgnoredDuringExecution: []}}",
         "cluster.kubernetes.extra_volumes={/scratch: {hostPath: {path: /mnt/nvme}}}",
     ]
-    _, job_set = documents(make_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path))
+    _, job_set = documents(create_job(plan_job(compose(words)), "/repo/launch/train.py", here=tmp_path))
     pod = pod_of(job_set)
     assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in pod["containers"][0]["env"]
     assert {"key": "dedicated", "operator": "Exists"} in pod["tolerations"]
@@ -446,14 +456,14 @@ def test_typed_keys_reach_the_manifest(tmp_path: Path) -> None:
     assert {"name": "extra-0", "hostPath": {"path": "/mnt/nvme"}} in pod["volumes"]
 
 
-def test_a_secret_that_was_written_out_is_not_repeated() -> None:
+def test_literal_secret_is_not_echoed() -> None:
     with pytest.raises(ConfigError) as refused:
         kubernetes.render(job(secrets={"WANDB_API_KEY": "0123456789abcdef"}))
     assert "WANDB_API_KEY" in str(refused.value)
     assert "0123456789abcdef" not in str(refused.value)
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         kubernetes.render(job(image=None, queue="A", volumes={}))
     assert len(refused.value.problems) == 3
@@ -464,7 +474,7 @@ def test_every_problem_is_told_at_once() -> None:
 
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in, which writes its words into ``asked`` and answers with ``answer`` and ``code``."""
+    """A fake that writes its arguments to ``asked`` and replies with ``answer`` and ``code``."""
     folder = tmp_path / "bin"
     folder.mkdir()
     script = folder / "kubectl"
@@ -477,19 +487,21 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_job_is_applied_from_its_folder(kubectl: Path) -> None:
+def test_submit_applies_the_manifest_file(kubectl: Path) -> None:
     of = replace(ALL, run_dir="/data/run dir; touch pwned")
-    id = backends.of(ClusterBackend.kubernetes).submit(of)
+    id = backends.get_backend(ClusterBackend.kubernetes).submit(of)
     assert id == JobId(ClusterBackend.kubernetes, f"research/{kubernetes.object_name(of)}")
     assert (kubectl / "asked").read_text().splitlines() == kubernetes.argv(of)[1:]
     assert kubernetes.argv(of)[-1] == "--filename=/data/run dir; touch pwned/jobs/001/job.yaml"
 
 
 @pytest.mark.parametrize("name", [*CASES, "odd"])
-def test_a_real_kubectl_reads_the_same(name: str, tmp_path: Path) -> None:
-    """Its parser of YAML is another one. "odd": texts that it would take for numbers and truth values, were they not quoted."""
+def test_real_kubectl_parses_the_same_objects(name: str, tmp_path: Path) -> None:
+    """kubectl has another YAML parser. "odd": strings that it would read as numbers or booleans if
+    unquoted.
+    """
     if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl read the manifests: there is none here")
+        pytest.skip("needs kubectl")
     odd = job(
         node_selector={
             "a": "y",
@@ -522,16 +534,16 @@ def test_a_real_kubectl_reads_the_same(name: str, tmp_path: Path) -> None:
     assert tuple(found) == documents(of)
 
 
-def test_a_refusal_is_told_in_the_clusters_words(kubectl: Path) -> None:
+def test_kubectl_error_is_reported(kubectl: Path) -> None:
     (kubectl / "error").write_text('error: resource mapping not found for kind "JobSet"\n')
     (kubectl / "code").write_text("1")
     with pytest.raises(InputError, match='not found for kind "JobSet"'):
         kubernetes.submit(ALL)
 
 
-def test_without_kubectl_the_job_is_not_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kubectl_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="kubectl is not here"):
+    with pytest.raises(InputError, match="kubectl is not installed here"):
         kubernetes.submit(ALL)
 
 
@@ -566,7 +578,7 @@ def test_without_kubectl_the_job_is_not_handed_over(tmp_path: Path, monkeypatch:
         ({"spec": {}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}}, JobState.ENDED),
     ],
 )
-def test_states(found: Mapping[str, Any] | None, state: JobState, kubectl: Path) -> None:
+def test_read_state(found: Mapping[str, Any] | None, state: JobState, kubectl: Path) -> None:
     (kubectl / "answer").write_text(json.dumps(found) if found is not None else "")
     assert kubernetes.state(JobId(ClusterBackend.kubernetes, "research/gpt-1")) is state
     assert (kubectl / "asked").read_text().split() == [
@@ -579,7 +591,7 @@ def test_states(found: Mapping[str, Any] | None, state: JobState, kubectl: Path)
     ]
 
 
-def test_a_cancelled_job_takes_its_configuration_with_it(kubectl: Path) -> None:
+def test_cancel_deletes_job_and_config_map(kubectl: Path) -> None:
     kubernetes.cancel(JobId(ClusterBackend.kubernetes, "research/gpt-1"))
     assert (kubectl / "asked").read_text().split() == [
         "--namespace=research",

@@ -1,9 +1,10 @@
-"""Two machines that share one folder train together, through torchrun and through deepspeed, and are cut apart.
+"""Two simulated machines with one shared folder train together through torchrun and deepspeed, and lose their
+connection.
 
-    pytest tests/cluster/test_nodes.py -rs             what the machines are
-    pytest tests/cluster/test_nodes.py -rs -m full     whole trainings: to the end, cut apart, one rank killed, data of each node's own
+    pytest tests/cluster/test_nodes.py -rs             the simulated machines
+    pytest tests/cluster/test_nodes.py -rs -m full     whole trainings
 
-Without root or namespaces nothing of it runs, and pytest says so.
+Skipped without root or namespaces.
 """
 
 from __future__ import annotations
@@ -18,26 +19,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, until
-from tests.launch.processes import TRAIN, Started, command
-from tests.launch.test_killed import KEYS, STEPS, data, rows
+from tests.cluster.simulated_nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, wait_for
+from tests.launch.processes import TRAIN, RunningCommand, command
+from tests.launch.tiny_runs import KEYS, STEPS, read_losses
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
-__all__ = ["data"]  # the fixture
-
 DRIVER = (
     Path(__file__).resolve().parents[1] / "launch" / "hung_training.py"
-)  # launch/train.py, where nothing else is asked for
-PORT = 29400  # of networks that nobody else has
+)  # launch/train.py, unless a test needs another script
+PORT = 29400  # interfaces of namespaces only
 HANG_SECONDS = 8
-# After the limit of a hang: a look at it, the other ranks' words, and the sinks: 30 s at most (LAST_SECONDS of observe/watchdog.py).
+# After the hang timeout: collecting stacks and messages of other ranks, and closing sinks: 30 s at most
+# (LAST_SECONDS of observe/watchdog.py).
 TELLING_SECONDS = 35
-# torchrun's agent away from its store waits for an answer until the kernel gives the connection up: with Linux' 15 tries a quarter of an
-# hour, with these some 15 s, and then perhaps once more for what it says when it leaves (read_timeout of its c10d rendezvous).
+# torchrun's agent without its store waits until the kernel gives up the connection: a quarter of an hour with
+# Linux' default of 15 retries, about 15 s with these, possibly twice (read_timeout of its c10d rendezvous).
 TRIES, STORE_SECONDS = 5, 15 + 60
 ENVIRON = {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
-SLOW = {"FAULT": "slow:ALL:1"}  # a step takes so long that the test can act between two
+SLOW = {"FAULT": "slow:ALL:1"}  # slow steps, so that the test can act between two of them
 RUN = (
     *KEYS,
     "zero=stage2",
@@ -45,7 +45,10 @@ RUN = (
     f"monitor.hang_seconds={HANG_SECONDS}",
     "cluster.grace_seconds=5",
 )
-LISTEN = "import socket; s = socket.create_server(('10.213.0.1', 7)); s.settimeout(20); [s.accept()[0].close() for _ in range(2)]"
+LISTEN = (
+    "import socket; s = socket.create_server(('10.213.0.1', 7)); s.settimeout(20); "
+    "[s.accept()[0].close() for _ in range(2)]"
+)
 CALL = "import socket; socket.create_connection(('10.213.0.1', 7), timeout=1).close()"
 SUM = """
 import sys
@@ -70,7 +73,7 @@ def both(
     environ: Mapping[str, str] | None = None,
     restarts: int = 0,
 ) -> Iterator[list[OnNode]]:
-    """The same command on both nodes, as a person types it there."""
+    """Run the same command on both nodes."""
     with ExitStack() as stack:
         found = []
         for node in nodes:
@@ -85,9 +88,9 @@ def both(
 
 
 def ended(commands: Sequence[OnNode], seconds: float) -> list[int | None]:
-    """Their exit codes."""
-    until(lambda: all(one.code() is not None for one in commands), seconds, "ended", *commands)
-    return [one.code() for one in commands]
+    """Return their exit codes."""
+    wait_for(lambda: all(item.code() is not None for item in commands), seconds, "ended", *commands)
+    return [item.code() for item in commands]
 
 
 def words(nodes: TwoNodes) -> list[str]:
@@ -95,7 +98,7 @@ def words(nodes: TwoNodes) -> list[str]:
 
 
 def give(nodes: TwoNodes, data: Path) -> None:
-    """To each node the same data, on its own disk."""
+    """Copy the same data to each node's own disk."""
     for node in nodes:
         node.run("cp", "-r", str(data), "data")
 
@@ -104,7 +107,7 @@ def done(run: RunDirectory, attempt: int) -> None:
     status = run.status()
     assert status is not None
     assert (status.state, status.exit_code, status.attempt, status.step) == (RunState.DONE, 0, attempt, STEPS)
-    assert run.attempts() == list(range(1, attempt + 1)), "one start of both nodes is one attempt"
+    assert run.attempts() == list(range(1, attempt + 1)), "a start of both nodes is one attempt"
 
 
 def trained(run: RunDirectory, steps: int) -> bool:
@@ -112,43 +115,45 @@ def trained(run: RunDirectory, steps: int) -> bool:
 
 
 def losses(run: RunDirectory) -> list[float]:
-    found = rows(run.metrics_file)
+    found = read_losses(run.metrics_file)
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
     return [loss for _, loss in found]
 
 
 @pytest.fixture(scope="module")
 def one_node(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of two ranks of this machine, started by our parent."""
+    """Return the losses of two local ranks, started by the supervisor."""
     folder = tmp_path_factory.mktemp("one")
     run = RunDirectory(folder / "run")
     argv = command("python", TRAIN, *RUN, f"data.path={data}", f"run.dir={run.path}")
-    with Started(argv, run.path, cwd=folder, environ=ENVIRON) as started:
-        assert started.ended(150) == 0, started.output
+    with RunningCommand(argv, run.path, cwd=folder, environ=ENVIRON) as started:
+        assert started.wait_for_exit(150) == 0, started.output
     found = losses(run)
-    assert found[0] - found[-1] > 0.3, "one that began anew or left out a step could pass for this run"
+    assert found[0] - found[-1] > 0.3, "otherwise a run that restarted or skipped a step could pass"
     return found
 
 
-def test_what_the_machines_are(tmp_path: Path) -> None:
-    """What a node writes is its own, but in the folder that they share; with the cable they reach each other, without it they do not."""
+def test_simulated_nodes_are_isolated(tmp_path: Path) -> None:
+    """A node's files are its own, except in the shared folder; the nodes reach each other only while
+    connected.
+    """
     with two_nodes(tmp_path) as nodes:
         names = [node.run("hostname").strip() for node in nodes]
         assert names == ["node0", "node1"]
         nodes[0].run("touch", "mine", str(nodes.shared / "ours"))
         assert nodes[1].run("ls", str(nodes.here)) == ""
         assert nodes[1].run("ls", str(nodes.shared)) == "ours\n"
-        assert not list(nodes.here.iterdir()), "nor is it seen outside"
+        assert not list(nodes.here.iterdir()), "and it is not visible outside"
         with pytest.raises(OSError, match="Read-only"):
             nodes[1].run("touch", str(nodes.here.parent / "elsewhere"))
         with nodes[0].start([sys.executable, "-c", LISTEN], tmp_path / "listen.txt") as listening:
-            until(lambda: reached(nodes), 10, "reached", listening)
+            wait_for(lambda: reached(nodes), 10, "reached", listening)
             nodes.cable(up=False)
             assert not reached(nodes)
             nodes.cable(up=True)
-            until(lambda: reached(nodes), 10, "reached again", listening)
+            wait_for(lambda: reached(nodes), 10, "reached again", listening)
         first = nodes[0]
-        until(lambda: first.processes() == [], 10, "rid of its processes")
+        wait_for(lambda: first.processes() == [], 10, "rid of its processes")
     assert first._first.returncode is not None
 
 
@@ -163,10 +168,12 @@ def reached(nodes: TwoNodes) -> bool:
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_two_nodes_train_what_one_node_trains(
+def test_two_nodes_match_single_node_losses(
     launcher: str, data: Path, one_node: list[float], tmp_path: Path
 ) -> None:
-    """Names do not resolve and no file was handed over: the first node composes, the other one is told; gloo takes the cable."""
+    """Names do not resolve and there is no shared handover file: the first node publishes the spec, and gloo
+    uses the cable.
+    """
     with two_nodes(tmp_path) as nodes:
         give(nodes, data)
         run = RunDirectory(nodes.shared / "run")
@@ -183,11 +190,12 @@ def test_two_nodes_train_what_one_node_trains(
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "restarts"), [("deepspeed", 0), ("torchrun", 0), ("torchrun", 2)])
-def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
+def test_lost_connection_ends_both_nodes_and_run_resumes(
     launcher: str, restarts: int, data: Path, one_node: list[float], tmp_path: Path
 ) -> None:
-    """Nobody is told that a cable was pulled: each side finds out that nothing goes on. torchrun starts the ranks again by itself where it
-    may; else the same command does."""
+    """Nodes are not notified of a lost connection; each side times out. torchrun restarts the ranks if it
+    may; otherwise the same command resumes.
+    """
     with two_nodes(tmp_path) as nodes:
         give(nodes, data)
         if launcher == "torchrun" and restarts == 0:
@@ -195,7 +203,7 @@ def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
                 node.run("sh", "-c", f"echo {TRIES} > /proc/sys/net/ipv4/tcp_retries2")
         run = RunDirectory(nodes.shared / "run")
         with both(nodes, launcher, DRIVER, *words(nodes), environ=SLOW, restarts=restarts) as commands:
-            until(lambda: trained(run, 3), 120, "training", *commands)
+            wait_for(lambda: trained(run, 3), 120, "training", *commands)
             first = [rank.pid for node in nodes for rank in node.ranks().values()]
             nodes.cable(up=False)
             began = time.monotonic()
@@ -203,7 +211,7 @@ def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
             def gone() -> bool:
                 return not {rank.pid for node in nodes for rank in node.ranks().values()} & set(first)
 
-            until(gone, HANG_SECONDS + TELLING_SECONDS, "without ranks", *commands)
+            wait_for(gone, HANG_SECONDS + TELLING_SECONDS, "without ranks", *commands)
             status = run.status()
             assert status is not None
             assert (status.state, status.exit_code) == (RunState.FAILED, 1)
@@ -231,16 +239,17 @@ def test_cut_apart_both_sides_end_in_bounded_time_and_the_job_goes_on(
 
 @pytest.mark.full
 @pytest.mark.timeout(500)
-def test_after_ranks_were_killed_torchrun_starts_those_of_both_nodes_again(
+def test_torchrun_restarts_both_nodes_after_a_killed_rank(
     data: Path, one_node: list[float], tmp_path: Path
 ) -> None:
-    """One of each node, one after the other. The agents count differently in between, and their store is the one of before: neither keeps
-    the ranks from meeting."""
+    """Ranks of both nodes are killed in turn. The agents' restart counts then differ and their store is
+    reused; the ranks still connect.
+    """
     with two_nodes(tmp_path) as nodes:
         give(nodes, data)
         run = RunDirectory(nodes.shared / "run")
         with both(nodes, "torchrun", DRIVER, *words(nodes), environ=SLOW, restarts=2) as commands:
-            until(lambda: trained(run, 3), 120, "training", *commands)
+            wait_for(lambda: trained(run, 3), 120, "training", *commands)
             nodes[1].ranks()[1].send_signal(signal.SIGKILL)
 
             def on() -> bool:
@@ -251,7 +260,7 @@ def test_after_ranks_were_killed_torchrun_starts_those_of_both_nodes_again(
                     and (status.step or 0) >= 3
                 )
 
-            until(on, 120, "training again", *commands)
+            wait_for(on, 120, "training again", *commands)
             nodes[0].ranks()[0].send_signal(signal.SIGKILL)
             assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
         done(run, attempt=3)
@@ -260,8 +269,8 @@ def test_after_ranks_were_killed_torchrun_starts_those_of_both_nodes_again(
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_each_node_makes_its_own_data(tmp_path: Path) -> None:
-    """Megatron-LM#907, #795: an index that rank 0 alone makes is not there on other machines."""
+def test_each_node_prepares_its_own_data(tmp_path: Path) -> None:
+    """Megatron-LM#907, #795: an index built only by rank 0 is missing on other machines."""
     with two_nodes(tmp_path) as nodes:
         keys = [key for key in RUN if not key.startswith(("data=", "train.steps"))]
         run = RunDirectory(nodes.shared / "run")
@@ -287,7 +296,7 @@ def test_each_node_makes_its_own_data(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_data_that_one_node_lacks_are_a_mistake_that_is_told_once(data: Path, tmp_path: Path) -> None:
+def test_missing_data_on_one_node_is_reported_once(data: Path, tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes:
         nodes[0].run("cp", "-r", str(data), "data")
         run = RunDirectory(nodes.shared / "run")
@@ -303,7 +312,7 @@ def test_data_that_one_node_lacks_are_a_mistake_that_is_told_once(data: Path, tm
 @pytest.mark.full
 @pytest.mark.parametrize(("interface", "sums"), [("wire", True), ("lo", False)])
 def test_control_gloo_needs_the_right_interface(interface: str, sums: bool, tmp_path: Path) -> None:
-    """What it is chosen for: where gloo listens at the loopback, the other node waits for nobody."""
+    """The reason for choosing the interface: with gloo on loopback, the other node never connects."""
     with two_nodes(tmp_path) as nodes, ExitStack() as stack:
         commands = [
             stack.enter_context(
@@ -315,9 +324,12 @@ def test_control_gloo_needs_the_right_interface(interface: str, sums: bool, tmp_
             )
             for node in nodes
         ]
-        until(
-            lambda: (all if sums else any)(one.code() is not None for one in commands), 60, "ended", *commands
+        wait_for(
+            lambda: (all if sums else any)(item.code() is not None for item in commands),
+            60,
+            "ended",
+            *commands,
         )
-        codes = [one.code() for one in commands]
+        codes = [item.code() for item in commands]
         assert codes == [0, 0] if sums else 1 in codes, commands[0].output + commands[1].output
-        assert all(("the sum is 3" in one.output) is sums for one in commands)
+        assert all(("the sum is 3" in item.output) is sums for item in commands)

@@ -1,7 +1,4 @@
-"""The word that a pod gives Kubernetes about the run: by status.json, and not by its launcher's exit code.
-
-pytest tests/cluster/test_pod.py
-"""
+"""A pod's exit code depends on status.json and not on its launcher's exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import pod
-from toolkit.cluster.requeue import Asked, Before
+from toolkit.cluster.requeue import JobBaseline, StopSignal
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.compose import to_yaml
 from toolkit.config.schema import RunConfig, RunSection
@@ -25,7 +22,7 @@ from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
-# A launcher's stand-in: argv is the run's directory, then state, reason, step of a checkpoint (or -), and its own exit code.
+# A fake launcher. argv: run directory, state, reason, checkpoint step (or -), exit code.
 FAKE = """
 import json, pathlib, signal, sys, time
 folder, state, reason, step, code = sys.argv[1:]
@@ -69,7 +66,7 @@ def run(
     )
     monkeypatch.setattr(
         pod,
-        "command",
+        "build_command",
         lambda *_, **__: [sys.executable, "-c", FAKE, str(tmp_path), state, reason, step, str(code)],
     )
     monkeypatch.setattr(pod, "SETTLE_SECONDS", 0.0)
@@ -84,24 +81,18 @@ def run(
 @pytest.mark.parametrize(
     ("state", "reason", "step", "launcher", "code"),
     [
-        ("done", "", "0001", 1, ExitCode.DONE),  # torchrun failed while it went
+        ("done", "", "0001", 1, ExitCode.DONE),  # torchrun failed while stopping
         ("refused", "a mistake", "-", 1, ExitCode.USER),  # torchrun turns each code into 1
         ("stopped", "SIGTERM", "0001", 1, ExitCode.STOPPED),
-        ("stopped", "SIGINT", "0001", 1, ExitCode.USER),  # a person's word: it is not started again
+        ("stopped", "SIGINT", "0001", 1, ExitCode.USER),  # stopped by the user: not restarted
         ("failed", "out of memory", "0001", 1, ExitCode.STOPPED),  # with a newer checkpoint: not counted
-        ("failed", "out of memory", "-", 1, ExitCode.USER),  # its launcher has started it as often as it may
-        (
-            "running",
-            "",
-            "-",
-            0,
-            ExitCode.FAILURE,
-        ),  # the first rank died without a word, whatever the launcher says: counted
-        ("none", "", "-", 2, ExitCode.USER),  # refused before an attempt began, by our parent
+        ("failed", "out of memory", "-", 1, ExitCode.USER),  # its launcher has used all restarts
+        ("running", "", "-", 0, ExitCode.FAILURE),  # the first rank died without a status: counted
+        ("none", "", "-", 2, ExitCode.USER),  # refused by the supervisor before an attempt began
         ("none", "", "-", 1, ExitCode.FAILURE),  # the pods did not meet: counted
     ],
 )
-def test_the_code_is_the_runs(
+def test_pod_exit_code_follows_run_status(
     state: str,
     reason: str,
     step: str,
@@ -113,41 +104,45 @@ def test_the_code_is_the_runs(
     assert run(tmp_path, monkeypatch, state, reason=reason, step=step, code=launcher) == code
 
 
-def test_a_checkpoint_of_an_earlier_start_is_no_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_of_earlier_start_is_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, monkeypatch, "failed", step="0001") == ExitCode.STOPPED
     assert run(tmp_path, monkeypatch, "failed") == ExitCode.USER
 
 
-def test_an_older_end_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_earlier_start_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, monkeypatch, "refused") == ExitCode.USER
-    assert (
-        run(tmp_path, monkeypatch, "none") == ExitCode.FAILURE
-    )  # control: it would be 2 if the old status were believed
+    assert run(tmp_path, monkeypatch, "none") == ExitCode.FAILURE  # control: 2 if the old status were used
 
 
-def test_the_last_word_is_waited_for(tmp_path: Path) -> None:
-    """Another pod's rank writes it, and the file system shows it later."""
+def test_pod_waits_for_final_status(tmp_path: Path) -> None:
+    """A rank of another pod writes it, and the file system shows it later."""
     directory = RunDirectory(tmp_path)
     directory.attempt_folder(1).mkdir(parents=True)
     directory.write_status(Status(state=RunState.RUNNING, attempt=1))
     late = threading.Timer(0.4, lambda: directory.write_status(Status(state=RunState.DONE, attempt=1)))
     late.start()
-    assert pod.settled(tmp_path, Before(), Asked.NONE, 1, seconds=20).state is RunState.DONE
+    assert (
+        pod.wait_for_outcome(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=20).state is RunState.DONE
+    )
     late.join()
     directory.write_status(Status(state=RunState.RUNNING, attempt=1))
     began = time.monotonic()
-    assert pod.settled(tmp_path, Before(), Asked.NONE, 1, seconds=0.3).state is RunState.RUNNING
+    assert (
+        pod.wait_for_outcome(tmp_path, JobBaseline(), StopSignal.NONE, 1, seconds=0.3).state
+        is RunState.RUNNING
+    )
     assert time.monotonic() - began < 25
 
 
-def test_a_signal_reaches_the_launcher_once(tmp_path: Path) -> None:
-    """Also where the whole group gets it, as from ``tini -g``: torchrun would give up its ranks at a second one."""
+def test_signal_is_forwarded_once(tmp_path: Path) -> None:
+    """Even if the whole process group gets the signal, as from ``tini -g``: torchrun abandons its ranks at a
+    second one.
+    """
     program = (
-        f"import sys, pathlib\nfrom toolkit.cluster import pod\nlauncher = pod.Launcher()\n"
-        f"code = launcher.run([sys.executable, '-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75'], {{}})\n"
-        "print(launcher.asked, code)"
+        f"import sys, pathlib\nfrom toolkit.cluster import pod\nlauncher = pod.PodLauncher()\n"
+        f"arguments = ['-c', {FAKE!r}, {str(tmp_path)!r}, 'wait', '', '-', '75']\n"
+        "code = launcher.run([sys.executable, *arguments], {})\n"
+        "print(launcher.stop_signal, code)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -167,15 +162,15 @@ def test_a_signal_reaches_the_launcher_once(tmp_path: Path) -> None:
     assert status.reason == "SIGTERM x1"
 
 
-def test_a_pod_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may wait for its node, or for its image; and a stop ends the waiting."""
+def test_pod_waits_for_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pod may wait for its node or image; a stop request ends the waiting."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    launcher = pod.Launcher()
+    launcher = pod.PodLauncher()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         meet = f"127.0.0.1:{server.getsockname()[1]}"
         began = time.monotonic()
-        launcher.wait_for(meet, seconds=0.6)  # nobody listens
+        launcher.wait_for(meet, seconds=0.6)  # nothing listens
         assert 0.6 <= time.monotonic() - began < 30
         late = threading.Timer(0.7, server.listen)
         late.start()
@@ -183,20 +178,21 @@ def test_a_pod_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher.wait_for(meet, seconds=30)
         assert 0.6 <= time.monotonic() - began < 25
         late.join()
-    launcher.asked = Asked.TERM
+    launcher.stop_signal = StopSignal.TERM
     began = time.monotonic()
     launcher.wait_for("host.invalid:1", seconds=30)
     assert time.monotonic() - began < 25
     assert launcher.run(["/nowhere"], {}) == ExitCode.STOPPED
 
 
-def test_one_node_is_launched_by_our_parent_and_several_by_torchrun() -> None:
+def test_single_node_uses_supervisor_and_several_use_torchrun() -> None:
     config = RunConfig(cluster=ClusterConfig(where=ClusterBackend.kubernetes, nodes=4, restarts=5))
-    alone = pod.command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
+    alone = pod.build_command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
     assert alone == [sys.executable, "-u", str(pod.TRAIN), "--frozen=/c.yaml"]
     assert pod.TRAIN.is_file()
     first, last = (
-        pod.command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1") for index in (0, 3)
+        pod.build_command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1")
+        for index in (0, 3)
     )
     assert first[-2:] == last[-2:] == [str(pod.TRAIN), "--frozen=/c.yaml"]
     assert {

@@ -1,7 +1,4 @@
-"""Ranks that meet: fabricated launches as threads of one process, over a real store.
-
-pytest tests/cluster/test_rendezvous.py
-"""
+"""Rendezvous of fabricated launches, as threads of one process with a real store."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ import pytest
 from torch.distributed import DistNetworkError, PrefixStore
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.ranks import free_port
-from toolkit.cluster.rendezvous import Left, Meeting
+from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.rendezvous import PeerExited, Rendezvous
 from toolkit.errors import ExitCode, InputError
 
 
@@ -27,12 +24,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class Ranks:
-    """Meetings of ``count`` ranks at one port."""
+    """``count`` ranks that use one port."""
 
     def __init__(
         self, count: int, port: int | None = None, overrides: tuple[str, ...] = ("a=1",), **keys: object
     ) -> None:
-        self.port = port or free_port()
+        self.port = port or find_free_port()
         launches = [
             Launch(
                 **{
@@ -47,22 +44,23 @@ class Ranks:
             )  # type: ignore[arg-type]
             for rank in range(count)
         ]
-        self.meetings = [Meeting(launch, overrides, seconds=10) for launch in launches]
+        self.meetings = [Rendezvous(launch, overrides, seconds=10) for launch in launches]
 
-    def others(self, threads: ThreadPoolExecutor, do: Callable[[Meeting], object]) -> list[Future[object]]:
+    def others(self, threads: ThreadPoolExecutor, do: Callable[[Rendezvous], object]) -> list[Future[object]]:
         return [threads.submit(do, meeting) for meeting in self.meetings[1:]]
 
 
-def test_what_rank_0_says_reaches_all(threads: ThreadPoolExecutor) -> None:
+def test_published_message_reaches_all_ranks(threads: ThreadPoolExecutor) -> None:
+    """hydra#2070: otherwise every rank composes the configuration and creates a folder."""
     ranks = Ranks(4)
     heard = ranks.others(threads, lambda meeting: meeting.receive("start"))
-    time.sleep(0.1)  # the others are there first
+    time.sleep(0.1)  # the others connect first
     ranks.meetings[0].publish("start", {"yaml": "a: ü", "attempt": 3})
     assert [future.result(10) for future in heard] == [[{"yaml": "a: ü", "attempt": 3}]] * 3
 
 
 def listening(port: int) -> set[str]:
-    """Addresses, as /proc/net has them, at which this machine listens at ``port``."""
+    """Return the addresses at which this machine listens on ``port``, from /proc/net."""
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -72,9 +70,7 @@ def listening(port: int) -> set[str]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "a-name-that-resolves-nowhere.invalid"])
-def test_ranks_of_one_node_meet_on_the_loopback_interface_only(
-    threads: ThreadPoolExecutor, address: str
-) -> None:
+def test_single_node_store_listens_on_loopback_only(threads: ThreadPoolExecutor, address: str) -> None:
     ranks = Ranks(2, address=address)
     heard = ranks.others(threads, lambda meeting: meeting.receive("start"))
     ranks.meetings[0].publish("start", {"n": 1})
@@ -82,13 +78,13 @@ def test_ranks_of_one_node_meet_on_the_loopback_interface_only(
     assert listening(ranks.port) == {"0100007F"}
 
 
-def test_ranks_of_several_nodes_are_served_on_every_interface() -> None:
+def test_multi_node_store_listens_on_every_interface() -> None:
     ranks = Ranks(2, ranks_per_node=1)
     ranks.meetings[0].publish("start", {"n": 1})
     assert listening(ranks.port) & {"00000000", "0" * 32}
 
 
-def test_several_messages_are_waited_for(threads: ThreadPoolExecutor) -> None:
+def test_receive_waits_for_all_messages(threads: ThreadPoolExecutor) -> None:
     ranks = Ranks(2)
     ranks.meetings[0].publish("data/0", {"n": 0})
     heard = ranks.others(threads, lambda meeting: meeting.receive("data/0", "data/1"))[0]
@@ -98,23 +94,23 @@ def test_several_messages_are_waited_for(threads: ThreadPoolExecutor) -> None:
     assert heard.result(10) == [{"n": 0}, {"n": 1}]
 
 
-def test_a_mistake_sends_all_away_and_rank_0_stays_until_they_have_heard(threads: ThreadPoolExecutor) -> None:
+def test_abort_reaches_all_peers_before_rank_0_exits(threads: ThreadPoolExecutor) -> None:
     ranks = Ranks(3)
-    first = threads.submit(ranks.meetings[0].dismiss, ExitCode.USER)
+    first = threads.submit(ranks.meetings[0].abort_peers, ExitCode.USER)
     early = threads.submit(ranks.meetings[1].receive, "start")
-    with pytest.raises(Left) as left:
+    with pytest.raises(PeerExited) as left:
         early.result(10)
     assert left.value.code == ExitCode.USER
     time.sleep(0.2)
     assert not first.done()  # one rank is still importing torch
-    with pytest.raises(Left):
+    with pytest.raises(PeerExited):
         ranks.meetings[2].receive("start")
     first.result(10)
-    assert ranks.meetings[2].dismissed(0)
+    assert ranks.meetings[2].wait_for_abort(0)
 
 
 @pytest.mark.parametrize("gone", ["set", "add"])
-def test_a_store_that_leaves_with_its_rank_is_no_second_error(gone: str) -> None:
+def test_lost_store_counts_as_abort(gone: str) -> None:
     class Leaving:
         def set(self, name: str, text: str) -> None:
             self._call("set")
@@ -129,28 +125,30 @@ def test_a_store_that_leaves_with_its_rank_is_no_second_error(gone: str) -> None
 
     meeting = Ranks(2).meetings[1]
     meeting._opened = Leaving()  # type: ignore[assignment]
-    meeting.dismiss(ExitCode.USER)
+    meeting.abort_peers(ExitCode.USER)
 
 
-def test_a_rank_that_nobody_sent_away_may_speak(threads: ThreadPoolExecutor) -> None:
+def test_wait_for_abort_times_out(threads: ThreadPoolExecutor) -> None:
     ranks = Ranks(2)
     ranks.meetings[0].publish("start", {})
-    assert not ranks.meetings[1].dismissed(0.1)
+    assert not ranks.meetings[1].wait_for_abort(0.1)
 
 
-def test_waiting_is_bounded() -> None:
+def test_receive_times_out() -> None:
     ranks = Ranks(2)
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.3 s for the store at 127"):
-        Meeting(ranks.meetings[1]._launch, [], seconds=0.3).receive("start")
+        Rendezvous(ranks.meetings[1]._launch, [], seconds=0.3).receive("start")
     ranks.meetings[0].publish("other", {})
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.3 s for start"):
         ranks.meetings[1].receive("start", seconds=0.3)
     assert time.monotonic() - began < 5
 
 
-def test_each_start_under_torchrun_meets_anew(threads: ThreadPoolExecutor) -> None:
-    """The agent's store outlives the ranks, and has what those before have said; here the first attempt's server plays the agent."""
+def test_torchrun_restart_starts_a_new_generation(threads: ThreadPoolExecutor) -> None:
+    """The agent's store outlives the ranks and keeps earlier messages; the first attempt's server acts as the
+    agent.
+    """
     first = Ranks(2)
     first.meetings[0].publish("start", {"attempt": 0})
     for attempt in (1, 2):
@@ -162,8 +160,10 @@ def test_each_start_under_torchrun_meets_anew(threads: ThreadPoolExecutor) -> No
         assert heard.result(10) == [{"attempt": attempt}]
 
 
-def test_ranks_meet_whatever_their_agents_have_counted(threads: ThreadPoolExecutor) -> None:
-    """torchrun's agents count the failures of their own node's ranks: after a rank was killed, two nodes say 1 and 0."""
+def test_generation_ignores_agent_restart_counts(threads: ThreadPoolExecutor) -> None:
+    """Each torchrun agent counts failures of its own node's ranks: after a rank was killed, two nodes have
+    counts 1 and 0.
+    """
     agent = Ranks(2)
     agent.meetings[0].publish("start", {"attempt": 0})
     three = {
@@ -177,17 +177,19 @@ def test_ranks_meet_whatever_their_agents_have_counted(threads: ThreadPoolExecut
         Launch(**three, rank=rank, restart=restart)  # type: ignore[arg-type]
         for rank, restart in enumerate((0, 2, 1))
     ]
-    meetings = [Meeting(launch, ("a=1",), seconds=10) for launch in launches]
+    meetings = [Rendezvous(launch, ("a=1",), seconds=10) for launch in launches]
     heard = [threads.submit(meeting.receive, "start") for meeting in meetings[1:]]
     meetings[0].publish("start", {"attempt": 1})
     assert [future.result(10) for future in heard] == [[{"attempt": 1}]] * 2
 
 
-def test_a_rank_that_asked_and_died_is_not_waited_for(threads: ThreadPoolExecutor) -> None:
-    """It was killed while it waited for rank 0, or between two words; those of the next start take its place."""
+def test_dead_rank_does_not_block_a_generation(threads: ThreadPoolExecutor) -> None:
+    """It was killed while waiting for rank 0 or between two messages; ranks of the next start take its
+    place.
+    """
     agent = Ranks(2)
     agent.meetings[0].publish("start", {"attempt": 0})
-    gone = Meeting(Ranks(2, port=agent.port, agent_store=True).meetings[1]._launch, ("a=1",), seconds=0.5)
+    gone = Rendezvous(Ranks(2, port=agent.port, agent_store=True).meetings[1]._launch, ("a=1",), seconds=0.5)
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.5 s for rank 0"):
         gone.receive("start")
     PrefixStore(gone._prefix, gone._open()).add("asked", 1)
@@ -197,15 +199,15 @@ def test_a_rank_that_asked_and_died_is_not_waited_for(threads: ThreadPoolExecuto
     assert heard.result(10) == [{"attempt": 1}]
 
 
-def test_who_does_not_come_is_counted() -> None:
+def test_generation_times_out_without_all_ranks() -> None:
     agent = Ranks(2)
     agent.meetings[0].publish("start", {"attempt": 0})
-    alone = Meeting(Ranks(2, port=agent.port, agent_store=True).meetings[0]._launch, ("a=1",), seconds=0.3)
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.3 s for all 2 ranks to come"):
+    alone = Rendezvous(Ranks(2, port=agent.port, agent_store=True).meetings[0]._launch, ("a=1",), seconds=0.3)
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.3 s for all 2 ranks to join"):
         alone.publish("start", {})
 
 
-def test_a_name_that_does_not_resolve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(place: object, timeout: float) -> socket.socket:
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
@@ -220,22 +222,22 @@ def test_a_name_that_does_not_resolve_is_said(monkeypatch: pytest.MonkeyPatch) -
         agent_store=True,
     )
     with pytest.raises(TimeoutError, match=r"the store at node0:1, .* --local-addr=ADDRESS"):
-        Meeting(launch, (), seconds=0.3).receive("start")
+        Rendezvous(launch, (), seconds=0.3).receive("start")
 
 
-def test_another_launch_at_the_same_port_is_not_heard() -> None:
-    one = Ranks(2)
-    one.meetings[0].publish("start", {})
-    stranger = Ranks(2, port=one.port, overrides=("a=2",))
+def test_other_launch_on_same_port_is_separate() -> None:
+    item = Ranks(2)
+    item.meetings[0].publish("start", {})
+    stranger = Ranks(2, port=item.port, overrides=("a=2",))
     with pytest.raises(TimeoutError):
         stranger.meetings[1].receive("start", seconds=0.3)
 
 
-def test_a_port_that_is_taken_is_the_users_to_change() -> None:
+def test_occupied_port_is_a_user_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         meeting = Ranks(2, port=taken.getsockname()[1]).meetings[0]
         with pytest.raises(InputError, match="--master_port"):
             meeting.publish("start", {})
-        meeting.dismiss(ExitCode.USER)  # there is nobody to tell, and that is no second error
+        meeting.abort_peers(ExitCode.USER)  # there are no peers, which is not a second error

@@ -1,7 +1,4 @@
-"""What becomes of a Slurm job: decided by status.json and the checkpoints, not by exit codes.
-
-pytest tests/cluster/test_requeue.py
-"""
+"""Requeue decisions depend on status.json and checkpoints, not on exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster import requeue
-from toolkit.cluster.requeue import Asked, Before, Ended, Next, decide
+from toolkit.cluster.requeue import JobBaseline, JobOutcome, NextAction, StopSignal, decide
 from toolkit.config.compose import compose, to_yaml
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
@@ -23,49 +20,55 @@ from toolkit.rundir.status import RunState, Status
 def ended(
     state: RunState | None,
     *,
-    asked: Asked = Asked.NONE,
+    asked: StopSignal = StopSignal.NONE,
     code: int = 1,
     attempt: int = 2,
     checkpoint: str | None = "step-1",
     reason: str | None = "SIGTERM",
-) -> Ended:
-    return Ended(asked=asked, code=code, attempt=attempt, state=state, reason=reason, checkpoint=checkpoint)
+) -> JobOutcome:
+    return JobOutcome(
+        asked=asked, code=code, attempt=attempt, state=state, reason=reason, checkpoint=checkpoint
+    )
 
 
-BEFORE = Before(attempt=1, checkpoint="step-1")
+BEFORE = JobBaseline(attempt=1, checkpoint="step-1")
 NEWER = "step-2"
 
 
 @pytest.mark.parametrize(
     ("end", "next", "code"),
     [
-        # srun's code is torchrun's, and says nothing of what the ranks said
-        (ended(RunState.DONE, code=1), Next.END, ExitCode.DONE),
-        (ended(RunState.REFUSED, code=1), Next.END, ExitCode.USER),
-        (ended(RunState.STOPPED, code=1, asked=Asked.TERM), Next.AGAIN, None),
-        (ended(RunState.STOPPED, code=1), Next.AGAIN, None),  # preempted: Slurm told the tasks itself
-        (ended(RunState.STOPPED, asked=Asked.INT), Next.END, ExitCode.STOPPED),
-        (ended(RunState.STOPPED, reason="SIGINT"), Next.END, ExitCode.STOPPED),  # from W&B's page, or by hand
-        (ended(RunState.FAILED, checkpoint=NEWER), Next.AGAIN, None),
-        (ended(RunState.FAILED), Next.END, ExitCode.FAILURE),  # its launcher has had cluster.restarts already
-        (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), Next.END, ExitCode.DIVERGED),
+        # srun returns torchrun's code, which does not reflect the ranks' codes
+        (ended(RunState.DONE, code=1), NextAction.END, ExitCode.DONE),
+        (ended(RunState.REFUSED, code=1), NextAction.END, ExitCode.USER),
+        (ended(RunState.STOPPED, code=1, asked=StopSignal.TERM), NextAction.AGAIN, None),
+        # preempted: Slurm signalled the tasks directly
+        (ended(RunState.STOPPED, code=1), NextAction.AGAIN, None),
+        (ended(RunState.STOPPED, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
+        # from W&B's page, or by hand
+        (ended(RunState.STOPPED, reason="SIGINT"), NextAction.END, ExitCode.STOPPED),
+        (ended(RunState.FAILED, checkpoint=NEWER), NextAction.AGAIN, None),
+        # its launcher has used cluster.restarts already
+        (ended(RunState.FAILED), NextAction.END, ExitCode.FAILURE),
+        (replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=65), NextAction.END, ExitCode.DIVERGED),
         (
             replace(ended(RunState.FAILED, checkpoint=NEWER), exit_code=2),
-            Next.END,
+            NextAction.END,
             ExitCode.USER,
-        ),  # a full disk, say
-        (ended(RunState.RUNNING, code=137), Next.AGAIN, None),
-        (ended(RunState.RUNNING, checkpoint=NEWER, code=137), Next.AGAIN, None),  # killed without a word
-        (ended(RunState.FAILED, asked=Asked.INT), Next.END, ExitCode.FAILURE),
-        # no attempt was begun
-        (ended(None, attempt=1, code=2), Next.END, ExitCode.USER),
-        (ended(RunState.STOPPED, attempt=1, code=1), Next.END, ExitCode.FAILURE),
-        (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.TERM), Next.AGAIN, None),
-        (ended(RunState.STOPPED, attempt=1, code=75, asked=Asked.INT), Next.END, ExitCode.STOPPED),
-        (ended(RunState.DONE, attempt=1, code=0), Next.END, ExitCode.DONE),
+        ),  # for example a full disk
+        (ended(RunState.RUNNING, code=137), NextAction.AGAIN, None),
+        # killed without a status
+        (ended(RunState.RUNNING, checkpoint=NEWER, code=137), NextAction.AGAIN, None),
+        (ended(RunState.FAILED, asked=StopSignal.INT), NextAction.END, ExitCode.FAILURE),
+        # no attempt was started
+        (ended(None, attempt=1, code=2), NextAction.END, ExitCode.USER),
+        (ended(RunState.STOPPED, attempt=1, code=1), NextAction.END, ExitCode.FAILURE),
+        (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.TERM), NextAction.AGAIN, None),
+        (ended(RunState.STOPPED, attempt=1, code=75, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
+        (ended(RunState.DONE, attempt=1, code=0), NextAction.END, ExitCode.DONE),
     ],
 )
-def test_the_next_thing(end: Ended, next: Next, code: ExitCode | None) -> None:
+def test_decide(end: JobOutcome, next: NextAction, code: ExitCode | None) -> None:
     decision = decide(BEFORE, end, restarts=3, requeue=True)
     assert decision.next is next
     assert code is None or decision.code is code
@@ -74,28 +77,31 @@ def test_the_next_thing(end: Ended, next: Next, code: ExitCode | None) -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        ended(RunState.STOPPED, asked=Asked.TERM),
+        ended(RunState.STOPPED, asked=StopSignal.TERM),
         ended(RunState.FAILED, checkpoint=NEWER),
-        ended(None, attempt=1, asked=Asked.TERM),
+        ended(None, attempt=1, asked=StopSignal.TERM),
     ],
 )
-def test_without_requeue_every_end_is_one(end: Ended) -> None:
-    assert decide(BEFORE, end, restarts=3, requeue=False).next is Next.END
+def test_without_requeue_every_end_is_final(end: JobOutcome) -> None:
+    assert decide(BEFORE, end, restarts=3, requeue=False).next is NextAction.END
 
 
-def test_ends_without_a_word_are_bounded_and_progress_forgives_them() -> None:
+def test_silent_ends_are_limited_and_progress_resets_them() -> None:
     before, decisions = BEFORE, []
     for attempt in range(2, 6):
         decision = decide(before, ended(RunState.RUNNING, attempt=attempt), restarts=2, requeue=True)
         decisions.append(decision.next)
-        before = Before(attempt=attempt, checkpoint="step-1", fruitless=decision.fruitless)
-        if decision.next is Next.END:
+        before = JobBaseline(attempt=attempt, checkpoint="step-1", fruitless=decision.fruitless)
+        if decision.next is NextAction.END:
             break
-    assert decisions == [Next.AGAIN, Next.AGAIN, Next.END]
-    twice = Before(attempt=3, checkpoint="step-1", fruitless=2)
+    assert decisions == [NextAction.AGAIN, NextAction.AGAIN, NextAction.END]
+    twice = JobBaseline(attempt=3, checkpoint="step-1", fruitless=2)
     forgiven = decide(twice, ended(RunState.RUNNING, attempt=4, checkpoint=NEWER), restarts=2, requeue=True)
-    assert (forgiven.next, forgiven.fruitless) == (Next.AGAIN, 0)
-    assert decide(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next is Next.END
+    assert (forgiven.next, forgiven.fruitless) == (NextAction.AGAIN, 0)
+    assert (
+        decide(BEFORE, ended(RunState.FAILED, checkpoint=NEWER), restarts=0, requeue=True).next
+        is NextAction.END
+    )
 
 
 # ---- the command
@@ -103,7 +109,7 @@ def test_ends_without_a_word_are_bounded_and_progress_forgives_them() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job's folder, and a ``scontrol`` that writes down what it was asked."""
+    """A job's folder, and a ``scontrol`` that records its arguments."""
     run_dir = tmp_path / "run"
     own = run_dir / "jobs" / "001"
     own.mkdir(parents=True)
@@ -112,7 +118,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
-        f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho "JobId=7 JobState=${{JOB_STATE-RUNNING}} Reason=None"\n'
+        f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho "JobId=7 JobState=${{JOB_STATE-RUNNING}} '
+        'Reason=None"\n'
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -134,7 +141,7 @@ def asked(folder: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_a_stopped_job_is_put_back(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_stopped_job_is_requeued(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     attempt(folder, 1, RunState.STOPPED)
     assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
     assert asked(folder) == ["--oneliner show job 7", "requeue 7"]
@@ -142,20 +149,20 @@ def test_a_stopped_job_is_put_back(folder: Path, capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", ""])
-def test_a_cancelled_job_is_left_alone(state: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_job_is_not_requeued(state: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_STATE", state)
     attempt(folder, 1, RunState.STOPPED)
     assert requeue.main([str(folder), "--asked=TERM", "--code=1"]) == 75
     assert asked(folder) == ["--oneliner show job 7"]
 
 
-def test_a_done_job_ends(folder: Path) -> None:
+def test_done_job_ends(folder: Path) -> None:
     attempt(folder, 1, RunState.DONE)
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 0
     assert asked(folder) == []
 
 
-def test_what_was_decided_before_is_remembered(folder: Path) -> None:
+def test_earlier_decisions_are_loaded(folder: Path) -> None:
     (folder / "job.json").write_text(
         json.dumps({"before": {"attempt": 0, "checkpoint": None, "fruitless": 0}})
     )
@@ -164,7 +171,7 @@ def test_what_was_decided_before_is_remembered(folder: Path) -> None:
     attempt(folder, 2, RunState.RUNNING)
     assert (
         requeue.main([str(folder), "--asked=none", "--code=1"]) == 75
-    )  # the one start of cluster.restarts=1
+    )  # the single restart of cluster.restarts=1
     attempt(folder, 3, RunState.RUNNING)
     assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1
     lines = [json.loads(line) for line in (folder / "ends.jsonl").read_text().splitlines()]
@@ -173,23 +180,27 @@ def test_what_was_decided_before_is_remembered(folder: Path) -> None:
         (2, "again", 1),
         (3, "end", 0),
     ]
-    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1  # no newer attempt: it was not begun
+    # no newer attempt: it was not started
+    assert requeue.main([str(folder), "--asked=none", "--code=1"]) == 1
 
 
-def test_a_last_word_that_comes_late_is_waited_for(folder: Path) -> None:
+def test_late_status_is_waited_for(folder: Path) -> None:
     attempt(folder, 1, RunState.RUNNING)
     run_dir = folder.parent.parent
     late = threading.Timer(
         0.5, lambda: RunDirectory(run_dir).write_status(Status(state=RunState.DONE, attempt=1))
     )
     late.start()
-    assert requeue.settled(run_dir, Before(), Asked.NONE, 1, seconds=20).state is RunState.DONE
+    assert (
+        requeue.wait_for_outcome(run_dir, JobBaseline(), StopSignal.NONE, 1, seconds=20).state
+        is RunState.DONE
+    )
     late.join()
     assert (
-        requeue.settled(run_dir, Before(attempt=1), Asked.NONE, 2, seconds=20).attempt == 1
-    )  # a mistake before it began: at once
+        requeue.wait_for_outcome(run_dir, JobBaseline(attempt=1), StopSignal.NONE, 2, seconds=20).attempt == 1
+    )  # a mistake before it started: at once
 
 
-def test_an_incomplete_checkpoint_is_no_progress(folder: Path) -> None:
+def test_incomplete_checkpoint_is_not_progress(folder: Path) -> None:
     attempt(folder, 1, RunState.FAILED, checkpoint=".step-2")
-    assert requeue.newest(folder.parent.parent) is None
+    assert requeue.newest_checkpoint_name(folder.parent.parent) is None

@@ -1,7 +1,4 @@
-"""Who is started again after a failure, when, and what the kernel's counters say of a killed rank. Pure.
-
-pytest tests/cluster/test_restarts.py
-"""
+"""Restart decisions, and the kernel's OOM counters. Pure."""
 
 from __future__ import annotations
 
@@ -9,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cluster.oom import oom_kills, oom_words
-from toolkit.cluster.restarts import MOST_SECONDS, NoRestart, Restart, after, words
+from toolkit.cluster.rank_processes import count_oom_kills, describe_oom_kills
+from toolkit.cluster.supervisor import MAX_DELAY_SECONDS, NoRestart, Restart, decide_restart, describe_restart
 from toolkit.errors import ExitCode
 
-FAILED = {"asked": False, "hopeless": False, "before": 4, "saved": 4, "fruitless": 0, "limit": 3}
+FAILED = {"stop_requested": False, "failed_early": False, "before": 4, "saved": 4, "failures": 0, "limit": 3}
 
 
-def test_failures_without_progress_are_bounded_and_their_pauses_grow() -> None:
-    fruitless, pauses = 0, []
-    while isinstance(found := after(ExitCode.FAILURE, **{**FAILED, "fruitless": fruitless}), Restart):  # type: ignore[arg-type]
-        assert found.fruitless == fruitless + 1
-        fruitless = found.fruitless
+def test_failures_without_progress_are_limited_with_growing_delays() -> None:
+    failures, pauses = 0, []
+    while isinstance(found := decide_restart(ExitCode.FAILURE, **{**FAILED, "failures": failures}), Restart):  # type: ignore[arg-type]
+        assert found.failures == failures + 1
+        failures = found.failures
         pauses.append(found.seconds)
     assert pauses == [2, 4, 8]
-    assert found == NoRestart("it failed 4 times in a row without a newer checkpoint, and cluster.restarts=3")
+    assert found == NoRestart("it failed 4 times in a row without a newer checkpoint (cluster.restarts=3)")
 
 
 @pytest.mark.parametrize(
     ("before", "saved"), [(None, 2), (4, 6), (400, 40)], ids=["first", "newer", "went back and saved"]
 )
-def test_a_newer_checkpoint_counts_as_a_new_beginning(before: int | None, saved: int) -> None:
-    found = after(ExitCode.FAILURE, **{**FAILED, "before": before, "saved": saved, "fruitless": 3})  # type: ignore[arg-type]
+def test_newer_checkpoint_resets_failure_count(before: int | None, saved: int) -> None:
+    found = decide_restart(ExitCode.FAILURE, **{**FAILED, "before": before, "saved": saved, "failures": 3})  # type: ignore[arg-type]
     assert found == Restart(0, 2)
-    assert isinstance(after(ExitCode.FAILURE, **{**FAILED, "fruitless": 3}), NoRestart), "the control"  # type: ignore[arg-type]
+    assert isinstance(decide_restart(ExitCode.FAILURE, **{**FAILED, "failures": 3}), NoRestart), "control"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -41,40 +38,44 @@ def test_a_newer_checkpoint_counts_as_a_new_beginning(before: int | None, saved:
         (ExitCode.DONE, {}),
         (ExitCode.USER, {}),
         (ExitCode.STOPPED, {}),
-        (ExitCode.FAILURE, {"asked": True}),
+        (ExitCode.FAILURE, {"stop_requested": True}),
         (ExitCode.FAILURE, {"limit": 0}),
     ],
     ids=["done", "a mistake", "stopped", "failed while stopping", "not wanted"],
 )
-def test_these_are_never_started_again(code: ExitCode, changes: dict[str, object]) -> None:
-    assert after(code, **{**FAILED, "saved": 6, **changes}) == NoRestart()  # type: ignore[arg-type]
+def test_ends_that_are_never_restarted(code: ExitCode, changes: dict[str, object]) -> None:
+    assert decide_restart(code, **{**FAILED, "saved": 6, **changes}) == NoRestart()  # type: ignore[arg-type]
 
 
-def test_a_run_that_diverged_is_not_started_again_though_it_has_saved() -> None:
-    found = after(ExitCode.DIVERGED, **{**FAILED, "saved": 6})  # type: ignore[arg-type]
+def test_diverged_run_is_not_restarted() -> None:
+    found = decide_restart(ExitCode.DIVERGED, **{**FAILED, "saved": 6})  # type: ignore[arg-type]
     assert isinstance(found, NoRestart)
     assert "not finite" in found.why
 
 
-def test_an_error_before_the_first_step_would_be_met_again() -> None:
-    assert after(ExitCode.FAILURE, **{**FAILED, "hopeless": True}) != after(ExitCode.FAILURE, **FAILED)  # type: ignore[arg-type]
-    assert isinstance(after(ExitCode.FAILURE, **{**FAILED, "hopeless": True}), NoRestart)  # type: ignore[arg-type]
+def test_error_before_first_step_is_not_restarted() -> None:
+    assert decide_restart(ExitCode.FAILURE, **{**FAILED, "failed_early": True}) != decide_restart(
+        ExitCode.FAILURE, **FAILED
+    )  # type: ignore[arg-type]
+    assert isinstance(decide_restart(ExitCode.FAILURE, **{**FAILED, "failed_early": True}), NoRestart)  # type: ignore[arg-type]
 
 
-def test_the_pause_has_a_bound() -> None:
-    found = after(ExitCode.FAILURE, **{**FAILED, "fruitless": 50, "limit": 100})  # type: ignore[arg-type]
+def test_restart_delay_is_bounded() -> None:
+    found = decide_restart(ExitCode.FAILURE, **{**FAILED, "failures": 50, "limit": 100})  # type: ignore[arg-type]
     assert isinstance(found, Restart)
-    assert found.seconds == MOST_SECONDS
+    assert found.seconds == MAX_DELAY_SECONDS
 
 
-def test_people_are_told_from_where_and_how_often() -> None:
-    told = words(Restart(2, 4), failed=3, why="rank 1 was ended by signal 9 (SIGKILL)", saved=4, limit=3)
-    assert told == (
-        "attempt 3 failed: rank 1 was ended by signal 9 (SIGKILL)\n"
-        "attempt 4 begins in 4 s, from the checkpoint of step 4 (start 2 of 3 without a newer checkpoint)"
+def test_describe_restart() -> None:
+    message = describe_restart(
+        Restart(2, 4), failed=3, why="rank 1 was killed by signal 9 (SIGKILL)", saved=4, limit=3
     )
-    assert words(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith(
-        "begins in 2 s, from the beginning"
+    assert message == (
+        "attempt 3 failed: rank 1 was killed by signal 9 (SIGKILL)\n"
+        "attempt 4 starts in 4 s from the checkpoint of step 4 (restart 2 of 3 without a newer checkpoint)"
+    )
+    assert describe_restart(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith(
+        "starts in 2 s from the beginning"
     )
 
 
@@ -97,21 +98,21 @@ def machine(
     return root
 
 
-def test_a_kill_for_want_of_memory_is_said_with_its_evidence(tmp_path: Path) -> None:
-    before = oom_kills(machine(tmp_path, 1, 5))
-    assert oom_words(before, oom_kills(tmp_path)) == "", "the control"
-    told = oom_words(before, oom_kills(machine(tmp_path, 2, 6)))
-    assert told.startswith(
-        "out of host memory: the kernel killed 1 process in its container or job meanwhile (oom_kill of "
+def test_oom_kill_is_described(tmp_path: Path) -> None:
+    before = count_oom_kills(machine(tmp_path, 1, 5))
+    assert describe_oom_kills(before, count_oom_kills(tmp_path)) == "", "control"
+    message = describe_oom_kills(before, count_oom_kills(machine(tmp_path, 2, 6)))
+    assert message.startswith(
+        "out of host memory: the kernel killed 1 process in its container or job (oom_kill of "
     )
-    assert told.endswith("job/memory.events)")
-    elsewhere = oom_words(oom_kills(tmp_path), oom_kills(machine(tmp_path, 2, 8)))
+    assert message.endswith("job/memory.events)")
+    elsewhere = describe_oom_kills(count_oom_kills(tmp_path), count_oom_kills(machine(tmp_path, 2, 8)))
     assert "2 processes on this machine" in elsewhere
 
 
-def test_the_older_control_groups_and_none_at_all(tmp_path: Path) -> None:
+def test_oom_kills_of_cgroup_v1_and_without_cgroups(tmp_path: Path) -> None:
     old = {"cgroup": "4:memory:/job\n1:cpu:/\n", "file": "sys/fs/cgroup/memory/job/memory.oom_control"}
-    before = oom_kills(machine(tmp_path, 0, 0, **old))
-    assert "memory.oom_control" in oom_words(before, oom_kills(machine(tmp_path, 1, 1, **old)))
-    assert oom_kills(tmp_path / "nothing") == {}
-    assert oom_kills()["/proc/vmstat"] >= 0  # this kernel's
+    before = count_oom_kills(machine(tmp_path, 0, 0, **old))
+    assert "memory.oom_control" in describe_oom_kills(before, count_oom_kills(machine(tmp_path, 1, 1, **old)))
+    assert count_oom_kills(tmp_path / "nothing") == {}
+    assert count_oom_kills()["/proc/vmstat"] >= 0  # this kernel's

@@ -1,8 +1,8 @@
-"""What is handed to Slurm: sbatch's argv, and the script, which is held against golden files, looked at by shellcheck, and carried
-out by bash with stand-ins for Slurm's commands.
+"""Slurm jobs: sbatch's arguments, and the script, compared with golden files, checked by shellcheck, and run
+by bash with fakes of Slurm's commands.
 
     pytest tests/cluster/test_slurm_script.py
-    python -m tests.cluster.test_slurm_script        writes the golden files anew
+    python -m tests.cluster.test_slurm_script        rewrite the golden files
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster.backends import slurm
-from toolkit.cluster.job import Job, JobId, JobState
+from toolkit.cluster.job import JobId, JobState, TrainingJob
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
 from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ConfigError, InputError
@@ -38,7 +38,7 @@ def job(
     slurm: SlurmConfig | None = None,
     grace: int = 60,
     script: str = "/repo/launch/train.py",
-) -> Job:
+) -> TrainingJob:
     cluster = ClusterConfig(
         where=ClusterBackend.slurm,
         nodes=nodes,
@@ -50,7 +50,9 @@ def job(
     world = World(
         ranks=nodes * (gpus or 1), ranks_per_node=gpus or 1, device=Device.CUDA if gpus else Device.CPU
     )
-    return Job(name=Path(run_dir).name, run_dir=run_dir, number=1, config=config, world=world, script=script)
+    return TrainingJob(
+        name=Path(run_dir).name, run_dir=run_dir, number=1, config=config, world=world, script=script
+    )
 
 
 CASES = {
@@ -63,23 +65,23 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_script_is_the_golden_one(name: str) -> None:
-    assert slurm.script(CASES[name], PYTHON) == (GOLDEN / name).read_text()
+def test_script_matches_golden_file(name: str) -> None:
+    assert slurm.render_script(CASES[name], PYTHON) == (GOLDEN / name).read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shellcheck_has_nothing_to_say(name: str) -> None:
+def test_shellcheck_passes(name: str) -> None:
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:
-        pytest.skip("shellcheck did not look at the script: apt-get install shellcheck")
-    text = slurm.script(CASES[name], PYTHON)
+        pytest.skip("needs shellcheck: apt-get install shellcheck")
+    text = slurm.render_script(CASES[name], PYTHON)
     done = subprocess.run(
         [shellcheck, "-"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout
     wrong = text.replace(
         '--signal=TERM "$SLURM_JOB_ID"', "--signal=TERM $SLURM_JOB_ID"
-    )  # a control: an unquoted variable is told
+    )  # control: an unquoted variable is reported
     assert (
         subprocess.run(
             [shellcheck, "-"], input=wrong, capture_output=True, text=True, timeout=60, check=False
@@ -88,7 +90,7 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
     )
 
 
-def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     asked = SlurmConfig(
         account="lab",
@@ -131,8 +133,8 @@ def test_what_sbatch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_is_left_out_is_the_sites_to_decide() -> None:
-    words = slurm.options(job(gpus=0, slurm=SlurmConfig(requeue=False)))
+def test_unset_keys_give_no_options() -> None:
+    words = slurm.sbatch_options(job(gpus=0, slurm=SlurmConfig(requeue=False)))
     assert [word.partition("=")[0] for word in words] == [
         "--job-name",
         "--nodes",
@@ -145,14 +147,14 @@ def test_what_is_left_out_is_the_sites_to_decide() -> None:
     ]
 
 
-def test_a_users_own_form_of_asking_for_gpus_stands_for_ours() -> None:
-    words = slurm.options(job(slurm=SlurmConfig(options={"gpus-per-node": "h100:8"})))
+def test_user_gpu_option_replaces_gres() -> None:
+    words = slurm.sbatch_options(job(slurm=SlurmConfig(options={"gpus-per-node": "h100:8"})))
     assert "--gpus-per-node=h100:8" in words
     assert not any(word.startswith("--gres") for word in words)
 
 
-def test_a_percent_sign_of_a_folder_is_not_a_pattern_of_slurms() -> None:
-    assert "--output=/data/50%%/jobs/001/output.txt" in slurm.options(job(run_dir="/data/50%"))
+def test_percent_sign_in_folder_is_escaped() -> None:
+    assert "--output=/data/50%%/jobs/001/output.txt" in slurm.sbatch_options(job(run_dir="/data/50%"))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +172,8 @@ def test_a_percent_sign_of_a_folder_is_not_a_pattern_of_slurms() -> None:
         ("", None),
     ],
 )
-def test_forms_of_a_time_limit(time: str, seconds: int | None) -> None:
-    assert slurm.limit_seconds(time) == seconds
+def test_parse_time_limit(time: str, seconds: int | None) -> None:
+    assert slurm.parse_time_limit(time) == seconds
 
 
 @pytest.mark.parametrize(
@@ -186,17 +188,17 @@ def test_forms_of_a_time_limit(time: str, seconds: int | None) -> None:
         (SlurmConfig(options={"nodes": "3"}), 60, "cluster.slurm.options"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(asked: SlurmConfig, grace: int, key: str) -> None:
+def test_invalid_slurm_keys_are_rejected(asked: SlurmConfig, grace: int, key: str) -> None:
     with pytest.raises(ConfigError) as raised:
         slurm.render(job(slurm=asked, grace=grace))
     assert [problem.key for problem in raised.value.problems] == [key]
 
 
-def test_a_limit_that_is_long_enough_is_taken() -> None:
+def test_sufficient_time_limit_is_accepted() -> None:
     assert set(slurm.render(job(slurm=SlurmConfig(time="2"), grace=60))) == {"config.yaml", "job.sh"}
 
 
-def test_the_job_begins_without_the_marks_of_what_is_around_it() -> None:
+def test_submission_environment_drops_outer_job_variables() -> None:
     around = {
         "PATH": "/bin",
         "SLURM_CONF": "/etc/slurm.conf",
@@ -210,7 +212,7 @@ def test_the_job_begins_without_the_marks_of_what_is_around_it() -> None:
         "SBATCH_PARTITION": "mine",
         "WANDB_MODE": "offline",
     }
-    assert slurm.clean(around) == {
+    assert slurm.submission_environment(around) == {
         "PATH": "/bin",
         "SLURM_CONF": "/etc/slurm.conf",
         "SBATCH_PARTITION": "mine",
@@ -218,16 +220,19 @@ def test_the_job_begins_without_the_marks_of_what_is_around_it() -> None:
     }
 
 
-# ---- the script, carried out
+# ---- running the script
 
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> dict[str, str]:
-    """An environment in which Slurm's commands write down how they were called; ``srun`` runs its task once, as node ``NODE``."""
+    """An environment in which Slurm's commands record their arguments; ``srun`` runs its task once, as node
+    ``NODE``.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     own = {
-        "srun": 'note srun "$@"; while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=$NODE SLURMD_NODENAME=n$((NODE + 1)) "$@"',
+        "srun": 'note srun "$@"; while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=$NODE '
+        'SLURMD_NODENAME=n$((NODE + 1)) "$@"',
         "scancel": 'note scancel "$@"; [ -e "$NOTES/step" ] && kill -TERM "$(cat "$NOTES/step")"',
         "scontrol": 'case "$*" in *hostnames*) printf "n1\\nn2\\n";;\n'
         '*) printf "NodeName=n%s Arch=x86_64 NodeAddr=10.0.0.%s Version=22\\n" 1 1 2 2;; esac',
@@ -253,11 +258,12 @@ def calls(environ: dict[str, str]) -> list[list[str]]:
     return [line.split("\0") for line in lines if line]
 
 
-def started(job: Job, environ: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
+def started(job: TrainingJob, environ: dict[str, str], cwd: Path) -> subprocess.Popen[str]:
     python = str(Path(environ["NOTES"]) / "bin" / "python")
     path = cwd / "job.sh"
-    path.write_text(slurm.script(job, python))
-    # A shell cannot trap what it was begun to ignore, as the tests may be when they run in the background of another shell.
+    path.write_text(slurm.render_script(job, python))
+    # A shell cannot trap signals that were ignored when it started, as they may be if the tests run in the
+    # background.
     return subprocess.Popen(
         ["bash", str(path)],
         env=environ,
@@ -269,9 +275,9 @@ def started(job: Job, environ: dict[str, str], cwd: Path) -> subprocess.Popen[st
     )
 
 
-def test_texts_of_the_user_stay_words(stand_ins: dict[str, str], tmp_path: Path) -> None:
-    one = job(run_dir=HOSTILE, script="/my repo's/train.py")
-    process = started(one, stand_ins, tmp_path)
+def test_user_texts_are_quoted(stand_ins: dict[str, str], tmp_path: Path) -> None:
+    item = job(run_dir=HOSTILE, script="/my repo's/train.py")
+    process = started(item, stand_ins, tmp_path)
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 75, output
     by_name = {call[0]: call[1:] for call in calls(stand_ins)}
@@ -295,7 +301,7 @@ def test_texts_of_the_user_stay_words(stand_ins: dict[str, str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("node", "own"), [("0", ["is_host=1", "10.0.0.1"]), ("1", ["is_host=0", "10.0.0.2"])]
 )
-def test_on_several_nodes_the_first_serves_the_rendezvous_and_each_says_its_address(
+def test_script_passes_rendezvous_and_node_addresses(
     node: str, own: list[str], stand_ins: dict[str, str], tmp_path: Path
 ) -> None:
     process = started(job(nodes=2, run_dir=HOSTILE), {**stand_ins, "NODE": node}, tmp_path)
@@ -318,20 +324,18 @@ def test_on_several_nodes_the_first_serves_the_rendezvous_and_each_says_its_addr
     ]
 
 
-def test_where_slurm_does_not_say_addresses_names_are_taken(
-    stand_ins: dict[str, str], tmp_path: Path
-) -> None:
+def test_script_falls_back_to_node_names(stand_ins: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "bin" / "scontrol").write_text(
         '#!/bin/bash\ncase "$*" in *hostnames*) echo n1;; *) exit 1;; esac\n'
     )
     started(job(nodes=2), stand_ins, tmp_path).communicate(timeout=20)
     task = next(call for call in calls(stand_ins) if call[0] == "task")
     assert "--rdzv-endpoint=n1:22345" in task
-    assert task[-1] == ""  # torchrun then takes its host's own name
+    assert task[-1] == ""  # torchrun then uses its host's own name
 
 
 @pytest.mark.parametrize(("number", "asked"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
-def test_a_signal_reaches_the_tasks_and_is_waited_for(
+def test_script_forwards_signal_and_waits(
     number: signal.Signals, asked: str, stand_ins: dict[str, str], tmp_path: Path
 ) -> None:
     process = started(job(), {**stand_ins, "STEPS": "200"}, tmp_path)
@@ -347,14 +351,14 @@ def test_a_signal_reaches_the_tasks_and_is_waited_for(
     assert calls(stand_ins)[-1][-2:] == [f"--asked={asked}", "--code=75"]
 
 
-def test_a_signal_during_the_setup_starts_no_task(stand_ins: dict[str, str], tmp_path: Path) -> None:
+def test_signal_during_setup_starts_no_task(stand_ins: dict[str, str], tmp_path: Path) -> None:
     setup = SlurmConfig(setup=["kill -TERM $$", "sleep 0.1"])
     process = started(job(slurm=setup), stand_ins, tmp_path)
     process.communicate(timeout=20)
     assert [call[0] for call in calls(stand_ins)] == ["scancel", "requeue"]
 
 
-# ---- Slurm's answers
+# ---- Slurm's responses
 
 
 @pytest.mark.parametrize(
@@ -368,26 +372,26 @@ def test_a_signal_during_the_setup_starts_no_task(stand_ins: dict[str, str], tmp
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", JobState.ENDED),
     ],
 )
-def test_where_a_job_stands(
+def test_job_state_from_squeue(
     answer: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _command(tmp_path, "squeue", answer, monkeypatch)
     assert slurm.state(JobId(ClusterBackend.slurm, "7")) is state
 
 
-def test_a_slurm_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_slurm_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _command(tmp_path, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1", monkeypatch)
     with pytest.raises(InputError, match="Unable to contact"):
         slurm.state(JobId(ClusterBackend.slurm, "7"))
 
 
-def test_no_slurm_here_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="sbatch is not here"):
+    with pytest.raises(InputError, match="sbatch is not installed here"):
         slurm.submit(job())
 
 
-def test_the_number_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_number_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _command(tmp_path, "sbatch", f'printf "%s\\n" "$@" > "{tmp_path}/argv"; echo "4711;cluster"', monkeypatch)
     assert slurm.submit(job()) == JobId(ClusterBackend.slurm, "4711")
     assert (tmp_path / "argv").read_text().splitlines() == slurm.argv(job())[1:]
@@ -400,14 +404,14 @@ def _command(folder: Path, name: str, body: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_files_hold_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_files_contain_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-mine")
-    one = replace(job(), number=2)
-    assert "secret-of-mine" not in json.dumps([slurm.render(one), slurm.argv(one)])
+    item = replace(job(), number=2)
+    assert "secret-of-mine" not in json.dumps([slurm.render(item), slurm.argv(item)])
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
-        (GOLDEN / name).write_text(slurm.script(case, PYTHON))
+        (GOLDEN / name).write_text(slurm.render_script(case, PYTHON))
     sys.exit(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader, TensorInfo, TensorKey
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, StepResult
@@ -61,7 +61,7 @@ class Cell:
         return make_plan(tiny_config(self.family, **settings), self.world())
 
     def world(self) -> World:
-        here = this_machine()
+        here = detect_machine()
         return World(
             ranks=self.ranks,
             ranks_per_node=self.ranks,

@@ -32,7 +32,7 @@ from tests.engine.cases import (
 )
 from tests.engine.checks import gather_state, ramped
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.config.schema import OffloadDevice, OptimizerKernel, OptimizerName
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import StepResult, StepSettings
@@ -339,7 +339,7 @@ def test_nvme_offload_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
         offload__nvme_path=str(tmp_path / "nvme"),
         optim__kernel=OptimizerKernel.torch,
     )
-    if not this_machine().has_libaio:
+    if not detect_machine().has_libaio:
         with pytest.raises(PlanError, match="libaio"):
             case.plan()
         pytest.skip("needs libaio")

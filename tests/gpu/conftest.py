@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.plan.types import Device
 from toolkit.testing.dist import RankPool, rank_pool
 
 
 @pytest.fixture(scope="session", autouse=True)
 def a_gpu() -> None:
-    machine = this_machine()
+    machine = detect_machine()
     if not machine.gpus:
         pytest.exit("no GPU here: nothing was run", returncode=0)
     assert machine.torch_has_cuda, (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.runs import sized, text
-from toolkit.cluster.machine import this_machine
+from toolkit.cluster.machine_info import detect_machine
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.monitor.throughput import Throughput
@@ -43,8 +43,8 @@ def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
 )
 def test_bf16_run_has_plausible_mfu(engine: EngineName, stage: int, gpu: RankPool) -> None:
     """More than 2% although the model is small, and less than 90%, which nothing reaches."""
-    kind = normalise_gpu_name(this_machine().gpus[0].product)
-    assert kind is not None, f"toolkit/plan/devices.py does not know {this_machine().gpus[0].product}"
+    kind = normalise_gpu_name(detect_machine().gpus[0].product)
+    assert kind is not None, f"toolkit/plan/devices.py does not know {detect_machine().gpus[0].product}"
     plan = sized(engine, stage)
     plan = replace(plan, world=replace(plan.world, gpu=kind))
     seconds = gpu.run(step_seconds, plan, timeout=300)[0]

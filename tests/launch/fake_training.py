@@ -1,10 +1,11 @@
-"""The entry point of ``launch/train.py`` with a training that only keeps time: what starting and ending look like, quickly.
+"""``launch/train.py`` with a fake training, for fast tests of starting and ending.
 
     deepspeed --num_gpus 2 tests/launch/fake_training.py +exp=quickstart
 
-``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS``, ``FAKE_FAILS`` (a rank, or all), ``FAKE_REFUSES`` (a rank, by a mistake of the user),
-``FAKE_SAVE_EVERY`` (steps, 0: never; what is saved is a folder that is named as a checkpoint is) and ``FAKE_KILLS``
-(ATTEMPT:RANK:STEP,...: this rank kills itself before this step of this attempt) set what it does.
+Environment variables: ``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS``, ``FAKE_FAILS`` (a rank, or all),
+``FAKE_REFUSES`` (a rank, with a user's mistake), ``FAKE_SAVE_EVERY`` (steps, 0: never; a save creates a
+folder named like a checkpoint) and ``FAKE_KILLS`` (ATTEMPT:RANK:STEP,...: this rank kills itself before this
+step of this attempt).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def run(
             folder = directory.checkpoints / f"step-{step:08d}"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "manifest.json").write_text("{}")
-        dist.barrier()  # nobody dies before it is saved
+        dist.barrier()  # no rank dies before something is saved
         if f"{attempt}:{rank}:{step}" in os.environ.get("FAKE_KILLS", "").split(","):
             os.kill(os.getpid(), signal.SIGKILL)
         if os.environ.get("FAKE_REFUSES") == str(rank):

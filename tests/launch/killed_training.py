@@ -1,9 +1,9 @@
-"""``launch/train.py`` as it is, except that one rank dies, as by ``kill -9``, within one of its saves.
+"""``launch/train.py`` with one rank that dies, as by ``kill -9``, during one of its saves.
 
     KILL=pointer:1:0:2 python tests/launch/killed_training.py ...
 
-``KILL`` is PHASE:ENTRY:RANK:SAVE: rank RANK dies when its save number SAVE of this start enters PHASE for the ENTRY-th time, both
-counted from 1. Without it nobody dies.
+``KILL`` is PHASE:ENTRY:RANK:SAVE: rank RANK dies when its save number SAVE of this start enters PHASE for the
+ENTRY-th time, both counted from 1. Without it no rank dies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def deadly(phase: str, entry: int, rank: int, save: int) -> None:
             self._number = self._entered = 0
 
         def save(self, *arguments: Any, **named: Any) -> Any:
-            self._number += 1  # the loop asks for a save when the one before it has ended
+            self._number += 1  # the loop requests a save when the previous one has ended
             return super().save(*arguments, **named)
 
         def _enter(self, entered: SavePhase) -> None:
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     if kill := os.environ.get("KILL"):
         words = kill.split(":")
         deadly(words[0], *map(int, words[1:]))
-    sys.argv[0] = str(Path(__file__).resolve())  # our parent starts the ranks with it
+    sys.argv[0] = str(Path(__file__).resolve())  # the supervisor starts the ranks with it
     sys.path.insert(0, str(ROOT))
     from launch.train import exit_now, main
 

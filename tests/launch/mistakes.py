@@ -1,4 +1,4 @@
-"""Configurations that must be refused. Each row: what is typed, and what the answer must show of it."""
+"""Configurations that must be rejected. Each row: arguments, and what the error must contain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BASE = ("+exp=quickstart",)
 
 @dataclass(frozen=True)
 class Mistake:
-    """``starting_only``: launch/plan.py may plan it, since what is wrong is this machine or a folder."""
+    """``starting_only``: launch/plan.py accepts it, since the problem is this machine or a folder."""
 
     typed: tuple[str, ...]
     shows: str
@@ -24,7 +24,7 @@ def wrong(*typed: str, shows: str | None = None, starting_only: bool = False) ->
 
 
 MISTAKES = (
-    # keys and groups that do not exist
+    # unknown keys and groups
     wrong("model.hidden=64", shows="model.hidden"),
     wrong("modle.hidden_size=64", shows="modle"),
     wrong("+train.stepz=3", shows="stepz"),
@@ -33,7 +33,7 @@ MISTAKES = (
     wrong("data=imagenet", shows="imagenet"),
     wrong("+exp=quickstrat", shows="quickstrat"),
     wrong("train.steps", shows="train.steps"),
-    # values of the wrong kind or size
+    # values of the wrong type or size
     wrong("model.hidden_size=wide", shows="model.hidden_size"),
     wrong("model.hidden_size=0"),
     wrong("train.steps=-1"),
@@ -51,7 +51,7 @@ MISTAKES = (
     wrong("data.name=imagenet"),
     wrong("monitor.wandb=maybe", shows="monitor.wandb"),
     wrong("zero.stage=5"),
-    # sizes that do not fit together
+    # sizes that do not fit each other
     wrong("model.num_attention_heads=5"),
     wrong("model.num_key_value_heads=3"),
     wrong("model.vocab_size=100"),
@@ -69,7 +69,7 @@ MISTAKES = (
     wrong("offload=cpu_optimizer", "zero=stage0", shows="offload.optimizer"),
     wrong("precision=bf16", "zero=stage0", shows="precision.name=bf16"),
     wrong("optim.kernel=fused"),
-    # the engine's own keys
+    # keys of an engine
     wrong("engine.deepspeed.zero_optimization.reduce_scatter=false", shows="+engine.deepspeed"),
     wrong("+engine.deepspeed.train_batch_size=8", shows="train_batch_size"),
     wrong("+engine.deepspeed.gradient_clipping=1", shows="optim.clip"),

@@ -1,4 +1,4 @@
-"""Real commands for the tests of launching: started in a session of their own, watched, and never left behind."""
+"""Run real commands in tests: each in its own session, watched, and cleaned up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.cluster.ranks import free_port
+from tests.waiting import wait_until
+from toolkit.cluster.rank_processes import find_free_port
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
@@ -23,8 +24,8 @@ BIN = Path(sys.executable).parent
 
 
 def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2) -> list[str]:
-    """As typed, with a port of its own: other runs of this machine must not matter. ``ranks`` None: the bare form."""
-    port = ["--master_port", str(free_port())]
+    """Return the command line of a launcher, with a free port. ``ranks`` None: without a rank option."""
+    port = ["--master_port", str(find_free_port())]
     match launcher:
         case "deepspeed":
             return [
@@ -52,13 +53,13 @@ def command(launcher: str, script: Path, *overrides: str, ranks: int | None = 2)
     raise AssertionError(launcher)
 
 
-class Started:
-    """A command under way, for ``with``: at the end of the block nothing of it is left."""
+class RunningCommand:
+    """A running command; at the end of the ``with`` block all its processes are gone."""
 
     def __init__(
         self, argv: Sequence[str], mark: Path, *, cwd: Path, environ: dict[str, str] | None = None
     ) -> None:
-        self.mark = str(mark)  # a path in the command lines of all that belongs to the run
+        self.mark = str(mark)  # a path that appears in the command lines of all processes of the run
         self._output = cwd / "output.txt"
         clean = {
             name: value
@@ -76,12 +77,14 @@ class Started:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Started:
+    def __enter__(self) -> RunningCommand:
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in (
-            [*self.ours(), psutil.Process(self.process.pid)] if self.process.poll() is None else self.ours()
+            [*self.processes(), psutil.Process(self.process.pid)]
+            if self.process.poll() is None
+            else self.processes()
         ):
             process.kill()
         self.process.wait(timeout=10)
@@ -90,8 +93,8 @@ class Started:
     def output(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def ours(self) -> list[psutil.Process]:
-        """Every live process of the run, found by its command line: orphans too."""
+    def processes(self) -> list[psutil.Process]:
+        """Return every live process of the run, found by its command line, including orphans."""
         return [
             process
             for process in psutil.process_iter(["cmdline"])
@@ -100,7 +103,7 @@ class Started:
 
     def ranks(self) -> dict[int, psutil.Process]:
         found = {}
-        for process in self.ours():
+        for process in self.processes():
             try:
                 environ = process.environ()
             except psutil.Error:
@@ -109,30 +112,31 @@ class Started:
                 found[int(environ["RANK"])] = process
         return found
 
-    def until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
-        """Seconds until ``holds``; fails with the output after ``seconds``, or when everything has ended without it."""
-        began = time.monotonic()
-        while not holds():
-            over = time.monotonic() - began > seconds or (
-                self.process.poll() is not None and not self.ours() and not holds()
-            )
-            assert not over, f"not {what} after {time.monotonic() - began:.1f} s:\n{self.output}"
-            time.sleep(0.02)
-        return time.monotonic() - began
+    def wait_until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
+        """Wait until ``holds()`` and return the seconds; fail with the output on a timeout or if all
+        processes have ended.
+        """
+        return wait_until(
+            holds,
+            seconds,
+            what,
+            ended=lambda: self.process.poll() is not None and not self.processes(),
+            output=lambda: self.output,
+        )
 
-    def ended(self, seconds: float = 60) -> int:
-        self.until(lambda: self.process.poll() is not None, seconds, "ended")
+    def wait_for_exit(self, seconds: float = 60) -> int:
+        self.wait_until(lambda: self.process.poll() is not None, seconds, "ended")
         return self.process.returncode
 
-    def gone(self, seconds: float = 15) -> float:
-        return self.until(lambda: not self.ours(), seconds, "without orphans")
+    def wait_until_gone(self, seconds: float = 15) -> float:
+        return self.wait_until(lambda: not self.processes(), seconds, "without orphans")
 
 
-def status_of(run_dir: Path) -> Status | None:
+def read_status(run_dir: Path) -> Status | None:
     return RunDirectory(run_dir).status()
 
 
-def hit(number: signal.Signals, process: int, *, group: bool = False) -> None:
+def send_signal(number: signal.Signals, process: int, *, group: bool = False) -> None:
     (os.killpg if group else os.kill)(process, number)
 
 

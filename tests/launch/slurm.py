@@ -1,10 +1,10 @@
-"""A Slurm of this machine's own, for ``with``: munged, slurmctld and three slurmd, all on loopback, in a folder of the test.
+"""A Slurm cluster for tests: munged, slurmctld and three slurmd on loopback, in the test's folder.
 
     with loopback_slurm(folder) as slurm:
         slurm.run("sinfo")
 
-Several daemons of compute nodes on one host need a Slurm that was built for it, as Debian's is (``--enable-multiple-slurmd``). Needs root:
-slurmd carries out jobs of any user.
+Several slurmd on one host need a Slurm that was built for it, like Debian's (``--enable-multiple-slurmd``).
+Needs root, since slurmd runs jobs of any user.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.ranks import free_port
+from tests.waiting import wait_until
+from toolkit.cluster.rank_processes import find_free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 NODES = ("node1", "node2")  # of the partitions main and urgent
-ASIDE = "node3"  # of the partition aside: for a job that takes its time while others run
+ASIDE = "node3"  # of the partition aside: for a slow job that runs next to others
 EVERY = (*NODES, ASIDE)
 START_SECONDS = 30.0
 
@@ -64,7 +65,7 @@ PartitionName=aside Nodes={aside} MaxTime=INFINITE State=UP PriorityTier=1
 
 
 def missing() -> str | None:
-    """Why no Slurm can be started here; None where it can."""
+    """Return why Slurm cannot be started here; None: it can."""
     if os.geteuid() != 0:
         return "not root"
     absent = [name for name in (*DAEMONS, *COMMANDS) if shutil.which(name, path=_path()) is None]
@@ -94,25 +95,28 @@ class Slurm:
         return done.stdout
 
     def job_state(self, job: str) -> str:
-        """As Slurm has it: PENDING, RUNNING, ... ."""
+        """Return Slurm's state of the job: PENDING, RUNNING, ..."""
         found = self.run("scontrol", "--oneliner", "show", "job", job)
         return next(word.partition("=")[2] for word in found.split() if word.startswith("JobState="))
 
 
 @contextmanager
 def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
-    """Started and answering; at the end of the block every daemon is ended by its own number, and its jobs with it."""
+    """Start the daemons; at the end of the block each is ended by its PID, and its jobs with it."""
     slurm = Slurm(folder)
     for name in ("state", "munge"):
         (folder / name).mkdir(parents=True)
     host = os.uname().nodename.partition(".")[0]
     nodes = [
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN"
+        (
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={find_free_port()} CPUs={cores} "
+            "State=UNKNOWN"
+        )
         for node in EVERY
     ]
     (folder / "slurm.conf").write_text(
         CONFIG.format(
-            folder=folder, nodes="\n".join(nodes), main=",".join(NODES), aside=ASIDE, control=free_port()
+            folder=folder, nodes="\n".join(nodes), main=",".join(NODES), aside=ASIDE, control=find_free_port()
         )
     )
     (folder / "munge" / "key").write_bytes(os.urandom(1024))
@@ -136,11 +140,11 @@ def loopback_slurm(folder: Path, cores: int = 2) -> Iterator[Slurm]:
                 ],
             )
         )
-        _until(lambda: (own / "socket").exists(), "munged answers", slurm)
+        _wait_for(lambda: (own / "socket").exists(), "served by munged", slurm)
         stack.enter_context(_daemon(slurm, "slurmctld", ["slurmctld", "-D", "-f", config]))
         for node in EVERY:
             stack.enter_context(_daemon(slurm, node, ["slurmd", "-D", "-N", node, "-f", config]))
-        _until(lambda: _idle(slurm), "every node is idle", slurm)
+        _wait_for(lambda: _idle(slurm), "idle on every node", slurm)
         try:
             yield slurm
         finally:
@@ -178,15 +182,12 @@ def _daemon(slurm: Slurm, name: str, argv: Sequence[str]) -> Iterator[None]:
             process.wait(timeout=15)
 
 
-def _until(holds: object, what: str, slurm: Slurm) -> None:
-    assert callable(holds)
-    deadline = time.monotonic() + START_SECONDS
-    while not holds():
-        said = "\n".join(
-            f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in slurm.folder.glob("*.out")
-        )
-        assert time.monotonic() < deadline, f"not after {START_SECONDS:g} s: {what}\n{said}"
-        time.sleep(0.2)
+def _wait_for(holds: Callable[[], bool], what: str, slurm: Slurm) -> None:
+    def output() -> str:
+        files = slurm.folder.glob("*.out")
+        return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in files)
+
+    wait_until(holds, START_SECONDS, what, output=output)
 
 
 def _path() -> str:

@@ -1,10 +1,12 @@
-"""``launch/train.py`` whose points only keep time: with ``-m`` it is the real sweep, with ``--frozen=FILE`` a run of a tenth of a second.
+"""``launch/train.py`` with stub points: with ``-m`` it is the real sweep, with ``--frozen=FILE`` a run of 0.1
+s.
 
     python tests/launch/stub_training.py -m +exp=quickstart zero=stage0,stage1
 
-A point adds a line to ``starts.txt`` beside its run directory, takes ``STUB_SECONDS``, and leaves a loss that its configuration decides:
-0.01 x stage + the distance of its learning rate from 1e-3 in powers of ten. ``STUB_FAILS=2`` makes the points of stage 2 fail; SIGTERM
-stops it as a save would. It imports next to nothing, so that dozens of points take seconds.
+A point appends a line to ``starts.txt`` next to its run directory, takes ``STUB_SECONDS``, and leaves a loss
+that depends on its configuration: 0.01 x stage + the distance of its learning rate from 1e-3 in powers of
+ten. ``STUB_FAILS=2`` makes the points of stage 2 fail; SIGTERM stops it like a save. It imports next to
+nothing, so dozens of points take seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def point(file: Path) -> int:
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     with (run.parent / "starts.txt").open("a") as starts:
-        seen = f"{run.name} {','.join(map(str, sorted(os.sched_getaffinity(0))))} {os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        seen = (
+            f"{run.name} {','.join(map(str, sorted(os.sched_getaffinity(0))))} "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        )
         starts.write(f"{seen} {os.environ['OMP_NUM_THREADS']}\n")
     status(run, state="running")
     until = time.monotonic() + float(os.environ.get("STUB_SECONDS", "0.1"))

@@ -1,6 +1,6 @@
-"""A run that diverges ends by itself, on all ranks and under every launcher, and is not started again.
+"""A diverging run ends on all ranks, under every launcher, and is not restarted.
 
-pytest tests/launch/test_diverged.py             our own parent
+pytest tests/launch/test_diverged.py             supervisor
 pytest tests/launch/test_diverged.py -m full     torchrun and deepspeed, and a sweep
 """
 
@@ -12,17 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import TRAIN, Started, command, status_of
-from tests.train.conftest import data, texts
-from toolkit.checkpoint_folder import committed_checkpoints
+from tests.launch.processes import TRAIN, RunningCommand, command, read_status
+from toolkit.checkpoint.directory import committed_checkpoints
 from toolkit.errors import ExitCode
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
-__all__ = ["data", "texts"]  # fixtures
-
-# The learning rate lies within floats until step 4, and far beyond what weights can take from then on.
+# The learning rate is harmless until step 4 and makes weights overflow from then on.
 SMALL = (
     "+exp=quickstart",
     "model.hidden_size=32",
@@ -47,10 +44,13 @@ WILD = ("optim.lr=1e22",)
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "launcher",
-    ["python", *(pytest.param(name, marks=pytest.mark.full) for name in ("torchrun", "deepspeed"))],
+    ("launcher", "ranks"),
+    [
+        ("python", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in ("python", "torchrun", "deepspeed")),
+    ],
 )
-def test_a_run_that_diverges_ends_once_with_its_reason(launcher: str, data: Path, tmp_path: Path) -> None:
+def test_diverged_run_is_not_restarted(launcher: str, ranks: int, data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = command(
         launcher,
@@ -60,13 +60,14 @@ def test_a_run_that_diverges_ends_once_with_its_reason(launcher: str, data: Path
         f"data.path={data}",
         f"run.dir={run_dir}",
         *(["cluster.restarts=2"] if launcher == "python" else []),
+        ranks=ranks,
     )
     if launcher == "torchrun":
         argv.insert(1, "--max-restarts=2")
-    with Started(argv, run_dir, cwd=tmp_path) as started:
-        code = started.ended(150)
-        started.gone(10)
-    status = status_of(run_dir)
+    with RunningCommand(argv, run_dir, cwd=tmp_path) as started:
+        code = started.wait_for_exit(150)
+        started.wait_until_gone(10)
+    status = read_status(run_dir)
     assert status is not None, started.output
     assert code == ExitCode.DIVERGED if launcher == "python" else code != 0, started.output
     assert (status.state, status.exit_code, status.attempt) == (RunState.FAILED, ExitCode.DIVERGED, 1), (
@@ -77,14 +78,14 @@ def test_a_run_that_diverges_ends_once_with_its_reason(launcher: str, data: Path
     assert [row["step"] for row in rows] == list(range(1, (status.step or 0) + 1))
     assert "is not finite" in (status.reason or "") or "are not finite" in (status.reason or "")
     assert all(step < (status.step or 0) for step in committed_checkpoints(run_dir / "checkpoints"))
-    assert launcher == "torchrun" or "Traceback" not in started.output, "torchrun has one of its agent"
+    assert launcher == "torchrun" or "Traceback" not in started.output, (
+        "torchrun prints its agent's traceback"
+    )
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_a_diverged_point_of_a_sweep_ends_at_once_and_is_reported_as_diverged(
-    data: Path, tmp_path: Path
-) -> None:
+def test_diverged_sweep_point_is_reported(data: Path, tmp_path: Path) -> None:
     argv = [
         sys.executable,
         str(TRAIN),
@@ -95,8 +96,8 @@ def test_a_diverged_point_of_a_sweep_ends_at_once_and_is_reported_as_diverged(
         f"sweep.dir={tmp_path / 'sweep'}",
         "cluster.cpu_ranks=1",
     ]
-    with Started(argv, tmp_path, cwd=tmp_path) as started:
-        code = started.ended(250)
+    with RunningCommand(argv, tmp_path, cwd=tmp_path) as started:
+        code = started.wait_for_exit(250)
     assert code == ExitCode.DIVERGED, started.output
     sound, wild = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]
     assert (sound["state"], sound["step"], sound["swept"]) == ("done", 12, ["optim.lr=0.001"])

@@ -1,4 +1,4 @@
-"""launch/doctor.py as typed: what it answers, how it exits, and that ranks meet under every launcher.
+"""launch/doctor.py as a command: output, exit codes, and connecting ranks under every launcher.
 
 pytest tests/launch/test_doctor_commands.py
 pytest tests/launch/test_doctor_commands.py -m full
@@ -17,16 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import FAKE, ROOT, Started, command, hit, status_of
+from tests.launch.processes import FAKE, ROOT, RunningCommand, command, read_status, send_signal
 from toolkit.rundir.status import RunState
 
 DOCTOR = ROOT / "launch" / "doctor.py"
-# In one process, so that it can be asked which packages it has imported.
+# In one process, so that its imported packages can be listed.
 HEAVY = """
 import sys
 from launch.doctor import main
 code = main(sys.argv[1:])
-print([name for name in ("torch", "deepspeed", "transformers", "wandb") if name in sys.modules], file=sys.stderr)
+heavy = ("torch", "deepspeed", "transformers", "wandb")
+print([name for name in heavy if name in sys.modules], file=sys.stderr)
 sys.exit(code)
 """
 
@@ -56,13 +57,13 @@ def found(report: dict[str, object], check: str) -> list[dict[str, str]]:
     assert isinstance(machines, list)
     assert isinstance(together, list)
     return [
-        one
-        for one in [*(finding for machine in machines for finding in machine["findings"]), *together]
-        if one["check"] == check
+        item
+        for item in [*(finding for machine in machines for finding in machine["findings"]), *together]
+        if item["check"] == check
     ]
 
 
-def test_one_machine_is_looked_at_without_torch(tmp_path: Path) -> None:
+def test_doctor_of_one_machine_does_not_import_torch(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = doctor("--json", "+exp=quickstart", "run.dir=run", cwd=tmp_path, program=("-c", HEAVY))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -74,13 +75,13 @@ def test_one_machine_is_looked_at_without_torch(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert report["format_version"] == 1
     assert [machine["node"] for machine in report["machines"]] == [0]
-    assert found(report, "ranks meet")[0]["evidence"] == "one rank: nobody to meet"
-    assert {one["verdict"] for one in found(report, "plan")} == {"ok"}
-    assert all(one["how"] for one in found(report, "disk"))
-    assert not (tmp_path / "run").exists(), "nothing is written but what is measured"
+    assert found(report, "rendezvous")[0]["evidence"] == "one rank: no peers"
+    assert {item["verdict"] for item in found(report, "plan")} == {"ok"}
+    assert all(item["how"] for item in found(report, "disk"))
+    assert not (tmp_path / "run").exists(), "only the measured file is written"
 
 
-def test_what_fails_is_told_with_its_remedy(tmp_path: Path) -> None:
+def test_failed_check_is_reported_with_its_remedy(tmp_path: Path) -> None:
     done = doctor("+exp=quickstart", "run.dir=run", cwd=tmp_path, environ={"GLOO_SOCKET_IFNAME": "nothere0"})
     assert done.returncode == 2, done.stdout + done.stderr
     assert "GLOO_SOCKET_IFNAME=nothere0: no such interface" in done.stdout
@@ -90,23 +91,23 @@ def test_what_fails_is_told_with_its_remedy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].endswith("this run would fail")
 
 
-def test_a_run_that_cannot_be_planned_is_told_beside_the_rest(tmp_path: Path) -> None:
+def test_unplannable_run_is_reported_with_other_checks(tmp_path: Path) -> None:
     done = doctor(
         "--json", "+exp=quickstart", "cluster.cpu_ranks=2", "parallel.tensor=3", "run.dir=run", cwd=tmp_path
     )
     assert done.returncode == 2, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert any("divisible" in one["evidence"] for one in found(report, "plan") if one["verdict"] == "fail")
-    assert found(report, "ranks meet")[0]["verdict"] == "unknown"
+    assert any("divisible" in item["evidence"] for item in found(report, "plan") if item["verdict"] == "fail")
+    assert found(report, "rendezvous")[0]["verdict"] == "unknown"
     assert found(report, "disk")[0]["verdict"] == "ok"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["train.stepps=3"], "train.steps"), (["cluster.nodes=4"], "cluster.nodes")]
+    ("words", "text"), [(["train.stepps=3"], "train.steps"), (["cluster.nodes=4"], "cluster.nodes")]
 )
-def test_mistakes_are_answered_as_by_training(words: list[str], said: str, tmp_path: Path) -> None:
+def test_doctor_reports_configuration_mistakes(words: list[str], text: str, tmp_path: Path) -> None:
     done = doctor("+exp=quickstart", *words, cwd=tmp_path)
-    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, text in done.stderr) == (2, True), done.stderr
 
 
 # ---- ranks
@@ -116,63 +117,65 @@ RANKS = pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed"])
 
 @pytest.mark.full
 @RANKS
-def test_two_ranks_meet(launcher: str, tmp_path: Path) -> None:
+def test_two_ranks_connect(launcher: str, tmp_path: Path) -> None:
     argv = command(
         launcher, DOCTOR, "--json", "+exp=quickstart", "parallel.tensor=2", f"run.dir={tmp_path / 'run'}"
     )
-    with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
-        assert started.ended(120) == 0, started.output
-        started.gone(5)
+    with RunningCommand(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
+        assert started.wait_for_exit(120) == 0, started.output
+        started.wait_until_gone(5)
         output = started.output
     report, _ = json.JSONDecoder().raw_decode(output[output.index('{\n "format_version"') :])
-    links = [one["evidence"] for one in found(report, "ranks meet")]
-    assert links[0].startswith("they met in ")
+    links = [item["evidence"] for item in found(report, "rendezvous")]
+    assert links[0].startswith("all ranks connected in ")
     assert links[1].startswith("tensor (2 ranks): ")
     assert "bus bandwidth" in links[1]
     assert len(report["machines"]) == 1
-    assert found(report, "meeting place")[0]["verdict"] == "ok"
+    assert found(report, "master address")[0]["verdict"] == "ok"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_two_ranks_and_a_machine_that_is_not_fit(launcher: str, tmp_path: Path) -> None:
+def test_two_ranks_on_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     argv = command(launcher, DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
-    # A soft limit is inherited by all that is started, and does not keep the ranks from meeting.
+    # Child processes inherit a soft limit, which does not prevent the ranks from connecting.
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *argv]
-    with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
-        code = started.ended(120)
+    with RunningCommand(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
+        code = started.wait_for_exit(120)
         output = started.output
-    assert code == (1 if launcher == "torchrun" else 2), output  # torchrun makes one code of all
-    assert "200 open files a process" in output
+    assert code == (1 if launcher == "torchrun" else 2), output  # torchrun merges all codes into one
+    assert "200 open files per process" in output
     assert "ulimit -n 65536" in output
-    assert output.count("machine 0: ") == 1, "rank 0 alone tells"
+    assert output.count("machine 0: ") == 1, "only rank 0 reports"
 
 
 @pytest.mark.full
-def test_a_port_that_is_taken_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_occupied_port_is_reported_with_other_checks(tmp_path: Path) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen(1)
         argv = command("deepspeed", DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
         argv[argv.index("--master_port") + 1] = str(held.getsockname()[1])
-        with Started(argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}) as started:
-            assert started.ended(90) == 2, started.output
+        with RunningCommand(
+            argv, tmp_path / "run", cwd=tmp_path, environ={"PYTHONPATH": str(ROOT)}
+        ) as started:
+            assert started.wait_for_exit(90) == 2, started.output
             assert "Address already in use" in started.output
             assert "deepspeed --master_port" in " ".join(started.output.split())
             assert "shared memory" in started.output
 
 
 @pytest.mark.full
-def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_doctor_leaves_nothing(tmp_path: Path) -> None:
     (temporary := tmp_path / "temporary").mkdir()
     argv = command("python", DOCTOR, "+exp=quickstart", f"run.dir={tmp_path / 'run'}")
-    with Started(
+    with RunningCommand(
         argv, temporary, cwd=tmp_path, environ={"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     ) as started:
-        started.until(lambda: len(started.ranks()) == 2, 30, "with two ranks")
-        hit(signal.SIGINT, started.process.pid)
-        assert started.ended(15) == 75, started.output
-        started.gone(10)
+        started.wait_until(lambda: len(started.ranks()) == 2, 30, "with two ranks")
+        send_signal(signal.SIGINT, started.process.pid)
+        assert started.wait_for_exit(15) == 75, started.output
+        started.wait_until_gone(10)
     assert not list(temporary.iterdir())
     assert not (tmp_path / "run").exists()
 
@@ -182,28 +185,28 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @RANKS
-def test_a_run_looks_at_its_machines_first(launcher: str, tmp_path: Path) -> None:
+def test_preflight_runs_before_training(launcher: str, tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
-    with Started(command(launcher, FAKE, *words), tmp_path / "run", cwd=tmp_path) as started:
-        assert started.ended(120) == 0, started.output
+    with RunningCommand(command(launcher, FAKE, *words), tmp_path / "run", cwd=tmp_path) as started:
+        assert started.wait_for_exit(120) == 0, started.output
         assert started.output.count("machine 0: ") == 1
         assert "shared memory" in started.output
-    status = status_of(tmp_path / "run")
+    status = read_status(tmp_path / "run")
     assert status is not None
     assert status.state is RunState.DONE
 
 
 @pytest.mark.full
 @RANKS
-def test_a_run_on_a_machine_that_is_not_fit_is_refused(launcher: str, tmp_path: Path) -> None:
+def test_preflight_refuses_an_unfit_machine(launcher: str, tmp_path: Path) -> None:
     words = ("+exp=quickstart", "cluster.preflight=true", "train.steps=3", f"run.dir={tmp_path / 'run'}")
     argv = ["bash", "-c", 'ulimit -Sn 200; exec "$@"', "bash", *command(launcher, FAKE, *words)]
-    with Started(argv, tmp_path / "run", cwd=tmp_path) as started:
-        started.ended(120)
-        started.gone(30)
+    with RunningCommand(argv, tmp_path / "run", cwd=tmp_path) as started:
+        started.wait_for_exit(120)
+        started.wait_until_gone(30)
         output = started.output
-    status = status_of(tmp_path / "run")
+    status = read_status(tmp_path / "run")
     assert status is not None
     assert (status.state, status.exit_code, status.step) == (RunState.REFUSED, 2, None), output
-    assert "limits: 200 open files a process" in output
-    assert output.count("remedy: ulimit -n 65536") == 1, "rank 0 alone tells, and nothing is started again"
+    assert "limits: 200 open files per process" in output
+    assert output.count("remedy: ulimit -n 65536") == 1, "only rank 0 reports, and nothing starts again"

@@ -1,6 +1,7 @@
-"""torchrun with a range of nodes: a run loses a node, goes on without it, and goes on with it when it comes back.
+"""torchrun with a range of nodes: a run loses a node, continues without it, and continues with it when it
+returns.
 
-pytest tests/launch/test_elastic.py -m full
+    pytest tests/launch/test_elastic.py -m full
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import BIN, ROOT, Started, hit, status_of
-from tests.launch.test_killed import data, rows
-from toolkit.cluster.ranks import free_port
+from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_signal
+from tests.launch.tiny_runs import read_losses
+from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
@@ -23,7 +24,6 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
-__all__ = ["data"]  # the fixture
 STEPS = 300
 KEYS = (
     "model=gpt2",
@@ -44,8 +44,8 @@ KEYS = (
 )
 
 
-def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> Started:
-    """One node's torchrun, as docs/clusters.md describes it."""
+def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> RunningCommand:
+    """Return one node's torchrun command, as in docs/clusters.md."""
     argv = [
         str(BIN / "torchrun"),
         "--nnodes=1:2",
@@ -64,7 +64,7 @@ def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> 
         "zero=stage1",
     ]
     launches.mkdir()
-    return Started(
+    return RunningCommand(
         argv,
         run_dir,
         cwd=launches,
@@ -73,13 +73,13 @@ def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> 
 
 
 def worlds(run_dir: Path) -> list[int]:
-    """The number of ranks of each attempt."""
+    """Return the number of ranks of each attempt."""
     plans = (run_dir / "attempts").glob("*/plan.json")
     return [json.loads(plan.read_text())["world"]["ranks"] for plan in sorted(plans)]
 
 
 def step(run_dir: Path) -> int:
-    status = status_of(run_dir)
+    status = read_status(run_dir)
     return (status.step or 0) if status is not None and status.state is RunState.RUNNING else 0
 
 
@@ -90,34 +90,34 @@ def uninterrupted(data: Path, tmp_path: Path) -> Iterator[dict[int, float]]:
     directory = RunDirectory(tmp_path / "alone")
     run(plan, rank=0, local_rank=0, stop=lambda: None, attempt=directory.begin(config, to_json(plan)))
     directory.release()
-    return dict(rows(directory.metrics_file))
+    return dict(read_losses(directory.metrics_file))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_an_elastic_run_continues_without_a_lost_node_and_with_it_when_it_returns(
+def test_elastic_run_survives_loss_and_return_of_a_node(
     data: Path, uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
-    run_dir, port = tmp_path / "run", free_port()
+    run_dir, port = tmp_path / "run", find_free_port()
     with agent(run_dir, data, port, 0, tmp_path / "first") as first:
         second = agent(
             run_dir, data, port, 1, tmp_path / "second"
         )  # of the same run: ``first`` ends all its processes
-        first.until(lambda: step(run_dir) > 25, 120, "training on two nodes")
-        rank = next(one for one in second.ranks().values() if one.ppid() == second.process.pid)
-        hit(signal.SIGKILL, second.process.pid)
-        hit(signal.SIGKILL, rank.pid)
-        first.until(lambda: len(worlds(run_dir)) == 2 and step(run_dir) > 40, 90, "training on one node")
+        first.wait_until(lambda: step(run_dir) > 25, 120, "training on two nodes")
+        rank = next(item for item in second.ranks().values() if item.ppid() == second.process.pid)
+        send_signal(signal.SIGKILL, second.process.pid)
+        send_signal(signal.SIGKILL, rank.pid)
+        first.wait_until(lambda: len(worlds(run_dir)) == 2 and step(run_dir) > 40, 90, "training on one node")
         assert worlds(run_dir) == [2, 1]
         third = agent(run_dir, data, port, 1, tmp_path / "third")
-        first.until(
+        first.wait_until(
             lambda: len(worlds(run_dir)) == 3 and step(run_dir) > 60, 90, "training on two nodes again"
         )
-        assert (first.ended(120), third.ended(30)) == (0, 0), f"{first.output}\n{third.output}"
+        assert (first.wait_for_exit(120), third.wait_for_exit(30)) == (0, 0), (
+            f"{first.output}\n{third.output}"
+        )
     assert worlds(run_dir) == [2, 1, 2]
-    losses = dict(rows(run_dir / "metrics.jsonl"))
+    losses = dict(read_losses(run_dir / "metrics.jsonl"))
     assert list(losses) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(uninterrupted, abs=1e-5)
-    assert abs(losses[STEPS] - losses[STEPS - 1]) > 1e-5, (
-        "the control: one step late is outside of the tolerance"
-    )
+    assert abs(losses[STEPS] - losses[STEPS - 1]) > 1e-5, "control: one step late is outside of the tolerance"

@@ -15,13 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import Started, command, hit, status_of
-from tests.launch.test_killed import KEYS, data, rows
+from tests.launch.processes import RunningCommand, command, read_status, send_signal
+from tests.launch.tiny_runs import KEYS, read_losses
 from toolkit import checkpoint_folder
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
-
-__all__ = ["data"]  # the fixture
 
 DRIVER = Path(__file__).with_name("hung_training.py")
 LIMIT = 5  # seconds
@@ -100,11 +98,11 @@ def test_hang_is_reported_with_its_cause_and_the_run_can_be_restarted(
         f"monitor.hang_seconds={LIMIT}",
     )
     moment = tmp_path / "moment"
-    with Started(
+    with RunningCommand(
         argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": case.fault, "FAULT_TIME": str(moment)}
     ) as started:
-        assert started.ended(120) == 1, started.output
-        started.gone(35 if case.launcher == "torchrun" else 15)
+        assert started.wait_for_exit(120) == 1, started.output
+        started.wait_until_gone(35 if case.launcher == "torchrun" else 15)
     run = RunDirectory(run_dir)
     file = run.hang_file(1)
     assert file.exists(), started.output
@@ -124,7 +122,7 @@ def test_hang_is_reported_with_its_cause_and_the_run_can_be_restarted(
         assert any(f"rank {rank}," in line or "ranks 0-1," in line for line in stacks), text
     assert "launch/train.py" in text, "stacks reach down to the start"
 
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code, end.attempt) == (RunState.FAILED, 1, 1)
     assert end.reason is not None
@@ -137,16 +135,16 @@ def test_hang_is_reported_with_its_cause_and_the_run_can_be_restarted(
 
 
 def _check_resumed_run(argv: list[str], run_dir: Path, data: Path, tmp_path: Path) -> None:
-    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
-        assert started.ended(120) == 0, started.output
-    end = status_of(run_dir)
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        assert started.wait_for_exit(120) == 0, started.output
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, 6)
     unbroken = tmp_path / "unbroken"
     other = command("python", DRIVER, *RUN, f"data.path={data}", f"run.dir={unbroken}")
-    with Started(other, unbroken, cwd=tmp_path, environ=ENVIRON) as started:
-        assert started.ended(120) == 0, started.output
-    assert rows(run_dir / "metrics.jsonl") == rows(unbroken / "metrics.jsonl")
+    with RunningCommand(other, unbroken, cwd=tmp_path, environ=ENVIRON) as started:
+        assert started.wait_for_exit(120) == 0, started.output
+    assert read_losses(run_dir / "metrics.jsonl") == read_losses(unbroken / "metrics.jsonl")
 
 
 @pytest.mark.full
@@ -164,22 +162,22 @@ def test_parent_restarts_the_ranks_after_a_hang(data: Path, tmp_path: Path) -> N
         f"monitor.hang_seconds={LIMIT}",
     )
     environ = {**ENVIRON, "FAULT": SKIP.fault, "FAULT_TIME": str(tmp_path / "moment")}
-    with Started(argv, run_dir, cwd=tmp_path, environ=environ) as started:
-        assert started.ended(150) == 0, started.output
-        started.gone(5)
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.wait_for_exit(150) == 0, started.output
+        started.wait_until_gone(5)
     run = RunDirectory(run_dir)
     assert run.hang_file(1).exists()
     assert not run.hang_file(2).exists()
     assert f"attempt 1 failed: hang: {SKIP.cause}" in started.output
     assert "attempt 2 begins in 2 s, from the checkpoint of step 2\n" in started.output
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code, end.attempt, end.step) == (RunState.DONE, 0, 2, 6)
     assert end.goodput is not None
     assert end.goodput["lost"]["ending"] > LIMIT, "the hang"
-    losses = rows(run.metrics_file)
+    losses = read_losses(run.metrics_file)
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
-    assert rows(run.attempt_folder(1) / "metrics.jsonl") == [losses[2]], "step 3 was repeated bitwise"
+    assert read_losses(run.attempt_folder(1) / "metrics.jsonl") == [losses[2]], "step 3 was repeated bitwise"
 
 
 @pytest.mark.full
@@ -191,15 +189,15 @@ def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> N
         "python", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}"
     )
     moment = tmp_path / "moment"
-    with Started(
+    with RunningCommand(
         argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "shapes:1:3", "FAULT_TIME": str(moment)}
     ) as started:
-        assert started.ended(60) == 1, started.output
-        started.gone(15)
+        assert started.wait_for_exit(60) == 1, started.output
+        started.wait_until_gone(15)
         assert time.time() - float(moment.read_text()) < LIMIT + 20
     assert "the ranks make calls with different shapes as number 4 on axis data" in started.output
     assert "rank 0: all_reduce [1024] float32; rank 1: all_reduce [512] float32" in started.output
-    end = status_of(run_dir)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code) == (RunState.FAILED, 1)
     assert end.reason is not None
@@ -224,10 +222,10 @@ def test_slow_run_is_no_hang(data: Path, tmp_path: Path) -> None:
         f"run.dir={run_dir}",
         "monitor.hang_seconds=3",
     )
-    with Started(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "slow:ALL:2"}) as started:
-        assert started.ended(100) == 0, started.output
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ={**ENVIRON, "FAULT": "slow:ALL:2"}) as started:
+        assert started.wait_for_exit(100) == 0, started.output
     run = RunDirectory(run_dir)
-    assert len(rows(run.metrics_file)) == 2
+    assert len(read_losses(run.metrics_file)) == 2
     assert not run.hang_file(1).exists()
     assert not run.hang_folder(1).exists()
 
@@ -247,19 +245,19 @@ def test_paused_run_is_no_hang(data: Path, tmp_path: Path) -> None:
         f"run.dir={run_dir}",
         f"monitor.hang_seconds={LIMIT}",
     )
-    with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
-        started.until(
-            lambda: (run_dir / "metrics.jsonl").exists() and len(rows(run_dir / "metrics.jsonl")) > 1,
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
+        started.wait_until(
+            lambda: (run_dir / "metrics.jsonl").exists() and len(read_losses(run_dir / "metrics.jsonl")) > 1,
             60,
             "training",
         )
         ranks = [process.pid for process in started.ranks().values()]
         for pid in ranks:
-            hit(signal.SIGSTOP, pid)
+            send_signal(signal.SIGSTOP, pid)
         time.sleep(LIMIT + 3.5)
         for pid in ranks:
-            hit(signal.SIGCONT, pid)
-        assert started.ended(60) == 0, started.output
+            send_signal(signal.SIGCONT, pid)
+        assert started.wait_for_exit(60) == 0, started.output
     assert not RunDirectory(run_dir).hang_file(1).exists()
 
 
@@ -301,12 +299,12 @@ def test_nodes_without_a_shared_disk_exchange_reports_through_the_store(data: Pa
         for node in range(2)
     ]
     with (
-        Started(argvs[1], run_dir, cwd=folders[1], environ=environ) as other,
-        Started(argvs[0], run_dir, cwd=folders[0], environ=environ) as first,
+        RunningCommand(argvs[1], run_dir, cwd=folders[1], environ=environ) as other,
+        RunningCommand(argvs[0], run_dir, cwd=folders[0], environ=environ) as first,
     ):
-        assert first.ended(90) == 1, first.output
-        assert other.ended(40) == 1, other.output
-        first.gone(15)
+        assert first.wait_for_exit(90) == 1, first.output
+        assert other.wait_for_exit(40) == 1, other.output
+        first.wait_until_gone(15)
     folder = RunDirectory(run_dir).attempt_folder(1)
     assert sorted(file.name for file in (folder / "hang-1").iterdir()) == ["asked.json", "rank-1.json"]
     assert not (folder / "hang-0" / "rank-1.json").exists()

@@ -1,7 +1,7 @@
-"""Mistakes are answered with the value, the rule and the remedy, at once, and leave nothing behind.
+"""Mistakes are reported quickly with value, rule and remedy, and leave nothing behind.
 
 pytest tests/launch/test_mistakes.py            every mistake, most of them in forks of one process
-pytest tests/launch/test_mistakes.py -m full    each one as a command of its own, timed
+pytest tests/launch/test_mistakes.py -m full    each one as a separate command, timed
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 
 from launch import plan, train
 from tests.launch.mistakes import BASE, MISTAKES, Mistake
-from tests.launch.processes import ROOT, TRAIN, Started, command
+from tests.launch.processes import ROOT, TRAIN, RunningCommand, command
 
 SECONDS = 3.0
-SECONDS_OF_RANK_0 = 2.0  # of its processor
+SECONDS_OF_RANK_0 = 2.0  # CPU time
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train.main, "plan": plan.main}
 CASES = [
     (script, mistake)
@@ -49,7 +49,7 @@ def judge(mistake: Mistake, code: int, output: str) -> None:
 
 
 def in_fork(main: Callable[[list[str]], int], arguments: list[str], folder: Path) -> tuple[int, str]:
-    """Exit code and output of ``main(arguments)`` in a child of this process, which has everything imported."""
+    """Run ``main(arguments)`` in a forked child with everything imported; return its exit code and output."""
     output = folder / "output.txt"
     child = os.fork()
     if child == 0:
@@ -69,13 +69,13 @@ def in_fork(main: Callable[[list[str]], int], arguments: list[str], folder: Path
     return os.waitstatus_to_exitcode(status), output.read_text()
 
 
-def test_there_are_forty() -> None:
+def test_at_least_forty_mistakes() -> None:
     assert len({str(mistake) for mistake in MISTAKES}) >= 40
 
 
 @pytest.fixture(scope="module")
 def warm() -> None:
-    """What every case needs is imported before the forks."""
+    """Import what every case needs before the forks."""
     import toolkit.config.compose
     import toolkit.config.vendor
     import toolkit.plan.present
@@ -84,7 +84,9 @@ def warm() -> None:
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("script", "mistake"), CASES, ids=lambda value: str(value))
-def test_mistake(script: str, mistake: Mistake, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistake_is_reported(
+    script: str, mistake: Mistake, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with capfd.disabled():
         code, output = in_fork(COMMANDS[script], words(mistake), tmp_path)
     judge(mistake, code, output)
@@ -98,7 +100,7 @@ TIMED = [case if case[1] in QUICK else pytest.param(*case, marks=pytest.mark.ful
 
 
 @pytest.mark.parametrize(("script", "mistake"), TIMED, ids=lambda value: str(value))
-def test_the_command_answers_in_time(script: str, mistake: Mistake, tmp_path: Path) -> None:
+def test_mistake_is_reported_quickly(script: str, mistake: Mistake, tmp_path: Path) -> None:
     began = time.monotonic()
     argv = [sys.executable, str(ROOT / "launch" / f"{script}.py"), *words(mistake)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -108,20 +110,19 @@ def test_the_command_answers_in_time(script: str, mistake: Mistake, tmp_path: Pa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tmp_path: Path) -> None:
-    """Within two seconds of rank 0's processor time, whatever else the machine does, and before it has mapped torch's libraries: so
-    no store, group or device."""
+@pytest.mark.parametrize("launcher", [pytest.param("deepspeed", marks=pytest.mark.full), "torchrun"])
+def test_mistake_under_a_launcher_is_reported_once(launcher: str, tmp_path: Path) -> None:
+    """Within two CPU seconds of rank 0 and before it loads torch, so no store, group or device exists."""
     mark = tmp_path / "run"
     argv = command(launcher, TRAIN, *BASE, "model.hidden_size=wide", f"run.dir={mark}")
-    with Started(argv, mark, cwd=tmp_path) as started:
-        started.until(lambda: 0 in started.ranks(), 120, "started")
+    with RunningCommand(argv, mark, cwd=tmp_path) as started:
+        started.wait_until(lambda: 0 in started.ranks(), 120, "started")
         rank = started.ranks()[0]
-        spent: list[float] = []  # seen before the answer was
+        spent: list[float] = []  # measured before the error message
 
         def answered() -> bool:
             now, mapped = 0.0, False
-            with suppress(psutil.NoSuchProcess):  # it has answered and left
+            with suppress(psutil.NoSuchProcess):  # it has printed the error and exited
                 now, mapped = (
                     sum(rank.cpu_times()[:2]),
                     any("libtorch" in file.path for file in rank.memory_maps()),
@@ -129,23 +130,23 @@ def test_under_a_launcher_it_is_answered_once_and_nobody_stays(launcher: str, tm
             if "remedy:" in started.output:
                 return True
             spent.append(now)
-            assert not mapped, "torch comes before the answer"
+            assert not mapped, "torch is loaded before the error message"
             return False
 
-        started.until(answered, 60, "answered")
-        assert spent, "rank 0 was not seen at work"
+        started.wait_until(answered, 60, "answered")
+        assert spent, "rank 0 was not observed"
         assert spent[-1] < SECONDS_OF_RANK_0
-        code = started.ended(150)
-        started.gone(15)
+        code = started.wait_for_exit(150)
+        started.wait_until_gone(15)
         assert started.output.count("remedy:") == (1 if launcher == "deepspeed" else 2), (
             "torchrun's own report repeats it at its end"
         )
-        assert code == (2 if launcher == "deepspeed" else 1)  # torchrun knows no other failure
-        assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of ours"
+        assert code == (2 if launcher == "deepspeed" else 1)  # torchrun has no other exit code for failures
+        assert "toolkit" not in started.output.replace(str(ROOT), ""), "no traceback of the toolkit"
     assert not mark.exists()
 
 
-def test_the_answer_needs_no_torch(tmp_path: Path) -> None:
+def test_mistakes_are_reported_without_importing_torch(tmp_path: Path) -> None:
     code = """
 import sys
 from launch import train

@@ -1,10 +1,10 @@
-"""``deepspeed --hostfile`` over pdsh: what becomes of words on their way through a shell of each node, and the word that survives it.
+"""``deepspeed --hostfile`` over pdsh: arguments that pass through a shell on each node.
 
     pytest tests/launch/test_pdsh.py -m full -rs
 
-pdsh, the launcher and its ranks are the real ones (apt-get install pdsh; without it pytest says that nothing ran). ssh is played by a
-script that does what ssh does with its words: it leaves out the options and the host, joins the rest with blanks, and gives the line to a
-shell with an environment of its own, here and not on another machine.
+pdsh, the launcher and its ranks are real (apt-get install pdsh; skipped without it). A script replaces ssh:
+it drops the options and the host, joins the remaining arguments with spaces, and passes the line to a local
+shell with a fresh environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import BIN
-from toolkit.cluster.ranks import free_port
+from toolkit.cluster.rank_processes import find_free_port
 
 pytestmark = [
     pytest.mark.full,
@@ -61,7 +61,7 @@ def through(folder: Path, *words: str) -> list[list[str]]:
         f"--hostfile={hosts}",
         "--no_ssh_check",
         "--master_addr=127.0.0.1",
-        f"--master_port={free_port()}",
+        f"--master_port={find_free_port()}",
         str(script),
         *words,
     ]
@@ -74,9 +74,10 @@ def through(folder: Path, *words: str) -> list[list[str]]:
     return [words[1:] for words in found]
 
 
-def test_a_frozen_configuration_arrives(tmp_path: Path) -> None:
-    """DeepSpeed#5878, #2802. All that a user wrote is in the file, and the line that the shells read has its path alone. Control: the
-    words themselves do not arrive."""
+def test_frozen_configuration_survives_pdsh(tmp_path: Path) -> None:
+    """DeepSpeed#5878, #2802. The file has all arguments, so the command line that the shells parse contains
+    only its path. Control: the arguments themselves do not survive.
+    """
     for arrived in through(tmp_path, FROZEN, *HOSTILE):
         lost = [word for word in (FROZEN, *HOSTILE) if word not in arrived]
         assert lost == [word for word in HOSTILE if word != "run.name=two words"], (

@@ -1,4 +1,4 @@
-"""The commands of README.md: each one composes and plans, and, in order in one fresh folder, each one runs.
+"""The commands of README.md: each composes and plans, and all run in order in a fresh folder.
 
 pytest tests/launch/test_readme.py
 pytest tests/launch/test_readme.py -m full      half an hour on two cores
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.sweeping import LAPTOP, points
+from tests.cluster.sweep_points import LAPTOP, points
 from tests.launch.processes import BIN, ROOT
 from toolkit.cluster.job import plan_job
 from toolkit.config.compose import compose, compose_prepare, compose_reshard
@@ -43,21 +43,21 @@ IN_ORDER = [MAKE_TRAIN, *COMMANDS]
 
 
 def parts(command: list[str]) -> tuple[str, list[str]]:
-    """The script's name and its words, with the number of ranks that the launcher starts."""
+    """Return the script's name, its arguments, and the number of ranks that the launcher starts."""
     place = next(number for number, word in enumerate(command) if word.startswith("launch/"))
     ranks = [f"cluster.cpu_ranks={command[place - 1]}"] if command[0] != "python" else []
     return Path(command[place]).stem, command[place + 1 :] + ranks
 
 
 def trainings() -> list[RunPlan]:
-    """Of each command that trains one run, in order."""
+    """Yield the configuration of each single-run command, in order."""
     found = [
         words for name, words in map(parts, IN_ORDER) if name == "train" and not {"-m", "--help"} & set(words)
     ]
     return [plan_job(compose(words), LAPTOP) for words in found]
 
 
-def test_there_are_commands_of_every_kind() -> None:
+def test_readme_has_commands_of_every_kind() -> None:
     assert {parts(command)[0] for command in COMMANDS} >= {
         "train",
         "plan",
@@ -71,7 +71,7 @@ def test_there_are_commands_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_composes_and_plans_without_a_warning(command: list[str], tmp_path: Path) -> None:
+def test_readme_commands_plan_without_warnings(command: list[str], tmp_path: Path) -> None:
     name, words = parts(command)
     assert (ROOT / "launch" / f"{name}.py").is_file()
     match name:
@@ -86,15 +86,15 @@ def test_every_command_composes_and_plans_without_a_warning(command: list[str], 
             compose_reshard(words)
 
 
-def test_every_training_has_something_to_do() -> None:
-    """A command shares its directory with an earlier one only to continue it."""
+def test_readme_trainings_have_steps_to_do() -> None:
+    """Two commands share a directory only if the second one resumes the first."""
     steps: dict[str, int] = {}
     for plan in trainings():
         assert plan.config.train.steps > steps.get(plan.run_dir, 0), plan.run_dir
         steps[plan.run_dir] = plan.config.train.steps
 
 
-def test_the_hop_is_one_run_with_one_schedule() -> None:
+def test_readme_engine_switch_is_one_run() -> None:
     hops = [plan for plan in trainings() if plan.config.run.name == "hop"]
     assert len({plan.run_dir for plan in hops}) == 1
     assert len({plan.config.engine.name for plan in hops}) == 3
@@ -105,14 +105,12 @@ def test_the_hop_is_one_run_with_one_schedule() -> None:
         compose([word for word in words if not word.startswith("schedule.decay")])
         for words in (words for _, words in map(parts, COMMANDS) if "run.name=hop" in words)
     ]
-    assert rate(without[0], 99) < 0.2 * rate(without[1], 99), (
-        "the control: without schedule.decay the rate jumps"
-    )
+    assert rate(without[0], 99) < 0.2 * rate(without[1], 99), "control: without schedule.decay the rate jumps"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(5400)
-def test_all_commands_run_in_order_in_one_fresh_folder(tmp_path: Path) -> None:
+def test_readme_commands_run_in_order(tmp_path: Path) -> None:
     for name in ("launch", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     clean = {

@@ -1,7 +1,4 @@
-"""The command that makes a run's report: what it writes, and how mistakes are answered.
-
-pytest tests/launch/test_report.py
-"""
+"""launch/report.py: output and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from tests.monitor.report.runs import write_run
 REPORT = ROOT / "launch" / "report.py"
 
 
-def test_as_typed(tmp_path: Path) -> None:
+def test_report_command(tmp_path: Path) -> None:
     run = write_run(tmp_path / "mine", 20)
     done = subprocess.run(
         [sys.executable, str(REPORT), str(run)], capture_output=True, text=True, timeout=60, check=False
@@ -28,7 +25,7 @@ def test_as_typed(tmp_path: Path) -> None:
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_another_file_and_other_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_with_output_file_and_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = write_run(tmp_path / "mine", 20, nodes=1), write_run(tmp_path / "other", 20, nodes=2)
     (other / "system/node-0.jsonl").unlink()
     out = tmp_path / "page.html"
@@ -38,11 +35,11 @@ def test_another_file_and_other_nodes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (run / "report.html").exists()
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for word in ("python launch/report.py runs/", "out=", "nodes=", "Exit code"):
-        assert word in told
+        assert word in message
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         (["mine/metrics.jsonl"], "run=mine/metrics.jsonl"),
     ],
 )
-def test_mistakes(
+def test_report_mistakes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -69,9 +66,9 @@ def test_mistakes(
     write_run(tmp_path / "mine", 2, nodes=1, gpus=0)
     (tmp_path / "empty").mkdir()
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert shows in told
-    assert "rule:" in told
-    assert "remedy:" in told
-    assert "Traceback" not in told
+    message = capsys.readouterr().err
+    assert shows in message
+    assert "rule:" in message
+    assert "remedy:" in message
+    assert "Traceback" not in message
     assert not list(tmp_path.rglob("*.html"))

@@ -1,7 +1,4 @@
-"""launch/reshard.py as a person uses it.
-
-pytest tests/launch/test_reshard.py
-"""
+"""launch/reshard.py as a command."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ def run(*words: object) -> int:
     return reshard.main([str(word) for word in words])
 
 
-def said(capsys: Captured, *words: object, code: int = 0) -> str:
-    """What the command prints, on stdout where it is done and on stderr where it is refused."""
+def run_reshard(capsys: Captured, *words: object, code: int = 0) -> str:
+    """Run the command and return its output: stdout on success, stderr on an error."""
     assert run(*words) == code, capsys.readouterr()
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
@@ -48,7 +45,7 @@ def said(capsys: Captured, *words: object, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run in bf16, as a run's folder has it."""
+    """A checkpoint of a bf16 run, in its run folder."""
     return tiny_checkpoint(tmp_path_factory.mktemp("run") / "checkpoints", mixed=True)
 
 
@@ -56,8 +53,8 @@ def files_below(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
-    out = said(
+def test_convert_prints_a_summary(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+    out = run_reshard(
         capsys, f"source={checkpoint.parent.parent}", f"target={tmp_path}/out", "target.precision=fp32"
     )
     assert f"source     native: {checkpoint}" in out
@@ -74,24 +71,24 @@ def test_convert_says_what_it_did(checkpoint: Path, tmp_path: Path, capsys: Capt
         key.name: hashed for key, hashed in compute_digest(reader).tensors.items() if key.state == WEIGHT
     }
     assert reader.scalars == before.scalars
-    err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
-    assert "already exists" in err
+    err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
+    assert "is there already" in err
 
 
-def test_there_and_back_is_the_same(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+def test_round_trip_is_identical(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
     assert compute_digest(open_reader(tmp_path / "out")) == compute_digest(open_reader(checkpoint))
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/weights", "target.optimizer=false")
     assert {key.state for key in open_reader(tmp_path / "weights").tensors} == {WEIGHT}
-    err = said(
+    err = run_reshard(
         capsys, f"source={tmp_path}/weights", f"target={tmp_path}/more", "target.optimizer=true", code=2
     )
     assert "has no optimizer state" in err
 
 
-def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: Captured) -> None:
+def test_inspect_describes_without_changes(checkpoint: Path, capsys: Captured) -> None:
     before = files_below(checkpoint.parent)
-    out = said(capsys, f"source={checkpoint}", "action=inspect")
+    out = run_reshard(capsys, f"source={checkpoint}", "action=inspect")
     assert files_below(checkpoint.parent) == before
     parameters = sum(spec.numel for spec in families.get_family("llama").parameters(tiny_shape()))
     for line in (
@@ -118,14 +115,14 @@ def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: C
     assert any(row[:2] == ["weight", "21"] and row[-1] == "bfloat16" for row in rows)
 
 
-def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_plan_estimates_without_changes(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:
     before = files_below(checkpoint.parent)
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "action=plan")
-    out = said(capsys, *words)
+    out = run_reshard(capsys, *words)
     assert "measured by copying" in out
     assert "proven     every element" in out
-    assert "at 2 GB/s, as stated" in said(capsys, *words, "rate=2")
-    assert "unknown: set target=PATH" in said(capsys, words[0], words[2])
+    assert "at 2 GB/s, as stated" in run_reshard(capsys, *words, "rate=2")
+    assert "unknown: set target=PATH" in run_reshard(capsys, words[0], words[2])
     assert files_below(checkpoint.parent) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -146,23 +143,23 @@ def test_plan_counts_and_moves_nothing(checkpoint: Path, tmp_path: Path, capsys:
         ),
     ],
 )
-def test_mistakes_are_answered_and_leave_nothing(
+def test_reshard_mistakes_leave_nothing(
     checkpoint: Path, tmp_path: Path, capsys: Captured, typed: tuple[str, ...], shows: str
 ) -> None:
-    err = said(capsys, *(word.format(checkpoint=checkpoint, empty=tmp_path) for word in typed), code=2)
+    err = run_reshard(capsys, *(word.format(checkpoint=checkpoint, empty=tmp_path) for word in typed), code=2)
     assert shows in err
     assert "rule:" in err
     assert "remedy:" in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_does_not_fit_is_refused_before_it_is_written(
+def test_insufficient_space_is_detected_first(
     checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: full)
-        err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/new/out", code=2)
+        err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/new/out", code=2)
     assert f"{tmp_path} has 1 kB free" in err
     assert not list(tmp_path.iterdir())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -170,29 +167,31 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda which: (64, limits[1]))
         patch.setattr(resource, "setrlimit", lambda which, to: asked.append(to))
-        said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+        run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
     [(soft, hard)] = asked
     assert 64 < soft < 100
     assert hard == limits[1]
     with monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda which: (64, 64))
-        err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/another", code=2)
+        err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/another", code=2)
     assert f"ulimit -n {soft}" in err
 
 
-def test_a_damaged_source_is_refused_by_name(tmp_path: Path, capsys: Captured) -> None:
+def test_damaged_source_is_named(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
     file = checkpoint / "part-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    err = said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
+    err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
     assert str(file) in err
     assert not (tmp_path / "out").exists()
 
 
-def test_where_the_model_comes_from(tmp_path: Path) -> None:
-    """The run around a checkpoint, then config.json; where there is neither, the way to say it is told."""
+def test_source_of_the_model_configuration(tmp_path: Path) -> None:
+    """The run around the checkpoint is used first, then config.json; without either, the error explains what
+    to set.
+    """
     checkpoint = tiny_checkpoint(tmp_path / "run" / "checkpoints", "qwen3", says_model=False)
     assert open_source(checkpoint).shape is None
     shape = tiny_shape("qwen3")
@@ -211,8 +210,10 @@ def test_where_the_model_comes_from(tmp_path: Path) -> None:
     assert "model=pretrained model.pretrained=FOLDER" in str(unknown_model_error(checkpoint))
 
 
-def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path, tmp_path: Path) -> None:
-    """``latest`` names what resume=PATH came to, of whatever format; where it is gone, nobody starts from random weights instead."""
+def test_resumed_folder_is_found_again(checkpoint: Path, tmp_path: Path) -> None:
+    """``latest`` names what resume=PATH resolved to, in any format; if it is gone, training does not restart
+    silently.
+    """
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "latest").write_text(f"{checkpoint}\n")
@@ -222,19 +223,21 @@ def test_a_run_that_went_back_to_another_folder_finds_it_again(checkpoint: Path,
         open_source(tmp_path)
 
 
-def test_where_somebody_saved_to_a_target_since_the_newest_is_read(
+def test_newest_checkpoint_of_a_reused_target_is_read(
     checkpoint: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    """Vendors' programs go on in the folder that they began from. Our manifest is of what we wrote, and no word on that."""
+    """Vendors' programs continue in the folder that they resumed from. Our manifest covers only what we
+    wrote.
+    """
     words = ("target.format=deepspeed", "target.zero=stage2", "target.parallel.data=2")
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *words)
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *words)
     found = open_source(tmp_path / "out")
     assert (found.folder, found.step) == (tmp_path / "out", STEP)
     assert any(piece.hashes for of_key in found.catalog.pieces.values() for piece in of_key)
     shutil.copytree(tmp_path / "out" / f"global_step{STEP}", tmp_path / "out" / "global_step5")
     (tmp_path / "out" / "latest").write_text("global_step5")
     assert open_source(tmp_path / "out", tiny_shape()).folder == tmp_path / "out" / "global_step5"
-    out = said(
+    out = run_reshard(
         capsys,
         f"source={tmp_path}/out",
         f"target={checkpoint}",
@@ -270,35 +273,39 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_target_is_sound_and_comes_back_the_same(target: str, tmp_path: Path, capsys: Captured) -> None:
+def test_every_target_format_round_trips(target: str, tmp_path: Path, capsys: Captured) -> None:
     assert {words[0].removeprefix("target.format=") for words in TARGETS.values()} == {
         "native",
-        *(one.name for one in WRITERS),
+        *(item.name for item in WRITERS),
     }
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *TARGETS[target])
-    assert "is intact" in said(capsys, f"source={tmp_path}/out", "action=verify")
-    said(capsys, f"source={tmp_path}/out", f"target={tmp_path}/back", "target.format=native")
-    assert "is intact" in said(capsys, f"source={tmp_path}/back", "action=verify")
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", *TARGETS[target])
+    assert "is intact" in run_reshard(capsys, f"source={tmp_path}/out", "action=verify")
+    run_reshard(capsys, f"source={tmp_path}/out", f"target={tmp_path}/back", "target.format=native")
+    assert "is intact" in run_reshard(capsys, f"source={tmp_path}/back", "action=verify")
     assert compute_digest(open_reader(tmp_path / "back")) == compute_digest(open_reader(checkpoint))
 
 
-def test_verify_and_diff_end_with_1_where_something_is_wrong(tmp_path: Path, capsys: Captured) -> None:
+def test_verify_and_diff_exit_with_1_on_a_difference(tmp_path: Path, capsys: Captured) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoints")
-    said(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
-    assert "is intact" in said(capsys, f"source={tmp_path}/out", "action=verify")
-    assert "equal: 63 of 63" in said(capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff")
+    run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out")
+    assert "is intact" in run_reshard(capsys, f"source={tmp_path}/out", "action=verify")
+    assert "equal: 63 of 63" in run_reshard(
+        capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff"
+    )
     file = tmp_path / "out" / "part-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    assert "differs from what was written" in said(capsys, f"source={tmp_path}/out", "action=verify", code=1)
-    assert "not equal: 62 of 63" in said(
+    assert "differs from what was written" in run_reshard(
+        capsys, f"source={tmp_path}/out", "action=verify", code=1
+    )
+    assert "not equal: 62 of 63" in run_reshard(
         capsys, f"source={tmp_path}/out", f"target={checkpoint}", "action=diff", code=1
     )
 
 
-def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(
+def test_interrupted_conversion_resumes(
     checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "workers=1")
@@ -314,19 +321,20 @@ def test_an_interrupted_conversion_says_so_and_the_same_command_goes_on(
         context.setattr(convert, "SYNC_BYTES", 2**16)
         context.setattr(UnitWriter, "fill", interrupted)
         assert run(*words) == ExitCode.STOPPED
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command to resume" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert "resumed    " in said(capsys, *words)
+    assert "resumed    " in run_reshard(capsys, *words)
     assert compute_digest(open_reader(tmp_path / "out")) == compute_digest(open_reader(checkpoint))
 
 
-def test_the_command_is_quick_and_has_no_torch(checkpoint: Path, tmp_path: Path) -> None:
-    """It runs where no engine is installed. Measured: 0.6 s for a conversion of this size, of these 0.3 s to begin."""
+def test_reshard_is_fast_and_imports_no_torch(checkpoint: Path, tmp_path: Path) -> None:
+    """It works without an installed engine. Measured: 0.6 s for this size, of which 0.3 s are imports."""
     words = [f"source={checkpoint}", f"target={tmp_path}/out"]
     code = (
         f"import sys, time; from launch import reshard; assert reshard.main({words!r}) == 0\n"
         "assert reshard.main(['source=x', 'actoin=plan']) == 2 and reshard.main(['--help']) == 0\n"
-        "print([name for name in ('torch', 'deepspeed', 'megatron', 'transformers') if name in sys.modules], time.process_time())"
+        "heavy = ('torch', 'deepspeed', 'megatron', 'transformers')\n"
+        "print([name for name in heavy if name in sys.modules], time.process_time())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,6 +1,7 @@
-"""A real Slurm, started here on loopback: jobs of ``launch/submit.py`` train on two nodes, are stopped, preempted, cancelled, and go on.
+"""A real Slurm on loopback: jobs of ``launch/submit.py`` train on two nodes, are stopped, preempted,
+cancelled, and resume.
 
-apt-get install slurmctld slurmd slurm-client munge; pytest tests/launch/test_slurm.py -m full -rs
+    apt-get install slurmctld slurmd slurm-client munge; pytest tests/launch/test_slurm.py -m full -rs
 """
 
 from __future__ import annotations
@@ -8,17 +9,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import FAKE, ROOT, TRAIN, command, status_of
+from tests.launch.processes import FAKE, ROOT, TRAIN, command, read_status
 from tests.launch.slurm import Slurm, loopback_slurm, missing
+from tests.waiting import wait_until
 from toolkit.cluster import submission
 from toolkit.cluster.backends import slurm as backend
-from toolkit.cluster.job import Job, JobId, JobState, make_job, plan_job
+from toolkit.cluster.job import JobId, JobState, TrainingJob, create_job, plan_job
 from toolkit.config.compose import compose
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -55,7 +56,7 @@ def around(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def log_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person's shell at a login node has."""
+    """The environment of a login shell."""
     for name, value in {
         **slurm.environ,
         "PYTHONPATH": str(ROOT),
@@ -66,8 +67,8 @@ def log_in(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, JobId]:
-    """A job whose time limit comes near while the other tests run, on a node that they do not use."""
+def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingJob, JobId]:
+    """A job that reaches its time limit while the other tests run, on a node that they do not use."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         log_in(slurm, monkeypatch)
         words = ("train.steps=100000", 'cluster.slurm.time="2"', "cluster.slurm.partition=aside")
@@ -76,17 +77,8 @@ def limited(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job
         )
 
 
-def until(holds: Callable[[], bool], seconds: float, what: str, output: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, (
-            f"not {what} within {seconds:g} s:\n{output.read_text() if output.exists() else ''}"
-        )
-        time.sleep(0.1)
-
-
 def steps_of(directory: RunDirectory, attempt: int) -> int:
-    """Rows of metrics since ``attempt`` began; 0 before it."""
+    """Number of metrics rows since ``attempt`` began; 0 before it."""
     status = directory.status()
     if (
         status is None
@@ -104,7 +96,7 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slurm, tmp_path: Path) -> None:
+def test_preempted_slurm_job_matches_uninterrupted_run(slurm: Slurm, tmp_path: Path) -> None:
     run_dir, data = tmp_path / "it's a run", f"data.path={tmp_path / 'data'}"
     words = [*SMALL, data, f"train.steps={STEPS}"]
     subprocess.run(
@@ -121,18 +113,18 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     ).stdout
     assert not run_dir.exists()
     subprocess.run(submit, check=True, timeout=60)
-    found = submission.last_job(run_dir)
+    found = submission.find_last_job(run_dir)
     assert found is not None
     number, record = found
     folder, id = run_dir / "jobs" / f"{number:03d}", record.id
     for name in ("config.yaml", "job.sh"):
-        assert (folder / name).read_text().strip() in shown  # exactly what was shown
+        assert (folder / name).read_text().strip() in shown  # exactly the printed command
     output, directory = folder / "output.txt", RunDirectory(run_dir)
 
-    # As before a time limit: the batch script alone is signalled.
-    until(lambda: steps_of(directory, 1) > 5, 120, "training", output)
+    # As before a time limit: only the batch script is signalled.
+    wait_until(lambda: steps_of(directory, 1) > 5, 120, "training", output=output)
     slurm.run("scancel", "--batch", "--signal=TERM", id.id)
-    until(lambda: slurm.job_state(id.id) == "PENDING", 60, "put back into the queue", output)
+    wait_until(lambda: slurm.job_state(id.id) == "PENDING", 60, "requeued", output=output)
     stopped = directory.status()
     assert stopped is not None
     assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), output.read_text()
@@ -140,27 +132,29 @@ def test_a_job_of_two_tasks_is_preempted_and_ends_as_if_never_stopped(slurm: Slu
     assert 0 < stopped.step < STEPS
     assert backend.state(id) is JobState.QUEUED
 
-    # Preempted by Slurm for the sake of an urgent job: its tasks are signalled, and have the partition's grace.
-    until(lambda: steps_of(directory, 2) > stopped.step + 3, 120, "going on", output)
+    # Preempted by Slurm for an urgent job: its tasks are signalled, with the partition's grace time.
+    wait_until(lambda: steps_of(directory, 2) > stopped.step + 3, 120, "going on", output=output)
     everything = ("--partition=urgent", "--nodes=2", "--exclusive")
     urgent = slurm.run("sbatch", "--parsable", *everything, "--output=/dev/null", "--wrap=sleep 1").strip()
-    until(lambda: slurm.job_state(urgent) == "COMPLETED", 120, "the urgent job carried out", output)
+    wait_until(
+        lambda: slurm.job_state(urgent) == "COMPLETED", 120, "the urgent job carried out", output=output
+    )
 
-    until(lambda: (status_of(run_dir) or stopped).state is RunState.DONE, 200, "done", output)
-    until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "told as done", output)
-    end = status_of(run_dir)
+    wait_until(lambda: (read_status(run_dir) or stopped).state is RunState.DONE, 200, "done", output=output)
+    wait_until(lambda: slurm.job_state(id.id) == "COMPLETED", 30, "shown as completed", output=output)
+    end = read_status(run_dir)
     assert end is not None
     assert (end.attempt, end.step, end.exit_code) == (3, STEPS, 0)
     assert losses(run_dir) == pytest.approx(losses(tmp_path / "unbroken"), abs=1e-6)
     assert losses(run_dir)[stopped.step] != pytest.approx(
         losses(run_dir)[stopped.step - 1], abs=1e-6
-    )  # a control: one step off is seen
+    )  # control: a shift by one step is detected
 
 
-def fake_job(run_dir: Path, *words: str, grace_seconds: int = 30) -> Job:
-    """On one node, with a training that only keeps time."""
+def fake_job(run_dir: Path, *words: str, grace_seconds: int = 30) -> TrainingJob:
+    """On one node, with a fake training."""
     where = ("cluster=slurm", "cluster.gpus_per_node=0", f"cluster.grace_seconds={grace_seconds}")
-    return make_job(plan_job(compose(["+exp=quickstart", *where, f"run.dir={run_dir}", *words])), FAKE)
+    return create_job(plan_job(compose(["+exp=quickstart", *where, f"run.dir={run_dir}", *words])), FAKE)
 
 
 def fake_steps(directory: RunDirectory) -> int:
@@ -169,25 +163,25 @@ def fake_steps(directory: RunDirectory) -> int:
 
 
 @pytest.mark.parametrize("by", ["cancel", "scancel"])
-def test_who_cancels_a_job_is_not_overruled(
+def test_cancelled_slurm_job_is_not_requeued(
     by: str, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SAVE_SECONDS", "1")
     job, id = submission.submit(fake_job(tmp_path / "run", "train.steps=100000"))
     output, directory = job.folder / "output.txt", RunDirectory(job.run_dir)
-    until(lambda: fake_steps(directory) > 2, 60, "running", output)
+    wait_until(lambda: fake_steps(directory) > 2, 60, "running", output=output)
     if by == "cancel":
         backend.cancel(id)
     else:
         slurm.run("scancel", id.id)
-    until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output)
+    wait_until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output=output)
     assert slurm.job_state(id.id) == {"cancel": "FAILED", "scancel": "CANCELLED"}[by]
     end = directory.status()
     assert end is not None
     assert (end.state, end.attempt, end.checkpoint) == (RunState.STOPPED, 1, "saved"), output.read_text()
 
 
-def test_a_waiting_job_is_withdrawn(slurm: Slurm, tmp_path: Path) -> None:
+def test_pending_slurm_job_is_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     job, id = submission.submit(fake_job(tmp_path / "run", "cluster.slurm.options={hold: ''}"))
     assert backend.state(id) is JobState.QUEUED
     backend.cancel(id)
@@ -195,13 +189,13 @@ def test_a_waiting_job_is_withdrawn(slurm: Slurm, tmp_path: Path) -> None:
     assert not (Path(job.run_dir) / "attempts").exists()
 
 
-def test_a_mistake_on_the_nodes_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
-    """The run's directory is held by another process when the job starts."""
+def test_slurm_job_with_mistake_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
+    """Another process holds the lock of the run directory when the job starts."""
     job = fake_job(tmp_path / "run", "train.steps=2")
     held = RunDirectory(job.run_dir)
     held.begin(job.config, {})
     job, id = submission.submit(job)
-    until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", job.folder / "output.txt")
+    wait_until(lambda: backend.state(id) is JobState.ENDED, 60, "ended", output=job.folder / "output.txt")
     assert slurm.job_state(id.id) == "FAILED"
     assert "where process" in (job.folder / "output.txt").read_text()
     ends = [json.loads(line) for line in (job.folder / "ends.jsonl").read_text().splitlines()]
@@ -209,7 +203,7 @@ def test_a_mistake_on_the_nodes_is_not_started_again(slurm: Slurm, tmp_path: Pat
     held.release()
 
 
-def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -> None:
+def test_sbatch_error_is_reported(slurm: Slurm, tmp_path: Path) -> None:
     submit = [
         sys.executable,
         str(ROOT / "launch" / "submit.py"),
@@ -224,13 +218,13 @@ def test_what_slurm_refuses_is_told_in_its_words(slurm: Slurm, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(
-    slurm: Slurm, limited: tuple[Job, JobId]
+def test_slurm_job_saves_and_requeues_before_time_limit(
+    slurm: Slurm, limited: tuple[TrainingJob, JobId]
 ) -> None:
-    """sbatch(1), --signal: the warning may come up to a minute earlier than asked for."""
+    """sbatch(1), --signal: the signal may come up to a minute early."""
     job, id = limited
     output, ends = job.folder / "output.txt", job.folder / "ends.jsonl"
-    until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "asked to end", output)
+    wait_until(lambda: ends.exists() and ends.read_text().endswith("\n"), 150, "is signalled", output=output)
     end = json.loads(ends.read_text().splitlines()[0])
     assert (end["asked"], end["attempt"], end["state"], end["reason"], end["next"]) == (
         "TERM",
@@ -239,11 +233,11 @@ def test_before_its_time_limit_a_job_saves_and_goes_back_into_the_queue(
         "SIGTERM",
         "again",
     )
-    until(
+    wait_until(
         lambda: "Restarts=0" not in slurm.run("scontrol", "--oneliner", "show", "job", id.id),
         30,
-        "put back into the queue",
-        output,
+        "requeued",
+        output=output,
     )
     times = json.loads((RunDirectory(job.run_dir).attempt_folder(1) / "times.json").read_text())
     assert times["ended"] - times["began"] < 120

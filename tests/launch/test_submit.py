@@ -1,7 +1,4 @@
-"""``launch/submit.py`` as typed: what it shows, and how it answers mistakes. Nothing is handed over here: test_slurm.py does that.
-
-pytest tests/launch/test_submit.py
-"""
+"""``launch/submit.py``: dry runs and errors. Real submissions are in test_slurm.py."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def submit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_dry_run_shows_files_and_argv_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_files_and_writes_nothing(tmp_path: Path) -> None:
     done = submit(*WORDS, 'cluster.slurm.options={comment: "it\'s mine"}', "dry_run=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for part in (
@@ -49,32 +46,34 @@ def test_a_dry_run_shows_files_and_argv_and_writes_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (("dry_run=perhaps",), "dry_run is true or false"),
+        (("dry_run=perhaps",), "dry_run must be true or false"),
         (("parallel.tensor=3", "engine=megatron"), "parallel.tensor=3"),
         (("cluster.slurm.time=soon", "dry_run=true"), "cluster.slurm.time=soon"),
         (("cluster.slurm.time=soon",), "cluster.slurm.time=soon"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(
+def test_submit_rejects_mistakes_before_writing(
     words: tuple[str, ...],
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*WORDS, *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_neither_torch_nor_an_engine_is_imported(tmp_path: Path) -> None:
+def test_submit_imports_neither_torch_nor_engines(tmp_path: Path) -> None:
     code = (
-        f"import sys; sys.argv = ['submit.py', *{[*WORDS, 'dry_run=true']!r}]; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"import sys; sys.argv = ['submit.py', *{[*WORDS, 'dry_run=true']!r}]\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from launch import submit; submit.main(sys.argv[1:])\n"
-        "print([name for name in ('torch', 'deepspeed', 'transformers', 'wandb') if name in sys.modules], file=sys.stderr)"
+        "heavy = ('torch', 'deepspeed', 'transformers', 'wandb')\n"
+        "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True

@@ -1,7 +1,7 @@
-"""Sweeps as typed: each point one job, none twice, whoever is killed and however many processes carry the sweep out.
+"""Sweeps as commands: each point is one job and runs once, even if sweeps are killed or run concurrently.
 
-pytest tests/launch/test_sweep.py            small ones, whose points only keep time
-pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and two points that train
+pytest tests/launch/test_sweep.py            small ones, with a fake training
+pytest tests/launch/test_sweep.py -m full    32 points, a real Slurm, launchers of ranks, and real training
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch.processes import ROOT, TRAIN, Started, command, hit
+from tests.launch.processes import ROOT, TRAIN, RunningCommand, command, send_signal
 from tests.launch.slurm import loopback_slurm, missing
 from toolkit.config.compose import compose, from_yaml
 
 STUB = ROOT / "tests" / "launch" / "stub_training.py"
-# 40 combinations, of which 8 cannot run: the rate would have to rise to quickstart's schedule.min_lr=2e-4.
+# 40 combinations, of which 8 cannot run: the rate would be below quickstart's schedule.min_lr=2e-4.
 GRID = (
     "+exp=quickstart",
     "zero=stage0,stage1,stage2,stage3",
@@ -46,7 +46,7 @@ def typed(*words: str, script: Path = STUB) -> list[str]:
 
 
 def environ(tmp_path: Path, **more: str) -> dict[str, str]:
-    """Locks of cores of its own: another sweep of this machine is none of this test's business."""
+    """Separate core locks, so that other sweeps on this machine do not interfere."""
     return {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), **more}
 
 
@@ -68,13 +68,13 @@ def done(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_points_are_jobs_though_one_of_two_sweeps_is_killed_half_way(tmp_path: Path) -> None:
+def test_each_point_runs_once_despite_a_killed_sweep(tmp_path: Path) -> None:
     one_of_two_is_killed(SMALL, tmp_path, jobs=8, half=2)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_32_points_are_32_jobs_though_one_of_two_sweeps_is_killed_half_way(tmp_path: Path) -> None:
+def test_32_points_run_once_despite_a_killed_sweep(tmp_path: Path) -> None:
     one_of_two_is_killed(GRID, tmp_path, jobs=32, half=12)
 
 
@@ -83,38 +83,43 @@ def one_of_two_is_killed(grid: Sequence[str], tmp_path: Path, *, jobs: int, half
     other.mkdir()
     argv = typed(*grid, f"sweep.dir={folder}")
     with (
-        Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first,
-        Started(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second,
+        RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first,
+        RunningCommand(argv, folder, cwd=other, environ=environ(tmp_path, STUB_SECONDS="0.2")) as second,
     ):
-        first.until(lambda: len(done(folder)) >= half, 180, "half-way")
+        first.wait_until(lambda: len(done(folder)) >= half, 180, "half-way")
         before, began, lost = killed(first, folder)
-        assert second.ended(180) == 0, second.output
+        assert second.wait_for_exit(180) == 0, second.output
     check_grid(folder, before, began, lost, jobs)
     assert "best: zero=stage0 optim.lr=0.001: loss 0 in" in second.output
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_a_sweep_killed_half_way_goes_on_from_cold_and_under_two_processes(tmp_path: Path) -> None:
+def test_killed_sweep_resumes_under_two_processes(tmp_path: Path) -> None:
     folder, other = tmp_path / "grid", tmp_path / "other"
     other.mkdir()
     argv = typed(*SMALL, f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
-        first.until(lambda: len(done(folder)) >= 2, 180, "half-way")
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
+        first.wait_until(lambda: len(done(folder)) >= 2, 180, "half-way")
         before, began, lost = killed(first, folder)
         with (
-            Started(argv, folder, cwd=other, environ=environ(tmp_path)) as second,
-            Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third,
+            RunningCommand(argv, folder, cwd=other, environ=environ(tmp_path)) as second,
+            RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as third,
         ):
-            assert (second.ended(180), third.ended(180)) == (0, 0), second.output + third.output
+            assert (second.wait_for_exit(180), third.wait_for_exit(180)) == (0, 0), (
+                second.output + third.output
+            )
     check_grid(folder, before, began, lost, 8)
 
 
-def killed(sweep: Started, folder: Path) -> tuple[list[str], Counter[str], int]:
-    """The sweep's process by -9, and one of its points that has begun, which then has to be run again. What was done and begun by then,
-    and how many points that may be."""
+def killed(sweep: RunningCommand, folder: Path) -> tuple[list[str], Counter[str], int]:
+    """Kill the sweep and one of its running points, which must then run again.
+
+    Returns:
+        The points done so far, the starts by point, and how many points may have to run again.
+    """
     points = psutil.Process(sweep.process.pid).children()
-    hit(signal.SIGKILL, sweep.process.pid)
+    send_signal(signal.SIGKILL, sweep.process.pid)
     sweep.process.wait(10)
     lost = 0
     for point in points:
@@ -163,38 +168,38 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int, 
 
 
 @pytest.mark.timeout(120)
-def test_ctrl_c_saves_the_points_and_the_same_words_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_points_and_sweep_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     argv = typed("+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="60")) as started:
-        started.until(
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="60")) as started:
+        started.wait_until(
             lambda: sum(starts(folder).values()) >= min(2, len(os.sched_getaffinity(0))), 60, "under way"
         )
-        hit(signal.SIGINT, started.process.pid, group=True)
-        assert started.ended(30) == 75, started.output
-        started.gone(5)
-        assert "Go on with the same words: python" in started.output
+        send_signal(signal.SIGINT, started.process.pid, group=True)
+        assert started.wait_for_exit(30) == 75, started.output
+        started.wait_until_gone(5)
+        assert "To resume, run: python" in started.output
         assert {row["state"] for row in content(folder)["points"]} <= {"stopped", "waiting"}
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
-        assert started.ended(60) == 0, started.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+        assert started.wait_for_exit(60) == 0, started.output
     assert [row["state"] for row in content(folder)["points"]] == ["done", "done"]
 
 
 @pytest.mark.timeout(120)
-def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path: Path) -> None:
+def test_failed_point_is_retried_by_next_command(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     argv = typed("+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_FAILS="2")) as started:
-        assert started.ended(60) == 1, started.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_FAILS="2")) as started:
+        assert started.wait_for_exit(60) == 1, started.output
         assert "failed: zero=stage2" in started.output
-        assert "the stub fails" in started.output, "its own words"
+        assert "the stub fails" in started.output, "its own output"
     assert {row["swept"][0]: row["state"] for row in content(folder)["points"]} == {
         "zero=stage1": "done",
         "zero=stage2": "failed",
     }
     argv += ["sweep.metric=tokens_per_second", "sweep.maximize=true"]
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
-        assert started.ended(60) == 0, started.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+        assert started.wait_for_exit(60) == 0, started.output
         assert "best: zero=stage2: tokens_per_second 102" in started.output
     assert sorted(starts(folder).values()) == [1, 2], "what was done is not run again"
 
@@ -203,13 +208,11 @@ def test_a_point_that_fails_is_told_and_tried_again_by_the_next_command(tmp_path
 @pytest.mark.parametrize(
     ("word", "shows"), [("train.micro_batch=3,5", "train.micro_batch=5"), ("zero=stage1,stage9", "stage9")]
 )
-def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(
-    word: str, shows: str, tmp_path: Path
-) -> None:
-    with Started(
+def test_sweep_without_feasible_points_leaves_nothing(word: str, shows: str, tmp_path: Path) -> None:
+    with RunningCommand(
         typed("+exp=quickstart", word), tmp_path, cwd=tmp_path, environ=environ(tmp_path)
     ) as started:
-        assert started.ended(30) == 2, started.output
+        assert started.wait_for_exit(30) == 2, started.output
     assert "remedy:" in started.output
     assert shows in started.output
     assert "Traceback" not in started.output
@@ -219,13 +222,15 @@ def test_where_no_point_can_run_nothing_is_begun_and_nothing_left(
 @pytest.mark.full
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_under_a_launcher_the_answer_is_given_once_and_no_rank_sweeps(launcher: str, tmp_path: Path) -> None:
-    """hydra#2074, submitit#1764: launchers of Hydra and of ranks clash, and sweeps start inside every rank."""
+def test_sweep_under_a_launcher_is_rejected_once(launcher: str, tmp_path: Path) -> None:
+    """hydra#2074, submitit#1764: Hydra's launchers conflict with rank launchers, and sweeps start inside
+    every rank.
+    """
     folder = tmp_path / "pair"
     argv = command(launcher, TRAIN, "-m", "+exp=quickstart", "zero=stage1,stage2", f"sweep.dir={folder}")
-    with Started(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
-        code = started.ended(90)
-        started.gone(15)
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path)) as started:
+        code = started.wait_for_exit(90)
+        started.wait_until_gone(15)
     assert code == (2 if launcher == "deepspeed" else 1), started.output
     assert started.output.count("remedy:") == 1
     assert "write python launch/train.py -m +exp=quickstart" in started.output
@@ -233,16 +238,17 @@ def test_under_a_launcher_the_answer_is_given_once_and_no_rank_sweeps(launcher: 
 
 
 QUEUE = """#!{python}
-# A queue of one machine that takes everything: sbatch starts the job's frozen configuration and prints its number, squeue says whether
-# it runs, scancel stops it.
+# A fake queue: sbatch starts the frozen configuration and prints its number, squeue reports its state,
+# scancel stops it.
 import os, pathlib, signal, subprocess, sys
 here, words = pathlib.Path("{bin}"), sys.argv[1:]
 name = pathlib.Path(sys.argv[0]).name
 with (here / "calls").open("a") as calls: calls.write(name + " " + " ".join(words) + chr(10))
 if name == "sbatch":
     folder = pathlib.Path(words[-1]).parent
-    job = subprocess.Popen([sys.executable, "{stub}", "--frozen=" + str(folder / "config.yaml")], stdout=subprocess.DEVNULL,
-                           stderr=subprocess.DEVNULL, start_new_session=True)
+    argv = [sys.executable, "{stub}", "--frozen=" + str(folder / "config.yaml")]
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(argv, start_new_session=True, **quiet)
     print(job.pid)
 elif name == "squeue":
     number = next(word for word in words if word.startswith("--jobs=")).removeprefix("--jobs=")
@@ -255,9 +261,7 @@ elif name == "scancel" and "--batch" in words: os.kill(int(words[-1]), signal.SI
 
 @pytest.mark.full
 @pytest.mark.timeout(180)
-def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and_ctrl_c_stops(
-    tmp_path: Path,
-) -> None:
+def test_queued_points_survive_hangup_and_stop_on_ctrl_c(tmp_path: Path) -> None:
     folder, tools = tmp_path / "queued", tmp_path / "bin"
     tools.mkdir()
     for name in ("sbatch", "squeue", "scancel"):
@@ -268,35 +272,35 @@ def test_four_points_are_four_jobs_of_a_queue_which_a_closed_terminal_leaves_and
     slow = environ(
         tmp_path, PATH=f"{tools}{os.pathsep}{os.environ['PATH']}", STUB_SECONDS="60", OMP_NUM_THREADS="1"
     )
-    with Started(argv, folder, cwd=tmp_path, environ=slow) as first:
-        first.until(lambda: len(starts(folder)) == 4, 60, "handed over")
-        first.until(lambda: {row["state"] for row in content(folder)["points"]} == {"running"}, 10, "noted")
-        hit(signal.SIGHUP, first.process.pid)
-        assert first.ended(20) == 75, first.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ=slow) as first:
+        first.wait_until(lambda: len(starts(folder)) == 4, 60, "handed over")
+        first.wait_until(
+            lambda: {row["state"] for row in content(folder)["points"]} == {"running"}, 10, "noted"
+        )
+        send_signal(signal.SIGHUP, first.process.pid)
+        assert first.wait_for_exit(20) == 75, first.output
         assert "4 jobs stay in the queue" in first.output
         asked = (tools / "calls").read_text().count("squeue")
-        with Started(argv, folder, cwd=tmp_path, environ=slow) as second:
-            second.until(
+        with RunningCommand(argv, folder, cwd=tmp_path, environ=slow) as second:
+            second.wait_until(
                 lambda: (tools / "calls").read_text().count("squeue") >= asked + 4, 60, "found again"
             )
-            hit(signal.SIGINT, second.process.pid)
-            assert second.ended(30) == 75, second.output
-            second.gone(5)
+            send_signal(signal.SIGINT, second.process.pid)
+            assert second.wait_for_exit(30) == 75, second.output
+            second.wait_until_gone(5)
     assert {row["state"] for row in content(folder)["points"]} == {"stopped"}
     calls = (tools / "calls").read_text()
     assert (calls.count("sbatch "), calls.count("scancel --batch")) == (4, 4)
     assert sorted(starts(folder).values()) == [1, 1, 1, 1]
-    with Started(argv, folder, cwd=tmp_path, environ={**slow, "STUB_SECONDS": "0"}) as third:
-        assert third.ended(60) == 0, third.output
+    with RunningCommand(argv, folder, cwd=tmp_path, environ={**slow, "STUB_SECONDS": "0"}) as third:
+        assert third.wait_for_exit(60) == 0, third.output
     assert {row["state"] for row in content(folder)["points"]} == {"done"}
-    assert sorted(starts(folder).values()) == [2, 2, 2, 2], "stopped ones go on, as one more job each"
+    assert sorted(starts(folder).values()) == [2, 2, 2, 2], "stopped points resume as one more job each"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_four_points_are_four_jobs_of_a_real_slurm(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_sweep_on_real_slurm(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     if (why := missing()) is not None:
         pytest.skip(f"no sweep ran in a real Slurm: {why}")
     folder = tmp_path / "queued"
@@ -304,18 +308,18 @@ def test_four_points_are_four_jobs_of_a_real_slurm(
     argv = typed("+exp=quickstart", "zero=stage0,stage1", "optim.lr=1e-3,1e-2", *where)
     with (
         loopback_slurm(tmp_path_factory.mktemp("slurm")) as slurm,
-        Started(
+        RunningCommand(
             argv, folder, cwd=tmp_path, environ={**slurm.environ, **environ(tmp_path, STUB_SECONDS="2")}
         ) as started,
     ):
-        assert started.ended(200) == 0, started.output
+        assert started.wait_for_exit(200) == 0, started.output
         records = [json.loads(file.read_text()) for file in folder.glob("*/jobs/*/job.json")]
         jobs = {record["id"]["id"] for record in records}
         assert len(jobs) == len(records) == 4
         deadline = time.monotonic() + 60
         while {slurm.job_state(job) for job in jobs} != {"COMPLETED"}:  # they end a little after their points
-            said = [file.read_text() for file in folder.glob("*/jobs/*/output.txt")]
-            assert time.monotonic() < deadline, ([slurm.job_state(job) for job in jobs], said)
+            text = [file.read_text() for file in folder.glob("*/jobs/*/output.txt")]
+            assert time.monotonic() < deadline, ([slurm.job_state(job) for job in jobs], text)
             time.sleep(0.5)
     assert sorted(starts(folder).values()) == [1, 1, 1, 1]
     assert {row["state"] for row in content(folder)["points"]} == {"done"}
@@ -323,7 +327,7 @@ def test_four_points_are_four_jobs_of_a_real_slurm(
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-def test_two_points_train_and_the_table_has_their_losses(tmp_path: Path) -> None:
+def test_two_trained_points_are_compared_by_loss(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     words = (
         "+exp=quickstart",
@@ -332,11 +336,11 @@ def test_two_points_train_and_the_table_has_their_losses(tmp_path: Path) -> None
         "optim.lr=1e-3,1e-2",
         f"data.path={tmp_path / 'data'}",
     )
-    with Started(
+    with RunningCommand(
         typed(*words, f"sweep.dir={folder}", script=TRAIN), folder, cwd=tmp_path, environ=environ(tmp_path)
     ) as started:
-        assert started.ended(300) == 0, started.output
-        started.gone(5)
+        assert started.wait_for_exit(300) == 0, started.output
+        started.wait_until_gone(5)
     rows = content(folder)["points"]
     assert [(row["state"], row["step"]) for row in rows] == [("done", 2), ("done", 2)]
     for row in rows:

@@ -1,11 +1,11 @@
-"""The whole story of a training, as the commands that a person types, on CPU: `make story`, or
+"""An end-to-end story of a training on CPU, as commands that a user types: `make story`, or
 
     python -m tests.story                    in a new folder, runs/story-...
     python -m tests.story FOLDER
 
-Text in an S3 bucket (served on loopback) -> prepared -> a sweep of two points -> the better one as a job of two nodes -> one rank killed ->
-gone on with in another engine and layout -> W&B offline, report, Hugging Face export. The losses are those of a run that nothing
-happened to. Exit code: 0 it is so; 1 something is not.
+Text in an S3 bucket (served on loopback) -> prepare -> a sweep of two points -> the better one as a job of
+two nodes -> one rank killed -> resumed with another engine and layout -> W&B offline, report, Hugging Face
+export. The losses must equal those of an undisturbed run. Exit code: 0 all checks pass, 1 a check fails.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from tests.launch.processes import ROOT, TRAIN, command
 from tests.monitor.wandb_file import history, run_record
 from tests.story.losses import TOLERANCE, apart, losses
 from tests.story.machines import ENDED_SECONDS, Command, Machines, two_machines
-from tests.story.telling import Story, StoryFailed
+from tests.story.steps import Story, StoryFailed
+from tests.waiting import wait_until
 from toolkit.data.manifest import read_manifest
-from toolkit.progress import duration, quantity
+from toolkit.progress import quantity
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -37,11 +38,11 @@ STEPS, SWEPT, SAVES, KILL_AFTER = (
     20,
     20,
     25,
-)  # of the run, of a point, between two checkpoints; when a rank is killed
+)  # of the run, of a point, between two checkpoints; step at which a rank is killed
 WINDOWS, LENGTH = 64, 128  # of an evaluation: eval.batches x train.global_batch, train.sequence_length
 RUN = (f"--config-dir={ROOT / 'tests/story/conf'}", "+exp=story")
 RATES = ("1e-4", "3e-3")
-FILES, LONGEST = 150, 60_000  # of Python's own source, which is the text; longer ones are left out
+FILES, LONGEST = 150, 60_000  # of Python's own source code, which is the text; longer files are left out
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True)
     (folder / "bucket").mkdir()
     with served(folder / "bucket") as store:
-        # On CPU whatever is here, and what libraries keep for the user in the story's own folder.
+        # Use the CPU, and keep library caches in the story's own folder.
         story = Story(
             folder,
             {
@@ -64,40 +65,41 @@ def main(arguments: Sequence[str]) -> int:
             },
         )
         try:
-            tell(story, store)
+            run_story(story, store)
             code = 0
         except (
             StoryFailed,
             AssertionError,
             OSError,
-        ) as error:  # commands under way say with AssertionError what they printed
-            story.say(f"\nFAILED: {error}")
+        ) as error:  # failed commands raise AssertionError with their output
+            story.print(f"\nFAILED: {error}")
             code = 1
-    story.say(f"\n{story.table()}")
-    story.say(
-        f"\neverything is in {folder}: sweep/sweep.png, what each command printed in log/, the run's report.html in machines/"
+    story.print(f"\n{story.table()}")
+    story.print(
+        f"\neverything is in {folder}: sweep/sweep.png, what each command printed in log/, the run's "
+        "report.html in machines/"
     )
     return code
 
 
-def tell(story: Story, store: Store) -> None:
-    with story.step("text in a bucket, prepared from there"):
+def run_story(story: Story, store: Store) -> None:
+    with story.step("prepare the text of a bucket"):
         data = prepare(story, store)
-    with story.step("a sweep of two points, in plain torch"):
+    with story.step("sweep two points with the local engine"):
         better, worse, rate = sweep(story)
     with two_machines(story, store) as machines:
         run = RunDirectory(machines.shared / "run")
-        with story.step("the better one on two nodes, DeepSpeed; rank 1 killed"):
+        with story.step("train the better one on two nodes with DeepSpeed; kill rank 1"):
             saved = two_nodes(story, machines, run, rate)
-    with story.step("the same run goes on in Megatron-core, TP 2"):
+    with story.step("resume the run with Megatron-core, TP 2"):
         go_on(story, run, rate, saved)
-    with story.step("what nothing happened to: one node, DeepSpeed"):
+    with story.step("train the uninterrupted reference: one node, DeepSpeed"):
         unbroken = whole(story, rate)
-    with story.step("losses are those of the unbroken run"):
+    with story.step("compare losses with the uninterrupted run"):
         compare(story, run, saved, unbroken, better, worse)
     with story.step("W&B offline, and the report"):
         look(story, run)
-    with story.step("the Hugging Face export, by transformers alone"):
+    with story.step("load the Hugging Face export with transformers only"):
         export(story, run, data)
 
 
@@ -130,9 +132,10 @@ def prepare(story: Story, store: Store) -> Path:
     tokens = read_manifest(data).split("train").tokens
     story.check(
         report["read"] == len(texts) and store.served_bytes >= sizes,
-        f"{report['read']} documents and {quantity(store.served_bytes, 'B')} of s3://corpus/text: {tokens:,} tokens to train on",
+        f"{report['read']} documents and {quantity(store.served_bytes, 'B')} of s3://corpus/text: "
+        f"{tokens:,} tokens to train on",
     )
-    story.say(
+    story.print(
         "   $ cp -r data bucket/prepared     (with a real store: aws s3 cp --recursive data s3://corpus/prepared)"
     )
     shutil.copytree(data, store.root / "prepared")
@@ -140,7 +143,7 @@ def prepare(story: Story, store: Store) -> Path:
 
 
 def sweep(story: Story) -> tuple[dict[int, float], dict[int, float], str]:
-    """Losses of the better and of the worse point, and what is the better learning rate, as typed."""
+    """Return the losses of the better and of the worse point, and the better learning rate as typed."""
     folder = story.folder / "sweep"
     story.run(
         "sweep",
@@ -174,32 +177,33 @@ def sweep(story: Story) -> tuple[dict[int, float], dict[int, float], str]:
 
 
 def two_nodes(story: Story, machines: Machines, run: RunDirectory, rate: str) -> int:
-    """The step of the checkpoint that is left."""
+    """Return the step of the remaining checkpoint."""
     commands = [
         machines.start(number, TRAIN, *RUN, f"optim.lr={rate}", f"run.dir={run.path}") for number in range(2)
     ]
-    story.saw(f"on {machines.what}, one folder shared; the text from s3://corpus/prepared")
+    story.saw(f"on {machines.what} with one shared folder; the text from s3://corpus/prepared")
 
     def trained() -> int:
         return run.metrics_file.read_bytes().count(b"\n") if run.metrics_file.exists() else 0
 
-    until(lambda: trained() > 0, 120, "training", commands)
+    wait_for(lambda: trained() > 0, 120, "training", commands)
     rank = machines.rank(commands, 1)
     if rank is None:
-        raise StoryFailed("rank 1 is not found on its node")
-    until(lambda: trained() >= KILL_AFTER, 120, f"at step {KILL_AFTER}", commands)
-    story.say(f"   node1$ kill -9 {rank.pid}")
+        raise StoryFailed("rank 1 was not found on its node")
+    wait_for(lambda: trained() >= KILL_AFTER, 120, f"at step {KILL_AFTER}", commands)
+    story.print(f"   node1$ kill -9 {rank.pid}")
     rank.send_signal(signal.SIGKILL)
-    seconds = until(
+    seconds = wait_for(
         lambda: all(one.code() is not None for one in commands), ENDED_SECONDS, "ended", commands, alive=False
     )
     codes = [one.code() for one in commands]
     status = run.status()
     if status is None:
-        raise StoryFailed(f"the run left no status\n{said(commands)}")
+        raise StoryFailed(f"the run left no status\n{outputs(commands)}")
     story.check(
         0 not in codes and status.state is RunState.FAILED and trained() < STEPS,
-        f"rank 1 killed after step {trained()}: both nodes ended in {seconds:.1f} s, the run is {status.state}",
+        f"rank 1 killed after step {trained()}: both nodes ended in {seconds:.1f} s, the run is "
+        f"{status.state}",
     )
     saved = trained() // SAVES * SAVES
     story.check(run.saved_step() == saved, f"the newest checkpoint is of step {saved}")
@@ -258,20 +262,20 @@ def compare(
         f"each of {STEPS} steps once; loss {expected[1]:.3f} to {expected[STEPS]:.3f}",
     )
     before, after, points = range(1, saved + 1), range(saved + 1, STEPS + 1), range(1, SWEPT + 1)
-    story.check(apart(found, expected, before) == 0, f"steps 1 to {saved}, two nodes: equal to the bit")
+    story.check(apart(found, expected, before) == 0, f"steps 1 to {saved}, two nodes: bitwise equal")
     again = losses(run.attempt_folder(1) / "metrics.jsonl")
     story.check(
         apart(again, expected, again) == 0,
-        f"steps {min(again)} to {max(again)}, lost and run again: equal to the bit",
+        f"steps {min(again)} to {max(again)}, lost and repeated: bitwise equal",
     )
     by = apart(found, expected, after)
     story.check(
         by <= TOLERANCE,
-        f"steps {saved + 1} to {STEPS}, Megatron-core: {by:.1e} apart at most (allowed {TOLERANCE:.0e})",
+        f"steps {saved + 1} to {STEPS}, Megatron-core: largest difference {by:.1e} (allowed {TOLERANCE:.0e})",
     )
     by = apart(better, expected, points)
-    story.check(by <= TOLERANCE, f"the sweep's point, plain torch: {by:.1e}")
-    # The controls: what must be told apart is.
+    story.check(by <= TOLERANCE, f"the sweep's point, local engine: {by:.1e}")
+    # The controls: differing runs must be detected.
     other, late = (
         apart(worse, expected, points),
         apart({step + 1: loss for step, loss in found.items()}, expected, after),
@@ -279,14 +283,15 @@ def compare(
     changed = apart(found | {STEPS: found[STEPS] + 2 * TOLERANCE}, expected, after)
     story.check(
         min(other, late, changed) > TOLERANCE,
-        f"control: the other learning rate is {other:.1e} apart, one step late {late:.1e}, one number changed {changed:.1e}",
+        f"control: difference with the other learning rate {other:.1e}, one step late {late:.1e}, one "
+        f"number changed {changed:.1e}",
     )
 
 
 def look(story: Story, run: RunDirectory) -> None:
     files = sorted((run.path / "wandb").rglob("*.wandb"), key=lambda file: file.stat().st_mtime)
     rows = [row for file in files for row in history(file) if "train/loss" in row]
-    logged = {row["step"]: row["train/loss"] for row in rows}  # later ones stand
+    logged = {row["step"]: row["train/loss"] for row in rows}  # later ones are recorded
     story.check(
         logged == losses(run.metrics_file),
         f"W&B offline: {len(files)} parts of one run, {len(rows)} rows, of them the {STEPS} that stand",
@@ -304,7 +309,7 @@ def look(story: Story, run: RunDirectory) -> None:
     ]
     secrets = [secret.encode() for secret in SECRETS.values()]
     leaked = [file for file in files if any(secret in file.read_bytes() for secret in secrets)]
-    story.check(not leaked, f"the store's keys are in none of {len(files)} files")
+    story.check(not leaked, f"the store's keys appear in none of {len(files)} files")
 
 
 def export(story: Story, run: RunDirectory, data: Path) -> None:
@@ -324,25 +329,26 @@ def export(story: Story, run: RunDirectory, data: Path) -> None:
     by = abs(opened["loss"] - own["loss"])
     story.check(
         own["step"] == STEPS and own["tokens"] == WINDOWS * LENGTH and by <= TOLERANCE,
-        f"{opened['parameters']:,} parameters; validation loss {opened['loss']:.6f}, in training {own['loss']:.6f}: {by:.1e} apart",
+        f"{opened['parameters']:,} parameters; validation loss {opened['loss']:.6f}, in training "
+        f"{own['loss']:.6f}: difference {by:.1e}",
     )
-    story.say(f"   it continues: {opened['text']!r}")
+    story.print(f"   it continues: {opened['text']!r}")
 
 
-def until(
+def wait_for(
     holds: Callable[[], bool], seconds: float, what: str, commands: list[Command], *, alive: bool = True
 ) -> float:
-    """Seconds until it holds. Raises StoryFailed with what ``commands`` printed."""
-    began = time.monotonic()
-    while not holds():
-        over = alive and any(one.code() is not None for one in commands)
-        if over or time.monotonic() - began > seconds:
-            raise StoryFailed(f"not {what} after {duration(time.monotonic() - began)}\n{said(commands)}")
-        time.sleep(0.01)
-    return time.monotonic() - began
+    """Wait until it holds and return the seconds; fail with the output of ``commands``."""
+    return wait_until(
+        holds,
+        seconds,
+        what,
+        ended=lambda: alive and any(one.code() is not None for one in commands),
+        output=lambda: outputs(commands),
+    )
 
 
-def said(commands: list[Command]) -> str:
+def outputs(commands: list[Command]) -> str:
     return "\n".join(
         f"---- node {number}, code {one.code()}\n{one.output}" for number, one in enumerate(commands)
     )
@@ -351,5 +357,5 @@ def said(commands: list[Command]) -> str:
 if __name__ == "__main__":
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that nothing under way is left behind
+    )  # so that no process is left behind
     sys.exit(main(sys.argv[1:]))

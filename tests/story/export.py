@@ -1,6 +1,7 @@
-"""What somebody does who has the exported folder and not this toolkit: open it with transformers, and look at its loss on given tokens.
+"""Use an exported folder without this toolkit: open it with transformers and compute its loss on given
+tokens.
 
-python tests/story/export.py EXPORT TOKENS.bin WINDOWS LENGTH      prints {"loss": ..., "parameters": ..., "text": ...}
+    python tests/story/export.py EXPORT TOKENS.bin WINDOWS LENGTH    prints JSON: loss, parameters, text
 """
 
 import json

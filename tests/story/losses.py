@@ -1,4 +1,4 @@
-"""Losses of runs, and whether two runs are one."""
+"""Losses of runs, and whether two runs are equal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tests.story.telling import StoryFailed
+from tests.story.steps import StoryFailed
 
 TOLERANCE = 1e-5  # of the repository, between engines and layouts
 
 
 def losses(file: Path) -> dict[int, float]:
-    """By step, of a run's metrics.jsonl. Raises StoryFailed where a step stands twice or the file is not there."""
+    """Return the losses of metrics.jsonl by step. Raises StoryFailed if a step is repeated or the file is
+    missing.
+    """
     if not file.exists():
-        raise StoryFailed(f"{file} is not there")
+        raise StoryFailed(f"{file} is missing")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     found = {row["step"]: row["loss"] for row in rows}
     if len(found) != len(rows):
@@ -23,7 +25,9 @@ def losses(file: Path) -> dict[int, float]:
 
 
 def apart(found: Mapping[int, float], expected: Mapping[int, float], steps: Iterable[int]) -> float:
-    """The largest difference over ``steps``. Raises StoryFailed where one of the two lacks a step, or there is none."""
+    """Return the largest difference over ``steps``. Raises StoryFailed if a run lacks a step, or there are
+    none.
+    """
     steps = list(steps)
     missing = [step for step in steps if step not in found or step not in expected]
     if missing or not steps:

@@ -1,4 +1,6 @@
-"""Two machines for one job: network namespaces with mounts of their own where that is allowed, else two launchers on loopback."""
+"""Two machines for one job: network namespaces with separate mounts if possible, else two launchers on
+loopback.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +12,35 @@ from typing import Protocol
 
 import psutil
 
-from tests.cluster.nodes import BIN, OnNode, TwoNodes, missing, two_nodes, until
+from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_nodes, wait_for
 from tests.data.served import Store, environment
-from tests.launch.processes import Started
-from tests.story.telling import Story
-from toolkit.cluster.ranks import free_port
+from tests.launch.processes import RunningCommand
+from tests.story.steps import Story
+from toolkit.cluster.rank_processes import find_free_port
 
-PORT, STORE_PORT = 29500, 9000  # of networks that nobody else has
-ENDED_SECONDS = 60.0  # in which both commands are gone after one rank was killed
+PORT, STORE_PORT = 29500, 9000  # used only inside the namespaces
+ENDED_SECONDS = 60.0  # time in which both commands end after a rank was killed
 
 
 class Command(Protocol):
-    """A launcher under way."""
+    """A running launcher."""
 
     @property
     def output(self) -> str: ...
     def code(self) -> int | None: ...
 
 
-class OnLoopback(Started):
+class OnLoopback(RunningCommand):
     def code(self) -> int | None:
         return self.process.poll()
 
 
 class Machines:
-    """
+    """Where the nodes of the job run.
+
     Attributes:
-        what: for people.
-        shared: the one folder that both of them write to.
+        what: description for users.
+        shared: the folder that both nodes write to.
     """
 
     def __init__(self, story: Story, store: Store, stack: ExitStack) -> None:
@@ -48,7 +51,7 @@ class Machines:
         if (why := missing()) is None:
             self._nodes = nodes = stack.enter_context(two_nodes(folder))
             self.shared, self.address, self._port = nodes.shared, nodes[0].address, PORT
-            self.what = "two network namespaces, each with a disk of its own"
+            self.what = "two network namespaces, each with its own disk"
             served = environment(Store(store.root, address=self.address, port=STORE_PORT))
             self._environ = story.environ | served | {"XDG_CACHE_HOME": str(nodes.here / "cache")}
             serving = nodes[0].start(
@@ -63,14 +66,14 @@ class Machines:
                 folder / "store.txt",
             )
             stack.enter_context(serving)
-            until(lambda: store.s3 in serving.output, 20, "serving", serving)
+            wait_for(lambda: store.s3 in serving.output, 20, "serving", serving)
         else:
-            self.shared, self.address, self._port = folder, "127.0.0.1", free_port()
+            self.shared, self.address, self._port = folder, "127.0.0.1", find_free_port()
             self.what = f"two launchers on loopback ({why})"
             self._environ = story.environ
 
     def start(self, number: int, script: Path, *words: str) -> Command:
-        """As typed on that machine."""
+        """Return the command for that machine."""
         hosts = self.shared / "hostfile"
         hosts.write_text("node0 slots=1\nnode1 slots=1\n")
         argv = [
@@ -93,7 +96,7 @@ class Machines:
         return self._stack.enter_context(found)
 
     def rank(self, commands: list[Command], number: int) -> psutil.Process | None:
-        """A rank's process; None: it is not there yet."""
+        """Return a rank's process; None: not there yet."""
         if self._nodes is not None:
             return self._nodes[number].ranks().get(number)
         first = commands[0]

@@ -1,1 +1,1 @@
-"""How ranks are started, meet, are watched and stopped. Imports neither engine nor train."""
+"""Launching: start ranks, connect, supervise and stop them. Imports neither engine nor train."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from toolkit.cluster.environment import read_launch
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.launch_process import RunCallbacks, launch_process
-from toolkit.cluster.stop import StopRequest, launchers
+from toolkit.cluster.stop_request import StopRequest, find_launchers
 from toolkit.logs import configure_logging
 
 
@@ -25,7 +25,7 @@ def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script
     with ExitHandler(stop) as exit_handler:
         launch, overrides = read_launch(os.environ, arguments)
         exit_handler.launch, stop.abort = launch, exit_handler.abort
-        stop.install(launchers(launch))
+        stop.install(find_launchers(launch))
         if {"-m", "--multirun"}.isdisjoint(overrides):
             exit_handler.code = launch_process(
                 launch, overrides, exit_handler, stop, callbacks, script=script

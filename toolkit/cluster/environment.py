@@ -1,4 +1,4 @@
-"""Who started this process, and the world it is part of."""
+"""Detect the launcher of this process and the world it belongs to."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from toolkit.cluster.interface import interface_to
-from toolkit.cluster.machine import Machine, this_machine
+from toolkit.cluster.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.network_interface import find_interface_to
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import EngineName
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import Device, RunPlan, World
 
-HANDOVER = "--handover="  # our parent gives each rank the frozen start as a file
+HANDOVER = "--handover="  # option with which the supervisor passes each rank its attempt spec as a file
 
 
 class Launcher(StrEnum):
-    NONE = "none"  # a person, or a script: plain python
-    PARENT = "parent"  # our own parent process: cluster/parent.py
+    NONE = "none"  # plain python
+    SUPERVISOR = "parent"  # the supervisor process: cluster/supervisor.py
     DEEPSPEED = "deepspeed"
     TORCHELASTIC = "torchrun"
-    OTHER = "other"  # anything that sets torch's variables
+    OTHER = "other"  # anything else that sets torch's environment variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """This process among those that were started together."""
+    """This process's position among the processes that were launched together."""
 
     launcher: Launcher = Launcher.NONE
     rank: int = 0
@@ -38,12 +38,10 @@ class Launch:
     ranks_per_node: int = 1
     address: str = "127.0.0.1"
     port: int = 0
-    agent_store: bool = False  # the launcher itself serves the store at address:port
-    restart: int = (
-        0  # how often the launcher of this node has answered a failure of its ranks by another start
-    )
+    agent_store: bool = False  # the launcher serves the store at address:port
+    restart: int = 0  # restarts by this node's launcher so far
     restarts_left: int = 0
-    elastic: bool = False  # torchrun restarts the ranks whenever a node joins (--nnodes=MIN:MAX)
+    elastic: bool = False  # torchrun restarts the ranks when a node joins (--nnodes=MIN:MAX)
     handover: Path | None = None
 
     @property
@@ -56,12 +54,13 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[Launch, list[str]]:
-    """The launch, and the arguments that are left for the configuration.
+    """Read the launch from the environment and return it with the remaining command-line arguments.
 
-    ``deepspeed`` inserts ``--local_rank=N`` before what the user typed, which Hydra would refuse.
+    ``deepspeed`` inserts ``--local_rank=N`` before the user's arguments; Hydra would reject it, so it is
+    removed.
 
     Raises:
-        ConfigError: torch's variables are there in part only, or are no numbers.
+        ConfigError: only some of torch's variables are set, or one is not a number.
     """
     handover: Path | None = None
     local_rank: str | None = None
@@ -76,13 +75,13 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
             rest.append(argument)
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return Launch(), rest
-    ranks, rank = _number(environ, "WORLD_SIZE"), _number(environ, "RANK")
-    # torchrun says LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE.
+    ranks, rank = _read_number(environ, "WORLD_SIZE"), _read_number(environ, "RANK")
+    # torchrun sets LOCAL_WORLD_SIZE, deepspeed sets LOCAL_SIZE.
     per_node = next(
-        (_number(environ, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), ranks
+        (_read_number(environ, name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), ranks
     )
     if handover is not None:
-        launcher = Launcher.PARENT
+        launcher = Launcher.SUPERVISOR
     elif "TORCHELASTIC_RUN_ID" in environ:
         launcher = Launcher.TORCHELASTIC
     elif local_rank is not None or "CROSS_RANK" in environ:
@@ -92,104 +91,104 @@ def read_launch(environ: Mapping[str, str], arguments: Sequence[str]) -> tuple[L
     return Launch(
         launcher=launcher,
         rank=rank,
-        local_rank=_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank % per_node,
+        local_rank=_read_number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank % per_node,
         ranks=ranks,
         ranks_per_node=per_node,
-        address=_text(environ, "MASTER_ADDR"),
-        port=_number(environ, "MASTER_PORT"),
+        address=_read_text(environ, "MASTER_ADDR"),
+        port=_read_number(environ, "MASTER_PORT"),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=(restart := int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         restarts_left=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - restart,
-        elastic=launcher is Launcher.TORCHELASTIC and is_elastic(environ, _agent_words()),
+        elastic=launcher is Launcher.TORCHELASTIC and is_elastic(environ, _agent_command_line()),
         handover=handover,
     ), rest
 
 
-def detect_world(cluster: ClusterConfig, launch: Launch, machine: Machine | None = None) -> World:
-    """The world of this run: what a launcher started, else what is described by ``cluster.*``, else this machine.
+def detect_world(cluster: ClusterConfig, launch: Launch, machine: MachineInfo | None = None) -> World:
+    """Return the world of this run: from the launcher, else from ``cluster.*``, else from this machine.
 
-    A described world need not be here (``launch/plan.py`` plans for it); :func:`check_startable` refuses to start it.
+    A world described by ``cluster.*`` may be elsewhere (``launch/plan.py`` plans for it);
+    :func:`check_startable` rejects it.
 
     Raises:
-        ConfigError: a launcher started something else than ``cluster.*`` says.
+        ConfigError: the launcher started a world that contradicts ``cluster.*``.
     """
-    machine = machine or this_machine()
+    machine = machine or detect_machine()
     if launch.launcher is Launcher.NONE:
         gpus = len(machine.gpus) if cluster.gpus_per_node is None else cluster.gpus_per_node
         per_node = gpus or cluster.cpu_ranks
         ranks = per_node * (cluster.nodes or 1)
-        here = not _differences(cluster, machine)
+        here = not _find_mismatches(cluster, machine)
     else:
         _check_launched(cluster, launch, machine)
         gpus = 0 if cluster.gpus_per_node == 0 else len(machine.gpus)
         per_node, ranks = launch.ranks_per_node, launch.ranks
         here = True
-    own_gpu = here or cluster.gpu is None or normalise_gpu_name(cluster.gpu) == _kind(machine)
+    own_gpu = here or cluster.gpu is None or normalise_gpu_name(cluster.gpu) == _gpu_kind(machine)
     return World(
         ranks=ranks,
         ranks_per_node=per_node,
         device=Device.CUDA if gpus else Device.CPU,
-        gpu=(cluster.gpu or _kind(machine)) if gpus else None,
-        device_memory_bytes=_memory(machine) if gpus and own_gpu else None,
-        # Elsewhere, what a machine has besides its GPUs is its owner's to know; starting there checks it.
+        gpu=(cluster.gpu or _gpu_kind(machine)) if gpus else None,
+        device_memory_bytes=_smallest_gpu_memory(machine) if gpus and own_gpu else None,
+        # For other machines, assume that libaio and a compiler exist; this is checked when the run starts
+        # there.
         host_memory_bytes=machine.host_memory_bytes if here else None,
         has_libaio=machine.has_libaio or not here,
         has_compiler=machine.has_compiler or not here,
     )
 
 
-def check_startable(cluster: ClusterConfig, launch: Launch, machine: Machine | None = None) -> None:
-    """Refuse to start what can only be planned here.
+def check_startable(cluster: ClusterConfig, launch: Launch, machine: MachineInfo | None = None) -> None:
+    """Reject a run that can only be planned on this machine.
 
     Raises:
-        ConfigError: the described machines are not this one, or the installed torch cannot use its GPUs.
+        ConfigError: ``cluster.*`` describes other machines, or the installed torch cannot use the GPUs.
     """
-    machine = machine or this_machine()
+    machine = machine or detect_machine()
     if launch.launcher is Launcher.NONE:
-        problems = _differences(cluster, machine)
+        problems = _find_mismatches(cluster, machine)
         if problems:
             raise ConfigError(*problems)
     if machine.gpus and cluster.gpus_per_node != 0 and not machine.torch_has_cuda:
         raise ConfigError(
             Problem(
                 "cluster.gpus_per_node",
-                f"{len(machine.gpus)} GPUs and a torch built without CUDA",
-                "training on GPUs needs a torch that was built for them",
-                "install a CUDA build of torch, or write cluster.gpus_per_node=0 to train on the CPU",
+                f"{len(machine.gpus)} GPUs, but torch was built without CUDA",
+                "training on GPUs needs a CUDA build of torch",
+                "install a CUDA build of torch, or set cluster.gpus_per_node=0 to train on the CPU",
             )
         )
 
 
 def set_defaults(
-    environ: MutableMapping[str, str], launch: Launch, world: World, machine: Machine, threads: int | None
+    environ: MutableMapping[str, str], launch: Launch, world: World, machine: MachineInfo, threads: int | None
 ) -> None:
-    """Settings that libraries read when they are imported, so this comes before torch. What the user set stays.
+    """Set environment variables that libraries read on import; call this before importing torch.
+
+    Variables that the user has set keep their values.
 
     Args:
-        threads: ``debug.threads``; None: the machine's cores shared by its ranks.
+        threads: ``debug.threads``; None: divide the machine's cores among its ranks.
     """
     set_thread_default(environ, world.ranks_per_node, machine.cores, threads)
-    environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and a later fork would deadlock
+    environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads deadlock after a fork
     if world.device is Device.CPU:
-        environ.setdefault(
-            "TORCHDYNAMO_DISABLE", "1"
-        )  # compiling optimizer helpers takes up to 10 s and gains nothing
+        # compiling optimizer helpers takes up to 10 s and brings no speedup on the CPU
+        environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         environ.setdefault("DS_ACCELERATOR", "cpu")
         if machine.gpus:
-            environ["CUDA_VISIBLE_DEVICES"] = (
-                ""  # cluster.gpus_per_node=0 was written: no library may take them
-            )
+            # with cluster.gpus_per_node=0 no library may use the GPUs
+            environ["CUDA_VISIBLE_DEVICES"] = ""
     elif "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # the older name, which PyTorch still reads
-        environ.setdefault(
-            "TORCH_FR_BUFFER_SIZE", "2000"
-        )  # collectives that PyTorch remembers of each rank, for the report of a hang
+        # number of recent collectives that PyTorch records per rank, for hang reports
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if world.nodes == 1:
-        environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # else gloo looks up the host's name, which need not resolve
-    elif (interface := interface_to(launch.address)) is not None:
+        # otherwise gloo looks up the host name, which may not resolve
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif (interface := find_interface_to(launch.address)) is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # Libraries that were written for launchers look for these, also where one process runs alone.
+    # Libraries written for launchers read these variables even in a single-process run.
     for name, value in (
         ("RANK", launch.rank),
         ("LOCAL_RANK", launch.local_rank),
@@ -224,23 +223,23 @@ def set_thread_default(
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_per_node)))
 
 
-def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) -> None:
+def _check_launched(cluster: ClusterConfig, launch: Launch, machine: MachineInfo) -> None:
     on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
-    started = f"{launch.launcher} started {launch.ranks} ranks, {launch.ranks_per_node} a node"
+    started = f"{launch.launcher} started {launch.ranks} ranks, {launch.ranks_per_node} per node"
     written: list[tuple[str, object, object]] = [("nodes", cluster.nodes, launch.nodes)]
     if cluster.gpus_per_node != 0:
         written.append(("gpus_per_node", cluster.gpus_per_node, launch.ranks_per_node))
-    if not on_gpus and cluster.cpu_ranks != 1:  # 1 is the default: nobody need have written it
+    if not on_gpus and cluster.cpu_ranks != 1:  # 1 is the default and may not have been set by the user
         written.append(("cpu_ranks", cluster.cpu_ranks, launch.ranks_per_node))
-    kind = _kind(machine)
+    kind = _gpu_kind(machine)
     if on_gpus and kind is not None:
         written.append(("gpu", cluster.gpu, kind))
     problems = [
         Problem(
             f"cluster.{name}",
             f"cluster.{name}={value}, but {started}" + (f" on {kind}" if name == "gpu" else ""),
-            "under a launcher, the world is what it started",
-            f"leave out cluster.{name}, or start {value} with the launcher's options",
+            "under a launcher, the world is the one it started",
+            f"remove cluster.{name}, or start {value} with the launcher's options",
         )
         for name, value, real in written
         if value is not None
@@ -248,22 +247,23 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) ->
         and not (name == "gpu" and normalise_gpu_name(str(value)) == real)
     ]
     if cluster.gpus_per_node and not machine.gpus:
-        problems.append(_no_gpus(cluster.gpus_per_node))
+        problems.append(_too_few_gpus(cluster.gpus_per_node))
     elif on_gpus and launch.local_rank >= len(machine.gpus):
         problems.append(
             Problem(
                 "cluster.gpus_per_node",
                 f"{launch.ranks_per_node} ranks on a node with {len(machine.gpus)} visible GPUs",
-                "each rank has a GPU of its own",
-                f"start {len(machine.gpus)} ranks a node, or write cluster.gpus_per_node=0 to train on the CPU",
+                "each rank needs its own GPU",
+                f"start {len(machine.gpus)} ranks per node, or set cluster.gpus_per_node=0 to train on "
+                "the CPU",
             )
         )
     if problems:
         raise ConfigError(*problems)
 
 
-def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
-    """How the described machines differ from this one."""
+def _find_mismatches(cluster: ClusterConfig, machine: MachineInfo) -> list[Problem]:
+    """Return the differences between the machines described by ``cluster.*`` and this one."""
     problems = []
     if (cluster.nodes or 1) > 1:
         problems.append(
@@ -271,54 +271,56 @@ def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
                 "cluster.nodes",
                 f"cluster.nodes={cluster.nodes}",
                 "plain python starts ranks on this machine only",
-                "start with torchrun or deepspeed on every node, or see what it would be with launch/plan.py",
+                "start with torchrun or deepspeed on every node, or plan for these machines with "
+                "launch/plan.py",
             )
         )
     if cluster.gpus_per_node and len(machine.gpus) < cluster.gpus_per_node:
-        problems.append(_no_gpus(cluster.gpus_per_node, len(machine.gpus)))
+        problems.append(_too_few_gpus(cluster.gpus_per_node, len(machine.gpus)))
     if cluster.gpu is not None:
         on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
-        here = _kind(machine) if on_gpus else None
+        here = _gpu_kind(machine) if on_gpus else None
         if not on_gpus or (
             here is not None and normalise_gpu_name(cluster.gpu) != here
-        ):  # a GPU of unknown kind may be called anything
+        ):  # the name of an unknown GPU cannot be compared
             problems.append(
                 Problem(
                     "cluster.gpu",
                     f"cluster.gpu={cluster.gpu}",
                     f"this machine has {here or 'no GPU in use'}",
-                    "leave out cluster.gpu, or see what it would be with launch/plan.py",
+                    "remove cluster.gpu, or plan for this GPU with launch/plan.py",
                 )
             )
     return problems
 
 
-def _no_gpus(wanted: int, here: int = 0) -> Problem:
+def _too_few_gpus(wanted: int, here: int = 0) -> Problem:
     return Problem(
         "cluster.gpus_per_node",
         f"cluster.gpus_per_node={wanted}",
         f"this process sees {here} GPUs",
-        "leave out cluster.gpus_per_node, write 0 to train on the CPU, or see what it would be with launch/plan.py",
+        "remove cluster.gpus_per_node, set it to 0 to train on the CPU, or plan for these GPUs with "
+        "launch/plan.py",
     )
 
 
-def _kind(machine: Machine) -> str | None:
-    """None where there is no GPU, an unknown one, or two kinds."""
+def _gpu_kind(machine: MachineInfo) -> str | None:
+    """Return the GPU model; None if there is no GPU, it is unknown, or models differ."""
     kinds = {normalise_gpu_name(gpu.product) for gpu in machine.gpus}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _memory(machine: Machine) -> int | None:
-    """Of the smallest GPU: every rank holds an equal share."""
+def _smallest_gpu_memory(machine: MachineInfo) -> int | None:
+    """Return the memory of the smallest GPU, since every rank holds an equal share."""
     sizes = [gpu.memory_bytes for gpu in machine.gpus]
     return min((size for size in sizes if size is not None), default=None) if None not in sizes else None
 
 
 def is_elastic(environ: Mapping[str, str], agent_words: Sequence[str]) -> bool:
-    """Whether torchrun's agent may change the number of nodes during the run (``--nnodes=MIN:MAX``).
+    """Return whether torchrun's agent may change the number of nodes during the run (``--nnodes=MIN:MAX``).
 
-    The agent does not pass this on to its ranks, so it is read from the two places that torchrun itself reads (torch 2.13,
-    ``distributed/run.py``): the agent's command line, or else the variable ``PET_NNODES``.
+    The agent does not pass this setting to its ranks, so read it from the two sources that torchrun itself
+    uses (torch 2.13, ``distributed/run.py``): the agent's command line, or else the variable ``PET_NNODES``.
     """
     value = environ.get("PET_NNODES", "")
     for index, word in enumerate(agent_words):
@@ -330,13 +332,13 @@ def is_elastic(environ: Mapping[str, str], agent_words: Sequence[str]) -> bool:
     return bool(most) and least != most
 
 
-def _agent_words() -> list[str]:
+def _agent_command_line() -> list[str]:
     import psutil
 
     return psutil.Process(os.getppid()).cmdline()
 
 
-def _text(environ: Mapping[str, str], name: str) -> str:
+def _read_text(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
         present = ", ".join(
@@ -349,19 +351,19 @@ def _text(environ: Mapping[str, str], name: str) -> str:
         raise ConfigError(
             Problem(
                 name,
-                f"{present} without {name} in the environment",
-                "a launcher sets all of torch's variables, or none",
+                f"{present} in the environment without {name}",
+                "a launcher sets all of torch's variables or none",
                 f"start with deepspeed or torchrun; for plain python: unset {present.replace(',', '')}",
             )
         )
     return value
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    value = _text(environ, name)
+def _read_number(environ: Mapping[str, str], name: str) -> int:
+    value = _read_text(environ, name)
     if not value.isdigit():
         seen = f"{name}={value} in the environment"
         raise ConfigError(
-            Problem(name, seen, f"{name} is a whole number", "start with deepspeed or torchrun")
+            Problem(name, seen, f"{name} must be a whole number", "start with deepspeed or torchrun")
         )
     return int(value)

@@ -1,10 +1,11 @@
-"""Whether the run in this container is well: HEALTHCHECK of Dockerfile.
+"""Report whether the run in this container is healthy: HEALTHCHECK of the Dockerfile.
 
-    python -m toolkit.cluster.health            exit code 0 well, or none runs here yet; 1 it failed, or says nothing any more
+    python -m toolkit.cluster.health      exit code 0: healthy, or no run yet; 1: failed, or no progress
 
-The run is found by its lock, which its processes hold open, wherever ``run.dir`` is. That it goes on is seen by the age of
-status.json, which a run writes at its steps: it is ill when it should have been reported as hanging (monitor.hang_seconds) and is not.
-Reads some small files, imports neither torch nor the configuration, and ends after ten seconds in any case.
+The run is found through its lock file, which its processes keep open, wherever ``run.dir`` is. Progress is
+judged by the age of status.json, which a run updates at its steps: it is unhealthy if a hang should have been
+reported (monitor.hang_seconds) and was not. Reads a few small files, imports neither torch nor the
+configuration, and always ends within ten seconds.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ import yaml
 
 from toolkit.rundir.status import RunState
 
-SECONDS = 10  # for all of it: a file system that does not answer is no health
+SECONDS = 10  # limit for everything: a file system that does not answer is unhealthy
 MARGIN_SECONDS = 60.0  # for the watchdog to collect stacks and end the run
 
 
 def main(proc: Path = Path("/proc")) -> int:
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, _time_out)
     signal.alarm(SECONDS)
-    found = {folder: what_ails(folder, time.time()) for folder in sorted(set(run_folders(proc)))}
-    print("\n".join(f"{folder}: {ill or 'well'}" for folder, ill in found.items()) or "no run here")
+    found = {folder: find_failure(folder, time.time()) for folder in sorted(set(find_run_folders(proc)))}
+    print(
+        "\n".join(f"{folder}: {problem or 'healthy'}" for folder, problem in found.items()) or "no run here"
+    )
     return 1 if any(found.values()) else 0
 
 
-def run_folders(proc: Path) -> Iterator[Path]:
-    """Of the runs whose lock a process that this one may look at holds open."""
+def find_run_folders(proc: Path) -> Iterator[Path]:
+    """Yield the directories of runs whose lock file is open in a process that this one may inspect."""
     for process in proc.glob("[0-9]*"):
         for link in _entries(process / "fd"):
             with suppress(OSError):  # it has just been closed
@@ -44,15 +47,15 @@ def run_folders(proc: Path) -> Iterator[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """None of a process that has just ended, or is another user's."""
+    """List a folder; empty if its process has just ended or belongs to another user."""
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def what_ails(folder: Path, now: float) -> str | None:
-    """None: nothing.
+def find_failure(folder: Path, now: float) -> str | None:
+    """Return what is wrong with the run; None if it is healthy.
 
     Args:
         now: seconds since the epoch.
@@ -62,7 +65,7 @@ def what_ails(folder: Path, now: float) -> str | None:
         age = now - status_file.stat().st_mtime
         state = RunState(json.loads(status_file.read_text(encoding="utf-8"))["state"])
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # it begins just now
+    except (FileNotFoundError, ValueError):  # the run is just starting
         return None
     if state in (RunState.FAILED, RunState.REFUSED):
         return f"{state.value}"
@@ -72,8 +75,8 @@ def what_ails(folder: Path, now: float) -> str | None:
     return None
 
 
-def _late(*_: object) -> None:
-    print(f"its files could not be read in {SECONDS} s")
+def _time_out(*_: object) -> None:
+    print(f"the run's files could not be read within {SECONDS} s")
     sys.stdout.flush()
     raise SystemExit(1)
 

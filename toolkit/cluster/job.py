@@ -1,12 +1,13 @@
-"""One distributed job, outside its ranks: a frozen configuration, the machines it is planned for, and where it is carried out.
+"""One distributed job as seen from outside its ranks: a frozen configuration, its planned machines and a
+backend.
 
-    plan = plan_job(compose(words))               decided here, for machines that need not be here
-    job = make_job(plan, script)                  its files are <run.dir>/jobs/NNN
-    backends.of(job).render(job)                  what would be submitted: file name -> text (pure)
-    submission.submit(job)                        takes the folder, writes the files, and hands the job over
+    plan = plan_job(compose(overrides))              for machines that may be elsewhere
+    job = create_job(plan, script)                   its files are in <run.dir>/jobs/NNN
+    backends.get_backend(where).render(job)          what would be submitted: file name -> text (pure)
+    submission.submit(job)                           creates the folder, writes the files and submits the job
 
-Every backend starts the same words, ``launch/train.py --frozen=FILE``: nothing is composed again, so a run's configuration is the
-same on all of them but for ``cluster`` and ``run.dir``.
+Every backend starts ``launch/train.py --frozen=FILE``. Nothing is composed again, so the configuration of a
+run is the same on all backends except for ``cluster`` and ``run.dir``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
-from toolkit.cluster.machine import Machine
+from toolkit.cluster.machine_info import MachineInfo
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
@@ -27,21 +28,22 @@ from toolkit.files import write_whole
 from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import Device, RunPlan, World
 
-FROZEN = "--frozen="  # launch/train.py takes a whole configuration from a file
+FROZEN = "--frozen="  # option of launch/train.py: read the whole configuration from a file
 CONFIG_FILE = "config.yaml"
-RECORD_FILE = "job.json"  # once it was handed over: submission.py
+RECORD_FILE = "job.json"  # written after submission: submission.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """
+class TrainingJob:
+    """A distributed training job.
+
     Attributes:
-        name: for people and for lists of jobs.
-        run_dir: the run's directory as the nodes know it; the same as ``config.run.dir``.
-        number: of this run's jobs, from 1.
-        config: resolved, with ``run.dir`` written.
+        name: shown to users and in job lists.
+        run_dir: the run directory as seen by the nodes; equals ``config.run.dir``.
+        number: index among this run's jobs, from 1.
+        config: resolved, with ``run.dir`` set.
         world: the machines it is planned for.
-        script: launch/train.py as the nodes know it.
+        script: path of launch/train.py on the nodes.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The job's own files, and what the backend records of it."""
+        """The folder of the job's files and of the backend's output."""
         return jobs_folder(Path(self.run_dir)) / f"{self.number:03d}"
 
     @property
@@ -62,22 +64,22 @@ class Job:
 
     @property
     def yaml(self) -> str:
-        """The frozen configuration: what ``--frozen`` reads."""
+        """The frozen configuration, which ``--frozen`` reads."""
         from toolkit.config.compose import to_yaml
 
         return to_yaml(self.config)
 
     def command(self, config_file: str | None = None) -> tuple[str, ...]:
-        """The script and its word, without interpreter or launcher.
+        """Return the script and its argument, without interpreter or launcher.
 
         Args:
-            config_file: where the nodes find the frozen configuration; None: in the job's folder.
+            config_file: path of the frozen configuration on the nodes; None: in the job's folder.
         """
         return (self.script, f"{FROZEN}{config_file or self.config_file}")
 
 
 class JobState(StrEnum):
-    """Where a job stands with its backend. How the run fared is in <run.dir>/status.json alone."""
+    """State of a job in its backend. The state of the run itself is only in <run.dir>/status.json."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -87,34 +89,37 @@ class JobState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class JobId:
     where: ClusterBackend
-    id: str  # as the backend's own commands take it
+    id: str  # in the form that the backend's commands accept
 
 
 class Backend(Protocol):
-    """One way to carry out a job; a module of ``cluster/backends`` is one."""
+    """Interface for submitting jobs; each module of ``cluster/backends`` implements it."""
 
-    def render(self, job: Job) -> Mapping[str, str]:
-        """The files of the job's folder, by name; with ``config.yaml``. Pure.
+    def render(self, job: TrainingJob) -> Mapping[str, str]:
+        """Return the files of the job's folder by name, including ``config.yaml``. Pure.
 
         Raises:
-            ConfigError: what this backend cannot carry out, before anything is written.
+            ConfigError: the backend cannot run this job; nothing has been written.
         """
 
-    def argv(self, job: Job) -> Sequence[str]:
-        """The command that hands the job over, once its files are written."""
+    def argv(self, job: TrainingJob) -> Sequence[str]:
+        """Return the command that submits the job once its files are written."""
 
-    def submit(self, job: Job) -> JobId:
-        """Hand it over. Its files are written. Raises InputError with the backend's own words where it is not accepted."""
+    def submit(self, job: TrainingJob) -> JobId:
+        """Submit the job, whose files are written. Raises InputError with the backend's message if it is
+        rejected.
+        """
 
     def state(self, id: JobId) -> JobState:
-        """Raises InputError where the backend does not answer."""
+        """Return the job's state. Raises InputError if the backend does not respond."""
 
     def cancel(self, id: JobId) -> None:
-        """A waiting job is withdrawn; a running one saves and ends, and is not started again."""
+        """Withdraw a waiting job; make a running one save and end without a restart."""
 
 
-def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> World:
-    """The world that a job will have: here for cluster=local, else as ``cluster.*`` describes it, since the nodes are not here.
+def resolve_world(cluster: ClusterConfig, machine: MachineInfo | None = None) -> World:
+    """Return the world of a future job: this machine for cluster=local, else the one described by
+    ``cluster.*``.
 
     Raises:
         ConfigError: it is not described.
@@ -126,8 +131,8 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
             Problem(
                 "cluster.gpus_per_node",
                 f"cluster={cluster.where.value} without cluster.gpus_per_node",
-                "a job for other machines says how many GPUs each of them has",
-                "write cluster.gpus_per_node=8, or 0 to train on the CPU with cluster.cpu_ranks ranks a node",
+                "a job for other machines needs their number of GPUs",
+                "set cluster.gpus_per_node=8, or 0 to train on the CPU with cluster.cpu_ranks ranks per node",
             )
         )
     per_node = cluster.gpus_per_node or cluster.cpu_ranks
@@ -137,14 +142,15 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
         ranks_per_node=per_node,
         device=Device.CUDA if on_gpus else Device.CPU,
         gpu=(normalise_gpu_name(cluster.gpu) or cluster.gpu) if on_gpus and cluster.gpu is not None else None,
-        # What the nodes have besides is found when the job starts there.
+        # Other properties of the nodes are detected when the job starts there.
         has_libaio=True,
         has_compiler=True,
     )
 
 
-def plan_job(config: RunConfig, machine: Machine | None = None) -> RunPlan:
-    """The plan of a composed configuration on the machines that ``cluster`` names. Reads the sizes of ``model.pretrained``.
+def plan_job(config: RunConfig, machine: MachineInfo | None = None) -> RunPlan:
+    """Plan a composed configuration for the machines that ``cluster`` names. Reads the sizes of
+    ``model.pretrained``.
 
     Raises:
         UserError: with every problem found.
@@ -153,22 +159,24 @@ def plan_job(config: RunConfig, machine: Machine | None = None) -> RunPlan:
     from toolkit.plan.pretrained import resolve
 
     config = resolve(config)
-    return make_plan(config, planned_world(config.cluster, machine))
+    return make_plan(config, resolve_world(config.cluster, machine))
 
 
-def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here: Path | None = None) -> Job:
-    """The job that carries out ``plan``, with the number that is free now.
+def create_job(
+    plan: RunPlan, script: str | Path, *, name: str | None = None, here: Path | None = None
+) -> TrainingJob:
+    """Create the job for ``plan``, with the next free number.
 
-    ``run.dir`` is written into its configuration. It is absolute unless the job runs in containers, which have folders of their
-    own: wherever the job starts, it is the same one.
+    ``run.dir`` is written into its configuration as an absolute path, unless the job runs in containers,
+    which have their own file system; so the job uses the same directory wherever it starts.
 
     Args:
-        script: launch/train.py as the nodes know it.
-        name: None: the name of the run's directory.
-        here: what relative paths begin at; None: the working folder.
+        script: path of launch/train.py on the nodes.
+        name: None: the name of the run directory.
+        here: base of relative paths; None: the working directory.
 
     Raises:
-        ConfigError: a name or path that no list of jobs can show.
+        ConfigError: the name or path contains characters that job lists cannot show.
     """
     run_dir = plan.run_dir
     if plan.config.cluster.where is not ClusterBackend.kubernetes:
@@ -180,15 +188,15 @@ def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here
                 Problem(
                     key,
                     f"{key}={text!r}",
-                    "names and folders of jobs are one line of printable characters",
-                    f"write {key} without line ends, tabs and control characters",
+                    "names and folders of jobs must be one line of printable characters",
+                    f"set {key} without line breaks, tabs and control characters",
                 )
             )
     config = replace(plan.config, run=replace(plan.config.run, dir=run_dir))
-    return Job(
+    return TrainingJob(
         name=name,
         run_dir=run_dir,
-        number=next_number(Path(run_dir)),
+        number=next_job_number(Path(run_dir)),
         config=config,
         world=plan.world,
         script=str(script),
@@ -199,8 +207,8 @@ def jobs_folder(run_dir: Path) -> Path:
     return run_dir / "jobs"
 
 
-def numbers(run_dir: Path) -> list[int]:
-    """The jobs of a run so far, in order."""
+def list_job_numbers(run_dir: Path) -> list[int]:
+    """Return the numbers of the run's jobs so far, sorted."""
     folder = jobs_folder(run_dir)
     return (
         sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
@@ -209,29 +217,29 @@ def numbers(run_dir: Path) -> list[int]:
     )
 
 
-def next_number(run_dir: Path) -> int:
-    return max(numbers(run_dir), default=0) + 1
+def next_job_number(run_dir: Path) -> int:
+    return max(list_job_numbers(run_dir), default=0) + 1
 
 
-def take_folder(job: Job) -> Job:
-    """``job`` with a folder that no other process has: its number grows where somebody was faster.
+def create_job_folder(job: TrainingJob) -> TrainingJob:
+    """Create the job's folder; return ``job`` with a higher number if another process has taken its folder.
 
     Raises:
-        InputError: the folder cannot be made here.
+        InputError: the folder cannot be created.
     """
     while True:
         try:
-            with writable(Path(job.run_dir)):
+            with convert_write_errors(Path(job.run_dir)):
                 job.folder.mkdir(parents=True)
         except FileExistsError:
-            job = replace(job, number=max(job.number, next_number(Path(job.run_dir)) - 1) + 1)
+            job = replace(job, number=max(job.number, next_job_number(Path(job.run_dir)) - 1) + 1)
         else:
             return job
 
 
 @contextmanager
-def writable(run_dir: Path) -> Iterator[None]:
-    """Around making something below ``run_dir``. Raises InputError where that cannot be; FileExistsError as it is."""
+def convert_write_errors(run_dir: Path) -> Iterator[None]:
+    """Convert errors of writing below ``run_dir`` to InputError; FileExistsError passes through."""
     try:
         yield
     except FileExistsError:
@@ -241,13 +249,13 @@ def writable(run_dir: Path) -> Iterator[None]:
             Problem(
                 "run.dir",
                 f"run.dir={run_dir}: {error.strerror}",
-                "a job's files are written below the run's directory, from where it is submitted",
-                "write run.dir=FOLDER, one that can be written here and that the nodes have too",
+                "the submitting machine must be able to write the job's files into the run directory",
+                "set run.dir=FOLDER to a folder that is writable here and visible on the nodes",
             )
         ) from None
 
 
-def write_files(job: Job, files: Mapping[str, str]) -> None:
-    """The rendered files, each whole, into the job's folder."""
+def write_files(job: TrainingJob, files: Mapping[str, str]) -> None:
+    """Write the rendered files into the job's folder, each one atomically."""
     for name, text in files.items():
         write_whole(job.folder / name, text)

@@ -1,4 +1,4 @@
-"""What one process does in a run: be its only rank, start the ranks, or be one of them."""
+"""Run one process of a training run: its only rank, the supervisor of its ranks, or one of several ranks."""
 
 from __future__ import annotations
 
@@ -7,116 +7,130 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from toolkit.cluster.attempt_spec import AttemptSpec, log_start, start_attempt
 from toolkit.cluster.environment import Launch, set_cuda_defaults, set_defaults, set_thread_default
 from toolkit.cluster.exit_handling import ExitHandler
-from toolkit.cluster.log import log_to
-from toolkit.cluster.machine import Machine, this_machine
-from toolkit.cluster.notice import watch as watch_notices
-from toolkit.cluster.parent import start_ranks, watches
-from toolkit.cluster.rendezvous import Meeting
-from toolkit.cluster.start import Start, announce, begin
-from toolkit.cluster.stop import StopRequest
+from toolkit.cluster.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.output_log import tee_output
+from toolkit.cluster.preemption import watch_preemption
+from toolkit.cluster.rendezvous import Rendezvous
+from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.supervisor import needs_supervisor, supervise_ranks
 from toolkit.errors import ExitCode, file_errors
 from toolkit.logs import configure_logging
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
 
-DATA_SECONDS = 3600.0  # that ranks wait for one of them to make the data
+DATA_SECONDS = 3600.0  # how long ranks wait for one of them to prepare the data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCallbacks:
-    """What is done by parts of the toolkit that this one does not import: launch/train.py hands it in."""
+    """Functions from parts of the toolkit that this package does not import; launch/train.py provides
+    them.
+    """
 
-    make_data_ready: Callable[
-        [RunPlan], str
-    ]  # the folder of the run's data, made and checked; once a machine
-    train: Callable[[RunPlan, Launch, Start, StopRequest], ExitCode]  # within the process group
+    # prepares and checks the data once per machine; returns its folder
+    prepare_data: Callable[[RunPlan], str]
+    train: Callable[[RunPlan, Launch, AttemptSpec, StopRequest], ExitCode]  # called within the process group
 
 
 def launch_process(
     launch: Launch,
-    words: Sequence[str],
+    overrides: Sequence[str],
     exit_handler: ExitHandler,
     stop: StopRequest,
-    work: RunCallbacks,
+    callbacks: RunCallbacks,
     *,
     script: str,
 ) -> ExitCode:
-    """
+    """Run this process's part of a training run.
+
     Args:
-        script: what every rank runs, where this process starts them.
+        script: the script that every rank runs, if this process starts them.
 
     Raises:
-        UserError: a mistake in the words or the input.
-        Left: another rank has said why.
+        UserError: a mistake in the configuration or input.
+        PeerExited: another rank has reported the reason.
     """
     configure_logging(launch.rank)
-    machine, meeting = this_machine(), Meeting(launch, words)
+    machine, rendezvous = detect_machine(), Rendezvous(launch, overrides)
     if launch.ranks > 1:
-        exit_handler.meeting = meeting
-        set_thread_default(
-            os.environ, launch.ranks_per_node, machine.cores
-        )  # before the meeting imports torch
+        exit_handler.rendezvous = rendezvous
+        # before the rendezvous imports torch
+        set_thread_default(os.environ, launch.ranks_per_node, machine.cores)
     with file_errors():
-        start, plan, directory = _agree(launch, words, machine, meeting, exit_handler)
-        start = _with_data(start, plan, launch, meeting, work)
-    stop.heard = exit_handler.hear
-    if watches(launch, plan.world, plan.config.cluster):
-        return start_ranks(script, start, directory, stop, exit_handler, plan.config.cluster)
+        spec, plan, directory = _exchange_spec(launch, overrides, machine, rendezvous, exit_handler)
+        spec = _prepare_data(spec, plan, launch, rendezvous, callbacks)
+    stop.on_signal = exit_handler.log_signal
+    if needs_supervisor(launch, plan.world, plan.config.cluster):
+        return supervise_ranks(script, spec, directory, stop, exit_handler, plan.config.cluster)
     set_cuda_defaults(os.environ, plan)  # before the preflight check, which uses the GPUs
     if plan.config.cluster.preflight:
-        _look_at_machines(plan, launch, meeting)
+        _run_preflight(plan, launch, rendezvous)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
     stop.arm(plan.config.cluster.grace_seconds)
     if launch.local_rank == 0:
-        watch_notices(plan.config.cluster.notice, stop.request)
-    with meeting.process_group(plan.world.device):
-        return work.train(plan, launch, start, stop)
+        watch_preemption(plan.config.cluster.notice, stop.request)
+    with rendezvous.process_group(plan.world.device):
+        return callbacks.train(plan, launch, spec, stop)
 
 
-def _agree(
-    launch: Launch, words: Sequence[str], machine: Machine, meeting: Meeting, exit_handler: ExitHandler
-) -> tuple[Start, RunPlan, RunDirectory]:
-    """The start, which rank 0 composes and the others are told, or which our parent has handed over."""
+def _exchange_spec(
+    launch: Launch,
+    overrides: Sequence[str],
+    machine: MachineInfo,
+    rendezvous: Rendezvous,
+    exit_handler: ExitHandler,
+) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
+    """Return the attempt spec: rank 0 composes and publishes it, or the supervisor has written it to a
+    file.
+    """
     composes = launch.rank == 0 and launch.handover is None
     if composes:
-        start, plan, directory = begin(words, launch, machine)
+        spec, plan, directory = start_attempt(overrides, launch, machine)
     else:
-        start = (
-            Start.read(launch.handover)
+        spec = (
+            AttemptSpec.read(launch.handover)
             if launch.handover is not None
-            else Start.from_json(*meeting.receive("start"))
+            else AttemptSpec.from_json(*rendezvous.receive("start"))
         )
-        plan = start.plan()
+        plan = spec.plan()
         directory = RunDirectory(plan.run_dir)
-    exit_handler.directory, exit_handler.attempt = directory, start.attempt
+    exit_handler.directory, exit_handler.attempt = directory, spec.attempt
     if launch.rank == 0:
-        log_to(directory.log_file(start.attempt))
+        tee_output(directory.log_file(spec.attempt))
     if composes:
-        announce(plan, start.attempt, launch)
+        log_start(plan, spec.attempt, launch)
         if launch.ranks > 1:
-            meeting.publish("start", start.to_json())
-    return start, plan, directory
+            rendezvous.publish("start", spec.to_json())
+    return spec, plan, directory
 
 
-def _with_data(start: Start, plan: RunPlan, launch: Launch, meeting: Meeting, work: RunCallbacks) -> Start:
-    """``start``, once the data are ready on every machine: by each one's first rank, or by our parent before there are ranks."""
+def _prepare_data(
+    spec: AttemptSpec, plan: RunPlan, launch: Launch, rendezvous: Rendezvous, callbacks: RunCallbacks
+) -> AttemptSpec:
+    """Return ``spec`` once the data are ready on every machine.
+
+    The first rank of each machine prepares them, or the supervisor before it starts the ranks.
+    """
     if launch.handover is not None:
-        return start
+        return spec
     if launch.ranks == 1:
-        return replace(start, data=work.make_data_ready(plan))
+        return replace(spec, data=callbacks.prepare_data(plan))
     if launch.local_rank == 0:
-        meeting.publish(f"data/{launch.node}", {"folder": work.make_data_ready(plan)})
-    ready = meeting.receive(*(f"data/{node}" for node in range(launch.nodes)), seconds=DATA_SECONDS)
-    return replace(start, data=ready[launch.node]["folder"])
+        rendezvous.publish(f"data/{launch.node}", {"folder": callbacks.prepare_data(plan)})
+    ready = rendezvous.receive(*(f"data/{node}" for node in range(launch.nodes)), seconds=DATA_SECONDS)
+    return replace(spec, data=ready[launch.node]["folder"])
 
 
-def _look_at_machines(plan: RunPlan, launch: Launch, meeting: Meeting) -> None:
-    """By every rank. Raises InputError with what would make the run fail, before anything of an engine is started."""
-    from toolkit.cluster.doctor.examine import preflight
-    from toolkit.cluster.doctor.show import show
+def _run_preflight(plan: RunPlan, launch: Launch, rendezvous: Rendezvous) -> None:
+    """Check the machines; every rank calls this. Raises InputError before the engine starts if a check
+    fails.
+    """
+    from toolkit.cluster.doctor.preflight import run_preflight
+    from toolkit.cluster.doctor.report import print_report
 
-    report = preflight(plan, launch, meeting)
+    report = run_preflight(plan, launch, rendezvous)
     if report is not None:
-        show(report, sys.stdout)
+        print_report(report, sys.stdout)

@@ -1,12 +1,12 @@
-"""What a pod of a job runs: the launcher of its node, and a word for Kubernetes about what became of the run.
+"""Entry point of a job's pods: run the node's launcher and report the outcome of the run to Kubernetes.
 
-    python -m toolkit.cluster.pod --config=/etc/toolkit/config.yaml                                    one node
-    python -m toolkit.cluster.pod --config=/etc/toolkit/config.yaml --meet=HOST:PORT --ranks=8         one of several
+    python -m toolkit.cluster.pod --config=/etc/toolkit/config.yaml                            single node
+    python -m toolkit.cluster.pod --config=/etc/toolkit/config.yaml --meet=HOST:PORT --ranks=8   several nodes
 
-A job of one node is launched by our parent, one of several by torchrun, which meet at the first pod. Their exit codes say too
-little, so the code of the pod is taken from the run's status.json, which every pod has on the volume that the run's directory lies
-on: 0 done; 2 another start would not help; 75 it goes on with another start; 1 it may, but nothing was gained, so it is counted.
-The rules of cluster/backends/kubernetes.py carry that out.
+A job of one node uses the supervisor, a job of several uses torchrun with its rendezvous on the first pod.
+Their exit codes are not specific enough, so the pod's exit code is derived from the run's status.json, which
+all pods read from the volume of the run directory: 0 done; 2 a restart would not help; 75 restart; 1 restart,
+counted because nothing was gained. The rules of cluster/backends/kubernetes.py act on these codes.
 """
 
 from __future__ import annotations
@@ -25,75 +25,83 @@ import toolkit
 from toolkit.cluster.job import FROZEN
 from toolkit.cluster.requeue import (
     SETTLE_SECONDS,
-    Asked,
-    Before,
     Decision,
-    Ended,
-    Next,
-    at_submission,
+    JobBaseline,
+    JobOutcome,
+    NextAction,
+    StopSignal,
     decide,
-    settled,
+    read_baseline,
+    wait_for_outcome,
 )
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, UserError
 
 TRAIN = Path(toolkit.__file__).resolve().parents[1] / "launch" / "train.py"
-LEAVE_SECONDS = 15  # of a launcher, besides the grace of its ranks
-# Without a queue that starts all pods together, some wait for nodes, and for their image, while the others are there.
+LEAVE_SECONDS = 15  # time for a launcher to end after the grace period of its ranks
+# Without gang scheduling, some pods wait for nodes or images while others already run.
 MEET_SECONDS = 1800
 PROBE_SECONDS = 2.0
 
 
-class Launcher:
-    """The process that starts this node's ranks. It gets each signal once, as it has a session of its own."""
+class PodLauncher:
+    """The process that starts this node's ranks. It has its own session, so each signal reaches it once."""
 
     def __init__(self) -> None:
-        self.asked = Asked.NONE
-        self._number: int | None = None  # of the signal, until it is passed on
+        self.stop_signal = StopSignal.NONE
+        self._number: int | None = None  # the signal, until it is forwarded
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
+            signal.signal(number, self._handle_signal)
 
-    def _ask(self, number: int, _: object) -> None:
-        if self.asked is Asked.NONE:
-            self.asked, self._number = Asked.TERM if number == signal.SIGTERM else Asked.INT, number
-            self._pass_on()
+    def _handle_signal(self, number: int, _: object) -> None:
+        if self.stop_signal is StopSignal.NONE:
+            self.stop_signal, self._number = (
+                StopSignal.TERM if number == signal.SIGTERM else StopSignal.INT,
+                number,
+            )
+            self._forward_signal()
 
-    def _pass_on(self) -> None:
+    def _forward_signal(self) -> None:
         if self._process is not None and self._number is not None:
             number, self._number = self._number, None
             self._process.send_signal(number)
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Its exit code; that of a stop where one was asked for before it began."""
-        if self.asked is not Asked.NONE:
+    def run(self, build_command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Run ``command`` and return its exit code; return STOPPED if a stop was requested before it
+        started.
+        """
+        if self.stop_signal is not StopSignal.NONE:
             return ExitCode.STOPPED
-        self._process = subprocess.Popen(command, env=dict(environ), start_new_session=True)
-        self._pass_on()  # what came between the look and the start
+        self._process = subprocess.Popen(build_command, env=dict(environ), start_new_session=True)
+        self._forward_signal()  # a signal that arrived just before the start
         return self._process.wait()
 
     def wait_for(self, meet: str, seconds: float = MEET_SECONDS) -> None:
-        """Until somebody listens at ``meet``, or ``seconds`` are over: torchrun itself gives up after a minute."""
+        """Wait until ``meet`` accepts connections, for at most ``seconds``: torchrun itself gives up after a
+        minute.
+        """
         host, _, port = meet.rpartition(":")
         until = time.monotonic() + seconds
-        while self.asked is Asked.NONE and time.monotonic() < until:
+        while self.stop_signal is StopSignal.NONE and time.monotonic() < until:
             try:
                 socket.create_connection((host, int(port)), timeout=PROBE_SECONDS).close()
-            except OSError:  # it has no name yet, or nobody listens yet
+            except OSError:  # the name does not resolve yet, or nothing listens yet
                 time.sleep(PROBE_SECONDS / 4)
             else:
                 return
 
 
-def command(
+def build_command(
     config: RunConfig, config_file: str, *, meet: str | None, ranks: int, index: int, id: str
 ) -> list[str]:
-    """
+    """Build the command that launches this node's ranks.
+
     Args:
-        meet: HOST:PORT of the rendezvous, which the first pod serves; None: the job has one node.
-        ranks: of this node.
-        index: of this pod among the job's.
-        id: of this start of the job: what is left of an earlier one does not meet it.
+        meet: HOST:PORT of the rendezvous, served by the first pod; None: the job has one node.
+        ranks: number of ranks on this node.
+        index: index of this pod in the job.
+        id: identifies this start of the job, so that leftovers of an earlier one cannot join.
     """
     train = [str(TRAIN), f"{FROZEN}{config_file}"]
     if meet is None:
@@ -109,20 +117,20 @@ def command(
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={meet}",
         f"--rdzv-id={id}",
-        # torchrun would compare its host's name with the address, which has the network's name, too.
+        # torchrun would compare its host name with the address, which also contains the network's name.
         f"--rdzv-conf=is_host={int(index == 0)},join_timeout={MEET_SECONDS}",
         f"--max-restarts={config.cluster.restarts}",
         *train,
     ]
 
 
-def code_of(decision: Decision, ended: Ended, before: Before) -> ExitCode:
-    """The word for Kubernetes."""
-    if decision.next is Next.AGAIN:
+def choose_exit_code(decision: Decision, ended: JobOutcome, before: JobBaseline) -> ExitCode:
+    """Return the exit code that Kubernetes acts on."""
+    if decision.next is NextAction.AGAIN:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
     if (
         decision.code is ExitCode.FAILURE and ended.attempt <= before.attempt
-    ):  # the pods did not meet: next time they may
+    ):  # the pods did not meet; a restart may help
         return ExitCode.FAILURE
     return ExitCode.DONE if decision.code is ExitCode.DONE else ExitCode.USER
 
@@ -135,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--meet")
     parser.add_argument("--ranks", type=int, default=0)
     given = parser.parse_args(arguments)
-    launcher = Launcher()
+    launcher = PodLauncher()
     try:
         config = from_yaml(Path(given.config).read_text(encoding="utf-8"))
     except UserError as error:
@@ -144,21 +152,23 @@ def main(arguments: Sequence[str]) -> int:
     assert config.run.dir is not None, "a frozen configuration has its directory"
     run_dir = Path(config.run.dir)
     index, start = int(os.environ.get("JOB_COMPLETION_INDEX", "0")), os.environ.get("JOBSET_RESTART") or "0"
-    before = at_submission(run_dir)
+    before = read_baseline(run_dir)
     if given.meet is not None and index > 0:
         launcher.wait_for(given.meet)
     leave = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LEAVE_SECONDS)
-    }  # else torchrun kills ranks after 30 s
-    words = command(
+    }  # the default of torchrun is 30 s
+    command = build_command(
         config, given.config, meet=given.meet, ranks=given.ranks, index=index, id=f"start-{start}"
     )
-    code = launcher.run(words, os.environ | leave)
-    # On one node our parent has written the last word before it ended.
-    ended = settled(run_dir, before, launcher.asked, code, SETTLE_SECONDS if given.meet is not None else 0.0)
+    code = launcher.run(command, os.environ | leave)
+    # On a single node the supervisor has written the final status before it ended.
+    ended = wait_for_outcome(
+        run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
+    )
     decision = decide(before, ended, restarts=config.cluster.restarts, requeue=True)
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)
-    return code_of(decision, ended, before)
+    return choose_exit_code(decision, ended, before)
 
 
 if __name__ == "__main__":

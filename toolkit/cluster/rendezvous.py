@@ -1,7 +1,7 @@
-"""Where the ranks meet: one store, from rank 0's first word to the process group.
+"""Exchange messages between ranks through a shared store, and create the process group on it.
 
-Rank 0 alone reads the user's configuration; the others are told what it came to. So nothing is resolved twice, a mistake is
-answered once, and no shared file system is needed to start.
+Only rank 0 reads the user's configuration and publishes the result. So nothing is resolved twice, a mistake
+is reported once, and starting needs no shared file system.
 """
 
 from __future__ import annotations
@@ -24,80 +24,85 @@ from toolkit.plan.types import Device
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-MEETING_SECONDS = 300.0
-FAREWELL_SECONDS = 30.0  # rank 0 serves the store this much longer, for ranks that are still importing torch
-# Importing torch takes all of a core: meanwhile rank 0 composes, and a mistake is answered sooner. It costs nothing, since the store
-# opens only when rank 0 has imported torch after that.
+RENDEZVOUS_SECONDS = 300.0
+# how long rank 0 keeps serving the store for ranks that are still importing torch
+LINGER_SECONDS = 30.0
+# Importing torch occupies a whole core; delaying it on the other ranks lets rank 0 report a mistake sooner.
+# This costs nothing, since the store opens only after rank 0 has imported torch as well.
 HEAD_START_SECONDS = 0.5
 POLL_SECONDS = 0.05
-LOOPBACK = "127.0.0.1"  # where ranks of one machine meet, whatever MASTER_ADDR says
+LOOPBACK = "127.0.0.1"  # used by ranks of one machine instead of MASTER_ADDR
 ERROR = "error"
 
 
-class Left(Exception):
-    """This rank ends with ``code`` and prints nothing: another one has said why."""
+class PeerExited(Exception):
+    """This rank must end with ``code`` and print nothing, since another rank has reported the reason."""
 
     def __init__(self, code: int) -> None:
         self.code = code
         super().__init__(code)
 
 
-class Meeting:
-    """Messages between the ranks of one launch. The store is opened at the first use, since it needs torch.
+class Rendezvous:
+    """Messages between the ranks of one launch. The store needs torch, so it is opened on first use.
 
     Args:
-        overrides: what the user typed; with the launcher's process they tell this launch from another one at the same port.
+        overrides: the user's arguments; together with the launcher's process ID they identify the launch.
         seconds: how long to wait for another rank.
     """
 
-    def __init__(self, launch: Launch, overrides: Sequence[str], seconds: float = MEETING_SECONDS) -> None:
+    def __init__(self, launch: Launch, overrides: Sequence[str], seconds: float = RENDEZVOUS_SECONDS) -> None:
         self._launch = launch
         self._seconds = seconds
-        self._opened: Store | None = None
-        self._grouped = False
-        self._prefix = f"toolkit/{_token(launch, overrides)}"
+        self._kv_store: Store | None = None
+        self._has_group = False
+        self._prefix = f"toolkit/{_launch_token(launch, overrides)}"
 
     # ---- messages
 
     def publish(self, name: str, message: Mapping[str, Any]) -> None:
-        """For all ranks, once a name."""
+        """Publish a message to all ranks; once per name."""
         self._store().set(name, json.dumps(message))
 
     def receive(self, *names: str, seconds: float | None = None) -> list[dict[str, Any]]:
-        """The messages of these names, waiting up to ``seconds`` (None: the meeting's own bound) for the last one.
+        """Return the messages of these names, waiting up to ``seconds`` (None: the default of this object)
+        for all of them.
 
         Raises:
-            Left: another rank has sent this one away.
-            TimeoutError: they did not come.
+            PeerExited: another rank has aborted its peers.
+            TimeoutError: a message did not arrive.
         """
-        if self._opened is None:
+        if self._kv_store is None:
             time.sleep(HEAD_START_SECONDS)
         store = self._store()
         self._wait(lambda: store.check([ERROR]) or store.check(list(names)), " and ".join(names), seconds)
         if store.check([ERROR]):
             store.add("heard", 1)
-            raise Left(int(store.get(ERROR)))
+            raise PeerExited(int(store.get(ERROR)))
         return [json.loads(store.get(name)) for name in names]
 
-    def dismiss(self, code: int) -> None:
-        """Send the other ranks away; why has been printed. Before the process group starts, stay until they have heard it, since
-        this process may be the one that serves the store."""
+    def abort_peers(self, code: int) -> None:
+        """Make the other ranks exit with ``code``; the reason has been printed.
+
+        Before the process group exists, wait until they have received it, since this process may serve the
+        store.
+        """
         try:
-            store = self._store(FAREWELL_SECONDS)
-        except (InputError, TimeoutError):  # there is no meeting to end
+            store = self._store(LINGER_SECONDS)
+        except (InputError, TimeoutError):  # no store, so no peers to abort
             return
-        deadline = time.monotonic() + (0 if self._grouped else FAREWELL_SECONDS)
+        deadline = time.monotonic() + (0 if self._has_group else LINGER_SECONDS)
         try:
             store.set(ERROR, str(int(code)))
             while time.monotonic() < deadline and store.add("heard", 0) < self._launch.ranks - 1:
                 time.sleep(POLL_SECONDS)
-        except (
-            RuntimeError
-        ):  # of torch.distributed: the rank that serves the store has left, perhaps since it has heard
+        except RuntimeError:  # raised by torch.distributed: the rank that serves the store has exited
             return
 
-    def dismissed(self, seconds: float) -> bool:
-        """Whether another rank sends, within ``seconds``, this one away. Where the store is gone, its rank left before: yes."""
+    def wait_for_abort(self, seconds: float) -> bool:
+        """Return whether another rank aborts this one within ``seconds``; True if the store has gone with its
+        rank.
+        """
         from torch.distributed import DistError
 
         deadline = time.monotonic() + seconds
@@ -110,68 +115,74 @@ class Meeting:
             return True
         return True
 
-    def first(self, name: str) -> bool:
-        """Whether this rank is the first to ask, for each name. Raises RuntimeError if the store is gone."""
+    def is_first(self, name: str) -> bool:
+        """Return whether this rank is the first to call this with ``name``. Raises RuntimeError if the store
+        has gone.
+        """
         return self._store().add(f"first/{name}", 1) == 1
 
     # ---- the process group
 
     @contextmanager
     def process_group(self, device: Device) -> Iterator[None]:
-        """``torch.distributed`` over the same store: gloo, or NCCL on this rank's GPU. DeepSpeed adopts it. Torn down where the
-        body ends well; else the other ranks may be waiting in it, and the end of this process tells them."""
+        """Create the default process group on the same store: gloo, or NCCL on this rank's GPU. DeepSpeed
+        adopts it.
+
+        It is destroyed only if the body succeeds. After an error the other ranks may be blocked in a
+        collective, and the exit of this process releases them.
+        """
         import torch
         import torch.distributed as dist
 
         store = dist.PrefixStore("group", self._store())
         rank, ranks = self._launch.rank, self._launch.ranks
         if device is Device.CUDA:
-            own = torch.device("cuda", self._launch.local_rank)
-            torch.cuda.set_device(own)
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=own)
+            token = torch.device("cuda", self._launch.local_rank)
+            torch.cuda.set_device(token)
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=token)
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        self._grouped = True
+        self._has_group = True
         yield
         dist.destroy_process_group()
 
     # ---- the store
 
     @property
-    def store(self) -> Store:
-        """For what messages are too slow for; opened at the first use."""
+    def kv_store(self) -> Store:
+        """The underlying store, for frequent small messages; opened on first use."""
         return self._store()
 
     def _store(self, seconds: float | None = None) -> Store:
-        if self._opened is None:
+        if self._kv_store is None:
             import torch.distributed as dist
 
             store = dist.PrefixStore(self._prefix, self._open())
             if (
                 self._launch.agent_store
-            ):  # it outlives the ranks, and has what those before them have said; rank 0's own ends with it
-                store = dist.PrefixStore(self._gathering(store, seconds), store)
-            self._opened = store
-        return self._opened
+            ):  # The agent's store outlives the ranks and still has the messages of earlier generations.
+                store = dist.PrefixStore(self._join_generation(store, seconds), store)
+            self._kv_store = store
+        return self._kv_store
 
-    def _gathering(self, store: Store, seconds: float | None) -> str:
-        """The name of this gathering of ranks: rank 0 makes it, and answers each rank by itself.
+    def _join_generation(self, store: Store, seconds: float | None) -> str:
+        """Return the key prefix of this generation of ranks: rank 0 creates it and hands it to each rank.
 
-        torchrun says how often it has started a rank again. But the agent of each node counts by itself, and only failures of its own
-        ranks (torch 2.13, ``_invoke_run``: "membership changes do not count as retries"): when a rank was killed, those of two nodes have
-        different numbers. So each rank asks with a word that nobody had before, and who answers that one is alive.
+        The restart count of torchrun cannot be used: each agent counts only failures of its own ranks (torch
+        2.13, ``_invoke_run``: "membership changes do not count as retries"), so nodes may disagree. Instead
+        each rank posts a random token, and only a live rank 0 answers it.
         """
-        own = secrets.token_hex(8)
+        token = secrets.token_hex(8)
         if self._launch.rank == 0:
             self._wait(
-                _RollCall(store, own, self._launch.ranks - 1),
-                f"all {self._launch.ranks} ranks to come",
+                _GenerationServer(store, token, self._launch.ranks - 1),
+                f"all {self._launch.ranks} ranks to join",
                 seconds,
             )
-            return own
-        store.set(f"asked/{store.add('asked', 1)}", own)
-        self._wait(lambda: store.check([f"answer/{own}"]), "rank 0", seconds)
-        name = store.get(f"answer/{own}").decode()
+            return token
+        store.set(f"asked/{store.add('asked', 1)}", token)
+        self._wait(lambda: store.check([f"answer/{token}"]), "rank 0", seconds)
+        name = store.get(f"answer/{token}").decode()
         store.add(f"{name}/here", 1)
         return name
 
@@ -185,7 +196,8 @@ class Meeting:
         port, timeout = self._launch.port, timedelta(seconds=self._seconds)
         if self._launch.rank == 0 and not self._launch.agent_store:
             try:
-                # Left to itself the store listens on every interface, and whoever reaches it may read and write: it asks for no password.
+                # By default the store listens on every interface and accepts unauthenticated reads and
+                # writes.
                 listener = _loopback_socket(port) if alone else None
                 return dist.TCPStore(
                     address,
@@ -201,19 +213,20 @@ class Meeting:
                     Problem(
                         "MASTER_PORT",
                         f"port {port} of {address} cannot be served ({str(error).splitlines()[0]})",
-                        "rank 0 serves the ranks' meeting at MASTER_ADDR:MASTER_PORT",
-                        "another run may use it: write deepspeed --master_port N or torchrun --master_port N",
+                        "rank 0 serves the store of the rendezvous at MASTER_ADDR:MASTER_PORT",
+                        "another run may use the port: set deepspeed --master_port N or torchrun "
+                        "--master_port N",
                     )
                 ) from error
-        # Looking first avoids the warnings that the store's client prints while nobody answers.
-        door = _Door(address, port)
-        self._wait(door, f"the store at {address}:{port}, which rank 0 or its launcher serves", why=door.why)
+        # Probe the port first to avoid the warnings that the store's client prints while nothing listens.
+        door = _PortProbe(address, port)
+        self._wait(door, f"the store at {address}:{port}, served by rank 0 or its launcher", why=door.why)
         return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
     def _wait(
         self, holds: Callable[[], bool], what: str, seconds: float | None = None, why: Callable[[], str] = str
     ) -> None:
-        """``why``: what to add to the words of a time-out."""
+        """Poll until ``holds()``. ``why``: text to append to the message of a timeout."""
         seconds = seconds or self._seconds
         deadline = time.monotonic() + seconds
         while not holds():
@@ -223,19 +236,22 @@ class Meeting:
 
 
 def _loopback_socket(port: int) -> int:
-    """A socket at ``port`` that only this machine reaches; its descriptor belongs to the caller. Raises OSError if the port is taken."""
+    """Bind a loopback-only socket to ``port`` and return its descriptor. Raises OSError if the port is
+    taken.
+    """
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((LOOPBACK, port))
         return bound.detach()
 
 
-class _RollCall:
-    """Rank 0's part of a gathering: each call answers those that have asked since, and says whether everybody has heard it.
+class _GenerationServer:
+    """Rank 0's side of a generation: each call answers new join requests and returns whether all ranks have
+    joined.
 
     Args:
-        name: of the gathering.
-        others: how many ranks there are besides.
+        name: of the generation.
+        others: number of ranks other than 0.
     """
 
     def __init__(self, store: Store, name: str, others: int) -> None:
@@ -248,16 +264,15 @@ class _RollCall:
         self._open += range(self._seen + 1, asked + 1)
         self._seen = asked
         for number in list(self._open):
-            if self._store.check(
-                [f"asked/{number}"]
-            ):  # else its rank is about to write it, or was killed before it could
+            # otherwise its rank is about to write it, or was killed before
+            if self._store.check([f"asked/{number}"]):
                 self._store.set(f"answer/{self._store.get(f'asked/{number}').decode()}", self._name)
                 self._open.remove(number)
         return self._store.add(f"{self._name}/here", 0) >= self._others
 
 
-class _Door:
-    """Whether somebody listens at ``address``:``port``."""
+class _PortProbe:
+    """Check whether something listens at ``address``:``port``."""
 
     def __init__(self, address: str, port: int) -> None:
         self._place, self._error = (address, port), ""
@@ -268,7 +283,10 @@ class _Door:
         except OSError as error:
             self._error = str(error)
             if isinstance(error, socket.gaierror):
-                self._error += "; the first node's name does not resolve here: torchrun --local-addr=ADDRESS there says its address instead"
+                self._error += (
+                    "; the first node's name does not resolve here: start torchrun there with "
+                    "--local-addr=ADDRESS"
+                )
             return False
         return True
 
@@ -276,9 +294,15 @@ class _Door:
         return f" ({self._error})" if self._error else ""
 
 
-def _token(launch: Launch, overrides: Sequence[str]) -> str:
-    """Equal in all ranks of a launch; another launch that took the same port by mistake has another one."""
-    own = [str(launch.ranks), *overrides]
-    if launch.nodes == 1 and launch.launcher in (Launcher.DEEPSPEED, Launcher.TORCHELASTIC, Launcher.PARENT):
-        own.append(str(os.getppid()))
-    return hashlib.sha256("\0".join(own).encode()).hexdigest()[:16]
+def _launch_token(launch: Launch, overrides: Sequence[str]) -> str:
+    """Return a token that is equal on all ranks of a launch, and different for another launch on the same
+    port.
+    """
+    token = [str(launch.ranks), *overrides]
+    if launch.nodes == 1 and launch.launcher in (
+        Launcher.DEEPSPEED,
+        Launcher.TORCHELASTIC,
+        Launcher.SUPERVISOR,
+    ):
+        token.append(str(os.getppid()))
+    return hashlib.sha256("\0".join(token).encode()).hexdigest()[:16]

@@ -1,9 +1,10 @@
-"""What becomes of a Slurm job whose tasks have ended: it is done, it goes on in the same job, or it is given up.
+"""Decide how a Slurm job continues after its tasks have ended: it is done, requeued, or given up.
 
-    python -m toolkit.cluster.requeue RUN_DIR/jobs/001 --asked=TERM --code=1       (the last line of the batch script)
+    python -m toolkit.cluster.requeue RUN_DIR/jobs/001 --asked=TERM --code=1    (last line of the script)
 
-Decided by the run's status.json and its newest checkpoint, and by what was decided before: ``RUN_DIR/jobs/001/ends.jsonl``, one line
-an end. Slurm itself starts a job again that lost a node or was preempted without a word; then no line is written.
+The decision depends on the run's status.json, its newest checkpoint and earlier decisions, which are appended
+to ``RUN_DIR/jobs/001/ends.jsonl``. Slurm itself restarts a job that lost a node or was preempted without
+warning; then nothing is appended.
 """
 
 from __future__ import annotations
@@ -27,44 +28,45 @@ from toolkit.rundir.status import RunState
 
 ENDS_FILE = "ends.jsonl"
 SCONTROL_SECONDS = 120.0
-# The first rank, maybe on another node, writes how the run ended; a network's file system shows it a little later.
+# The first rank, possibly on another node, writes the final status; a network file system shows it a little
+# later.
 SETTLE_SECONDS = 15.0
 POLL_SECONDS = 0.2
 
 
-class Asked(StrEnum):
-    """By which signal the batch script was asked to end."""
+class StopSignal(StrEnum):
+    """The signal that asked the batch script to end."""
 
     NONE = "none"
-    TERM = "TERM"  # Slurm: the time limit, or a preemption
-    INT = "INT"  # a person: cancel() of cluster/backends/slurm.py
+    TERM = "TERM"  # sent by Slurm: time limit or preemption
+    INT = "INT"  # sent by a user: cancel() of cluster/backends/slurm.py
 
 
-class Next(StrEnum):
+class NextAction(StrEnum):
     END = "end"
     AGAIN = "again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
-    """When the job was submitted, or at its last end."""
+class JobBaseline:
+    """State of the run when the job was submitted, or at its last end."""
 
-    attempt: int = 0  # the newest; 0: none
-    checkpoint: str | None = None  # name of the newest complete one
-    fruitless: int = 0  # ends without a word in a row that left no newer checkpoint
+    attempt: int = 0  # the newest attempt; 0: none
+    checkpoint: str | None = None  # name of the newest complete checkpoint
+    fruitless: int = 0  # ends in a row without a status and without a newer checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """What there is after the tasks have ended.
+class JobOutcome:
+    """State of the run after the tasks have ended.
 
     Attributes:
-        state: of the newest attempt; None: there is no status.
-        code: how srun ended.
-        exit_code: of the newest attempt, as its status has it.
+        state: of the newest attempt; None: it has no status.
+        code: exit code of srun.
+        exit_code: of the newest attempt, from its status.
     """
 
-    asked: Asked
+    asked: StopSignal
     code: int
     attempt: int
     state: RunState | None
@@ -75,74 +77,80 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    next: Next
-    code: ExitCode  # of the job, if this is its end
+    next: NextAction
+    code: ExitCode  # of the job, if it ends here
     why: str
     fruitless: int = 0
 
 
-def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Decision:
-    """
+def decide(before: JobBaseline, ended: JobOutcome, *, restarts: int, requeue: bool) -> Decision:
+    """Decide how the job continues.
+
     Args:
-        restarts: ``cluster.restarts``. The launcher inside the job (our parent, torchrun) has had so many starts already; where it
-            was killed itself, so many ends in a row without a newer checkpoint are answered by another start.
+        restarts: ``cluster.restarts``. The launcher inside the job (supervisor or torchrun) has already
+            restarted the ranks this often. If the launcher itself was killed, the job is restarted up to this
+            often in a row without a newer checkpoint.
         requeue: ``cluster.slurm.requeue``.
     """
 
-    def again(why: str, fruitless: int = 0) -> Decision:
-        return Decision(next=Next.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
+    def restart(why: str, fruitless: int = 0) -> Decision:
+        return Decision(next=NextAction.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
 
     def end(code: ExitCode, why: str) -> Decision:
-        return Decision(next=Next.END, code=code, why=why)
+        return Decision(next=NextAction.END, code=code, why=why)
 
     if ended.attempt <= before.attempt and ended.state is not RunState.DONE:
-        # What refused it before it could write into the run's directory would refuse it again.
-        if ended.asked is Asked.TERM and requeue:
-            return again("stopped before an attempt began")
+        # A start that was rejected before it wrote to the run directory would be rejected again.
+        if ended.asked is StopSignal.TERM and requeue:
+            return restart("stopped before an attempt started")
         code = (
             ExitCode.STOPPED
-            if ended.asked is not Asked.NONE
+            if ended.asked is not StopSignal.NONE
             else ExitCode.USER
             if ended.code == ExitCode.USER
             else ExitCode.FAILURE
         )
-        return end(code, "no attempt was begun: what is said above is the reason")
+        return end(code, "no attempt was started; see the output above")
     if ended.state is RunState.DONE:
         return end(ExitCode.DONE, "done")
     if ended.state is RunState.REFUSED:
-        return end(ExitCode.USER, f"refused, which another start would not change: {ended.reason}")
+        return end(ExitCode.USER, f"refused, and a restart would not help: {ended.reason}")
     if ended.state is RunState.FAILED and ended.exit_code in (ExitCode.USER, ExitCode.DIVERGED):
-        return end(ExitCode(ended.exit_code), f"failed, which another start would not change: {ended.reason}")
-    if ended.asked is Asked.INT:
+        return end(ExitCode(ended.exit_code), f"failed, and a restart would not help: {ended.reason}")
+    if ended.asked is StopSignal.INT:
         return end(
             ExitCode.STOPPED if ended.state is RunState.STOPPED else ExitCode.FAILURE,
-            f"stopped by a person: {ended.reason}",
+            f"stopped by the user: {ended.reason}",
         )
     if ended.state is RunState.STOPPED:
-        if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is Asked.NONE:
-            return end(ExitCode.STOPPED, "stopped by a person (SIGINT), so it is not started again")
+        if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is StopSignal.NONE:
+            return end(ExitCode.STOPPED, "stopped by the user (SIGINT), so it is not restarted")
         return (
-            again(f"stopped ({ended.reason}); goes on from {ended.checkpoint or 'the beginning'}")
+            restart(f"stopped ({ended.reason}); resumes from {ended.checkpoint or 'the beginning'}")
             if requeue
             else end(ExitCode.STOPPED, f"stopped ({ended.reason}), and cluster.slurm.requeue=false")
         )
-    told = ended.state is RunState.FAILED
-    what = f"failed: {ended.reason}" if told else "ended without a word (killed, or a lost node)"
+    recorded = ended.state is RunState.FAILED
+    what = (
+        f"failed: {ended.reason}"
+        if recorded
+        else ("ended without recording a reason (killed, or the node was lost)")
+    )
     if not requeue or not restarts:
         return end(
             ExitCode.FAILURE, f"{what}; {'cluster.restarts=0' if requeue else 'cluster.slurm.requeue=false'}"
         )
     if ended.checkpoint is not None and ended.checkpoint != before.checkpoint:
-        return again(f"{what}; goes on from {ended.checkpoint}")
-    if told:
+        return restart(f"{what}; resumes from {ended.checkpoint}")
+    if recorded:
         return end(
             ExitCode.FAILURE,
-            f"{what}; no newer checkpoint came of it, though its launcher could start it {restarts} times again",
+            f"{what}; no newer checkpoint, although its launcher was allowed {restarts} restarts",
         )
     fruitless = before.fruitless + 1
     if fruitless <= restarts:
-        return again(
-            f"{what}; no newer checkpoint, start {fruitless} of cluster.restarts={restarts}", fruitless
+        return restart(
+            f"{what}; no newer checkpoint, restart {fruitless} of cluster.restarts={restarts}", fruitless
         )
     return end(
         ExitCode.FAILURE,
@@ -150,54 +158,64 @@ def decide(before: Before, ended: Ended, *, restarts: int, requeue: bool) -> Dec
     )
 
 
-def at_submission(run_dir: Path) -> Before:
-    return Before(attempt=max(RunDirectory(run_dir).attempts(), default=0), checkpoint=newest(run_dir))
+def read_baseline(run_dir: Path) -> JobBaseline:
+    return JobBaseline(
+        attempt=max(RunDirectory(run_dir).attempts(), default=0), checkpoint=newest_checkpoint_name(run_dir)
+    )
 
 
-def newest(run_dir: Path) -> str | None:
-    """Name of the run's newest checkpoint."""
+def newest_checkpoint_name(run_dir: Path) -> str | None:
+    """Return the name of the run's newest checkpoint."""
     found = RunDirectory(run_dir).newest_checkpoint()
     return found.name if found is not None else None
 
 
-def read_before(folder: Path) -> Before:
-    """Of the job's last end, or of its submission; of the run's beginning where neither was recorded."""
+def load_baseline(folder: Path) -> JobBaseline:
+    """Load the state at the job's last end, else at its submission; the defaults if neither was recorded."""
     file = folder / ENDS_FILE
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     if lines:
         last = json.loads(lines[-1])
-        return Before(attempt=last["attempt"], checkpoint=last["checkpoint"], fruitless=last["fruitless"])
+        return JobBaseline(
+            attempt=last["attempt"], checkpoint=last["checkpoint"], fruitless=last["fruitless"]
+        )
     file = folder / RECORD_FILE
-    return Before(**json.loads(file.read_text(encoding="utf-8"))["before"]) if file.exists() else Before()
+    return (
+        JobBaseline(**json.loads(file.read_text(encoding="utf-8"))["before"])
+        if file.exists()
+        else JobBaseline()
+    )
 
 
-def look(run_dir: Path, asked: Asked, code: int) -> Ended:
+def read_outcome(run_dir: Path, asked: StopSignal, code: int) -> JobOutcome:
     directory = RunDirectory(run_dir)
     status = directory.status()
-    return Ended(
+    return JobOutcome(
         asked=asked,
         code=code,
         attempt=max(directory.attempts(), default=0),
         state=status.state if status else None,
         reason=status.reason if status else None,
-        checkpoint=newest(run_dir),
+        checkpoint=newest_checkpoint_name(run_dir),
         exit_code=status.exit_code if status else None,
     )
 
 
-def settled(run_dir: Path, before: Before, asked: Asked, code: int, seconds: float) -> Ended:
-    """:func:`look`, once the run has said its last word, if it does so within ``seconds``."""
+def wait_for_outcome(
+    run_dir: Path, before: JobBaseline, asked: StopSignal, code: int, seconds: float
+) -> JobOutcome:
+    """Read the outcome once the run has recorded its end, or after ``seconds``."""
     until = time.monotonic() + seconds
     while True:
-        ended = look(run_dir, asked, code)
+        ended = read_outcome(run_dir, asked, code)
         begun = ended.attempt > before.attempt
-        told = begun and ended.state is not None and not ended.state.live
-        if told or (not begun and code == ExitCode.USER) or time.monotonic() > until:
+        recorded = begun and ended.state is not None and not ended.state.live
+        if recorded or (not begun and code == ExitCode.USER) or time.monotonic() > until:
             return ended
         time.sleep(POLL_SECONDS)
 
 
-def record(folder: Path, ended: Ended, decision: Decision) -> None:
+def append_outcome(folder: Path, ended: JobOutcome, decision: Decision) -> None:
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **asdict(ended),
@@ -210,25 +228,28 @@ def record(folder: Path, ended: Ended, decision: Decision) -> None:
         os.fsync(file.fileno())
 
 
-def put_back(job: str) -> None:
-    """``scontrol requeue``, where the job runs still. Slurm would put back a cancelled job, too, and while its script runs
-    it is shown as COMPLETING, as one that was over its time is."""
-    shown = _scontrol("--oneliner", "show", "job", job)
+def requeue_job(job: str) -> None:
+    """Call ``scontrol requeue`` if the job is still running.
+
+    Slurm would also requeue a cancelled job; while its script runs it is shown as COMPLETING, like one past
+    its time limit.
+    """
+    description = _scontrol("--oneliner", "show", "job", job)
     state = next(
-        (word.partition("=")[2] for word in shown.stdout.split() if word.startswith("JobState=")), "unknown"
+        (word.partition("=")[2] for word in description.stdout.split() if word.startswith("JobState=")),
+        "unknown",
     )
     if state != "RUNNING":
-        print(f"job {job} is {state} already (cancelled, or over its time limit): it stays so", flush=True)
-        return
-    done = _scontrol("requeue", job)
-    if done.returncode:
         print(
-            f"job {job} could not be put back into the queue: {done.stderr.strip()}",
-            file=sys.stderr,
+            f"job {job} is already {state} (cancelled, or past its time limit) and is not requeued",
             flush=True,
         )
+        return
+    result = _scontrol("requeue", job)
+    if result.returncode:
+        print(f"job {job} could not be requeued: {result.stderr.strip()}", file=sys.stderr, flush=True)
     else:
-        print(f"job {job} is put back into the queue", flush=True)
+        print(f"job {job} was requeued", flush=True)
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
@@ -242,20 +263,22 @@ def main(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m toolkit.cluster.requeue")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--asked", type=Asked, required=True)
+    parser.add_argument("--asked", type=StopSignal, required=True)
     parser.add_argument("--code", type=int, required=True)
     given = parser.parse_args(arguments)
     config: RunConfig = from_yaml((given.folder / CONFIG_FILE).read_text(encoding="utf-8"))
     assert config.run.dir is not None, "a frozen configuration has its directory"
-    before = read_before(given.folder)
+    before = load_baseline(given.folder)
     several = (config.cluster.nodes or 1) > 1
-    ended = settled(Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0)
+    ended = wait_for_outcome(
+        Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0
+    )
     decision = decide(before, ended, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
-    record(given.folder, ended, decision)
+    append_outcome(given.folder, ended, decision)
     job = os.environ["SLURM_JOB_ID"]
     print(f"job {job}: {decision.why}", flush=True)
-    if decision.next is Next.AGAIN:
-        put_back(job)
+    if decision.next is NextAction.AGAIN:
+        requeue_job(job)
     return decision.code
 
 

@@ -1,4 +1,4 @@
-"""Handing a job over: its folder is taken, its files are written, the backend gets it, and what it is called there is recorded.
+"""Submit a job: create its folder, write its files, submit it to the backend and record its ID.
 
 <run.dir>/jobs/001/{config.yaml, the backend's own files, job.json}
 """
@@ -17,16 +17,16 @@ from typing import Any
 from toolkit.cluster import backends
 from toolkit.cluster.job import (
     RECORD_FILE,
-    Job,
     JobId,
     JobState,
+    TrainingJob,
+    convert_write_errors,
+    create_job_folder,
     jobs_folder,
-    numbers,
-    take_folder,
-    writable,
+    list_job_numbers,
     write_files,
 )
-from toolkit.cluster.requeue import Before, at_submission
+from toolkit.cluster.requeue import JobBaseline, read_baseline
 from toolkit.config.cluster import ClusterBackend
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
@@ -37,40 +37,41 @@ ONE_JOB = "a run has one job at a time"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """``job.json``: what was handed over, and what there was of the run before."""
+class JobRecord:
+    """``job.json``: the submitted job and the state of the run before it."""
 
     id: JobId
     name: str
-    submitted: str  # local time with its offset
-    before: Before
+    submitted: str  # local time with UTC offset
+    before: JobBaseline
 
 
-def submit(job: Job) -> tuple[Job, JobId]:
-    """Hand ``job`` over; it may get a higher number than it had.
+def submit(job: TrainingJob) -> tuple[TrainingJob, JobId]:
+    """Submit ``job`` and return it, possibly with a higher number.
 
     Raises:
-        ConfigError: an earlier job of the run waits or runs still, or the backend cannot carry it out; then nothing is written.
-        InputError: the backend does not take it; its folder stays, with what was to be submitted.
+        ConfigError: an earlier job of the run is active, or the backend cannot run this one; nothing is
+            written.
+        InputError: the backend rejects the job; its folder stays, with the rendered files.
     """
-    backend, run_dir = backends.of(job.config.cluster.where), Path(job.run_dir)
-    backend.render(job)  # refused before a folder is taken
+    backend, run_dir = backends.get_backend(job.config.cluster.where), Path(job.run_dir)
+    backend.render(job)  # raises before a folder is created
     RunDirectory(run_dir).check(job.config)
-    with _one_at_a_time(run_dir):
-        check_alone(run_dir)
-        before = at_submission(run_dir)
-        job = take_folder(job)
+    with _lock_submission(run_dir):
+        check_no_active_job(run_dir)
+        before = read_baseline(run_dir)
+        job = create_job_folder(job)
         write_files(job, backend.render(job))
         id = backend.submit(job)
-        record = Record(id, job.name, time.strftime("%Y-%m-%dT%H:%M:%S%z"), before)
+        record = JobRecord(id, job.name, time.strftime("%Y-%m-%dT%H:%M:%S%z"), before)
         write_whole(job.folder / RECORD_FILE, json.dumps(_to_json(record), indent=1) + "\n")
     return job, id
 
 
 @contextmanager
-def _one_at_a_time(run_dir: Path) -> Iterator[None]:
-    """Of two who submit a run at the same moment, both would find that no job of it waits."""
-    with writable(run_dir):
+def _lock_submission(run_dir: Path) -> Iterator[None]:
+    """Lock the run's jobs, since two simultaneous submissions would both find no active job."""
+    with convert_write_errors(run_dir):
         jobs_folder(run_dir).mkdir(parents=True, exist_ok=True)
         descriptor, owner = acquire_lock(jobs_folder(run_dir) / "lock")
     if descriptor is None:
@@ -78,7 +79,7 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
         raise ConfigError(
             Problem(
                 "run.dir",
-                f"run.dir={run_dir}, of which {who} is submitting a job",
+                f"run.dir={run_dir}, for which {who} is submitting a job",
                 ONE_JOB,
                 "wait for it, or give this run its own run.name or run.dir",
             )
@@ -89,40 +90,40 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _to_json(record: Record) -> dict[str, Any]:
+def _to_json(record: JobRecord) -> dict[str, Any]:
     return {**asdict(record), "id": {"where": record.id.where.value, "id": record.id.id}}
 
 
-def read_record(folder: Path) -> Record | None:
-    """None where the job has not been handed over, or is being so just now."""
+def read_record(folder: Path) -> JobRecord | None:
+    """Read ``job.json``; None if the job has not been submitted yet."""
     file = folder / RECORD_FILE
     if not file.exists():
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
-    return Record(
+    return JobRecord(
         JobId(ClusterBackend(found["id"]["where"]), found["id"]["id"]),
         found["name"],
         found["submitted"],
-        Before(**found["before"]),
+        JobBaseline(**found["before"]),
     )
 
 
-def last_job(run_dir: Path) -> tuple[int, Record] | None:
-    """Of the jobs of a run that were handed over, the newest: its number and record."""
-    for number in reversed(numbers(run_dir)):
+def find_last_job(run_dir: Path) -> tuple[int, JobRecord] | None:
+    """Return the number and record of the run's newest submitted job."""
+    for number in reversed(list_job_numbers(run_dir)):
         record = read_record(jobs_folder(run_dir) / f"{number:03d}")
         if record is not None:
             return number, record
     return None
 
 
-def check_alone(run_dir: Path) -> None:
-    """Two jobs of one run would wait for each other's directory. Raises ConfigError."""
-    last = last_job(run_dir)
+def check_no_active_job(run_dir: Path) -> None:
+    """Raise ConfigError if a job of the run is active: two jobs would wait for each other's directory."""
+    last = find_last_job(run_dir)
     if last is None:
         return
     number, record = last
-    state = backends.of(record.id.where).state(record.id)
+    state = backends.get_backend(record.id.where).state(record.id)
     if state is not JobState.ENDED:
         known = f"{record.id.where.value} {record.id.id}"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where jobs are carried out: one module a place, each a :class:`~toolkit.cluster.job.Backend`."""
+"""Job backends: one module each, which implements :class:`~toolkit.cluster.job.Backend`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from toolkit.cluster.job import Backend
 from toolkit.config.cluster import ClusterBackend
 
 
-def of(where: ClusterBackend) -> Backend:
-    """The backend that ``cluster=`` names, imported when it is needed."""
+def get_backend(where: ClusterBackend) -> Backend:
+    """Import and return the backend that ``cluster=`` names."""
     return cast(Backend, import_module(f"toolkit.cluster.backends.{where.value}"))

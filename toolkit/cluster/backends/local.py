@@ -1,4 +1,4 @@
-"""Jobs on this machine: a process in the background, which starts and watches its ranks (cluster/parent.py)."""
+"""Run jobs on this machine: a background process that supervises its ranks (cluster/supervisor.py)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from signal import SIGTERM
 
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
-from toolkit.cluster.stop import Process
+from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob
+from toolkit.cluster.stop_request import ProcessHandle
 from toolkit.config.cluster import ClusterBackend
 
 OUTPUT = "output.txt"
 
 
-def render(job: Job) -> dict[str, str]:
+def render(job: TrainingJob) -> dict[str, str]:
     return {CONFIG_FILE: job.yaml}
 
 
-def argv(job: Job) -> list[str]:
+def argv(job: TrainingJob) -> list[str]:
     return [sys.executable, "-u", *job.command()]
 
 
-def start(
-    job: Job, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()
+def start_process(
+    job: TrainingJob, environ: Mapping[str, str] = os.environ, keep: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """The job as a process of its own session, which this one may outlive or not; what it prints is added to ``output.txt``.
+    """Start the job as a process in a new session, which may outlive this one; its output is appended to
+    ``output.txt``.
 
     Args:
-        environ: a sweep gives each point its own CUDA_VISIBLE_DEVICES.
-        keep: file descriptors that the process inherits: a sweep's locks, which last as long as it does.
+        environ: a sweep sets CUDA_VISIBLE_DEVICES for each point.
+        keep: file descriptors that the process inherits, such as a sweep's locks.
     """
     with (job.folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
@@ -44,26 +45,26 @@ def start(
         )
 
 
-def submit(job: Job) -> JobId:
-    return id_of(start(job))
+def submit(job: TrainingJob) -> JobId:
+    return job_id(start_process(job))
 
 
-def id_of(process: subprocess.Popen[bytes]) -> JobId:
-    """Its number and its start: a later process with the same number is another job."""
-    found = Process.of(process.pid)
+def job_id(process: subprocess.Popen[bytes]) -> JobId:
+    """Return the PID and start time, so that a reused PID is not mistaken for the job."""
+    found = ProcessHandle.read(process.pid)
     return JobId(ClusterBackend.local, f"{process.pid}:{found.started if found is not None else ''}")
 
 
 def state(id: JobId) -> JobState:
-    return JobState.RUNNING if _process(id).alive() else JobState.ENDED
+    return JobState.RUNNING if _process(id).is_alive() else JobState.ENDED
 
 
 def cancel(id: JobId) -> None:
     process = _process(id)
-    if process.alive():
+    if process.is_alive():
         os.kill(process.pid, SIGTERM)
 
 
-def _process(id: JobId) -> Process:
+def _process(id: JobId) -> ProcessHandle:
     pid, _, started = id.id.partition(":")
-    return Process(int(pid), started)
+    return ProcessHandle(int(pid), started)

@@ -1,13 +1,15 @@
-"""Jobs of Slurm: a batch script with one task a node, which starts itself again until ``status.json`` says that the run is done.
+"""Run jobs on Slurm: a batch script with one task per node, requeued until ``status.json`` reports that the
+run is done.
 
-What sbatch is asked for stands in its argv and not in ``#SBATCH`` lines: those are read by a parser of Slurm's own, whose quotes
-are not a shell's, and an argv needs none. Inside the script, texts of the user are quoted with ``shlex``.
+Options are passed to sbatch on its command line, because ``#SBATCH`` lines have their own quoting rules. The
+user's texts inside the script are quoted with ``shlex``.
 
-The batch shell, not the tasks, is signalled before the time limit and, where the site's PreemptParameters have send_user_signal,
-before preemption (``--signal=B:TERM@SECONDS`` of sbatch(1)). It has Slurm pass the signal on, waits for the tasks, and
-leaves the rest to ``toolkit.cluster.requeue``, which reads status.json: exit codes of torchrun say too little. submitit, which could
-write such scripts too, would start a pickled Python function in each task and requeue by its own signal handler there; the ranks
-here have both already, and the frozen file can be read by people.
+The batch shell receives the signal before the time limit and, if the site's PreemptParameters include
+send_user_signal, before preemption (``--signal=B:TERM@SECONDS``, sbatch(1)). It forwards the signal through
+Slurm, waits for the tasks and runs ``toolkit.cluster.requeue``, which reads status.json, since torchrun's
+exit codes are not specific enough. submitit could write such scripts too, but it starts a pickled Python
+function per task and has its own signal handler; the ranks already handle both, and the frozen file is
+readable.
 """
 
 from __future__ import annotations
@@ -15,25 +17,32 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
+from toolkit.cluster.backends.cluster_tool import ClusterTool
+from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob
 from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
 from toolkit.errors import ConfigError, InputError, Problem
 
 SCRIPT_FILE = "job.sh"
 OUTPUT = "output.txt"
-# Besides cluster.grace_seconds, in which the ranks save: launchers end after them, and the script decides what comes next.
+SLURM = ClusterTool(
+    rule="cluster=slurm uses the commands of Slurm",
+    install="submit from a login node of the cluster; dry_run=true works anywhere",
+    ping="scontrol ping",
+    accepts="Slurm must accept the command",
+    correct="correct the options; launch/submit.py dry_run=true shows all of them",
+)
+# In addition to cluster.grace_seconds: launchers end after their ranks, and the script decides how to
+# continue.
 END_SECONDS = 30
-COMMAND_SECONDS = 120.0
-MOST_SIGNAL_SECONDS = 65535  # sbatch(1): --signal's time is an integer of 16 bits
-# Ports below those that Linux hands out by itself (ip_local_port_range: 32768 and up).
+MAX_SIGNAL_SECONDS = 65535  # sbatch(1): the time of --signal is a 16-bit integer
+# Below the ephemeral ports of Linux (ip_local_port_range: 32768 and up).
 FIRST_PORT, PORTS = 20000, 10000
 
-# States of squeue(1), section JOB STATE CODES; every other one is an end.
+# States of squeue(1), section JOB STATE CODES; every other state is an end.
 QUEUED = {
     "PENDING",
     "CONFIGURING",
@@ -45,8 +54,8 @@ QUEUED = {
 }
 RUNNING = {"RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 
-# What this file asks sbatch for by itself, and the key that decides it.
-KEYS = {
+# Options that this module sets, with the key that controls each.
+OPTION_KEYS = {
     "job-name": "run.name",
     "nodes": "cluster.nodes",
     "ntasks": "cluster.nodes",
@@ -69,28 +78,24 @@ KEYS = {
     "cpus-per-task": "cluster.slurm.cpus_per_task",
     "mem": "cluster.slurm.memory",
 }
-GPU_OPTIONS = {
-    "gres",
-    "gpus",
-    "gpus-per-node",
-    "gpus-per-task",
-}  # written by the user, they stand for --gres=gpu:N
+# if the user sets one of these, it replaces --gres=gpu:N
+GPU_OPTIONS = {"gres", "gpus", "gpus-per-node", "gpus-per-task"}
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
 
 
-def render(job: Job) -> dict[str, str]:
-    problems = list(_problems(job.config.cluster))
+def render(job: TrainingJob) -> dict[str, str]:
+    problems = list(_find_problems(job.config.cluster))
     if problems:
         raise ConfigError(*problems)
-    return {CONFIG_FILE: job.yaml, SCRIPT_FILE: script(job)}
+    return {CONFIG_FILE: job.yaml, SCRIPT_FILE: render_script(job)}
 
 
-def argv(job: Job) -> list[str]:
-    return ["sbatch", "--parsable", *options(job), str(job.folder / SCRIPT_FILE)]
+def argv(job: TrainingJob) -> list[str]:
+    return ["sbatch", "--parsable", *sbatch_options(job), str(job.folder / SCRIPT_FILE)]
 
 
-def options(job: Job) -> list[str]:
-    """What is asked of sbatch, in its long options. ``--chdir`` makes relative paths of the configuration mean what they meant here."""
+def sbatch_options(job: TrainingJob) -> list[str]:
+    """Return the options of sbatch. ``--chdir`` keeps relative paths of the configuration valid."""
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
     asked: list[tuple[str, object]] = [
         ("job-name", job.name),
@@ -122,15 +127,15 @@ def options(job: Job) -> list[str]:
     return [f"--{name}={value}" if value != "" else f"--{name}" for name, value in asked if value is not None]
 
 
-def script(job: Job, python: str = sys.executable) -> str:
-    """The batch script. Golden files: tests/golden/slurm.
+def render_script(job: TrainingJob, python: str = sys.executable) -> str:
+    """Return the batch script. Golden files: tests/golden/slurm.
 
     Args:
-        python: the same on the nodes; ``cluster.slurm.setup`` may prepare what it needs.
+        python: the interpreter on the nodes; ``cluster.slurm.setup`` may prepare its environment.
     """
     cluster, slurm = job.config.cluster, job.config.cluster.slurm
-    # A node that ended first leaves the others the time to save; and a task may use all cores of the job on its node, which srun
-    # learns from sbatch no more since Slurm 22.05.
+    # A node that ends first leaves the others time to save. A task may use all cores of the job on its node;
+    # since Slurm 22.05 srun no longer inherits cpus-per-task from sbatch.
     srun = [
         f"--nodes={job.world.nodes}",
         "--ntasks-per-node=1",
@@ -144,18 +149,19 @@ def script(job: Job, python: str = sys.executable) -> str:
     nodes = job.world.nodes
     parts = [
         "#!/bin/bash",
-        f"# {job.name}, job {job.number}: one distributed training, one task a node ({nodes}). Made by launch/submit.py.",
+        f"# {job.name}, job {job.number}: one distributed training, one task per node ({nodes}). "
+        "Generated by launch/submit.py.",
         "",
-        _ASKED,
+        _TRAPS,
         *(["# cluster.slurm.setup", *slurm.setup, ""] if slurm.setup else []),
         "set -uo pipefail",
         f"python={shlex.quote(python)}",
         f"folder={shlex.quote(str(job.folder))}",
-        f"train=({_words(job.command())})",
-        f"srun=({_words(srun)})",
-        _ONE
+        f"train=({_quote_words(job.command())})",
+        f"srun=({_quote_words(srun)})",
+        _ONE_NODE
         if nodes == 1
-        else _SEVERAL.format(
+        else _SEVERAL_NODES.format(
             nodes=nodes,
             ranks=job.world.ranks_per_node,
             first=FIRST_PORT,
@@ -168,37 +174,39 @@ def script(job: Job, python: str = sys.executable) -> str:
     return "\n".join(parts)
 
 
-_ASKED = """\
-asked=none  # by which signal this script was asked to end
+_TRAPS = """\
+asked=none  # the signal that asked this script to end
 ask() {
   asked=$1
-  # srun itself answers SIGTERM by killing its tasks; Slurm passes it on.
+  # srun would kill its tasks on SIGTERM; Slurm forwards the signal to them.
   scancel --signal=TERM "$SLURM_JOB_ID"
 }
-trap 'ask TERM' TERM  # the time limit or a preemption is near: save, and go on later
-trap 'ask INT' INT    # somebody stops the run: save, and that is all
+trap 'ask TERM' TERM  # the time limit or a preemption is near: save and requeue
+trap 'ask INT' INT    # the user stops the run: save without requeue
 """
 
-# One node: the parent starts the ranks, passes signals on, and starts them again (cluster.restarts).
-_ONE = """\
+# One node: the supervisor starts the ranks, forwards signals and restarts them (cluster.restarts).
+_ONE_NODE = """\
 task=("$python" -u "${train[@]}")
 """
 
-# Several: torchrun on each. Which of them serves the rendezvous is said, since torchrun would compare its host's name with the address;
-# and each gives away, for the case that the first rank is its own, the address by which Slurm itself reaches it: a node's name need not
-# resolve on the others. (torchrun numbers nodes by address, so that the first rank may be on any.)
-_SEVERAL = """\
+# Several nodes: torchrun on each. The host of the rendezvous is set explicitly, since torchrun would compare
+# its host name with the address. Each node passes the address by which Slurm reaches it, because its name
+# need not resolve on the others (torchrun orders nodes by address, so the first rank may be on any of them).
+_SEVERAL_NODES = """\
 addresses=" $(scontrol --oneliner show node "$SLURM_JOB_NODELIST" |
-  sed -n 's/^NodeName=\\([^ ]*\\) .* NodeAddr=\\([^ ]*\\).*/\\1=\\2/p' | tr '\\n' ' ')"  # " n1=10.0.0.1 n2=10.0.0.2 "
+  sed -n 's/^NodeName=\\([^ ]*\\) .* NodeAddr=\\([^ ]*\\).*/\\1=\\2/p' | tr '\\n' ' ')"  # " n1=10.0.0.1 "
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=${{addresses#* "$first"=}}
 address=${{address%% *}}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={leave}  # what torchrun leaves its ranks to save in; else 30 s
-# shellcheck disable=SC2016  # the task's own shell fills these in
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={leave}  # time for the ranks to save; the default is 30 s
+# shellcheck disable=SC2016  # expanded by the task's shell
 node='own=${{1#* $SLURMD_NODENAME=}}; shift
 export PET_LOCAL_ADDR=${{own%% *}} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)); exec "$@"'
-task=(bash -c "$node" node "$addresses" "$python" -u -m torch.distributed.run --nnodes={nodes} --nproc-per-node={ranks}
-  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="${{address:-$first}}:$(({first} + SLURM_JOB_ID % {ports}))"
+task=(bash -c "$node" node "$addresses" "$python" -u -m torch.distributed.run \
+--nnodes={nodes} --nproc-per-node={ranks}
+  --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
+--rdzv-endpoint="${{address:-$first}}:$(({first} + SLURM_JOB_ID % {ports}))"
   --max-restarts={restarts} "${{train[@]}}")
 """
 
@@ -207,26 +215,28 @@ code=75
 if [ "$asked" = none ]; then
   srun "${srun[@]}" "${task[@]}" &
   step=$!
-  while kill -0 "$step" 2>/dev/null; do  # a signal ends a wait, and not the tasks
+  while kill -0 "$step" 2>/dev/null; do  # a signal interrupts wait, not the tasks
     wait "$step"
     code=$?
   done
 fi
-trap '' TERM INT  # from here on it is decided, whoever asks
+trap '' TERM INT  # the decision below must not be interrupted
 "$python" -m toolkit.cluster.requeue "$folder" --asked="$asked" --code="$code"
 """
 
 
-def submit(job: Job) -> JobId:
-    printed = _run(argv(job), clean(os.environ))
-    return JobId(
-        ClusterBackend.slurm, printed.strip().partition(";")[0]
-    )  # --parsable: the number, with several clusters ;NAME
+def submit(job: TrainingJob) -> JobId:
+    printed = SLURM.run(argv(job), submission_environment(os.environ))
+    # --parsable prints the number, followed by ;NAME if there are several clusters
+    return JobId(ClusterBackend.slurm, printed.strip().partition(";")[0])
 
 
-def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that the job begins with, which is the submitting shell's: but for what a job around that shell, or a
-    launcher, has set for itself. It would decide how srun and the ranks of the new job are started."""
+def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for the job: the submitting shell's, without the variables of an enclosing job
+    or launcher.
+
+    Those variables would change how srun and the ranks of the new job start.
+    """
     launcher = {
         "RANK",
         "LOCAL_RANK",
@@ -245,71 +255,38 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def state(id: JobId) -> JobState:
-    """squeue forgets a job some minutes after its end, and then does not know its number."""
-    found = _of_known_job("squeue", "--noheader", f"--jobs={id.id}", "--format=%T").split()
+    """Return the job's state. squeue forgets a job some minutes after its end and then rejects its number."""
+    found = _run_for_job("squeue", "--noheader", f"--jobs={id.id}", "--format=%T").split()
     if found and found[0] in QUEUED:
         return JobState.QUEUED
     return JobState.RUNNING if found and found[0] in RUNNING else JobState.ENDED
 
 
 def cancel(id: JobId) -> None:
-    _of_known_job("scancel", "--state=PENDING", id.id)
+    _run_for_job("scancel", "--state=PENDING", id.id)
     if state(id) is not JobState.ENDED:
-        _of_known_job("scancel", "--batch", "--signal=INT", id.id)  # the script's own word for a stop
+        # the script's signal for a stop without requeue
+        _run_for_job("scancel", "--batch", "--signal=INT", id.id)
 
 
-def _of_known_job(*command: str) -> str:
-    """What it prints; nothing where Slurm no longer knows the job."""
+def _run_for_job(*command: str) -> str:
+    """Run a command and return its output; empty if Slurm no longer knows the job."""
     try:
-        return _run(command)
+        return SLURM.run(command)
     except InputError as error:
         if "Invalid job id" not in str(error):
             raise
         return ""
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
-    seen = shlex.join(command)
-    try:
-        done = subprocess.run(
-            command, env=environ, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
-        )
-    except FileNotFoundError:
-        raise InputError(
-            Problem(
-                "cluster",
-                f"{command[0]} is not here",
-                "cluster=slurm talks to Slurm by its own commands",
-                "submit from a login node of the cluster; dry_run=true works anywhere",
-            )
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            Problem(
-                "cluster",
-                f"{seen} took more than {COMMAND_SECONDS:g} s",
-                "Slurm answers",
-                "look at it with: scontrol ping",
-            )
-        ) from None
-    if done.returncode:
-        raise InputError(
-            Problem(
-                "cluster",
-                f"{seen}: {done.stderr.strip() or f'exit code {done.returncode}'}",
-                "Slurm accepts the command",
-                "change what it names; launch/submit.py dry_run=true shows all of it",
-            )
-        )
-    return done.stdout
-
-
-def _words(words: Sequence[str]) -> str:
+def _quote_words(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-def limit_seconds(time: str) -> int | None:
-    """Slurm's forms of a time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S (sbatch(1), --time). None: it is none of them."""
+def parse_time_limit(time: str) -> int | None:
+    """Convert a Slurm time limit to seconds: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S (sbatch(1), --time). None
+    if invalid.
+    """
     match = _TIME.fullmatch(time)
     if match is None:
         return None
@@ -322,55 +299,56 @@ def limit_seconds(time: str) -> int | None:
     return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
 
 
-def _problems(cluster: ClusterConfig) -> Iterator[Problem]:
+def _find_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     slurm = cluster.slurm
     warned = cluster.grace_seconds + END_SECONDS
-    if warned > MOST_SIGNAL_SECONDS:
+    if warned > MAX_SIGNAL_SECONDS:
         yield Problem(
             "cluster.grace_seconds",
             f"cluster.grace_seconds={cluster.grace_seconds}",
-            f"Slurm warns a job at most {MOST_SIGNAL_SECONDS} s before its end",
-            f"write cluster.grace_seconds={MOST_SIGNAL_SECONDS - END_SECONDS} or less",
+            f"Slurm signals a job at most {MAX_SIGNAL_SECONDS} s before its end",
+            f"set cluster.grace_seconds={MAX_SIGNAL_SECONDS - END_SECONDS} or less",
         )
     if slurm.time is not None:
-        limit = limit_seconds(slurm.time)
+        limit = parse_time_limit(slurm.time)
         seen = f"cluster.slurm.time={slurm.time}"
         if limit is None:
             yield Problem(
                 "cluster.slurm.time",
                 seen,
-                "a limit is MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS",
-                'write cluster.slurm.time="1-12:00:00", with the quotes for the colons',
+                "a time limit is MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS",
+                'set cluster.slurm.time="1-12:00:00", quoted because of the colons',
             )
         elif limit <= warned:
             yield Problem(
                 "cluster.slurm.time",
                 seen,
-                f"a job is asked to end {warned} s before its limit (cluster.grace_seconds="
-                f"{cluster.grace_seconds} and {END_SECONDS} s), so a limit of {limit} s leaves nothing to train in",
-                "write a longer limit, or a smaller cluster.grace_seconds",
+                f"a job is signalled {warned} s before its limit "
+                f"(cluster.grace_seconds={cluster.grace_seconds} plus {END_SECONDS} s), so a limit of "
+                f"{limit} s leaves no time to train",
+                "increase the limit, or reduce cluster.grace_seconds",
             )
-    yield from _texts(slurm)
+    yield from _check_texts(slurm)
     for name, value in slurm.options.items():
         seen = f"cluster.slurm.options={{{name}: {value}}}"
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             yield Problem(
                 "cluster.slurm.options",
                 seen,
-                "an option is a long one of sbatch, without its dashes",
-                "write {mail-type: END}",
+                "options are long options of sbatch without the dashes",
+                "for example {mail-type: END}",
             )
-        elif name in KEYS:
+        elif name in OPTION_KEYS:
             yield Problem(
                 "cluster.slurm.options",
                 seen,
-                f"{KEYS[name]} decides --{name}",
-                f"leave it out, and write {KEYS[name]}",
+                f"--{name} is controlled by {OPTION_KEYS[name]}",
+                f"remove it, and set {OPTION_KEYS[name]}",
             )
 
 
-def _texts(slurm: SlurmConfig) -> Iterator[Problem]:
-    """Every text is one word of sbatch's argv; a line end in it can only be a slip."""
+def _check_texts(slurm: SlurmConfig) -> Iterator[Problem]:
+    """Check that every text is a single line, since it becomes one argument of sbatch."""
     texts: dict[str, str | None] = {
         name: getattr(slurm, name)
         for name in ("account", "partition", "qos", "constraint", "exclude", "reservation", "memory")
@@ -382,5 +360,5 @@ def _texts(slurm: SlurmConfig) -> Iterator[Problem]:
                 f"cluster.slurm.{name}",
                 f"cluster.slurm.{name}={text!r}",
                 "options of sbatch are one line of printable text",
-                "write it without line ends, tabs and control characters",
+                "remove line breaks, tabs and control characters",
             )

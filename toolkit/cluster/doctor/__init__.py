@@ -1,8 +1,8 @@
-"""Pre-flight: what launch/doctor.py looks at, on each machine and between them.
+"""Pre-flight checks of launch/doctor.py, on each machine and across machines.
 
-types.py      what is looked at (Check), what was found (Finding), what the run needs (Need)
-timeout.py    a question that may hang, in a process that may be left behind
-software.py host.py disk.py network.py gpus.py      one machine: facts, how they are measured, and the judgement of them (pure)
-cross_node.py several machines: alike, clocks, links (pure);  clocks.py  how clocks are compared
-examine.py    who looks when;  show.py  the table and the JSON
+types.py       DoctorCheck, CheckFinding, RunRequirements and the report types
+timeout.py     run a call that may hang in a process that can be abandoned
+software.py host.py disk.py network.py gpus.py      one machine: measurements and pure judges
+cross_node.py  several machines: uniformity, clocks, links (pure);  clocks.py  measure clock offsets
+preflight.py   run the checks and gather the reports;  report.py  the table and the JSON
 """

@@ -1,7 +1,8 @@
-"""How far the machines' clocks are apart, asked through the store in which the ranks meet.
+"""Measure clock offsets between machines through the rendezvous store.
 
-Cristian's algorithm: the first machine tells its time between two readings of the asking one's clock; it was told about half-way, and
-half of the way there and back bounds the error. Of several rounds the fastest one counts (Cristian, Distributed Computing 3, 1989).
+Cristian's algorithm: the first machine reports its time between two readings of the requester's clock. The
+report is assumed to be half-way between them, and half the round-trip time bounds the error. The fastest of
+several rounds counts (Cristian, Distributed Computing 3, 1989).
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from datetime import timedelta
 from typing import Protocol
 
 ROUNDS = 5
-ANSWER_SECONDS = 60.0  # both are there, with nothing else to do
-TURN_SECONDS = 300.0  # the first machine hears of all others before, also of one that starts late; and they have their turns
+ANSWER_SECONDS = 60.0  # both machines are ready, with nothing else to do
+# the first machine receives all reports before this, including late ones, and serves the machines in turn
+TURN_SECONDS = 300.0
 
 Clock = Callable[[], float]
 
 
-class Store(Protocol):
-    """Of torch.distributed's stores, what is used here."""
+class KeyValueStore(Protocol):
+    """The part of torch.distributed's stores that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -28,32 +30,34 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Offset:
-    """``seconds``: this machine's clock less the first one's, give or take ``error_seconds``."""
+class ClockOffset:
+    """``seconds``: this machine's clock minus the first machine's, ± ``error_seconds``."""
 
     seconds: float
     error_seconds: float
 
 
-def tell(store: Store, node: int, now: Clock = time.time) -> None:
-    """On the first machine: answer ``node``'s questions. Raises torch's error of a time-out where it does not ask."""
-    for turn in range(ROUNDS):
-        _wait(store, f"clock/{node}/{turn}/asked", ANSWER_SECONDS)
-        store.set(f"clock/{node}/{turn}/told", repr(now()))
+def serve_time(store: KeyValueStore, node: int, now: Clock = time.time) -> None:
+    """Answer the requests of ``node``; runs on the first machine. Raises torch's timeout error if none
+    arrive.
+    """
+    for round_index in range(ROUNDS):
+        _wait(store, f"clock/{node}/{round_index}/request", ANSWER_SECONDS)
+        store.set(f"clock/{node}/{round_index}/time", repr(now()))
 
 
-def compare(store: Store, node: int, now: Clock = time.time) -> Offset:
-    """On machine ``node``, at the same time."""
+def measure_offset(store: KeyValueStore, node: int, now: Clock = time.time) -> ClockOffset:
+    """Measure this machine's offset; runs on machine ``node`` while the first machine serves it."""
     found = []
-    for turn in range(ROUNDS):
+    for round_index in range(ROUNDS):
         began = now()
-        store.set(f"clock/{node}/{turn}/asked", "")
-        _wait(store, f"clock/{node}/{turn}/told", ANSWER_SECONDS if turn else TURN_SECONDS)
+        store.set(f"clock/{node}/{round_index}/request", "")
+        _wait(store, f"clock/{node}/{round_index}/time", ANSWER_SECONDS if round_index else TURN_SECONDS)
         ended = now()
-        told = float(store.get(f"clock/{node}/{turn}/told"))
-        found.append(Offset((began + ended) / 2 - told, (ended - began) / 2))
+        reported = float(store.get(f"clock/{node}/{round_index}/time"))
+        found.append(ClockOffset((began + ended) / 2 - reported, (ended - began) / 2))
     return min(found, key=lambda offset: offset.error_seconds)
 
 
-def _wait(store: Store, key: str, seconds: float) -> None:
+def _wait(store: KeyValueStore, key: str, seconds: float) -> None:
     store.wait([key], timedelta(seconds=seconds))

@@ -1,4 +1,4 @@
-"""Where the run writes: room, and how long a save will take."""
+"""Check the disk of the run directory: free space and the expected duration of a save."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, gib, ok, warn
+from toolkit.cluster.doctor.types import (
+    CheckFinding,
+    DoctorCheck,
+    RunRequirements,
+    fail,
+    format_size,
+    ok,
+    warn,
+)
 
 BLOCK_BYTES = 8 * 2**20
-MOST_BYTES = 256 * 2**20
-MOST_SECONDS = 2.0
+MAX_BYTES = 256 * 2**20
+MAX_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """
+class DiskProbe:
+    """The measured file system.
+
     Attributes:
-        folder: the nearest folder above the run's directory, or itself, that is there.
+        folder: the run directory, or its nearest existing parent.
         problem: why nothing can be written there.
-        written_bytes, seconds: of one file written and synced.
+        written_bytes, seconds: of one file that was written and synced.
     """
 
     folder: str
@@ -31,27 +40,28 @@ class Disk:
     seconds: float = 0.0
 
 
-def measure(need: Need) -> Disk:
+def measure(need: RunRequirements) -> DiskProbe:
     folder = need.run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent
     free = os.statvfs(folder)
     free_bytes = free.f_bavail * free.f_frsize
     path = folder / f".doctor-{os.urandom(6).hex()}"
-    most = min(MOST_BYTES, free_bytes // 4)  # so that looking is not what fills it
+    most = min(MAX_BYTES, free_bytes // 4)  # so that the test does not fill the disk
     try:
-        written, seconds = write(path, most)
+        written, seconds = timed_write(path, most)
     except OSError as error:
-        return Disk(folder=str(folder), free_bytes=free_bytes, problem=error.strerror or str(error))
-    return Disk(folder=str(folder), free_bytes=free_bytes, written_bytes=written, seconds=seconds)
+        return DiskProbe(folder=str(folder), free_bytes=free_bytes, problem=error.strerror or str(error))
+    return DiskProbe(folder=str(folder), free_bytes=free_bytes, written_bytes=written, seconds=seconds)
 
 
-def write(path: Path, most: int, seconds: float = MOST_SECONDS) -> tuple[int, float]:
-    """Up to ``most`` bytes in about ``seconds``, synced block by block, so that a slow disk is found slow and not its cache fast.
+def timed_write(path: Path, most: int, seconds: float = MAX_SECONDS) -> tuple[int, float]:
+    """Write up to ``most`` bytes for about ``seconds`` and return the bytes written and the seconds taken.
 
-    The file loses its name at once, so that nothing is left of it however this process ends. Returns bytes and seconds.
+    Each block is synced, so that the disk is measured and not its cache. The file is unlinked immediately, so
+    nothing is left behind however this process ends.
     """
-    block = os.urandom(BLOCK_BYTES)  # some file systems store zeros as nothing
+    block = os.urandom(BLOCK_BYTES)  # some file systems compress zeros to nothing
     began, written = time.perf_counter(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -65,62 +75,69 @@ def write(path: Path, most: int, seconds: float = MOST_SECONDS) -> tuple[int, fl
     return written, time.perf_counter() - began
 
 
-def judge(disk: Disk, need: Need) -> Iterator[Finding]:
+def judge(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
     if disk.problem is not None:
         yield fail(
             f"{disk.folder}: {disk.problem}",
-            "make it writable for this user, with room, or write run.dir=FOLDER",
+            "make it writable for this user and free some space, or set run.dir=FOLDER",
         )
         return
     size = need.checkpoint_bytes
-    room = f"{disk.folder}: {gib(disk.free_bytes)} free"
+    room = f"{disk.folder}: {format_size(disk.free_bytes)} free"
     if size is None:
-        yield ok(f"{room}; what a checkpoint takes is not known")
+        yield ok(f"{room}; size of a checkpoint unknown")
     elif disk.free_bytes < size:
         yield fail(
-            f"{room}; one checkpoint takes {gib(size)}", "make room, or write run.dir=FOLDER on a larger disk"
+            f"{room}; one checkpoint takes {format_size(size)}",
+            "free some space, or set run.dir=FOLDER on a larger disk",
         )
     elif disk.free_bytes < size * (need.keep_checkpoints + 1):
         yield warn(
-            f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written take "
-            f"{gib(size * (need.keep_checkpoints + 1))}",
-            "make room, or write a smaller checkpoint.keep_last",
+            f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written "
+            f"take {format_size(size * (need.keep_checkpoints + 1))}",
+            "free some space, or reduce checkpoint.keep_last",
         )
     else:
-        yield ok(f"{room}; one checkpoint takes {gib(size)}")
-    yield from _speed(disk, need)
+        yield ok(f"{room}; one checkpoint takes {format_size(size)}")
+    yield from _judge_speed(disk, need)
 
 
-def _speed(disk: Disk, need: Need) -> Iterator[Finding]:
+def _judge_speed(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
     if not disk.written_bytes:
-        yield warn(f"{disk.folder}: too full to measure how fast it is", "make room")
+        yield warn(f"{disk.folder}: too full to measure its speed", "free some space")
         return
     speed = disk.written_bytes / disk.seconds
-    said = f"{gib(disk.written_bytes)} written and synced at {speed / 1e6:,.0f} MB/s"
+    text = f"{format_size(disk.written_bytes)} written and synced at {speed / 1e6:,.0f} MB/s"
     if need.checkpoint_bytes is None:
-        yield ok(said)
+        yield ok(text)
         return
     save_seconds = need.checkpoint_bytes / need.nodes / speed
-    said += (
+    text += (
         f": a save takes about {save_seconds:,.0f} s"
         if save_seconds >= 1
         else ": a save takes less than a second"
     )
     if save_seconds > need.grace_seconds:
         yield warn(
-            f"{said}, more than cluster.grace_seconds={need.grace_seconds}: a run that is stopped by a signal cannot save",
-            f"write cluster.grace_seconds={round(1.5 * save_seconds)} where the cluster waits so long, a faster run.dir, or save "
-            "more often",
+            f"{text}, more than cluster.grace_seconds={need.grace_seconds}: a run stopped by a signal "
+            "cannot finish saving",
+            f"set cluster.grace_seconds={round(1.5 * save_seconds)} if the cluster allows it, use a "
+            "faster run.dir, or save more often",
         )
     else:
-        yield ok(said)
+        yield ok(text)
 
 
-CHECK = Check(
+CHECK = DoctorCheck(
     name="disk",
-    how=f"free space; a file of up to {gib(MOST_BYTES)} or {MOST_SECONDS:g} s, synced every {gib(BLOCK_BYTES)}, on all "
-    "machines at about the same time; a save is each machine's share of the checkpoint at that speed",
+    how=(
+        f"free space; write a file of up to {format_size(MAX_BYTES)} or {MAX_SECONDS:g} s, synced every "
+        f"{format_size(BLOCK_BYTES)}, on all machines at about the same time; a save writes each "
+        "machine's share of the checkpoint at that speed"
+    ),
     measure=measure,
     judge=judge,
-    stuck="the file system of run.dir hangs: look at its server and mounts (mount, dmesg), or write run.dir=FOLDER",
+    hang_remedy=(
+        "the file system of run.dir hangs: check its server and mounts (mount, dmesg), or set run.dir=FOLDER"
+    ),
 )

@@ -1,4 +1,4 @@
-"""The machine besides its GPUs: memory, shared memory, cores, limits."""
+"""Check memory, shared memory, CPU cores and limits of a machine."""
 
 from __future__ import annotations
 
@@ -9,40 +9,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, gib, ok, unknown, warn
+from toolkit.cluster.doctor.types import (
+    CheckFinding,
+    DoctorCheck,
+    RunRequirements,
+    fail,
+    format_size,
+    ok,
+    unknown,
+    warn,
+)
 from toolkit.plan.types import Device
 
 # ---- shared memory
 
 SHARED = Path("/dev/shm")
-# NCCL's user guide, Troubleshooting, "Shared memory": containers get 64 MB, which is too little; it advises 1 GB.
-ENOUGH_SHARED = 1 << 30
-DOCKER_SHARED = 64 << 20
+# NCCL user guide, Troubleshooting, "Shared memory": containers get 64 MB, which is too little; 1 GB is
+# recommended.
+RECOMMENDED_SHARED_BYTES = 1 << 30
+DOCKER_SHARED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedMemory:
     total_bytes: int
     free_bytes: int
 
 
-def measure_shared(need: Need) -> Shared:
+def measure_shared(need: RunRequirements) -> SharedMemory:
     found = os.statvfs(SHARED)
-    return Shared(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    return SharedMemory(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
 
-def judge_shared(shared: Shared, need: Need) -> Iterator[Finding]:
-    seen = f"{gib(shared.free_bytes)} free of {gib(shared.total_bytes)}"
+def judge_shared(shared: SharedMemory, need: RunRequirements) -> Iterator[CheckFinding]:
+    seen = f"{format_size(shared.free_bytes)} free of {format_size(shared.total_bytes)}"
     remedy = (
-        "docker run --shm-size=16g, cluster.kubernetes.shared_memory_gib=16, or: mount -o remount,size=16G /dev/shm; or remove what "
-        "ended runs have left there"
+        "docker run --shm-size=16g, cluster.kubernetes.shared_memory_gib=16, or: mount -o "
+        "remount,size=16G /dev/shm; or delete files that ended runs left there"
     )
     if need.device is Device.CPU or need.ranks_per_node == 1:
-        yield ok(f"{seen}; the ranks of this run need none")
-    elif shared.free_bytes <= DOCKER_SHARED:
-        yield fail(f"{seen}: NCCL's ranks of one machine talk through it, and need about a GiB", remedy)
-    elif shared.free_bytes < ENOUGH_SHARED:
-        yield warn(f"{seen}: NCCL's guide advises a GiB", remedy)
+        yield ok(f"{seen}; not used by this run")
+    elif shared.free_bytes <= DOCKER_SHARED_BYTES:
+        yield fail(f"{seen}: NCCL connects the ranks of a machine through it, and needs about 1 GiB", remedy)
+    elif shared.free_bytes < RECOMMENDED_SHARED_BYTES:
+        yield warn(f"{seen}: NCCL's guide recommends 1 GiB", remedy)
     else:
         yield ok(seen)
 
@@ -51,34 +61,34 @@ def judge_shared(shared: Shared, need: Need) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class HostMemory:
     total_bytes: int
     available_bytes: int
 
 
-def measure_memory(need: Need) -> Memory:
+def measure_memory(need: RunRequirements) -> HostMemory:
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     total, available = (
         int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024  # type: ignore[index]
         for name in ("MemTotal", "MemAvailable")
     )
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    if limit is not None:  # a container's own bound
+    if limit is not None:  # memory limit of the container
         total, available = min(total, limit), min(available, limit - (used or 0))
-    return Memory(total, available)
+    return HostMemory(total, available)
 
 
-def judge_memory(memory: Memory, need: Need) -> Iterator[Finding]:
-    seen = f"{gib(memory.available_bytes)} available of {gib(memory.total_bytes)}"
+def judge_memory(memory: HostMemory, need: RunRequirements) -> Iterator[CheckFinding]:
+    seen = f"{format_size(memory.available_bytes)} available of {format_size(memory.total_bytes)}"
     if need.host_bytes is None:
-        yield unknown(f"{seen}; what the run needs is not known")
+        yield unknown(f"{seen}; memory use of the run unknown")
     elif need.host_bytes > memory.available_bytes:
         yield fail(
-            f"{seen}; the run's {need.ranks_per_node} ranks here need {gib(need.host_bytes)}",
-            "end what uses it, take more machines or a smaller model, or offload less to host memory",
+            f"{seen}; the run's {need.ranks_per_node} ranks here need {format_size(need.host_bytes)}",
+            "end other processes, use more machines or a smaller model, or offload less to host memory",
         )
     else:
-        yield ok(f"{seen}; the run needs {gib(need.host_bytes)} of states and activations")
+        yield ok(f"{seen}; the run needs {format_size(need.host_bytes)} for states and activations")
 
 
 def _number(path: Path) -> int | None:
@@ -93,12 +103,13 @@ def _number(path: Path) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
-    """
+class CpuCores:
+    """The CPU cores of a machine.
+
     Attributes:
-        usable: by this process.
+        usable: cores that this process may use.
         numa: cores of each NUMA node.
-        balancing: the kernel moves pages between NUMA nodes by itself.
+        balancing: the kernel migrates pages between NUMA nodes.
     """
 
     usable: frozenset[int]
@@ -106,39 +117,39 @@ class Cores:
     balancing: bool = False
 
 
-def measure_cores(need: Need) -> Cores:
+def measure_cores(need: RunRequirements) -> CpuCores:
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    numa = (cores_of((folder / "cpulist").read_text(encoding="utf-8")) for folder in folders)
-    return Cores(
+    numa = (parse_cpu_list((folder / "cpulist").read_text(encoding="utf-8")) for folder in folders)
+    return CpuCores(
         usable=frozenset(os.sched_getaffinity(0)),
         numa=tuple(cores for cores in numa if cores),
         balancing=_number(Path("/proc/sys/kernel/numa_balancing")) == 1,
     )
 
 
-def cores_of(text: str) -> frozenset[int]:
-    """The kernel's lists: ``0-3,8``."""
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """Parse a CPU list of the kernel: ``0-3,8``."""
     spans = [part.partition("-") for part in text.strip().split(",") if part]
     return frozenset(core for first, _, last in spans for core in range(int(first), int(last or first) + 1))
 
 
-def judge_cores(cores: Cores, need: Need) -> Iterator[Finding]:
+def judge_cores(cores: CpuCores, need: RunRequirements) -> Iterator[CheckFinding]:
     seen = f"{len(cores.usable)} cores on {len(cores.numa) or 1} NUMA node{'s' * (len(cores.numa) > 1)}"
     if len(cores.usable) < need.ranks_per_node:
         yield warn(
-            f"{seen} for {need.ranks_per_node} ranks, which wait for each other",
-            "ask for more cores (cluster.slurm.cpus_per_task, cluster.kubernetes.cpus), or start fewer ranks",
+            f"{seen} for {need.ranks_per_node} ranks, which will wait for each other",
+            "request more cores (cluster.slurm.cpus_per_task, cluster.kubernetes.cpus), or start fewer ranks",
         )
         return
     left_out = [number for number, own in enumerate(cores.numa) if not own & cores.usable]
     if need.device is Device.CUDA and left_out and need.ranks_per_node > 1:
         yield warn(
-            f"{seen}; none of NUMA node {', '.join(map(str, left_out))}: GPUs there are fed from afar",
-            "ask for the cores of the whole machine (srun --cpu-bind=none, cluster.slurm.cpus_per_task)",
+            f"{seen}; none on NUMA node {', '.join(map(str, left_out))}: its GPUs are fed from a remote node",
+            "request the cores of the whole machine (srun --cpu-bind=none, cluster.slurm.cpus_per_task)",
         )
     elif need.device is Device.CUDA and cores.balancing and len(cores.numa) > 1:
         yield warn(
-            f"{seen}; the kernel moves pages between them while ranks use them",
+            f"{seen}; the kernel migrates pages between them while ranks use them",
             "sysctl kernel.numa_balancing=0",
         )
     else:
@@ -147,12 +158,14 @@ def judge_cores(cores: Cores, need: Need) -> Iterator[Finding]:
 
 # ---- limits
 
-FEW_FILES, ENOUGH_FILES = 256, 4096
+MIN_FILES, RECOMMENDED_FILES = 256, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Soft and hard limits of this process; None: unlimited. ``rdma``: there are devices whose memory must be locked."""
+class ProcessLimits:
+    """Soft and hard limits of this process; None: unlimited. ``rdma``: there are RDMA devices, which need
+    locked memory.
+    """
 
     files: int | None
     files_hard: int | None
@@ -160,11 +173,11 @@ class Limits:
     rdma: bool
 
 
-def measure_limits(need: Need) -> Limits:
+def measure_limits(need: RunRequirements) -> ProcessLimits:
     files, files_hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
     locked = _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     devices = Path("/sys/class/infiniband")
-    return Limits(
+    return ProcessLimits(
         files=files,
         files_hard=files_hard,
         locked_bytes=locked,
@@ -176,44 +189,54 @@ def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def judge_limits(limits: Limits, need: Need) -> Iterator[Finding]:
+def judge_limits(limits: ProcessLimits, need: RunRequirements) -> Iterator[CheckFinding]:
     files = "unlimited" if limits.files is None else f"{limits.files:,}"
-    if limits.files is not None and limits.files < ENOUGH_FILES:
-        higher = limits.files_hard is None or limits.files_hard >= ENOUGH_FILES
-        by_root = " (root raises the hard limit: /etc/security/limits.conf, docker run --ulimit nofile)"
+    if limits.files is not None and limits.files < RECOMMENDED_FILES:
+        higher = limits.files_hard is None or limits.files_hard >= RECOMMENDED_FILES
+        by_root = (
+            "(only root can raise the hard limit: /etc/security/limits.conf, docker run --ulimit nofile)"
+        )
         remedy = f"ulimit -n 65536{'' if higher else by_root}"
-        # Sockets of every rank with every other one, data shards and libraries; a bare import of the engines takes about a hundred.
-        tell = fail if limits.files < FEW_FILES or limits.files < 4 * need.ranks else warn
-        yield tell(f"{files} open files a process (ulimit -n)", remedy)
+        # Needed for sockets between all ranks, data shards and libraries; importing the engines alone takes
+        # about a hundred.
+        make = fail if limits.files < MIN_FILES or limits.files < 4 * need.ranks else warn
+        yield make(f"{files} open files per process (ulimit -n)", remedy)
     else:
-        yield ok(f"{files} open files a process")
+        yield ok(f"{files} open files per process")
     if not limits.rdma:
-        yield ok("locked memory: no RDMA devices here, so none is needed")
+        yield ok("locked memory: not needed without RDMA devices")
     elif limits.locked_bytes is not None:
-        # NCCL's and libfabric's guides: RDMA registers its buffers as locked memory, ibv_reg_mr fails at the limit.
+        # NCCL's and libfabric's guides: RDMA buffers are locked memory, and ibv_reg_mr fails at the limit.
         yield fail(
-            f"{gib(limits.locked_bytes)} of locked memory (ulimit -l) and RDMA devices, whose buffers must be locked",
-            "ulimit -l unlimited (docker run --ulimit memlock=-1; under Slurm PropagateResourceLimitsExcept=MEMLOCK)",
+            f"{format_size(limits.locked_bytes)} of locked memory (ulimit -l), but RDMA buffers must be "
+            "locked",
+            "ulimit -l unlimited (docker run --ulimit memlock=-1; "
+            "under Slurm PropagateResourceLimitsExcept=MEMLOCK)",
         )
     else:
         yield ok("locked memory: unlimited")
 
 
 CHECKS = (
-    Check(name="shared memory", how="size and room of /dev/shm", measure=measure_shared, judge=judge_shared),
-    Check(
+    DoctorCheck(
+        name="shared memory",
+        how="size and free space of /dev/shm",
+        measure=measure_shared,
+        judge=judge_shared,
+    ),
+    DoctorCheck(
         name="host memory",
-        how="MemAvailable and the container's own bound, against the plan",
+        how="MemAvailable and the container's limit, compared with the plan",
         measure=measure_memory,
         judge=judge_memory,
     ),
-    Check(
+    DoctorCheck(
         name="cores",
-        how="the process's affinity and /sys/devices/system/node",
+        how="CPU affinity of the process and /sys/devices/system/node",
         measure=measure_cores,
         judge=judge_cores,
     ),
-    Check(
+    DoctorCheck(
         name="limits",
         how="limits of this process, which its ranks inherit",
         measure=measure_limits,

@@ -1,4 +1,4 @@
-"""How ranks of several machines find each other: names, interfaces, RDMA ports, the address of the meeting."""
+"""Check how ranks of several machines reach each other: host names, interfaces, RDMA ports, MASTER_ADDR."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, Verdict, fail, ok, warn
+from toolkit.cluster.doctor.types import (
+    CheckFinding,
+    CheckVerdict,
+    DoctorCheck,
+    RunRequirements,
+    fail,
+    ok,
+    warn,
+)
 from toolkit.plan.types import Device
 
 # ---- the machine's name
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class HostName:
     host: str
     addresses: tuple[str, ...]
 
 
-def measure_name(need: Need) -> Name:
-    return Name(host := socket.gethostname(), resolve(host))
+def measure_name(need: RunRequirements) -> HostName:
+    return HostName(host := socket.gethostname(), resolve(host))
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """Empty where the name does not resolve."""
+    """Resolve a host name; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -33,21 +41,23 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def judge_name(name: Name, need: Need) -> Iterator[Finding]:
+def judge_name(name: HostName, need: RunRequirements) -> Iterator[CheckFinding]:
     several = need.nodes > 1
     if not name.addresses and several:
-        # Not more: gloo and NCCL are told an interface (cluster/environment.py). But torchrun tells the other machines this name.
+        # Only a warning, since gloo and NCCL get an explicit interface (cluster/environment.py); torchrun
+        # passes this name on.
         yield warn(
             f"{name.host} does not resolve",
             f"add {name.host} to DNS or /etc/hosts, or start with torchrun --local-addr=ADDRESS",
         )
     elif not name.addresses:
-        yield ok(f"{name.host} does not resolve, which one machine alone does not need")
+        yield ok(f"{name.host} does not resolve, which a single machine does not need")
     elif several and all(map(_is_loopback, name.addresses)):
         yield warn(
-            f"{name.host} is {', '.join(name.addresses)}: libraries that ask for the host's own address get one that other machines "
-            "cannot reach",
-            "name the interface: GLOO_SOCKET_IFNAME=eth0; or take the name out of the 127.* line of /etc/hosts",
+            f"{name.host} is {', '.join(name.addresses)}: libraries that resolve the host name get an "
+            "address that other machines cannot reach",
+            "set the interface: GLOO_SOCKET_IFNAME=eth0; or remove the name from the 127.* line of "
+            "/etc/hosts",
         )
     else:
         yield ok(f"{name.host} is {', '.join(name.addresses[:3])}")
@@ -61,12 +71,13 @@ def _is_loopback(address: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interfaces:
-    """
+class NetworkInterfaces:
+    """Network interfaces and RDMA ports of a machine.
+
     Attributes:
-        up: by name, whether the interface is up.
-        rdma: state of each port of RDMA devices, by ``device:port``.
-        chosen: the environment's variables that choose among them.
+        up: whether each interface is up, by name.
+        rdma: state of each RDMA port, by ``device:port``.
+        chosen: environment variables that select among them.
     """
 
     up: Mapping[str, bool]
@@ -77,75 +88,79 @@ class Interfaces:
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
-def measure_interfaces(need: Need) -> Interfaces:
+def measure_interfaces(need: RunRequirements) -> NetworkInterfaces:
     import psutil
 
-    # Of this process's own network: in a container /sys/class/net may show the machine's.
+    # From this process's network namespace: in a container /sys/class/net may show the host's.
     up = {name: interface.isup for name, interface in psutil.net_if_stats().items()}
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
     rdma = {
         f"{port.parts[-4]}:{port.parts[-2]}": port.read_text(encoding="utf-8").partition(":")[2].strip()
         for port in ports
     }
-    return Interfaces(
+    return NetworkInterfaces(
         up=up, rdma=rdma, chosen={name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     )
 
 
-def judge_interfaces(found: Interfaces, need: Need) -> Iterator[Finding]:
-    problems = list(_chosen(found, need))
+def judge_interfaces(found: NetworkInterfaces, need: RunRequirements) -> Iterator[CheckFinding]:
+    problems = list(_check_selection(found, need))
     down = [port for port, state in found.rdma.items() if state != "ACTIVE"]
     if need.device is Device.CUDA and need.nodes > 1 and down:
         problems.append(
             warn(
                 f"RDMA port {', '.join(down)}: {', '.join(dict.fromkeys(found.rdma[port] for port in down))}",
-                "look at the cable and the subnet manager (ibstat); or leave the device out: NCCL_IB_HCA=^DEVICE",
+                "check the cable and the subnet manager (ibstat); or exclude the device: NCCL_IB_HCA=^DEVICE",
             )
         )
     yield from problems
     if not problems:
-        told = (
-            "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or "none is chosen by name"
+        selection = "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or (
+            "none is selected by name"
         )
         rdma = f"; RDMA: {', '.join(found.rdma)}" if found.rdma else ""
-        yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {told}")
+        yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {selection}")
 
 
-def _chosen(found: Interfaces, need: Need) -> Iterator[Finding]:
+def _check_selection(found: NetworkInterfaces, need: RunRequirements) -> Iterator[CheckFinding]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = found.chosen.get(variable)
         if text is None or (variable.startswith("NCCL") and need.device is Device.CPU):
             continue
-        named = selected(text, found.up, exact=variable.startswith("GLOO"))
+        named = select_interfaces(text, found.up, exact=variable.startswith("GLOO"))
         there = ", ".join(found.up)
         if not named:
             yield fail(
                 f"{variable}={text}: no such interface; there are {there}",
-                f"write one of them, or: unset {variable}",
+                f"set it to one of them, or: unset {variable}",
             )
         elif not any(found.up[name] for name in named):
             yield fail(
-                f"{variable}={text}: it is down",
-                f"bring it up, write another one of {there}, or: unset {variable}",
+                f"{variable}={text}: the interface is down",
+                f"bring it up, select another one of {there}, or: unset {variable}",
             )
         elif need.nodes > 1 and set(named) == {"lo"}:
             yield fail(
-                f"{variable}={text} with {need.nodes} machines: over the loopback none reaches another",
-                f"write the interface of the machines' network, or: unset {variable}",
+                f"{variable}={text} with {need.nodes} machines: the loopback interface does not reach "
+                "other machines",
+                f"set it to the interface of the machines' network, or: unset {variable}",
             )
     text = found.chosen.get("NCCL_IB_HCA")
     if text is not None and need.device is Device.CUDA and not text.startswith("^"):
         devices = {port.partition(":")[0] for port in found.rdma}
-        if not any(selected(text, dict.fromkeys(devices, True), exact=False)):
+        if not any(select_interfaces(text, dict.fromkeys(devices, True), exact=False)):
             yield fail(
                 f"NCCL_IB_HCA={text}: no such RDMA device; there are {', '.join(sorted(devices)) or 'none'}",
-                "write one of them, or: unset NCCL_IB_HCA",
+                "set it to one of them, or: unset NCCL_IB_HCA",
             )
 
 
-def selected(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
-    """What a variable chooses. gloo takes names, comma-separated; NCCL beginnings of names, all but those after ``^``, or names after
-    ``=`` (NCCL user guide, NCCL_SOCKET_IFNAME)."""
+def select_interfaces(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
+    """Return the interfaces that a variable selects.
+
+    gloo takes comma-separated names. NCCL takes prefixes, exclusions after ``^``, or exact names after ``=``
+    (NCCL user guide, NCCL_SOCKET_IFNAME).
+    """
     without = not exact and text.startswith("^")
     whole = exact or text.lstrip("^").startswith("=")
     entries = [entry.partition(":")[0] for entry in text.lstrip("^=").split(",") if entry]
@@ -156,31 +171,34 @@ def selected(text: str, there: Mapping[str, bool], *, exact: bool) -> list[str]:
     ]
 
 
-# ---- where the ranks meet
+# ---- MASTER_ADDR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """
+class MasterAddress:
+    """The address of the rendezvous.
+
     Attributes:
         addresses: what MASTER_ADDR resolves to.
-        taken: why the port cannot be listened on; None: it can, or another machine does.
+        taken: why the port cannot be opened; None: it can, or another machine serves it.
     """
 
     addresses: tuple[str, ...]
     taken: str | None = None
 
 
-def measure_place(need: Need) -> Place:
+def measure_master_address(need: RunRequirements) -> MasterAddress:
     host = need.address or "127.0.0.1"
     addresses = resolve(host)
-    return Place(
-        addresses=addresses, taken=_taken(need.serves_port) if need.serves_port is not None else None
+    return MasterAddress(
+        addresses=addresses, taken=_probe_port(need.serves_port) if need.serves_port is not None else None
     )
 
 
-def _taken(port: int) -> str | None:
-    """As the store's server listens: on all addresses. Port 0: any free one."""
+def _probe_port(port: int) -> str | None:
+    """Bind ``port`` on all addresses, like the store's server, and return the error if it fails. 0: any free
+    port.
+    """
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -191,52 +209,54 @@ def _taken(port: int) -> str | None:
     return None
 
 
-def judge_place(place: Place, need: Need) -> Iterator[Finding]:
+def judge_master_address(master: MasterAddress, need: RunRequirements) -> Iterator[CheckFinding]:
     host = need.address or "127.0.0.1"
     if need.ranks == 1:
-        yield ok("one rank needs none")
-    elif not place.addresses:
+        yield ok("not needed for one rank")
+    elif not master.addresses:
         yield fail(
             f"MASTER_ADDR={host} does not resolve",
-            "write its IP address, or add the name to DNS or /etc/hosts of all machines",
+            "use its IP address, or add the name to DNS or /etc/hosts of all machines",
         )
-    elif need.nodes > 1 and all(map(_is_loopback, place.addresses)):
+    elif need.nodes > 1 and all(map(_is_loopback, master.addresses)):
         yield fail(
-            f"MASTER_ADDR={host} is {', '.join(place.addresses)} with {need.nodes} machines: only one of them reaches it",
-            "write the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed --master_addr",
+            f"MASTER_ADDR={host} is {', '.join(master.addresses)} with {need.nodes} machines: only one of "
+            "them can reach it",
+            "set the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed "
+            "--master_addr",
         )
-    elif place.taken is not None:
+    elif master.taken is not None:
         yield fail(
-            f"port {need.serves_port}: {place.taken}",
-            "another run may use it: write torchrun --master_port N or deepspeed "
-            "--master_port N; torchrun --standalone takes a free one",
+            f"port {need.serves_port}: {master.taken}",
+            "another run may use it: set torchrun --master_port N or deepspeed --master_port N; torchrun "
+            "--standalone picks a free one",
         )
     else:
-        free = "a free port found" if need.serves_port == 0 else f"port {need.serves_port} is free"
+        free = "a free port was found" if need.serves_port == 0 else f"port {need.serves_port} is free"
         served = "" if need.serves_port is None else f", {free}"
-        yield ok(f"{host} is {', '.join(place.addresses[:3])}{served}")
+        yield ok(f"{host} is {', '.join(master.addresses[:3])}{served}")
 
 
-PLACE = Check(
-    name="meeting place",
-    how="MASTER_ADDR asked of the resolver; where this process serves the port, listening on it",
-    measure=measure_place,
-    judge=judge_place,
-    stuck="a name server does not answer: write MASTER_ADDR as an IP address",
+MASTER_ADDRESS_CHECK = DoctorCheck(
+    name="master address",
+    how="MASTER_ADDR is resolved; if this process serves the port, it is opened",
+    measure=measure_master_address,
+    judge=judge_master_address,
+    hang_remedy="a name server does not respond: set MASTER_ADDR to an IP address",
 )
 CHECKS = (
-    PLACE,
-    Check(
+    MASTER_ADDRESS_CHECK,
+    DoctorCheck(
         name="host name",
-        how="this machine's name, asked of the resolver",
+        how="this machine's name is resolved",
         measure=measure_name,
         judge=judge_name,
-        hanging=Verdict.WARN,
-        stuck="a name server does not answer: look at /etc/resolv.conf, or add the name to /etc/hosts",
+        hang_verdict=CheckVerdict.WARN,
+        hang_remedy="a name server does not respond: check /etc/resolv.conf, or add the name to /etc/hosts",
     ),
-    Check(
+    DoctorCheck(
         name="interfaces",
-        how="flags of the interfaces, /sys/class/infiniband and the environment",
+        how="interface flags, /sys/class/infiniband and the environment",
         measure=measure_interfaces,
         judge=judge_interfaces,
     ),

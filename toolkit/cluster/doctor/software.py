@@ -1,4 +1,4 @@
-"""Versions against the tested ranges, and secrets in command lines."""
+"""Check package versions against the tested ranges, and command lines for secrets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
-from toolkit.cluster.doctor.types import Check, Finding, Need, fail, ok, warn
+from toolkit.cluster.doctor.types import CheckFinding, DoctorCheck, RunRequirements, fail, ok, warn
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 
@@ -22,19 +22,21 @@ PROJECT = "deepspeed-megatron-toolkit"
 ENGINES = {
     "deepspeed": EngineName.deepspeed,
     "megatron-core": EngineName.megatron,
-}  # each is needed by its own runs only
+}  # each engine is needed only by its own runs
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-ALIKE = ("torch", "deepspeed", "megatron-core")  # on all machines: ranks exchange what these make
+# must be equal on all machines, since ranks exchange their data
+UNIFORM_PACKAGES = ("torch", "deepspeed", "megatron-core")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Versions:
-    """
+class InstalledVersions:
+    """Installed versions and the project's requirements.
+
     Attributes:
-        python_range, requirements: as the installed project's metadata, which is pyproject.toml's, says.
-        installed: version by package; None where it is not there.
-        cuda: that torch was built with; None: built without.
-        nccl: of NVIDIA's package; None: torch brings its own, or there is none.
+        python_range, requirements: from the metadata of the installed project, i.e. pyproject.toml.
+        installed: version by package; None: not installed.
+        cuda: the CUDA version that torch was built with; None: without CUDA.
+        nccl: version of NVIDIA's package; None: torch bundles its own, or there is none.
     """
 
     python: str
@@ -45,11 +47,11 @@ class Versions:
     nccl: str | None = None
 
 
-def measure_versions(need: Need) -> Versions:
+def measure_versions(need: RunRequirements) -> InstalledVersions:
     own = metadata.metadata(PROJECT)
     requirements = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
     names = [Requirement(text).name for text in requirements]
-    return Versions(
+    return InstalledVersions(
         python=platform.python_version(),
         python_range=own["Requires-Python"] or "",
         requirements=requirements,
@@ -59,26 +61,29 @@ def measure_versions(need: Need) -> Versions:
     )
 
 
-def judge_versions(versions: Versions, need: Need) -> Iterator[Finding]:
-    wrong = list(_wrong(versions, need))
+def judge_versions(versions: InstalledVersions, need: RunRequirements) -> Iterator[CheckFinding]:
+    wrong = list(_find_version_problems(versions, need))
     yield from wrong
     shown = ", ".join(
-        f"{name} {version}" for name, version in versions.installed.items() if name in ALIKE and version
+        f"{name} {version}"
+        for name, version in versions.installed.items()
+        if name in UNIFORM_PACKAGES and version
     )
     built = f"CUDA {versions.cuda}" if versions.cuda else "no CUDA"
     nccl = f", NCCL {versions.nccl}" if versions.nccl else ""
     if need.device is Device.CUDA and versions.cuda is None:
         yield fail(
             f"{shown}: a torch built without CUDA",
-            "install a CUDA build of torch, or write cluster.gpus_per_node=0",
+            "install a CUDA build of torch, or set cluster.gpus_per_node=0",
         )
     elif not wrong:
         yield ok(
-            f"Python {versions.python}, {shown} ({built}{nccl}), and {len(versions.requirements)} packages in their tested ranges"
+            f"Python {versions.python}, {shown} ({built}{nccl}), and {len(versions.requirements)} packages "
+            "in their tested ranges"
         )
 
 
-def _wrong(versions: Versions, need: Need) -> Iterator[Finding]:
+def _find_version_problems(versions: InstalledVersions, need: RunRequirements) -> Iterator[CheckFinding]:
     if versions.python_range and not _within(versions.python, versions.python_range):
         yield fail(
             f"Python {versions.python}", f"install one of the tested versions: {versions.python_range}"
@@ -93,13 +98,14 @@ def _wrong(versions: Versions, need: Need) -> Iterator[Finding]:
         if found is None:
             yield fail(f"{name} is not installed", f"pip install '{name}{tested}'")
         elif not _within(found, tested):
-            # Engines are met by their inner names too, so that another version may train wrongly; the others are merely not tested.
-            tell = fail if engine is not None else warn
-            yield tell(f"{name} {found}: tested with {tested}", f"pip install '{name}{tested}'")
+            # The toolkit uses private names of the engines, so another version may train incorrectly; others
+            # are only untested.
+            make = fail if engine is not None else warn
+            yield make(f"{name} {found}: tested with {tested}", f"pip install '{name}{tested}'")
 
 
 def _within(version: str, tested: str) -> bool:
-    """NVIDIA's images have versions like 2.11.0a0+5228986c39.nv25.6, of which the number counts."""
+    """Compare base versions only: NVIDIA's images have versions like 2.11.0a0+5228986c39.nv25.6."""
     try:
         return Requirement(f"x{tested}").specifier.contains(Version(version).base_version, prereleases=True)
     except InvalidRequirement:
@@ -114,7 +120,7 @@ def _installed(name: str) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """From the text of ``torch/version.py``: importing torch takes seconds."""
+    """Read torch's CUDA version from ``torch/version.py``, since importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -125,8 +131,8 @@ def torch_cuda() -> str | None:
 
 # ---- secrets
 
-# Beginnings that their makers give to tokens: https://huggingface.co/docs/hub/security-tokens, and the AWS IAM guide ("Understanding
-# unique ID prefixes"). W&B's keys have none, so they are found by the name before them.
+# Prefixes of tokens: https://huggingface.co/docs/hub/security-tokens, and the AWS IAM guide ("Understanding
+# unique ID prefixes"). W&B keys have none, so they are recognised by the name before them.
 SECRETS: Mapping[str, re.Pattern[str]] = {
     "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
     "an AWS access key": re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
@@ -134,18 +140,21 @@ SECRETS: Mapping[str, re.Pattern[str]] = {
     "a password in a URL": re.compile(r"[a-z][a-z0-9+.-]*://[^\s/:@]+:[^\s/@]+@", re.IGNORECASE),
 }
 
-MOST_ABOVE = 16  # of a chain of processes
+MAX_ANCESTORS = 16  # length of the chain of parent processes
 
 
-def measure_arguments(need: Need) -> list[str]:
-    """What kind of secret stands in which command line; never the secret itself."""
-    asker = os.getppid()  # checks are asked in a child
-    return secrets_in(
-        {"this command" if pid == asker else f"process {pid}": words for pid, words in _above().items()}
+def measure_arguments(need: RunRequirements) -> list[str]:
+    """Return which kinds of secrets appear in which command lines, never the secrets themselves."""
+    asker = os.getppid()  # checks run in a child process
+    return find_secrets(
+        {
+            "this command" if pid == asker else f"process {pid}": words
+            for pid, words in _read_ancestor_command_lines().items()
+        }
     )
 
 
-def secrets_in(lines: Mapping[str, Sequence[str]]) -> list[str]:
+def find_secrets(lines: Mapping[str, Sequence[str]]) -> list[str]:
     return [
         f"{kind} in the command line of {where}"
         for where, words in lines.items()
@@ -154,46 +163,50 @@ def secrets_in(lines: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def judge_arguments(found: list[str], need: Need) -> Iterator[Finding]:
+def judge_arguments(found: list[str], need: RunRequirements) -> Iterator[CheckFinding]:
     for text in found:
         yield fail(
-            f"{text}: everybody on the machine sees command lines, and logs keep them",
-            "revoke it; give it in the environment (HF_TOKEN, WANDB_API_KEY, AWS_*), or by `hf auth login`, `wandb login`",
+            f"{text}: every user of the machine can see command lines, and logs keep them",
+            "revoke it; pass it in the environment (HF_TOKEN, WANDB_API_KEY, AWS_*), or use `hf auth "
+            "login`, `wandb login`",
         )
     if not found:
-        yield ok("none is seen")
+        yield ok("none found")
 
 
-def _above() -> dict[int, list[str]]:
-    """Command lines by process, of those above this one, as far as they can be read; everybody may, unless proc is mounted otherwise."""
+def _read_ancestor_command_lines() -> dict[int, list[str]]:
+    """Return the readable command lines of the ancestor processes, by PID."""
     found: dict[int, list[str]] = {}
     pid = os.getppid()
-    while pid > 0 and len(found) < MOST_ABOVE:
+    while pid > 0 and len(found) < MAX_ANCESTORS:
         try:
             found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-        except OSError:  # hidden, or gone meanwhile
+        except OSError:  # hidden, or the process has ended
             break
         parent = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)
         pid = int(parent[1]) if parent is not None else 0
     return found
 
 
-VERSIONS = Check(
+VERSIONS = DoctorCheck(
     name="versions",
-    how="metadata of the installed packages against the ranges of pyproject.toml; torch itself is not imported",
+    how=(
+        "metadata of the installed packages, compared with the ranges of pyproject.toml; torch is not "
+        "imported"
+    ),
     measure=measure_versions,
     judge=judge_versions,
-    stuck="the file system of the Python environment hangs",
+    hang_remedy="the file system of the Python environment hangs",
     traits=lambda versions: {
         "Python": versions.python,
         "NCCL": str(versions.nccl),
-        **{name: str(versions.installed.get(name)) for name in ALIKE},
+        **{name: str(versions.installed.get(name)) for name in UNIFORM_PACKAGES},
     },
 )
-ARGUMENTS = Check(
+ARGUMENTS = DoctorCheck(
     name="secrets",
-    how="tokens of known form in the command lines of this process and those above it",
+    how="search for tokens of known formats in the command lines of this process and its ancestors",
     measure=measure_arguments,
     judge=judge_arguments,
 )

@@ -1,7 +1,9 @@
-"""A question that may hang, asked by a process of its own: a dead NFS server or GPU driver holds that one, which is left behind.
+"""Run a call that may hang in a child process, which can be abandoned: an NFS server or GPU driver may block
+forever.
 
-A thread would not do: a call that hangs in the kernel cannot be ended, and would keep the whole process from ending. A forked child
-has everything imported already, so a question costs milliseconds. It must not use torch: a device's state does not survive a fork.
+A thread would not do, since a call that hangs in the kernel cannot be cancelled and would keep the process
+alive. A forked child has everything imported, so a call costs milliseconds. It must not use torch, since
+device state does not survive a fork.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True, slots=True)
 class TimedResult:
-    """
+    """Result of a call.
+
     Attributes:
-        value: what the question gave; only where ``problem`` is None.
-        problem: it raised, or its process was ended.
-        hangs: it did not answer in time.
+        value: the return value; valid only if ``problem`` is None.
+        problem: the exception, or how the process ended.
+        hangs: the call did not return in time.
     """
 
     value: Any = None
@@ -33,72 +36,68 @@ class TimedResult:
 
 
 class TimedCall:
-    """A question under way."""
+    """A call in progress."""
 
-    def __init__(self, question: Callable[[], Any], seconds: float) -> None:
-        """
+    def __init__(self, function: Callable[[], Any], seconds: float) -> None:
+        """Start the call.
+
         Args:
-            question: its value is pickled.
-            seconds: from now on, after which its process is killed.
+            question: the function to call; its return value is pickled.
+            seconds: timeout from now, after which its process is killed.
         """
         self._deadline = time.monotonic() + seconds
-        self._pipe, answer = os.pipe()
+        self._pipe, result = os.pipe()
         with warnings.catch_warnings():
-            # Python warns of threads whose locks the child would wait for for ever: that is a question that does not answer, and told.
+            # Python warns that locks of other threads may deadlock the child; such a call times out and is
+            # reported.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
             os.close(self._pipe)
-            _reply(question, answer)
-        os.close(answer)
+            _send_result(function, result)
+        os.close(result)
 
-    def answer(self) -> TimedResult:
-        """Waits until the deadline at the latest."""
-        parts: list[bytes] = []
+    def result(self) -> TimedResult:
+        """Wait for the result, until the timeout at the latest."""
+        chunks: list[bytes] = []
         while select.select([self._pipe], [], [], max(0.0, self._deadline - time.monotonic()))[0]:
-            part = os.read(self._pipe, 1 << 16)
-            if not part:
+            chunk = os.read(self._pipe, 1 << 16)
+            if not chunk:
                 break
-            parts.append(part)
+            chunks.append(chunk)
         else:
             self._end()
-            return TimedResult(hangs=True, problem="no answer")
-        _, status = os.waitpid(self._pid, 0)  # it has closed its end, so it is about to be gone
+            return TimedResult(hangs=True, problem="no result")
+        _, status = os.waitpid(self._pid, 0)  # it has closed its end, so it is about to exit
         os.close(self._pipe)
-        if not parts:
-            return TimedResult(
-                problem=f"the process that asked ended with {os.waitstatus_to_exitcode(status)}"
-            )
-        answer = pickle.loads(b"".join(parts))
-        assert isinstance(answer, TimedResult)
-        return answer
+        if not chunks:
+            return TimedResult(problem=f"the child process ended with {os.waitstatus_to_exitcode(status)}")
+        result = pickle.loads(b"".join(chunks))
+        assert isinstance(result, TimedResult)
+        return result
 
     def _end(self) -> None:
         os.close(self._pipe)
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         with suppress(ChildProcessError):
-            os.waitpid(
-                self._pid, os.WNOHANG
-            )  # not waited for: one that hangs in the kernel is killed when the kernel lets go of it
+            # do not wait: a process that hangs in the kernel dies only when the kernel call returns
+            os.waitpid(self._pid, os.WNOHANG)
 
 
-def call_with_timeout(question: Callable[[], Any], seconds: float) -> TimedResult:
-    return TimedCall(question, seconds).answer()
+def call_with_timeout(function: Callable[[], Any], seconds: float) -> TimedResult:
+    return TimedCall(function, seconds).result()
 
 
-def _reply(question: Callable[[], Any], pipe: int) -> NoReturn:
+def _send_result(function: Callable[[], Any], pipe: int) -> NoReturn:
     try:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (
-            0,
-            1,
-            2,
-        ):  # one that is left behind must not keep open what reads this command's output
-            os.dup2(nowhere, stream)
+        devnull = os.open(os.devnull, os.O_RDWR)
+        # an abandoned child must not keep the pipe of this command's output open
+        for stream in (0, 1, 2):
+            os.dup2(devnull, stream)
         try:
-            content = pickle.dumps(TimedResult(question()))
-        except Exception as error:  # noqa: BLE001  a check that fails to look says so, and the others go on
+            content = pickle.dumps(TimedResult(function()))
+        except Exception as error:  # noqa: BLE001  report a failed check and continue with the others
             content = pickle.dumps(TimedResult(problem=f"{type(error).__name__}: {error}"))
         while content:
             content = content[os.write(pipe, content) :]

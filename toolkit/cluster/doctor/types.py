@@ -1,4 +1,4 @@
-"""The words of the doctor: checks, findings, and what a run needs of its machines."""
+"""Types of the doctor: checks, findings, and what a run requires of its machines."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, RunPlan, World
 
 
-class Verdict(StrEnum):
+class CheckVerdict(StrEnum):
     OK = "ok"
-    WARN = "warn"  # the run starts; this may cost time, or the run later on
+    WARN = "warn"  # the run starts, but may be slow or fail later
     FAIL = "fail"  # the run would not start, or would be lost
-    UNKNOWN = "unknown"  # it could not be looked at, and why is said
+    UNKNOWN = "unknown"  # the check was not possible
 
 
-RANKING = (Verdict.OK, Verdict.UNKNOWN, Verdict.WARN, Verdict.FAIL)
+RANKING = (CheckVerdict.OK, CheckVerdict.UNKNOWN, CheckVerdict.WARN, CheckVerdict.FAIL)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """
+class CheckFinding:
+    """The result of a check.
+
     Attributes:
-        evidence: what was seen.
-        remedy: what to do; empty where nothing is to be done.
-        check, how: of the check that found it.
+        evidence: what was measured.
+        remedy: what to do; empty if nothing.
+        check, how: name and method of the check.
     """
 
-    verdict: Verdict
+    verdict: CheckVerdict
     evidence: str
     remedy: str = ""
     check: str = ""
@@ -43,33 +44,33 @@ class Finding:
         return {**asdict(self), "verdict": self.verdict.value}
 
     @staticmethod
-    def from_json(message: Mapping[str, str]) -> Finding:
-        return Finding(**{**message, "verdict": Verdict(message["verdict"])})  # type: ignore[arg-type]
+    def from_json(message: Mapping[str, str]) -> CheckFinding:
+        return CheckFinding(**{**message, "verdict": CheckVerdict(message["verdict"])})  # type: ignore[arg-type]
 
 
-def ok(evidence: str) -> Finding:
-    return Finding(Verdict.OK, without_secrets(evidence))
+def ok(evidence: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.OK, without_secrets(evidence))
 
 
-def warn(evidence: str, remedy: str) -> Finding:
-    return Finding(Verdict.WARN, without_secrets(evidence), without_secrets(remedy))
+def warn(evidence: str, remedy: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.WARN, without_secrets(evidence), without_secrets(remedy))
 
 
-def fail(evidence: str, remedy: str) -> Finding:
-    return Finding(Verdict.FAIL, without_secrets(evidence), without_secrets(remedy))
+def fail(evidence: str, remedy: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.FAIL, without_secrets(evidence), without_secrets(remedy))
 
 
-def unknown(evidence: str) -> Finding:
-    return Finding(Verdict.UNKNOWN, without_secrets(evidence))
+def unknown(evidence: str) -> CheckFinding:
+    return CheckFinding(CheckVerdict.UNKNOWN, without_secrets(evidence))
 
 
-def worst(findings: Iterable[Finding]) -> Verdict:
-    return max((finding.verdict for finding in findings), key=RANKING.index, default=Verdict.OK)
+def worst(findings: Iterable[CheckFinding]) -> CheckVerdict:
+    return max((finding.verdict for finding in findings), key=RANKING.index, default=CheckVerdict.OK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """What a run asks of each of its machines."""
+class RunRequirements:
+    """What a run requires of each of its machines."""
 
     device: Device
     engine: EngineName
@@ -77,26 +78,27 @@ class Need:
     ranks_per_node: int
     nodes: int
     run_dir: Path
-    checkpoint_bytes: int | None  # of one checkpoint, of all ranks; None: unknown
+    checkpoint_bytes: int | None  # of one checkpoint over all ranks; None: unknown
     keep_checkpoints: int
     grace_seconds: int
-    host_bytes: int | None  # of host memory on the fullest machine; None: unknown
+    host_bytes: int | None  # host memory on the fullest machine; None: unknown
     device_bytes: int | None  # on the fullest device; None: unknown
-    address: str | None = None  # MASTER_ADDR; None: nobody has started ranks
-    serves_port: int | None = None  # the port that this process will listen on, as rank 0
+    address: str | None = None  # MASTER_ADDR; None: no launcher
+    serves_port: int | None = None  # the port that this process will serve as rank 0
 
 
-def need_of(
+def compute_requirements(
     config: RunConfig,
     world: World,
     plan: RunPlan | None,
     *,
     address: str | None = None,
     serves_port: int | None = None,
-) -> Need:
-    """
+) -> RunRequirements:
+    """Compute the requirements of a run.
+
     Args:
-        plan: None where the run breaks a rule; then its bytes are unknown.
+        plan: None if the run breaks a rule; then its memory is unknown.
     """
     saved = checkpoint_bytes(plan) if plan is not None else None
     memory = plan.memory if plan is not None else None
@@ -104,9 +106,10 @@ def need_of(
     if memory is not None:
         here = min(world.ranks, world.ranks_per_node)
         host = here * (memory.host + (memory.device_total if world.device is Device.CPU else 0))
-        if config.checkpoint.background and saved is not None:  # a copy of the whole state, over all machines
+        # a copy of the whole state, spread over all machines
+        if config.checkpoint.background and saved is not None:
             host += saved // world.nodes
-    return Need(
+    return RunRequirements(
         device=world.device,
         engine=config.engine.name,
         ranks=world.ranks,
@@ -124,38 +127,36 @@ def need_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing that is looked at on a machine.
+class DoctorCheck:
+    """A check of one machine.
 
     Attributes:
-        name: for the table.
-        how: how it is measured, in one sentence.
-        measure: asks the machine; runs in a child process, and what it returns is pickled.
-        judge: facts -> findings; pure.
-        seconds: after which the machine is taken to hang.
-        hanging, stuck: how bad that is, and the remedy.
-        traits: what should be alike on all machines, by name.
+        name: label in the table.
+        how: the method, in one sentence.
+        measure: reads the machine; runs in a child process, and its result is pickled.
+        judge: converts a measurement to findings; pure.
+        seconds: timeout of the measurement.
+        hang_verdict, hang_remedy: finding after a timeout.
+        traits: properties that should be equal on all machines, by name.
     """
 
     name: str
     how: str
-    measure: Callable[[Need], Any]
-    judge: Callable[[Any, Need], Iterable[Finding]]
-    seconds: float = (
-        30.0  # all run side by side on a machine that may be busy, and another one may hang as long
-    )
-    hanging: Verdict = Verdict.FAIL
-    stuck: str = "look at the machine's kernel log (dmesg): something of it hangs"
+    measure: Callable[[RunRequirements], Any]
+    judge: Callable[[Any, RunRequirements], Iterable[CheckFinding]]
+    seconds: float = 30.0  # all checks run concurrently, possibly on a busy machine
+    hang_verdict: CheckVerdict = CheckVerdict.FAIL
+    hang_remedy: str = "check the machine's kernel log (dmesg) for hung tasks"
     traits: Callable[[Any], Mapping[str, str]] = lambda _: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
-    """What was found on one machine."""
+    """The findings of one machine."""
 
     node: int
     host: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
     traits: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -168,27 +169,27 @@ class MachineReport:
 
     @staticmethod
     def from_json(message: Mapping[str, Any]) -> MachineReport:
-        findings = tuple(Finding.from_json(finding) for finding in message["findings"])
+        findings = tuple(CheckFinding.from_json(finding) for finding in message["findings"])
         return MachineReport(
             node=message["node"], host=message["host"], findings=findings, traits=message["traits"]
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """All that the doctor has to say. ``together``: of the plan and between machines."""
+class DoctorReport:
+    """The whole report. ``cross_machine``: findings on the plan and across machines."""
 
     machines: tuple[MachineReport, ...]
-    together: tuple[Finding, ...]
+    cross_machine: tuple[CheckFinding, ...]
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        return (*(finding for machine in self.machines for finding in machine.findings), *self.together)
+    def findings(self) -> tuple[CheckFinding, ...]:
+        return (*(finding for machine in self.machines for finding in machine.findings), *self.cross_machine)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         return worst(self.findings)
 
 
-def gib(size: float) -> str:
+def format_size(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

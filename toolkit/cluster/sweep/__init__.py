@@ -1,1 +1,3 @@
-"""A sweep: points that Hydra's sweeper makes, each one distributed job, checked before it is queued and never run twice."""
+"""Sweeps: Hydra's sweeper generates points; each is planned before it is queued, runs as one job, and never
+runs twice.
+"""

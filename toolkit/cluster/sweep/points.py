@@ -1,4 +1,4 @@
-"""Points: composed and planned before anything is queued, so that what cannot run is known, with its reason, at once."""
+"""Compose and plan all points of a sweep first, so that points that cannot run are reported immediately."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from toolkit.cluster import backends
 from toolkit.cluster.environment import Launch, check_startable
-from toolkit.cluster.job import make_job, plan_job
-from toolkit.cluster.machine import Machine
+from toolkit.cluster.job import create_job, plan_job
+from toolkit.cluster.machine_info import MachineInfo
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.multirun import OWN, SweepArguments, quoted
 from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError, without_secrets
@@ -19,17 +19,19 @@ from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import check_identity
 
-NAME = 60  # letters of a point's name before the digits: a folder that can be read
+MAX_NAME_LENGTH = 60  # length of the readable part of a point's folder name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """
+class SweepPoint:
+    """One combination of a sweep's values.
+
     Attributes:
-        name: of its folder in the sweep's, the same whenever and by whomever the point is made.
-        words: ``compose(words)`` is its configuration: as a user would type them, with the run directory and the group.
-        swept: those of the words in which points differ.
-        plan: None where it is refused.
+        name: of its folder; depends only on the swept values.
+        words: all overrides, including the run directory and the W&B group; ``compose(words)`` is the
+            configuration.
+        swept: the overrides in which the points differ.
+        plan: None if the point is refused.
         problems: why it is refused.
     """
 
@@ -45,7 +47,7 @@ class Point:
 
     @property
     def reason(self) -> str | None:
-        """Why it is refused, a line a rule."""
+        """Why the point is refused, one line per rule."""
         errors = [problem for problem in self.problems if problem.severity is Severity.ERROR]
         return (
             without_secrets(
@@ -56,78 +58,83 @@ class Point:
 
 
 def make_points(
-    batch: Sequence[Sequence[str]], words: SweepArguments, folder: Path, machine: Machine, script: Path
-) -> list[Point]:
-    """One point for each combination of words; the same combination twice is one point.
+    batch: Sequence[Sequence[str]], words: SweepArguments, folder: Path, machine: MachineInfo, script: Path
+) -> list[SweepPoint]:
+    """Create one point for each combination, without duplicates.
 
     Args:
-        folder: the sweep's, absolute.
+        folder: of the sweep, absolute.
         script: launch/train.py.
 
     Raises:
-        ConfigError: a word that no point can mean, such as an unknown key: that is a slip and no point to be left out. Or the words
-            no longer mean what a point of this folder was run with, since a file that they name has changed.
+        ConfigError: an override is invalid for every point, such as an unknown key; or a point's
+            configuration no longer equals the one it was started with, since a file that it refers to has
+            changed.
     """
-    unplanned = {point.name: point for point in (_named(combination, words, folder) for combination in batch)}
-    _check_words(list(unplanned.values()), words.options)
-    points = [_planned(point, machine, script) for point in unplanned.values()]
-    changed = [problem for point in points if (problem := _changed(point)) is not None]
+    unplanned = {
+        point.name: point for point in (_make_point(combination, words, folder) for combination in batch)
+    }
+    _check_overrides(list(unplanned.values()), words.options)
+    points = [_plan_point(point, machine, script) for point in unplanned.values()]
+    changed = [problem for point in points if (problem := _find_changed_config(point)) is not None]
     if changed:
         raise ConfigError(*changed)
     return points
 
 
-def name_of(swept: Sequence[str]) -> str:
-    """``zero-stage1-tensor-2-1f2e3d4c``: the last parts of the keys, the values, and eight digits that tell any two points apart."""
+def point_name(swept: Sequence[str]) -> str:
+    """Return a readable, unique name: keys and values followed by a hash (``zero-
+    stage1-tensor-2-1f2e3d4c``).
+    """
     digits = hashlib.sha256("\0".join(sorted(swept)).encode()).hexdigest()[:8]
     parts = (
         f"{re.split('[./]', key.lstrip('+~'))[-1]}-{value}"
         for key, _, value in (word.partition("=") for word in swept)
     )
-    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")[:NAME].rstrip("-.")
+    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-.")[:MAX_NAME_LENGTH].rstrip("-.")
     return f"{text}-{digits}" if text else f"point-{digits}"
 
 
-def _named(combination: Sequence[str], words: SweepArguments, folder: Path) -> Point:
+def _make_point(combination: Sequence[str], words: SweepArguments, folder: Path) -> SweepPoint:
     swept = words.swept(combination)
-    name = name_of(swept)
+    name = point_name(swept)
     own = [f"{OWN[0]}={quoted(folder / name)}"]
     if not any(word.partition("=")[0] == OWN[1] for word in combination):
         own.append(f"{OWN[1]}={quoted(folder.name)}")
-    return Point(name=name, words=(*words.options, *combination, *own), swept=swept)
+    return SweepPoint(name=name, words=(*words.options, *combination, *own), swept=swept)
 
 
-def _check_words(points: Sequence[Point], options: Sequence[str]) -> None:
-    """Each word once, however many points have it."""
+def _check_overrides(points: Sequence[SweepPoint], options: Sequence[str]) -> None:
+    """Parse each distinct override once."""
     from toolkit.config.overrides import read
 
     words = dict.fromkeys(word for point in points for word in point.words if word not in options)
     read([*options, *words])
 
 
-def _planned(point: Point, machine: Machine, script: Path) -> Point:
+def _plan_point(point: SweepPoint, machine: MachineInfo, script: Path) -> SweepPoint:
     from toolkit.config.compose import compose
     from toolkit.plan.target import check_target
 
     try:
         config = compose(point.words)
         here = config.cluster.where is ClusterBackend.local
-        seen = share(machine, config.cluster.gpus_per_node) if here else machine
+        seen = limit_gpus(machine, config.cluster.gpus_per_node) if here else machine
         if here:
             check_startable(config.cluster, Launch(), seen)
         plan = plan_job(config, seen)
         check_target(plan.config.model)
         if not here:
-            backends.of(config.cluster.where).render(
-                make_job(plan, script)
-            )  # for what the cluster would refuse
+            backends.get_backend(config.cluster.where).render(
+                create_job(plan, script)
+            )  # raises what the cluster would reject
     except UserError as error:
         return replace(point, problems=error.problems)
     return replace(point, plan=plan, problems=plan.warnings)
 
 
-def _changed(point: Point) -> Problem | None:
-    """A point that was begun as another run than its words describe now."""
+def _find_changed_config(point: SweepPoint) -> Problem | None:
+    """Return a problem if the point was started with another configuration than its overrides give now."""
     if point.plan is None:
         return None
     try:
@@ -136,26 +143,27 @@ def _changed(point: Point) -> Problem | None:
         return Problem(
             "sweep.dir",
             f"{point.label}: {error.problems[0].seen}",
-            "the words of a sweep mean the same whenever they are typed; a file that they name has changed",
-            "write sweep.dir=FOLDER for a sweep of its own, or undo the change",
+            "the overrides of a sweep must always give the same configuration, but a file that they refer "
+            "to has changed",
+            "set sweep.dir=FOLDER to start a new sweep, or undo the change",
         )
     return None
 
 
-def share(machine: Machine, gpus: int | None) -> Machine:
-    """What a point sees of this machine: as many GPUs as it asks for, of those here."""
+def limit_gpus(machine: MachineInfo, gpus: int | None) -> MachineInfo:
+    """Return the machine with as many GPUs as one point uses."""
     return replace(machine, gpus=machine.gpus[:gpus]) if gpus else machine
 
 
-def host_bytes(plan: RunPlan) -> int:
-    """Of a node, that its ranks are planned to use. 0 where that is unknown: model.target."""
+def planned_host_bytes(plan: RunPlan) -> int:
+    """Return the planned host memory of a node in bytes; 0 if unknown (model.target)."""
     if plan.memory is None:
         return 0
     each = plan.memory.host + (plan.memory.device_total if plan.world.device is Device.CPU else 0)
     return each * min(plan.world.ranks, plan.world.ranks_per_node)
 
 
-def all_refused(points: Sequence[Point]) -> PlanError:
-    """Nothing is left to run: each reason once."""
+def all_refused_error(points: Sequence[SweepPoint]) -> PlanError:
+    """Return an error with each reason once, for a sweep whose points are all refused."""
     problems = {str(problem): problem for point in points for problem in point.problems}
     return PlanError(*problems.values())

@@ -1,7 +1,7 @@
-"""``python launch/train.py -m ...``: the sweeper makes points, what is refused is left out, and the others are carried out.
+"""Run a sweep: ``python launch/train.py -m ...``.
 
-Any number of processes may carry out one sweep, at once or one after another: a point belongs to the one that holds its claim, and one
-that is done is not run again.
+Any number of processes may work on one sweep, concurrently or in succession. A point belongs to the process
+that holds its claim, and a point that is done never runs again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.cluster.environment import Launch, Launcher
-from toolkit.cluster.machine import this_machine
-from toolkit.cluster.rendezvous import Left
-from toolkit.cluster.stop import StopRequest
-from toolkit.cluster.sweep import show
-from toolkit.cluster.sweep.carriers import Carrier, Handle, carrier_of
-from toolkit.cluster.sweep.points import Point, all_refused, make_points, name_of
-from toolkit.cluster.sweep.record import PointState, Record, Row, is_done, result, row_of
+from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.rendezvous import PeerExited
+from toolkit.cluster.stop_request import StopRequest
+from toolkit.cluster.sweep import report
+from toolkit.cluster.sweep.points import SweepPoint, all_refused_error, make_points, point_name
+from toolkit.cluster.sweep.runners import PointHandle, PointRunner, make_runner
+from toolkit.cluster.sweep.store import PointRow, PointState, SweepStore, is_done, make_row, read_result
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.multirun import BatchRunner, SweepArguments, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError, file_errors
@@ -31,61 +31,67 @@ from toolkit.progress import Progress, ProgressTask
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
-BAD = (PointState.FAILED, PointState.DIVERGED, PointState.REFUSED)  # such a point has no number, and a reason
+FAILED_STATES = (
+    PointState.FAILED,
+    PointState.DIVERGED,
+    PointState.REFUSED,
+)  # such a point has a reason instead of a result
 POLL_SECONDS = 0.1
-ANSWER_SECONDS = 10.0  # in which rank 0 says what is wrong: a launcher that sees another rank end ends it, too, and the words with it
+# delay in which rank 0 reports the problem, since a launcher stops all ranks as soon as one exits
+PEER_EXIT_SECONDS = 10.0
 
 
 def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: str) -> ExitCode:
-    """Carry out the sweep that ``arguments`` describe.
+    """Run the sweep that ``arguments`` describe.
 
     Args:
-        script: what carries out one point when it is given ``--frozen=FILE``: launch/train.py.
+        script: launch/train.py, which runs one point with ``--frozen=FILE``.
 
     Raises:
-        UserError: a mistake, or no point can run; then nothing was started.
-        Left: this is a rank, and another one says that.
+        UserError: a mistake, or no point can run; nothing was started.
+        PeerExited: this is a rank, and rank 0 reports the mistake.
     """
-    refuse_in_ranks(launch, arguments)
+    refuse_launcher(launch, arguments)
     words = read_sweep(arguments)
-    with file_errors("sweep.dir", "write sweep.dir=FOLDER, one that can be written"):
-        carried = _Sweep(words, stop, Path(script).absolute())
-        carried.make_folder()
+    with file_errors("sweep.dir", "set sweep.dir=FOLDER to a writable folder"):
+        sweep_run = _Sweep(words, stop, Path(script).absolute())
+        sweep_run.make_folder()
     try:
-        run_sweeper(words, carried.folder, BatchRunner(carried.batch))
-        return carried.tell()
-    except _Enough as end:
+        run_sweeper(words, sweep_run.folder, BatchRunner(sweep_run.run_batch))
+        return sweep_run.finish()
+    except _SweepEnd as end:
         if end.reason is not None:
-            carried.tell()
-            print(
-                f"stopped ({end.reason}). Go on with the same words: python {shlex.join([script, *arguments])}"
-            )
+            sweep_run.finish()
+            print(f"stopped ({end.reason}). To resume, run: python {shlex.join([script, *arguments])}")
         return end.code
     except UserError:
-        carried.leave_nothing()
+        sweep_run.remove_empty_folder()
         raise
 
 
-def refuse_in_ranks(launch: Launch, arguments: Sequence[str]) -> None:
-    """Under a launcher every rank would be a sweep of its own. Raises ConfigError in rank 0, Left in the others, a little later."""
+def refuse_launcher(launch: Launch, arguments: Sequence[str]) -> None:
+    """Reject a launcher, whose ranks would each run the whole sweep. Raises ConfigError on rank 0, later
+    PeerExited on the others.
+    """
     if launch.launcher is Launcher.NONE:
         return
     if launch.rank != 0:
-        time.sleep(ANSWER_SECONDS)
-        raise Left(ExitCode.USER)
+        time.sleep(PEER_EXIT_SECONDS)
+        raise PeerExited(ExitCode.USER)
     words = shlex.join(arguments)
     raise ConfigError(
         Problem(
             "-m",
             f"{launch.launcher} started {launch.ranks} ranks of a sweep ({words})",
-            "a sweep starts the ranks of each point itself, so it is started without a launcher",
-            f"write python launch/train.py {words}; a point has cluster.gpus_per_node (or cluster.cpu_ranks) ranks",
+            "a sweep starts the ranks of each point itself, so it needs no launcher",
+            f"run python launch/train.py {words}; each point uses cluster.gpus_per_node (or "
+            "cluster.cpu_ranks) ranks",
         )
     )
 
 
-class _Enough(Exception):
-    """No more points are wanted."""
+class _SweepEnd(Exception):
+    """End the sweep early."""
 
     def __init__(self, code: ExitCode, reason: str | None = None) -> None:
         self.code, self.reason = code, reason
@@ -93,39 +99,38 @@ class _Enough(Exception):
 
 
 class PointFailed(Exception):
-    """A point has no number. Hydra's grid never sees it; other sweepers count such points."""
+    """A point failed. Grid sweeps never see this; other sweepers count such points."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    point: Point
-    handle: Handle
+    point: SweepPoint
+    handle: PointHandle
     claim: int
-    before: Status | None  # of the point, when it was started
+    before: Status | None  # status of the point when it was started
 
 
 class _Sweep:
     def __init__(self, words: SweepArguments, stop: StopRequest, script: Path) -> None:
         self.words, self._options, self._stop, self._script = words, words.sweep, stop, script
         self.folder = Path(words.sweep.dir or f"sweeps/{words.name}-{words.id}").expanduser().absolute()
-        self._machine = this_machine()
-        self._record = Record(self.folder)
-        self._record.check(words.id, self._typed)
+        self._machine = detect_machine()
+        self._store = SweepStore(self.folder)
+        self._store.check_owner(words.id, self._arguments)
         self._began = time.time()
-        self._elsewhere: set[str] = set()  # points that another process had when it was last asked
-        self._mine: set[str] = (
-            set()
-        )  # points that can run, by their plans; an earlier search may have left others
+        self._claimed_elsewhere: set[str] = set()  # claimed by another process when last checked
+        # points whose plans are valid; the folder may contain other points of an earlier search
+        self._feasible: set[str] = set()
         self._started = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._metric = words.sweep.metric or "loss"
 
     @property
-    def _typed(self) -> list[str]:
+    def _arguments(self) -> list[str]:
         return [*self.words.options, *self.words.words, *self.words.hydra]
 
     def make_folder(self) -> None:
-        """Raises InputError."""
+        """Create the sweep's folder. Raises InputError."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK | os.X_OK):
@@ -135,64 +140,68 @@ class _Sweep:
                 Problem(
                     "sweep.dir",
                     f"{self.folder}: {error.strerror}",
-                    "the points of a sweep go into a folder of its own",
-                    "write sweep.dir=FOLDER, one that can be written",
+                    "the points of a sweep are stored in its folder",
+                    "set sweep.dir=FOLDER to a writable folder",
                 )
             ) from error
 
     # ---- a batch of points
 
-    def batch(self, combinations: Sequence[tuple[str, ...]]) -> list[float | Exception | None]:
-        """One number a combination. Raises _Enough where no more are wanted."""
+    def run_batch(self, combinations: Sequence[tuple[str, ...]]) -> list[float | Exception | None]:
+        """Run a batch and return one result per combination. Raises _SweepEnd to end the sweep."""
         points = make_points(combinations, self.words, self.folder, self._machine, self._script)
         refused = [
-            row_of(point, self.folder, PointState.REFUSED, point.reason)
+            make_row(point, self.folder, PointState.REFUSED, point.reason)
             for point in points
             if point.plan is None
         ]
         if self.words.grid and len(refused) == len(points) and not self._options.dry_run:
-            raise all_refused(points)
-        for line in show.grouped(refused):
+            raise all_refused_error(points)
+        for line in report.group_reasons(refused):
             print(line, file=sys.stderr)
         if self._options.dry_run:
-            self._show(
+            self._print_table(
                 [
                     *refused,
                     *(
-                        row_of(point, self.folder, PointState.WAITING)
+                        make_row(point, self.folder, PointState.WAITING)
                         for point in points
                         if point.plan is not None
                     ),
                 ]
             )
-            self.leave_nothing()
-            raise _Enough(ExitCode.DONE)
-        self._record.begin(self.words.id, self._typed, self._options)
+            self.remove_empty_folder()
+            raise _SweepEnd(ExitCode.DONE)
+        self._store.initialize(self.words.id, self._arguments, self._options)
         feasible = [point for point in points if point.plan is not None]
-        self._record.expect(
-            [*refused, *(row_of(point, self.folder, PointState.WAITING) for point in feasible)]
+        self._store.add_points(
+            [*refused, *(make_row(point, self.folder, PointState.WAITING) for point in feasible)]
         )
-        self._mine |= {point.name for point in feasible}
+        self._feasible |= {point.name for point in feasible}
         if feasible:
-            self._carry_out(feasible)
-        rows = {row.name: row for row in self._record.rows()}
-        return [self._number(rows[name_of(self.words.swept(combination))]) for combination in combinations]
+            self._run_points(feasible)
+        rows = {row.name: row for row in self._store.rows()}
+        return [self._number(rows[point_name(self.words.swept(combination))]) for combination in combinations]
 
-    def _number(self, row: Row) -> float | Exception | None:
-        """What the sweeper gets: a refused or diverged point is as bad as can be, so that its neighbours are avoided too."""
+    def _number(self, row: PointRow) -> float | Exception | None:
+        """Return the sweeper's objective value; refused and diverged points get the worst value, so that
+        searches avoid them.
+        """
         if row.number is not None or self.words.grid:
             return row.number
         if row.state in (PointState.REFUSED, PointState.DIVERGED):
             return float("-inf" if self._options.maximize else "inf")
         return PointFailed(f"{' '.join(row.swept)}: {row.state}, {row.reason}")
 
-    # ---- carrying points out
+    # ---- running points
 
-    def _carry_out(self, points: Sequence[Point]) -> None:
+    def _run_points(self, points: Sequence[SweepPoint]) -> None:
         assert points[0].plan is not None
         wheres = {point.plan.config.cluster.where for point in points if point.plan is not None}
         at_once = min(len(points), self._options.at_once or len(points))
-        carriers = {where: carrier_of(where, self._script, self._machine, at_once) for where in wheres}
+        runners_by_backend = {
+            where: make_runner(where, self._script, self._machine, at_once) for where in wheres
+        }
         waiting, running = {point.name: point for point in points}, dict[str, _Running]()
         self._stop.arm(None)  # from now on there is something to save
         with (
@@ -202,107 +211,113 @@ class _Sweep:
             while True:
                 if self._stop() is not None:
                     self._stop_points(running)
-                    raise _Enough(ExitCode.STOPPED, self._stop())
-                self._collect(running, task)
-                self._start(waiting, running, carriers, task)
+                    raise _SweepEnd(ExitCode.STOPPED, self._stop())
+                self._collect_ended(running, task)
+                self._start(waiting, running, runners_by_backend, task)
                 if not waiting and not running:
                     return
-                if not running and self._elsewhere.issuperset(waiting) and waiting:
-                    self._tell_once(
-                        "what is left is under way in another process, or was left behind by a killed sweep: waiting for it"
+                if not running and self._claimed_elsewhere.issuperset(waiting) and waiting:
+                    self._warn_once(
+                        "the remaining points are running in another process, or were left by a killed "
+                        "sweep: waiting for them"
                     )
                 time.sleep(POLL_SECONDS)
 
     def _start(
         self,
-        waiting: dict[str, Point],
+        waiting: dict[str, SweepPoint],
         running: dict[str, _Running],
-        carriers: Mapping[ClusterBackend, Carrier],
+        runners_by_backend: Mapping[ClusterBackend, PointRunner],
         task: ProgressTask,
     ) -> None:
-        """In order, as long as there is room. A point that does not fit now is waited for, so that small ones do not starve it."""
+        """Start waiting points in order. If a point does not fit, wait for it, so that small points do not
+        starve it.
+        """
         for name, point in list(waiting.items()):
             if self._options.at_once is not None and len(running) >= self._options.at_once:
                 return
-            claim = self._record.claim(name)
+            claim = self._store.claim(name)
             if claim is None:
-                self._elsewhere.add(name)
+                self._claimed_elsewhere.add(name)
                 continue
-            row = self._settled(point)
+            row = self._reuse_result(point)
             if row is None:
                 assert point.plan is not None
                 before = RunDirectory(self.folder / name).status()
                 try:
-                    handle = carriers[point.plan.config.cluster.where].start(point, claim)
+                    handle = runners_by_backend[point.plan.config.cluster.where].start(point, claim)
                 except UserError as error:
                     if (
                         not self._started
-                    ):  # the cluster does not answer, say: the next point would fare no better
+                    ):  # for example if the cluster does not respond, later points would fail too
                         raise
-                    row = row_of(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
+                    row = make_row(point, self.folder, PointState.REFUSED, str(error), ended=time.time())
                 else:
                     if handle is None:
                         os.close(claim)
                         if not running:
-                            self._tell_once(
-                                "the GPUs or cores of this machine are taken by points of other sweeps: waiting for room"
+                            self._warn_once(
+                                "the GPUs or cores of this machine are used by points of other sweeps: "
+                                "waiting"
                             )
                         return
                     self._started = True
                     running[name] = _Running(point, handle, claim, before)
-                    self._record.note(row_of(point, self.folder, PointState.RUNNING))
+                    self._store.update(make_row(point, self.folder, PointState.RUNNING))
             if row is not None:
                 self._finish(row, claim, task)
             del waiting[name]
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             print(text, file=sys.stderr)
 
-    def _settled(self, point: Point) -> Row | None:
-        """A point that is done; or that another process has tried while this one waited, and not done: it is not tried again."""
+    def _reuse_result(self, point: SweepPoint) -> PointRow | None:
+        """Return the result of a point that is done, or that another process has just tried without
+        success.
+        """
         if is_done(point):
-            return result(point, self.folder, self._options.metric)
-        if point.name in self._elsewhere:
-            self._elsewhere.discard(point.name)
-            row = next(row for row in self._record.rows() if row.name == point.name)
-            if row.state in BAD and (row.ended or 0.0) >= self._began:
+            return read_result(point, self.folder, self._options.metric)
+        if point.name in self._claimed_elsewhere:
+            self._claimed_elsewhere.discard(point.name)
+            row = next(row for row in self._store.rows() if row.name == point.name)
+            if row.state in FAILED_STATES and (row.ended or 0.0) >= self._began:
                 return row
         return None
 
-    def _collect(self, running: dict[str, _Running], task: ProgressTask) -> None:
+    def _collect_ended(self, running: dict[str, _Running], task: ProgressTask) -> None:
         for name, run in list(running.items()):
             if run.handle.ended():
                 self._finish(self._result(run), run.claim, task)
                 del running[name]
 
-    def _result(self, run: _Running, *, asked: bool = False) -> Row:
-        return result(
+    def _result(self, run: _Running, *, asked: bool = False) -> PointRow:
+        return read_result(
             run.point,
             self.folder,
             self._options.metric,
             before=run.before,
-            silent=run.handle.last_words(),
+            silent=run.handle.end_message(),
             asked=asked,
         )
 
-    def _finish(self, row: Row, claim: int, task: ProgressTask | None = None) -> None:
-        """The row is there before another process can take the claim."""
-        self._record.note(row)
+    def _finish(self, row: PointRow, claim: int, task: ProgressTask | None = None) -> None:
+        """Store the row before another process can claim the point."""
+        self._store.update(row)
         os.close(claim)
-        if row.state in BAD:
+        if row.state in FAILED_STATES:
             print(f"{row.state}: {' '.join(row.swept) or row.name}: {row.reason}", file=sys.stderr)
         if task is not None:
-            numbers = [other.number for other in self._record.rows() if other.number is not None]
+            numbers = [other.number for other in self._store.rows() if other.number is not None]
             best = max(numbers, default=None) if self._options.maximize else min(numbers, default=None)
             task.advance(1, f"best {self._metric} {best:.6g}" if best is not None else "")
 
     def _stop_points(self, running: dict[str, _Running]) -> None:
-        assert self._stop.signal is not None, "without a launcher, a stop is a signal"
-        print(f"stopping {len(running)} point{'s' * (len(running) != 1)}, which save first", file=sys.stderr)
-        left = [name for name, run in running.items() if not run.handle.stop(self._stop.signal)]
-        for name in left:
+        assert self._stop.signal is not None, "without a launcher, a stop request has a signal"
+        print(f"stopping {len(running)} point{'s' * (len(running) != 1)} after saving", file=sys.stderr)
+        kept = [name for name, run in running.items() if not run.handle.stop(self._stop.signal)]
+        for name in kept:
             os.close(running.pop(name).claim)
         while running:
             for name, run in list(running.items()):
@@ -310,44 +325,47 @@ class _Sweep:
                     self._finish(self._result(run, asked=True), run.claim)
                     del running[name]
             time.sleep(POLL_SECONDS)
-        if left:
-            print(f"{len(left)} jobs stay in the queue; this command finds them again", file=sys.stderr)
+        if kept:
+            print(f"{len(kept)} jobs stay in the queue; the same command finds them again", file=sys.stderr)
 
-    # ---- in the end
+    # ---- summary
 
-    def tell(self) -> ExitCode:
-        """Table, results.csv and picture; the exit code says whether every point that could run is done. Raises ConfigError."""
-        rows = self._record.rows()
+    def finish(self) -> ExitCode:
+        """Print the table and write results.csv and the plot; return the sweep's exit code. Raises
+        ConfigError without points.
+        """
+        rows = self._store.rows()
         if not rows:
             raise ConfigError(
                 Problem(
                     "hydra.sweeper",
-                    " ".join(self._typed),
-                    "the sweeper makes points, and made none",
-                    "correct hydra.sweeper.* (the number of trials, say)",
+                    " ".join(self._arguments),
+                    "the sweeper must generate at least one point",
+                    "correct hydra.sweeper.* (for example the number of trials)",
                 )
             )
         maximize = self._options.maximize
-        show.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
-        picture = show.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
-        self._show(rows)
-        for text in show.grouped([row for row in rows if row.ended is not None and row.state in BAD]):
+        report.write_csv(self.folder / "results.csv", rows, self._metric, maximize)
+        picture = report.plot(self.folder / "sweep.png", self.folder.name, rows, self._metric, maximize)
+        self._print_table(rows)
+        for text in report.group_reasons(
+            [row for row in rows if row.ended is not None and row.state in FAILED_STATES]
+        ):
             print(text)
-        best = show.ranked(rows, maximize)[0]
+        best = report.rank_rows(rows, maximize)[0]
         if best.number is not None:
-            print(
-                f"best: {' '.join(best.swept) or best.name}: {self._metric} {best.number:.6g} in {best.run_dir}"
-            )
+            label = " ".join(best.swept) or best.name
+            print(f"best: {label}: {self._metric} {best.number:.6g} in {best.run_dir}")
         files = ", ".join(["sweep.json", "results.csv", *(["sweep.png"] if picture else [])])
-        print(f"everything is in {self.folder}: {files}, and a run directory a point")
-        states = {row.state for row in rows if row.name in self._mine}
+        print(f"results are in {self.folder}: {files}, and one run directory per point")
+        states = {row.state for row in rows if row.name in self._feasible}
         if PointState.FAILED in states:
             return ExitCode.FAILURE
         if PointState.DIVERGED in states:
             return ExitCode.DIVERGED
         if (
             PointState.REFUSED in states or not states
-        ):  # when it started, by its data or the cluster; or all by their plans
+        ):  # refused at its start, by its data or the cluster; or all by their plans
             return ExitCode.USER
         return (
             ExitCode.STOPPED
@@ -355,18 +373,18 @@ class _Sweep:
             else ExitCode.DONE
         )
 
-    def _show(self, rows: Sequence[Row]) -> None:
+    def _print_table(self, rows: Sequence[PointRow]) -> None:
         from rich.console import Console
 
         Console(width=None if sys.stdout.isatty() else 140).print(
-            show.table(rows, self._metric, self._options.maximize)
+            report.format_table(rows, self._metric, self._options.maximize)
         )
 
-    def leave_nothing(self) -> None:
-        """What a sweeper wrote before it was known that no point can run."""
-        if self._record.file.exists():
+    def remove_empty_folder(self) -> None:
+        """Remove what a sweeper wrote before all points were refused."""
+        if self._store.file.exists():
             return
         (self.folder / "multirun.yaml").unlink(missing_ok=True)
         for folder in (self.folder, *([self.folder.parent] if self._options.dir is None else [])):
-            with suppress(OSError):  # it holds something else, or is not there
+            with suppress(OSError):  # it is not empty, or does not exist
                 folder.rmdir()

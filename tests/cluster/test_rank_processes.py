@@ -1,0 +1,216 @@
+"""Rank processes of one machine: environment, signals, waiting and killing. The ranks are small scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.cluster import rank_processes
+from toolkit.cluster.rank_processes import RankProcesses, combine_exit_codes
+from toolkit.cluster.stop_request import ProcessHandle, StopRequest
+from toolkit.errors import ExitCode
+from toolkit.plan.types import Device, World
+
+TWO = World(ranks=2, ranks_per_node=2, device=Device.CPU)
+
+
+@pytest.mark.parametrize(
+    ("codes", "answer"),
+    [
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([0, 75], 75),
+        ([2, 2], 2),
+        ([2, -15], 1),
+        ([0, 1], 1),
+        ([75, -9], 1),
+        ([75, 2], 2),
+        ([0, 247], 1),
+    ],
+)
+def test_combine_exit_codes(codes: list[int], answer: int) -> None:
+    assert combine_exit_codes(codes) == answer
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    """A rank script that first writes its PID and environment."""
+    file = tmp_path / "rank.py"
+    file.write_text(f"""
+import json, os, signal, sys, time
+rank = os.environ["RANK"]
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])  # as StopRequest.install() does
+with open(r"{tmp_path}/" + rank + ".tmp", "w") as out:
+    json.dump({{"pid": os.getpid(), **os.environ}}, out)
+os.rename(r"{tmp_path}/" + rank + ".tmp", r"{tmp_path}/" + rank + ".json")
+{text}
+""")
+    return [str(file)]
+
+
+def ranks_there(tmp_path: Path) -> list[dict[str, Any]]:
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    deadline = time.monotonic() + 20
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def test_each_rank_gets_its_environment(tmp_path: Path) -> None:
+    ranks = RankProcesses(script(tmp_path, ""), TWO)
+    assert ranks.wait(StopRequest(), 5) == ExitCode.DONE
+    seen = ranks_there(tmp_path)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [[item[name] for name in names] for item in seen] == [
+        ["0", "0", "2", "2", "127.0.0.1"],
+        ["1", "1", "2", "2", "127.0.0.1"],
+    ]
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    assert ranks.first_failure() is None
+
+
+def test_other_ranks_are_stopped_then_killed_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "PEER_SECONDS", 0.3)
+    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.3)
+    deaf = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    )
+    ranks = RankProcesses(script(tmp_path, deaf), TWO)
+    began = time.monotonic()
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert time.monotonic() - began < 10
+    assert ranks.first_failure() == "rank 1 was killed by signal 9 (SIGKILL)"
+    assert all(ProcessHandle.read(item["pid"]) is None for item in ranks_there(tmp_path))
+
+
+def test_divergence_of_all_ranks_is_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks diverge, the first a little later: it receives no signal meanwhile."""
+    monkeypatch.setattr(rank_processes, "PEER_SECONDS", 0.1)
+    ranks = RankProcesses(script(tmp_path, "if rank == '0': time.sleep(1)\nsys.exit(65)"), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.DIVERGED
+    assert ranks.first_failure() is None
+
+
+def test_failed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "PEER_SECONDS", 0.1)
+    ranks = RankProcesses(script(tmp_path, "if rank == '1': sys.exit(3)\ntime.sleep(60)"), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert ranks.first_failure() == "rank 1 failed first (code 3): see the attempt's log"
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "code"),
+    [
+        ("sys.exit(2)", 1, 2),
+        ("sys.exit(1)", 2, 2),
+        ("os.abort()", 2, 2),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 2, 1),
+        ("sys.exit(1)", 1, 1),
+    ],
+)
+def test_mistake_of_one_rank_wins_unless_another_was_killed(
+    first: str, then: int, code: int, tmp_path: Path
+) -> None:
+    """The other ranks then fail in a collective, and may end before the rank with the mistake."""
+    ranks = RankProcesses(
+        script(tmp_path, f"if rank == '0': {first}\ntime.sleep(0.5); sys.exit({then})"), TWO
+    )
+    assert ranks.wait(StopRequest(), 60) == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_supervisor_signal_is_forwarded_once(tmp_path: Path, number: signal.Signals) -> None:
+    """In a separate process whose process group gets the signal, as from a terminal."""
+    saving = """
+def heard(number, frame):
+    heard.times = getattr(heard, "times", 0) + 1
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, heard)
+open(rf"{tmp_path}/" + rank + ".listens", "w").close()
+while not hasattr(heard, "times"): time.sleep(0.01)
+time.sleep(0.5)
+sys.exit(75 if heard.times == 1 else 1)
+""".replace("{tmp_path}", str(tmp_path))
+    code = """
+import sys
+from toolkit.cluster.rank_processes import RankProcesses
+from toolkit.cluster.stop_request import StopRequest
+from toolkit.plan.types import Device, World
+stop = StopRequest(); stop.install(); stop.arm(None)
+sys.exit(RankProcesses(sys.argv[1:], World(ranks=2, ranks_per_node=2, device=Device.CPU)).wait(stop, 5))
+"""
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-c", code, *script(tmp_path, saving)], os.environ, setpgroup=0
+    )
+    watchdog = threading.Timer(30, os.killpg, (pid, signal.SIGKILL))
+    watchdog.start()
+    while len(list(tmp_path.glob("*.listens"))) < 2:
+        time.sleep(0.02)
+    os.killpg(pid, number)
+    _, status = os.waitpid(pid, 0)
+    watchdog.cancel()
+    assert os.waitstatus_to_exitcode(status) == ExitCode.STOPPED
+
+
+def test_ranks_that_ignore_a_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.2)
+    ranks = RankProcesses(script(tmp_path, "if rank == '0': sys.exit(75)\ntime.sleep(60)"), TWO)
+    assert ranks.wait(StopRequest(), grace_seconds=0.2) == ExitCode.FAILURE
+
+
+@pytest.mark.parametrize(
+    ("other", "begun", "code"),
+    [("time.sleep(60)", False, 75), ("sys.exit(1)", False, 75), ("sys.exit(1)", True, 1)],
+    ids=["waits", "fails", "control"],
+)
+def test_stop_before_training_kills_waiting_ranks(other: str, begun: bool, code: int, tmp_path: Path) -> None:
+    """One rank had nothing to save and left at once; the other was still connecting to it."""
+    text = f"""
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+open(rf"{tmp_path}/" + rank + ".listens", "w").close()
+while not stopped: time.sleep(0.01)
+if rank == "0": sys.exit(75)
+time.sleep(0.2)
+{other}
+"""
+    ranks = RankProcesses(script(tmp_path, text), TWO)
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.glob("*.listens"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stop = StopRequest()
+    stop.request("SIGTERM")
+    began = time.monotonic()
+    assert ranks.wait(stop, 60, lambda: begun) == code
+    assert time.monotonic() - began < 15
+    assert (ranks.first_failure() is None) == (code == 75)
+
+
+def test_early_signal_is_delivered_after_install(tmp_path: Path) -> None:
+    """Ctrl-C during the ranks' imports would otherwise kill them with a traceback each."""
+    file = tmp_path / "rank.py"
+    file.write_text("""
+import signal, sys, time
+time.sleep(0.5)
+from toolkit.cluster.stop_request import StopRequest
+stop = StopRequest(); stop.arm(None); stop.install()
+while stop() is None: time.sleep(0.01)
+stop.close()
+sys.exit(75 if stop() == "SIGINT" else 1)
+""")
+    ranks = RankProcesses([str(file)], TWO)
+    ranks.send(signal.SIGINT)
+    assert ranks.wait(StopRequest(), 20) == ExitCode.STOPPED
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}, (
+        "this process listens"
+    )

@@ -1,0 +1,125 @@
+"""A training of two ZeRO 2 ranks, one of which is killed during a save, resumes to the same result.
+
+pytest tests/launch/test_killed_during_save.py            one phase
+pytest tests/launch/test_killed_during_save.py -m full    every phase of a save
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.layouts import whole
+from tests.launch.processes import RunningCommand, command, read_status
+from tests.launch.tiny_runs import EVERY, KEYS, STEPS, read_losses
+from toolkit import checkpoint_folder
+from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.online.commit import SavePhase
+from toolkit.checkpoint.verify import verify
+from toolkit.config.compose import compose
+from toolkit.plan import make_plan
+from toolkit.plan.present import to_json
+from toolkit.plan.types import Device, World
+from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.status import RunState
+from toolkit.train.run import run
+
+DRIVER = Path(__file__).with_name("killed_training.py")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``leaves``: step of the checkpoint to resume from; the second save is of step 4."""
+
+    phase: SavePhase
+    rank: int
+    leaves: int
+    entry: int = 1
+    launcher: str = "torchrun"
+    background: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.phase}-rank{self.rank}-{self.launcher}{'-background' if self.background else ''}"
+
+    def argv(self, run_dir: Path, data: Path) -> list[str]:
+        keys = (
+            *KEYS,
+            f"data.path={data}",
+            f"run.dir={run_dir}",
+            "zero=stage2",
+            f"checkpoint.background={self.background}".lower(),
+            "cluster.grace_seconds=1",
+        )
+        return command(self.launcher, DRIVER, *keys)
+
+
+QUICK = [
+    Case(SavePhase.POINTER, 0, leaves=2 * EVERY, launcher="python", background=True)
+]  # complete, but not yet pointed to
+FULL = [
+    Case(SavePhase.PIECES, 0, leaves=EVERY, entry=2),  # one shard is written
+    Case(SavePhase.PIECES, 1, leaves=EVERY, entry=2, launcher="python", background=True),
+    Case(SavePhase.FSYNC, 1, leaves=EVERY),
+    Case(SavePhase.RENAME, 0, leaves=EVERY),
+    Case(
+        SavePhase.RETENTION, 0, leaves=2 * EVERY, entry=2, launcher="python", background=True
+    ),  # the old checkpoint is no longer visible
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The reference losses, in this process: local engine, one rank, the same samples."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    config = compose([*KEYS, f"data.path={data}", f"run.dir={folder}", "engine=local"])
+    plan = make_plan(config, World(ranks=1, ranks_per_node=1, device=Device.CPU))
+    run_directory = RunDirectory(folder)
+    run(plan, rank=0, local_rank=0, stop=lambda: None, attempt=run_directory.begin(config, to_json(plan)))
+    run_directory.release()
+    losses = [loss for _, loss in read_losses(run_directory.metrics_file)]
+    assert losses[0] - losses[-1] > 0.3, "otherwise a run that restarted or skipped a step could pass"
+    return losses
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
+)
+def test_run_killed_during_a_save_resumes_to_same_result(
+    case: Case, data: Path, uninterrupted: list[float], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    checkpoints, argv = run_dir / "checkpoints", case.argv(run_dir, data)
+    environ = {"TORCHDYNAMO_DISABLE": "1"}
+    kill = f"{case.phase}:{case.entry}:{case.rank}:2"
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ={**environ, "KILL": kill}) as started:
+        assert started.wait_for_exit(150) == 1, started.output
+        started.wait_until_gone(15)
+    assert "-9" in started.output or "SIGKILL" in started.output or "signal 9" in str(read_status(run_dir)), (
+        started.output
+    )
+    newest = checkpoint_folder.newest_checkpoint(checkpoints)
+    assert newest == checkpoints / checkpoint_folder.step_name(case.leaves)
+    assert verify(newest) == []
+    assert whole(open_reader(run_dir))
+
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ=environ) as started:
+        assert started.wait_for_exit(150) == 0, started.output
+    end = read_status(run_dir)
+    assert end is not None
+    assert (end.state, end.attempt, end.step) == (RunState.DONE, 2, STEPS)
+    losses = read_losses(run_dir / "metrics.jsonl")
+    assert [step for step, _ in losses] == list(range(1, STEPS + 1))
+    assert [loss for _, loss in losses] == pytest.approx(uninterrupted, abs=1e-5)
+    again = run_dir / "attempts" / "001" / "metrics.jsonl"
+    ran_twice = read_losses(again) if again.exists() else []
+    assert ran_twice == [row for row in losses if row[0] in dict(ran_twice)], "bitwise equal"
+    assert [step for step, _ in ran_twice] == list(range(case.leaves + 1, case.leaves + 1 + len(ran_twice)))
+    assert (case.leaves == EVERY) <= bool(ran_twice)
+    assert sorted(entry.name for entry in checkpoints.iterdir()) == [
+        "latest",
+        checkpoint_folder.step_name(STEPS),
+    ]
+    assert verify(checkpoints / checkpoint_folder.step_name(STEPS)) == []

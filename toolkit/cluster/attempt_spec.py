@@ -1,0 +1,201 @@
+"""Compose the configuration once and freeze it, so that every rank makes the same plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
+from toolkit.cluster.job import FROZEN
+from toolkit.cluster.machine_info import MachineInfo
+from toolkit.cluster.stop_request import process_start_time
+from toolkit.config.cluster import ClusterBackend
+from toolkit.config.schema import RunConfig
+from toolkit.errors import ConfigError, InputError, Problem, Severity
+from toolkit.files import write_whole
+from toolkit.plan.types import Device, RunPlan, World
+from toolkit.rundir.continuing import check_remaining_work, schedule_warning
+from toolkit.rundir.directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptSpec:
+    """What all ranks must agree on, passed through the store (under a launcher) or as a file (from the
+    supervisor).
+    """
+
+    yaml: str  # the whole, resolved configuration
+    world: World
+    attempt: int
+    data: str | None = None  # folder of the prepared data that the run reads
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        """Write the spec for the ranks, which read it immediately; so the file is not synced to disk."""
+        write_whole(path, json.dumps(self.to_json()), durable=False)
+
+    @staticmethod
+    def read(path: Path) -> AttemptSpec:
+        return AttemptSpec.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+    @staticmethod
+    def from_json(message: Mapping[str, Any]) -> AttemptSpec:
+        world = World(**{**message["world"], "device": Device(message["world"]["device"])})
+        return AttemptSpec(message["yaml"], world, message["attempt"], message["data"])
+
+    def plan(self) -> RunPlan:
+        from toolkit.config.compose import from_yaml
+        from toolkit.plan import make_plan
+
+        return make_plan(from_yaml(self.yaml), self.world)
+
+
+def start_attempt(
+    overrides: Sequence[str], launch: Launch, machine: MachineInfo
+) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
+    """Compose the configuration, plan the run and open its next attempt. Imports neither torch nor an engine.
+
+    Raises:
+        UserError: the configuration is wrong; nothing has been written.
+        NothingToDo: the requested steps are done; nothing has been written.
+    """
+    from toolkit.config.compose import to_yaml
+    from toolkit.plan import make_plan
+    from toolkit.plan.present import to_json
+    from toolkit.plan.target import check_target
+
+    config = load_config(overrides, launch)
+    check_startable(config.cluster, launch, machine)
+    plan = make_plan(config, detect_world(config.cluster, launch, machine))
+    check_target(plan.config.model)
+    directory = RunDirectory(plan.run_dir)
+    directory.check(plan.config)
+    if starts := count_earlier_starts(launch, directory):
+        plan = replace(plan, config=directory.continued(plan.config, starts))
+    check_remaining_work(plan.config, directory)
+    if (jump := schedule_warning(plan.config, directory)) is not None:
+        plan = replace(plan, warnings=(*plan.warnings, jump))
+    attempt = directory.begin(plan.config, to_json(plan), began=process_start_time())
+    return AttemptSpec(to_yaml(plan.config), plan.world, attempt), plan, directory
+
+
+def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
+    """Return how many of the newest attempts were automatic starts of the same command.
+
+    Under torchrun these are the attempts since its agent on this node started: the agent itself only counts
+    failures of this node's ranks.
+    """
+    jobs = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("JOBSET_RESTART") or 0)
+    if launch.launcher is not Launcher.TORCHELASTIC:
+        return jobs
+    import psutil
+
+    return jobs + directory.begun_since(psutil.Process(os.getppid()).create_time())
+
+
+def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int) -> AttemptSpec:
+    """Open the next attempt of the same run, from the process that owns the run directory.
+
+    Args:
+        starts: number of its attempts so far.
+
+    Raises:
+        UserError: the run directory no longer allows the run to continue.
+    """
+    from toolkit.config.compose import to_yaml
+    from toolkit.plan.present import to_json
+
+    plan = start.plan()
+    config = directory.continued(plan.config, starts)
+    attempt = directory.begin(config, to_json(plan))
+    return replace(start, yaml=to_yaml(config), attempt=attempt)
+
+
+def load_config(overrides: Sequence[str], launch: Launch) -> RunConfig:
+    """Return the configuration: composed from ``words``, with the sizes of ``model.pretrained``, or read from
+    ``--frozen=FILE``.
+
+    A frozen configuration comes from a submitted job or an earlier attempt's ``config.yaml``. Nothing in it
+    is resolved again, so it is the same on every node and at every start.
+
+    Raises:
+        UserError: the arguments or the file are wrong, or the run is meant for other machines.
+    """
+    from toolkit.config.compose import compose, from_yaml
+    from toolkit.plan.pretrained import resolve
+
+    frozen = [word for word in overrides if word.startswith(FROZEN)]
+    if not frozen:
+        config = resolve(compose(overrides))
+        where = config.cluster.where
+        if where is not ClusterBackend.local and launch.launcher is Launcher.NONE:
+            raise ConfigError(
+                Problem(
+                    "cluster",
+                    f"cluster={where.value}",
+                    "launch/train.py trains on the machine where it is started",
+                    "submit it: python launch/submit.py with the same arguments (dry_run=true only shows "
+                    "the job)",
+                )
+            )
+        return config
+    if len(overrides) > 1:
+        others = " ".join(word for word in overrides if word != frozen[0])
+        raise ConfigError(
+            Problem(
+                "--frozen",
+                f"{frozen[0]} {others}",
+                "a frozen configuration is complete and takes no further arguments",
+                f"remove {others}, or remove --frozen and use the original arguments of the run",
+            )
+        )
+    path = Path(frozen[0].removeprefix(FROZEN))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            Problem(
+                "--frozen",
+                frozen[0],
+                f"the file must be readable ({error.strerror if isinstance(error, OSError) else error})",
+                "use the config.yaml of a job (RUN_DIR/jobs/NNN) or of an attempt; every node needs the file",
+            )
+        ) from None
+    return from_yaml(text)
+
+
+def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
+    """Log the plan's warnings and the run directory."""
+    for warning in (*plan.warnings, *find_elastic_warnings(launch)):
+        log.warning("%s", warning)
+    world = plan.world
+    size = f"{world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}"
+    log.info("run %s, attempt %d: %s", plan.run_dir, attempt, size)
+
+
+def find_elastic_warnings(launch: Launch) -> list[Problem]:
+    """Warn that an elastic agent that serves the store cannot take a node back.
+
+    The agent does not publish its address again when a node joins later (torch 2.13,
+    ``DynamicRendezvousHandler.next_rendezvous``), so both sides time out after a minute.
+    """
+    if not (launch.elastic and launch.agent_store):
+        return []
+    return [
+        Problem(
+            "torchrun --nnodes",
+            "torchrun with a range of nodes serves the store of the ranks itself",
+            "such a run survives the loss of a node, but ends when the node returns (PyTorch 2.13)",
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun",
+            Severity.WARNING,
+        )
+    ]
