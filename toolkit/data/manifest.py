@@ -1,4 +1,4 @@
-"""``manifest.json`` of a data folder: what it holds, where it came from, and what each file must be."""
+"""``manifest.json`` of a data folder: its contents, their origin, and size and hash of every file."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from toolkit.files import user_cache, write_whole
 from toolkit.paths import UnsafePath, inside, relative_name
 
 FORMAT_VERSION = 3
-# Format 1 had no recipe, no versions and no other files; each of its documents ends with end_of_text, as that field said.
-# Format 2 had no sums of blocks and no hash of the manifest itself.
+# Format 1 has no recipe, no versions and no other files, and each document ends with end_of_text.
+# Format 2 has no block checksums and no hash of the manifest itself.
 READABLE = (1, 2, FORMAT_VERSION)
 NAME = "manifest.json"
 OWN_HASH = "manifest_xxh3_128"
 TOKENIZER = "tokenizer.json"
-KIND = "tokens"  # of a manifest that names none
-# What a folder holds -> the option that reads it.
+KIND = "tokens"  # the kind of a manifest that has no "kind"
+# Kind of a folder -> the option that reads it.
 REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
-# What makes a folder of it.
+# Kind of a folder -> how to make such a folder.
 MADE_BY = {
-    KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
-    "and name it with data.path=FOLDER",
-    "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.records.writer (docs/data.md)",
+    KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for "
+    "Megatron's files) and name it with data.path=FOLDER",
+    "records": "make a folder of records: python -m toolkit.data.tiles FOLDER, or your own with "
+    "toolkit.data.records.writer (docs/data.md)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The files ``<name>.bin``, ``<name>.idx`` and, unless they were made before format 3, ``<name>.sums`` (toolkit/data/sums.py)."""
+    """The files ``<name>.bin``, ``<name>.idx`` and, from format 3 on, ``<name>.sums`` (toolkit/data/checksums.py)."""
 
     name: str
     documents: int
@@ -50,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Shards in the order in which their tokens follow one another."""
+    """The shards of a split in the order of their tokens."""
 
     shards: tuple[Shard, ...]
 
@@ -64,79 +65,76 @@ class Split:
 
     @property
     def data_hash(self) -> str:
-        """Of the tokens in their order: 32 hex digits."""
+        """Hash of the tokens in their order, 32 hex digits."""
         parts = [(shard.tokens, shard.bin.xxh3_128) for shard in self.shards]
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
     @property
     def files(self) -> dict[str, Digest]:
-        """What each file of the shards must be, by name."""
-        found: dict[str, Digest] = {}
+        """Size and hash of each file of the shards, by file name."""
+        files: dict[str, Digest] = {}
         for shard in self.shards:
-            found |= {f"{shard.name}.bin": shard.bin, f"{shard.name}.idx": shard.idx}
+            files |= {f"{shard.name}.bin": shard.bin, f"{shard.name}.idx": shard.idx}
             if shard.sums is not None:
-                found[f"{shard.name}.sums"] = shard.sums
-        return found
+                files[f"{shard.name}.sums"] = shard.sums
+        return files
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """The tokenizer that made the tokens. Its folder lies beside the shards and opens with transformers' AutoTokenizer."""
+    """The tokenizer that encoded the text. Its folder is stored with the shards; transformers' AutoTokenizer opens it."""
 
     folder: str
     hash: str  # xxh3-128 of tokenizer.json
     size: int  # of the vocabulary, special tokens included
     end_of_text: int
-    ends_documents: bool = True  # end_of_text is the last token of every document, and stands nowhere else
+    ends_documents: bool = True  # end_of_text is the last token of every document and occurs nowhere else
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The text that the tokens were made from."""
+    """The text from which the tokens were encoded."""
 
     description: str
     licence: str
     files: int
     bytes: int
-    xxh3_128: str  # of the texts, names and recipe
+    xxh3_128: str  # hash of the texts, their names and the recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataManifest:
-    folder: Path  # where the files lie; not written. Of data in a store: where their tokenizer lies on this machine
-    url: Url | None = None  # of the folder, for data in a store; not written
-    dtype: str  # of a token in .bin: uint16 or int32
+    folder: Path  # local folder of the files (not written); for data in a store, the local copy of their tokenizer
+    url: Url | None = None  # the folder's URL for data in a store (not written)
+    dtype: str  # dtype of a token in .bin: uint16 or int32
     origin: Origin
     tokenizer: TokenizerInfo
     splits: Mapping[str, Split]
-    files: Mapping[str, Digest] = field(
-        default_factory=dict
-    )  # beside the shards: path below the folder -> what it must be
-    recipe: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the settings that decided the bytes, where launch/prepare.py made them
-    versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
-    # String of a special token of the tokenizer -> how often the documents contained it, where launch/prepare.py counted them.
+    # Files other than the shards: path below the folder -> size and hash.
+    files: Mapping[str, Digest] = field(default_factory=dict)
+    # The settings of launch/prepare.py that determine the bytes.
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that wrote the data
+    # String of a special token -> its number of occurrences in the documents, as counted by launch/prepare.py.
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    bad_rows: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # left out of it: how many, "count", and the "first" ones in words
+    # Rows that were skipped: their number "count", and descriptions of the "first" of them.
+    bad_rows: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokenizer_folder(self) -> Path:
         return self.folder / self.tokenizer.folder
 
     def file(self, name: str) -> Path:
-        """Where the file ``name`` of this folder lies on this machine. Raises InputError if a link leads out of the folder."""
+        """Return the local path of the file ``name``. Raises InputError if a link leads out of the folder."""
         return file_in(self.folder, name)
 
     @property
     def place(self) -> str:
-        """The folder, as ``data.path`` names it."""
+        """The folder as ``data.path`` names it."""
         return str(self.url or self.folder)
 
     def split(self, name: str) -> Split:
-        """Raises InputError naming the splits that there are."""
+        """Raises InputError naming the available splits if there is no split ``name``."""
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
             raise InputError(
@@ -148,7 +146,7 @@ class DataManifest:
 
 
 def write_manifest(manifest: DataManifest, folder: Path) -> None:
-    """Into ``folder``, which is ``manifest.folder`` or above it."""
+    """Write the manifest into ``folder``, which is ``manifest.folder`` or a parent of it."""
     fields = {name: value for name, value in asdict(manifest).items() if name not in ("folder", "url")}
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
@@ -156,18 +154,18 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
 
 
 def write_content(folder: Path, content: Mapping[str, Any]) -> None:
-    """The manifest file of a data folder, with its hash of itself."""
+    """Write the manifest file of a data folder with its own hash."""
     write_whole(folder / NAME, json.dumps({**content, OWN_HASH: own_hash(content)}, indent=1) + "\n")
 
 
 def own_hash(content: Mapping[str, Any]) -> str:
-    """Of everything that a manifest says but its hash."""
-    said = {name: value for name, value in content.items() if name != OWN_HASH}
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+    """Hash everything in a manifest except its hash."""
+    fields = {name: value for name, value in content.items() if name != OWN_HASH}
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """The file ``name`` of a data folder. Raises InputError if its name or a link leads out of the folder."""
+    """Return the path of a file of a data folder. Raises InputError if its name or a link leads out of the folder."""
     try:
         return inside(folder, name)
     except UnsafePath as error:
@@ -182,44 +180,51 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def kind_of(path: str | Path) -> str:
-    """What the data folder ``path`` holds. Raises InputError where it has no manifest that can be read."""
+    """Return the kind of data in the folder ``path``. Raises InputError if it has no readable manifest."""
     return str(_content(path)[1].get("kind", KIND))
 
 
 def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tuple[Place, dict[str, Any]]:
-    """The manifest file of the data folder ``path`` and what it says, which is of ``kind`` and of one of the format versions ``readable``.
+    """Read and check the manifest file of the data folder ``path``.
+
+    Args:
+        kind: the expected kind of data.
+        readable: the accepted format versions, the newest last.
+
+    Returns:
+        The manifest file's location and its content.
 
     Raises:
-        InputError: there is none, it is of another kind or format version, or it cannot be read.
+        InputError: the file is absent, has another kind or format version, or cannot be read.
     """
     file, content = _content(path, MADE_BY[kind])
-    found = content.get("kind", KIND)
-    if found != kind:
-        seen, rule = f"data.path={path} holds {found}", f"the kind of data chosen reads {kind}"
+    found_kind = content.get("kind", KIND)
+    if found_kind != kind:
+        seen, rule = f"data.path={path} holds {found_kind}", f"the kind of data chosen reads {kind}"
         raise InputError(
             Problem(
                 "data.path",
                 seen,
                 rule,
-                f"write {REMEDIES.get(str(found), 'the option of data= that reads it')}",
+                f"write {REMEDIES.get(str(found_kind), 'the option of data= that reads it')}",
             )
         )
     version = content.get("format_version")
     if version not in readable:
-        known = " and ".join(map(str, readable))
+        versions = " and ".join(map(str, readable))
         seen, rule = (
             f"format_version={version} in {file}",
-            f"this toolkit reads data of format versions {known}",
+            f"this toolkit reads data of format versions {versions}",
         )
         raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
-    if version == readable[-1] or OWN_HASH in content:  # the formats before had none
+    if version == readable[-1] or OWN_HASH in content:  # earlier formats have no hash
         expected, seen = content.get(OWN_HASH), own_hash(content)
         if seen != expected:
             raise InputError(
                 Problem(
                     "data.path",
                     f"{file}: its content has xxh3 {seen}",
-                    f"it says of itself: {OWN_HASH} {expected}",
+                    f"its {OWN_HASH} is {expected}",
                     f"restore {NAME} as it was written, or prepare the data again",
                 )
             )
@@ -247,7 +252,7 @@ def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict
 
 
 def incomplete(file: Place, error: Exception) -> InputError:
-    """Of a manifest that lacks a field, or has one that cannot be."""
+    """The error for a manifest with a missing or invalid field."""
     seen = f"{file}: {type(error).__name__} {error}"
     return InputError(
         Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again")
@@ -255,10 +260,10 @@ def incomplete(file: Place, error: Exception) -> InputError:
 
 
 def read_manifest(path: str | Path) -> DataManifest:
-    """The manifest of the data folder ``path``, which may be a URL: then its tokenizer is copied to this machine.
+    """Read the manifest of the data folder ``path``. If it is a URL, copy its tokenizer to this machine.
 
     Raises:
-        InputError: there is none, it is of another format version, or it cannot be read.
+        InputError: the manifest is absent, has another format version, or cannot be read.
     """
     file, content = read_content(path, KIND, READABLE)
     try:
@@ -273,24 +278,24 @@ def read_manifest(path: str | Path) -> DataManifest:
 
 
 def _root(place: Place, root: object) -> Place:
-    """The folder ``root`` of ``place``; ``.`` is ``place`` itself."""
+    """Resolve the manifest's ``root`` relative to ``place``; ``.`` is ``place`` itself."""
     if root == ".":
         return place
     return place / relative_name(root) if isinstance(place, Url) else file_in(place, relative_name(root))
 
 
 def _fetch_tokenizer(manifest: DataManifest) -> None:
-    """Copy the tokenizer's files from the store to ``manifest.folder``, which is named after their hash, unless they are there.
+    """Copy the tokenizer's files from the store to ``manifest.folder``, which is named after their hash, if needed.
 
-    Raises InputError where one is absent or differs, or the copy cannot be written.
+    Raises InputError if a file is absent or differs, or if the copy cannot be written.
     """
-    assert manifest.url is not None, "a folder on this machine is read where it lies"
+    assert manifest.url is not None, "a local folder needs no copy of its tokenizer"
     below = f"{manifest.tokenizer.folder}/"
-    # Before format 2 the manifest named none of them.
+    # Manifests of format 1 do not list these files.
     others = [name for name in manifest.files if name.startswith(below) and name != below + TOKENIZER] or [
         f"{below}tokenizer_config.json"
     ]
-    names = [*others, below + TOKENIZER]  # the last one written says that all are there
+    names = [*others, below + TOKENIZER]  # the last file is written last: if it exists, all do
     if all((manifest.folder / name).is_file() for name in names):
         return
     contents = dict(zip(names, open_folder(manifest.url).read_files(names), strict=True))
@@ -299,8 +304,8 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
         expected = manifest.tokenizer.hash if name == below + TOKENIZER else None
         expected = manifest.files[name].xxh3_128 if name in manifest.files else expected
         if expected not in (None, seen):
-            rule = f"the tokenizer beside the tokens made them: xxh3 {expected}"
-            remedy = "put back the tokenizer that made the tokens, or prepare the data again"
+            rule = f"the tokenizer stored with the tokens is the one that encoded them: xxh3 {expected}"
+            remedy = "put back the tokenizer that encoded the tokens, or prepare the data again"
             raise InputError(Problem("data.path", f"{manifest.url / name}: xxh3 {seen}", rule, remedy))
     try:
         for name, content in contents.items():
@@ -319,17 +324,19 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
 
 
 def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
-    """The generation of the data folder ``path`` whose tokenizer has the hash ``tokenizer``; the folder may point to a newer one.
+    """Find the generation of the data folder ``path`` whose tokenizer has the hash ``tokenizer``.
+
+    The folder's own manifest may point to a newer generation.
 
     Raises:
-        InputError: there is none, or ``path`` is no data folder.
+        InputError: there is no such generation, or ``path`` is not a data folder.
     """
     newest = read_manifest(path)
     if newest.tokenizer.hash == tokenizer:
         return newest
-    generations = [] if newest.url else Path(path).glob(f"*/{NAME}")  # a store is not listed
+    generations = [] if newest.url else Path(path).glob(f"*/{NAME}")  # stores are not listed
     for folder in sorted(file.parent for file in generations):
-        with suppress(InputError):  # of another format version: not the one that is looked for
+        with suppress(InputError):  # a generation of another format version
             manifest = read_manifest(folder)
             if manifest.tokenizer.hash == tokenizer:
                 return manifest
@@ -337,7 +344,7 @@ def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
         Problem(
             "data.path",
             f"data.path={path} has no tokenizer of hash {tokenizer}",
-            "text is made with the tokenizer that the model was trained with",
+            "text is encoded with the tokenizer that the model was trained with",
             "name the folder that has it",
         )
     )
@@ -350,7 +357,7 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     }
     origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
     relative_name(tokenizer.folder)
-    if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # it names a folder of the cache
+    if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # the hash names a folder of the cache
         raise TypeError(f"the tokenizer's hash is {tokenizer.hash!r:.80}, not 32 hexadecimal digits")
     files = {relative_name(name): Digest(**seen) for name, seen in content.get("files", {}).items()}
     url = place if isinstance(place, Url) else None
@@ -371,7 +378,10 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
 
 
 def shard_of(content: Mapping[str, Any]) -> Shard:
-    """From its fields as JSON. Raises UnsafePath if its name leads out of the folder, KeyError or TypeError if a field cannot be."""
+    """Parse a shard's JSON fields.
+
+    Raises UnsafePath if its name leads out of the folder, KeyError or TypeError if a field is invalid.
+    """
     relative_name(content["name"])
     sums = Digest(**content["sums"]) if content.get("sums") is not None else None
     return Shard(
@@ -380,10 +390,11 @@ def shard_of(content: Mapping[str, Any]) -> Shard:
 
 
 def describe(manifest: DataManifest) -> list[str]:
-    """Lines for people: text, tokenizer, splits, place."""
+    """Format the manifest for display: text, tokenizer, splits, and what was skipped."""
     origin, tokenizer = manifest.origin, manifest.tokenizer
     lines = [
-        f"text       {origin.description}: {origin.files:,} files, {origin.bytes:,} bytes, xxh3 {origin.xxh3_128} ({origin.licence})"
+        f"text       {origin.description}: {origin.files:,} files, {origin.bytes:,} bytes, "
+        f"xxh3 {origin.xxh3_128} ({origin.licence})"
     ]
     lines.append(f"tokenizer  {tokenizer.size:,} tokens, xxh3 {tokenizer.hash}, {manifest.tokenizer_folder}")
     for name, split in manifest.splits.items():
@@ -394,11 +405,12 @@ def describe(manifest: DataManifest) -> list[str]:
     if manifest.special_tokens:
         counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())
         lines.append(
-            f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})"
+            f"special    the documents contain {counts} "
+            f"(special_tokens={manifest.recipe.get('special_tokens')})"
         )
     if manifest.bad_rows:
         lines.append(
-            f"bad rows   {manifest.bad_rows['count']:,} were left out (on_bad_row=skip), the first of them:"
+            f"bad rows   {manifest.bad_rows['count']:,} were skipped (on_bad_row=skip), the first of them:"
         )
         lines += [f"           {seen}" for seen in manifest.bad_rows["first"]]
     return lines

@@ -1,4 +1,4 @@
-"""Several folders of tokens as one: ``data=mixture``."""
+"""A mixture of several folders of tokens: ``data=mixture``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toolkit.progress import Progress
 
 
 def mixture_of(config: RunConfig, batch: BatchPlan) -> Mixture:
-    """Of ``data.sources``, sorted by name, and ``data.phases``, whose steps become samples through the batch plan."""
+    """Build the mixture of ``data.sources``, sorted by name, and ``data.phases``, whose steps become sample numbers."""
     phases = phases_of(config.data.sources, config.data.phases)
     table = [Phase(batch.at(phase.from_step).first_sample, tuple(phase.weights.values())) for phase in phases]
     return Mixture(table, config.data.shuffle_seed)
@@ -40,11 +40,11 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
             problems += [
                 Problem(
                     key,
-                    f"{key}={source.path}: {one.seen.removeprefix(f'data.path={source.path}: ')}",
-                    one.rule,
-                    one.remedy.replace("data.path=", f"{key}="),
+                    f"{key}={source.path}: {problem.seen.removeprefix(f'data.path={source.path}: ')}",
+                    problem.rule,
+                    problem.remedy.replace("data.path=", f"{key}="),
                 )
-                for one in error.problems
+                for problem in error.problems
             ]
     problems += _problems(config, sources, manifests, vocab_size)
     if problems:
@@ -52,9 +52,9 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
     for name, manifest in manifests.items():
         if manifest.url is not None:
             sets = [
-                one.partition("/")[2]
-                for one in config.eval.sets
-                if config.eval.every and one.partition("/")[0] == name
+                set_name.partition("/")[2]
+                for set_name in config.eval.sets
+                if config.eval.every and set_name.partition("/")[0] == name
             ]
             survey(manifest, ["train", *sets])
     return next(iter(manifests.values())).place
@@ -66,7 +66,7 @@ def _problems(
     manifests: dict[str, DataManifest],
     vocab_size: int | None,
 ) -> list[Problem]:
-    """Of the sources whose manifests could be read."""
+    """Check the sources whose manifests could be read."""
     found: list[Problem | None] = []
     first: DataManifest | None = None
     for name, manifest in manifests.items():
@@ -76,10 +76,10 @@ def _problems(
             found.append(
                 Problem(
                     key,
-                    f"{key}={path}, made with the tokenizer {manifest.tokenizer.hash}, that of "
+                    f"{key}={path} was encoded with the tokenizer {manifest.tokenizer.hash}, "
                     f"{next(iter(manifests))} with {first.tokenizer.hash}",
-                    "all sources are made with one tokenizer",
-                    "prepare them again with one tokenizer",
+                    "all sources have the same tokenizer",
+                    "prepare them again with the same tokenizer",
                 )
             )
         found += [
@@ -91,13 +91,13 @@ def _problems(
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
         if source not in sources or not split:
-            known = ",".join(f"{one}/validation" for one in sources)
+            choices = ",".join(f"{source_name}/validation" for source_name in sources)
             found.append(
                 Problem(
                     "eval.sets",
                     f"eval.sets has {name}",
                     "an evaluation set of a mixture is a source and a split of it",
-                    f"write eval.sets=[{known}], or some of these",
+                    f"write eval.sets=[{choices}], or some of these",
                 )
             )
         elif source in manifests:
@@ -106,12 +106,12 @@ def _problems(
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
-    """``folder`` is of the first source; the others are not in it."""
+    # ``folder`` is the first source's; the others are read from the configuration.
     sources, seed = sources_of(config.data.sources), config.data.shuffle_seed
     manifests = {name: read_manifest(source.path) for name, source in sources.items()}
-    kept = cache_of(config.data.cache)
+    block_cache = cache_of(config.data.cache)
     training = {
-        name: open_split(manifest.place, "train", cache=kept, surveyed=True)
+        name: open_split(manifest.place, "train", cache=block_cache, surveyed=True)
         for name, manifest in manifests.items()
     }
     windows = {
@@ -122,9 +122,9 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     sets = {}
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
-        sets[name] = open_split(manifests[source].place, split, cache=kept, repeated=True, surveyed=True)
+        sets[name] = open_split(manifests[source].place, split, cache=block_cache, repeated=True, surveyed=True)
     text = training[next(iter(sets)).partition("/")[0]] if sets else next(iter(training.values()))
-    first = next(iter(manifests.values()))  # all have one tokenizer
+    first = next(iter(manifests.values()))  # all sources have the same tokenizer
     end_of_text, length = first.tokenizer.end_of_text, config.train.sequence_length
     return RunData(
         stream,

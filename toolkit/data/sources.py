@@ -1,4 +1,4 @@
-"""From ``data.*`` to a data folder that is ready, and the rules that only the data itself can answer."""
+"""Check that prepared data fits a run: vocabulary, document boundaries, special tokens and splits."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def ready(data: DataConfig, progress: Progress) -> DataManifest:
 
 
 def text_folder(data: DataConfig) -> str:
-    """The folder whose tokenizer made a run's text: of a mixture any source's, since all have one."""
+    """Return the folder whose tokenizer encoded a run's text; for a mixture any source's, since all are equal."""
     return sources_of(data.sources)[min(data.sources)].path if data.sources else data.path
 
 
 def special_tokens_of(data: DataConfig, folder: str | Path) -> SpecialTokens:
-    """What special tokens in a run's text were made into, so that a prompt is treated alike.
+    """Return how special tokens in a run's text were encoded, so that prompts are encoded alike.
 
     Args:
-        folder: the data folder whose tokenizer is used; not read for data=dataset, where the run itself makes tokens.
+        folder: the data folder of the tokenizer; not read for data=dataset, where the run encodes text itself.
     """
     if data.name == "dataset":
         return data.special_tokens
@@ -47,10 +47,10 @@ def special_tokens_of(data: DataConfig, folder: str | Path) -> SpecialTokens:
 
 
 def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:
-    """What a run asks of its data folder and does not find.
+    """Return the requirements of the run that its data folder does not meet.
 
     Args:
-        vocab_size: rows of the embedding, where the plan knows better than ``model.vocab_size`` (``model.pretrained``).
+        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size`` (``model.pretrained``).
     """
     path = config.data.path
     problems = [
@@ -86,39 +86,39 @@ def vocabulary_problem(
 
 
 def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
-    """Of the folder ``path`` that ``key`` names: windows are tokens alone, so documents end where a token says so."""
+    """Check that documents in the folder ``path`` can be separated: their boundaries are end-of-text tokens."""
     if config.data.documents is Documents.joined or manifest.tokenizer.ends_documents:
         return None
     return Problem(
         "data.documents",
         f"data.documents=separate, {key}={path}, where not every document ends with end-of-text",
-        "documents are kept apart where each ends with the tokenizer's end-of-text, which stands nowhere else",
+        "documents can be separated if each ends with the tokenizer's end-of-text, which occurs nowhere else",
         "prepare the data again with launch/prepare.py, or write data.documents=joined",
     )
 
 
 def special_tokens_problem(config: RunConfig, manifest: DataManifest, path: str) -> Problem | None:
-    """Of data that was tokenised before: it cannot be made otherwise now."""
-    asked, made = config.data.special_tokens, manifest.recipe.get("special_tokens", SpecialTokens.text.name)
-    if asked is SpecialTokens.refuse or asked.name == made:
+    """Check ``data.special_tokens`` against how prepared data was encoded."""
+    requested, used = config.data.special_tokens, manifest.recipe.get("special_tokens", SpecialTokens.text.name)
+    if requested is SpecialTokens.refuse or requested.name == used:
         return None
     return Problem(
         "data.special_tokens",
-        f"data.special_tokens={asked.name}, and {path} was prepared with special_tokens={made}",
-        "what special tokens become is decided when text is tokenised",
-        f"leave out data.special_tokens, or prepare the data again with special_tokens={asked.name}",
+        f"data.special_tokens={requested.name}, and {path} was prepared with special_tokens={used}",
+        "the treatment of special tokens is decided when text is tokenised",
+        f"leave out data.special_tokens, or prepare the data again with special_tokens={requested.name}",
     )
 
 
 def split_problem(
     config: RunConfig, manifest: DataManifest, split: str, key: str, path: str
 ) -> Problem | None:
-    """Of one split of the folder ``path`` that ``key`` asks for: there, and long enough."""
+    """Check that the folder ``path``, named by ``key``, has the split, and that it is long enough."""
     if split not in manifest.splits:
-        there = ", ".join(sorted(manifest.splits))
+        available = ", ".join(sorted(manifest.splits))
         seen = f"{key}={path if key != 'eval.sets' else config.eval.sets}, no split {split}"
         rule = "the data folder holds the training split and every evaluation set"
-        return Problem(key, seen, rule, f"there are: {there}; choose among them, or prepare the data again")
+        return Problem(key, seen, rule, f"available: {available}; choose among them, or prepare the data again")
     tokens = manifest.splits[split].tokens
     if key != "eval.sets" and tokens < config.train.sequence_length + 1:
         return too_short(tokens, config.train.sequence_length)

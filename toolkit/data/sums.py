@@ -1,9 +1,10 @@
-"""Sums of a data file's blocks, which let a reader check the part that it reads: ``<name>.sums`` beside ``<name>.bin`` or ``.records``.
+"""Checksums of a data file's blocks, which let a reader verify what it reads: ``<name>.sums`` next to ``<name>.bin``
+or ``<name>.records``.
 
     block 0: bytes 0 .. 4096 -> xxh3-64, 8 bytes, little endian; block 1; ... the last block may be shorter
 
-They take 0.2% of the data's size. Training checks a mapped file in units of 32 KiB, each of them once in a process, when a sample first
-touches it and before that sample is handed over. Data in a store are checked each time they come over the network.
+Checksums take 0.2% of the data's size. Training verifies a mapped file in units of 32 KiB, each once per process, when a
+sample first touches it. Data in a store are verified whenever they come over the network.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ Ints = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.uint64]
 
 ENDING = ".sums"
-BLOCK = 4096  # bytes: windows of 4 KiB that are read one by one from a store take two or three of them
-UNIT = 8 * BLOCK  # of a mapped file: one mark of a process for each, 32 MiB of them for 1 TiB
+BLOCK = 4096  # bytes: windows of 4 KiB read one by one from a store take two or three blocks
+UNIT = 8 * BLOCK  # of a mapped file: one flag per process for each unit, 32 MiB of flags for 1 TiB
 SUM = np.dtype("<u8")
-PAGE = 4096  # bytes of sums that are fetched at once: those of 2 MiB of data
-LONGEST = 1 << 20  # bytes of a range that is joined of several
-KEPT_PAGES = 16384  # 64 MiB: the sums of 32 GiB of data
+PAGE = 4096  # bytes of checksums fetched at once: those of 2 MiB of data
+LONGEST = 1 << 20  # bytes of a range merged from several
+KEPT_PAGES = 16384  # 64 MiB: the checksums of 32 GiB of data
 
 
 def block_sums(content: Buffer) -> list[int]:
-    """Of bytes that begin at the beginning of a block."""
+    """Hash each block of ``content``, which starts at a block boundary."""
     hashed = xxhash.xxh3_64_intdigest
     return [hashed(content[first : first + BLOCK]) for first in range(0, len(content), BLOCK)]
 
 
 class SumsOfStream:
-    """The sums of a file whose bytes come in pieces of any size."""
+    """Computes the checksums of a file written in chunks of any size."""
 
     def __init__(self) -> None:
         self._sums = array("Q")
-        self._rest = bytearray()  # of a block that has begun
+        self._rest = bytearray()  # the beginning of an incomplete block
 
     def update(self, content: Buffer) -> None:
         content = memoryview(content).cast("B")
@@ -64,21 +65,25 @@ class SumsOfStream:
         self._rest += content[whole:]
 
     def content(self) -> bytes:
-        """Of the ``.sums`` file, once all bytes have come."""
+        """Return the content of the ``.sums`` file, once all bytes were added."""
         return np.array([*self._sums, *block_sums(bytes(self._rest))], dtype=SUM).tobytes()
 
 
 def sums_bytes(file_bytes: int) -> int:
-    """Of the ``.sums`` file of a data file."""
+    """Return the size of the ``.sums`` file of a data file."""
     return -(-file_bytes // BLOCK) * SUM.itemsize
 
 
-# -- files on this machine
+# -- local files
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """``sums``: None for a file that was written without them, which is not checked."""
+    """A mapped data file.
+
+    Attributes:
+        sums: None for a file written without checksums, which is not verified.
+    """
 
     path: Path
     content: memoryview
@@ -86,7 +91,7 @@ class MappedFile:
 
 
 def mapped_sums(path: Path, expected: Digest | None) -> Sums | None:
-    """The sums in the file ``path``, mapped; None where ``expected`` is None. Raises InputError if it has another size."""
+    """Map the checksums in ``path``. Returns None if ``expected`` is None. Raises InputError if the size differs."""
     if expected is None:
         return None
     return (
@@ -97,7 +102,10 @@ def mapped_sums(path: Path, expected: Digest | None) -> Sums | None:
 
 
 class FirstRead:
-    """Checks each unit of the mapped files of a split once, when it is first read. Safe in several threads, which may check one twice."""
+    """Verifies each unit of a split's mapped files once, when it is first read.
+
+    Safe in several threads, which may verify a unit twice.
+    """
 
     def __init__(self, files: Sequence[MappedFile]) -> None:
         self._files = files
@@ -112,18 +120,18 @@ class FirstRead:
         self._lock = threading.Lock()
 
     def units(self, files: Ints, places: Ints) -> Ints:
-        """Numbers of the units in which the bytes ``places`` [n] of the files ``files`` [n] lie."""
+        """Return the unit of each byte offset ``places`` [n] in the files ``files`` [n]."""
         return np.asarray(self._firsts[files] + places // UNIT, dtype=np.int64)
 
     def check(self, first: Ints, last: Ints) -> None:
-        """The units ``first[j] .. last[j]``, the last included. Raises InputError naming the file and the bytes that are damaged."""
+        """Verify the units ``first[j] .. last[j]``, both included. Raises InputError naming file and bytes."""
         if not self._left or not len(first):
             return
         wanted = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
-        new = np.unique(wanted[~self._checked[wanted]])
-        for unit in new.tolist():
+        unchecked = np.unique(wanted[~self._checked[wanted]])
+        for unit in unchecked.tolist():
             self._compare(unit)
-            with self._lock:  # another thread may have checked it meanwhile
+            with self._lock:  # another thread may have verified the unit in the meantime
                 self._left -= not self._checked[unit]
                 self._checked[unit] = True
 
@@ -133,16 +141,16 @@ class FirstRead:
         assert file.sums is not None, f"{file.path} has no sums"
         content = file.content[start : start + UNIT]
         expected = file.sums[start // BLOCK : start // BLOCK + UNIT // BLOCK].tolist()
-        found = block_sums(content)
-        if found == expected:
+        computed = block_sums(content)
+        if computed == expected:
             return
-        for place, (seen, rule) in enumerate(zip(found, expected, strict=True)):
-            if seen != rule:
-                at = start + place * BLOCK
+        for index, (actual, expected_sum) in enumerate(zip(computed, expected, strict=True)):
+            if actual != expected_sum:
+                at = start + index * BLOCK
                 raise broken(
                     file.path,
-                    f"bytes {at} to {min(at + BLOCK, len(file.content))} have xxh3 {seen:016x}",
-                    f"{file.path.stem}{ENDING} beside it says {rule:016x}",
+                    f"bytes {at} to {min(at + BLOCK, len(file.content))} have xxh3 {actual:016x}",
+                    f"{file.path.stem}{ENDING} has {expected_sum:016x}",
                 )
 
 
@@ -150,58 +158,58 @@ class FirstRead:
 
 
 class Reader(Protocol):
-    """What reads ranges of files: a folder, or a ``CheckedReader`` over one."""
+    """Reads ranges of files: a folder, or a ``CheckedReader`` around one."""
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]: ...
 
 
 def joined(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
-    """Ranges that touch or overlap as one of at most LONGEST bytes, unless one of them is longer itself.
+    """Merge ranges that touch or overlap into ranges of at most LONGEST bytes (or the longest single range).
 
-    Returns the new ranges, and for each of ``ranges`` the number of the one in which it lies.
+    Returns the merged ranges and, for each of ``ranges``, the index of the merged range that contains it.
     """
-    found: list[Range] = []
-    where = [0] * len(ranges)
+    merged: list[Range] = []
+    owners = [0] * len(ranges)
     for number in sorted(range(len(ranges)), key=lambda number: (ranges[number].name, ranges[number].start)):
-        one, last = ranges[number], found[-1] if found else None
+        item, last = ranges[number], merged[-1] if merged else None
         if (
             last is not None
-            and last.name == one.name
-            and one.start <= last.end
-            and max(one.end, last.end) - last.start <= LONGEST
+            and last.name == item.name
+            and item.start <= last.end
+            and max(item.end, last.end) - last.start <= LONGEST
         ):
-            found[-1] = Range(one.name, last.start, max(one.end, last.end))
+            merged[-1] = Range(item.name, last.start, max(item.end, last.end))
         else:
-            found.append(one)
-        where[number] = len(found) - 1
-    return found, where
+            merged.append(item)
+        owners[number] = len(merged) - 1
+    return merged, owners
 
 
 class CheckedReader:
-    """Reads ranges from a store and checks them. A range is widened to whole blocks, its sums are fetched with it and kept.
+    """Reads ranges from a store and verifies them: widens a range to whole blocks and fetches their checksums with it.
 
-    A block that does not agree is fetched once more with its sums: it may have been damaged on the way.
+    A block that does not match is fetched once more with its checksums, since it may have been damaged in transit.
     """
 
     def __init__(self, folder: Reader, place: Place, sizes: Mapping[str, int]) -> None:
         """
         Args:
-            sizes: bytes of each file that has sums beside it, by name. Other files are read as they are.
+            sizes: bytes of each file with checksums, by name. Other files are read without verification.
         """
         self._folder = folder
         self._place = place
         self._sizes = sizes
-        self._kept: dict[Range, Sums] = {}  # the page fetched last is the last
+        self._cached_pages: dict[Range, Sums] = {}  # in the order in which pages were fetched
         self._lock = threading.Lock()
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
-        """Each range. Raises InputError naming the file and the bytes that are damaged, and whatever the folder raises."""
-        whole, where = joined([self._widened(one) for one in ranges])
+        """Read each range. Raises InputError naming damaged bytes, and whatever the folder raises."""
+        whole, owners = joined([self._widened(item) for item in ranges])
         contents, sums = self._read(whole, fresh=False)
         wrong = [
             number
-            for number, one in enumerate(whole)
-            if self._damaged(one, contents[number], sums) is not None
+            for number, item in enumerate(whole)
+            if self._damaged(item, contents[number], sums) is not None
         ]
         again, sums = self._read([whole[number] for number in wrong], fresh=True)
         for number, content in zip(wrong, again, strict=True):
@@ -212,72 +220,72 @@ class CheckedReader:
                     Problem(
                         "data.path",
                         f"{self._place / name}: bytes {at} to {end} came twice with another hash",
-                        f"a block has the hash that stands in {_sums_name(name)}",
+                        f"a block has the hash in {_sums_name(name)}",
                         "restore the file, or prepare the data again",
                     )
                 )
             contents[number] = content
         return [
-            memoryview(contents[number])[one.start - whole[number].start : one.end - whole[number].start]
-            for one, number in zip(ranges, where, strict=True)
+            memoryview(contents[number])[item.start - whole[number].start : item.end - whole[number].start]
+            for item, number in zip(ranges, owners, strict=True)
         ]
 
-    def _widened(self, one: Range) -> Range:
-        size = self._sizes.get(one.name)
+    def _widened(self, item: Range) -> Range:
+        size = self._sizes.get(item.name)
         if size is None:
-            return one
+            return item
         return Range(
-            one.name, one.start // BLOCK * BLOCK, max(one.end, min(-(-one.end // BLOCK) * BLOCK, size))
+            item.name, item.start // BLOCK * BLOCK, max(item.end, min(-(-item.end // BLOCK) * BLOCK, size))
         )
 
-    def _pages(self, one: Range) -> list[Range]:
-        """Of the sums of a range that is whole blocks."""
-        size = self._sizes.get(one.name)
+    def _pages(self, item: Range) -> list[Range]:
+        """Return the checksum pages of a range of whole blocks."""
+        size = self._sizes.get(item.name)
         if size is None:
             return []
         covered, total = PAGE // SUM.itemsize * BLOCK, sums_bytes(size)
         return [
-            Range(_sums_name(one.name), number * PAGE, min((number + 1) * PAGE, total))
-            for number in range(one.start // covered, -(-one.end // covered))
+            Range(_sums_name(item.name), number * PAGE, min((number + 1) * PAGE, total))
+            for number in range(item.start // covered, -(-item.end // covered))
         ]
 
     def _read(self, whole: Sequence[Range], *, fresh: bool) -> tuple[list[Buffer], dict[Range, Sums]]:
-        """The ranges, which are whole blocks, and the pages of their sums. Fetches the pages that are not kept, or with ``fresh`` all."""
+        """Read ranges of whole blocks and their checksum pages; with ``fresh`` fetch pages even if they are cached."""
         if not whole:
             return [], {}
-        wanted = dict.fromkeys(page for one in whole for page in self._pages(one))
+        wanted = dict.fromkeys(page for item in whole for page in self._pages(item))
         with self._lock:
-            found = {} if fresh else {page: self._kept[page] for page in wanted if page in self._kept}
-        missing = [page for page in wanted if page not in found]
+            merged = {} if fresh else {page: self._cached_pages[page] for page in wanted if page in self._cached_pages}
+        missing = [page for page in wanted if page not in merged]
         contents = self._folder.read_ranges([*whole, *missing])
-        found |= {
+        merged |= {
             page: np.frombuffer(content, dtype=SUM)
             for page, content in zip(missing, contents[len(whole) :], strict=True)
         }
         with self._lock:
-            self._kept |= {page: found[page] for page in missing}
-            for page in list(self._kept)[: max(0, len(self._kept) - KEPT_PAGES)]:
-                del self._kept[page]
-        return contents[: len(whole)], found
+            self._cached_pages |= {page: merged[page] for page in missing}
+            for page in list(self._cached_pages)[: max(0, len(self._cached_pages) - KEPT_PAGES)]:
+                del self._cached_pages[page]
+        return contents[: len(whole)], merged
 
-    def _damaged(self, one: Range, content: Buffer, found: Mapping[Range, Sums]) -> int | None:
-        """Where the first damaged block of a range begins; None if all of it is sound."""
-        pages = self._pages(one)
+    def _damaged(self, item: Range, content: Buffer, merged: Mapping[Range, Sums]) -> int | None:
+        """Return the first byte of the first damaged block of a range, or None."""
+        pages = self._pages(item)
         if not pages:
             return None
-        sums = np.concatenate([found[page] for page in pages])
-        first = (one.start - pages[0].start // SUM.itemsize * BLOCK) // BLOCK
+        sums = np.concatenate([merged[page] for page in pages])
+        first = (item.start - pages[0].start // SUM.itemsize * BLOCK) // BLOCK
         seen_sums = block_sums(content)
-        for number, (seen, expected) in enumerate(
+        for number, (actual, expected) in enumerate(
             zip(seen_sums, sums[first : first + len(seen_sums)].tolist(), strict=True)
         ):
-            if seen != expected:
-                return one.start + number * BLOCK
+            if actual != expected:
+                return item.start + number * BLOCK
         return None
 
 
 def checked_reader(folder: StoreFolder, files: Mapping[str, Digest]) -> CheckedReader:
-    """Over ``folder``, for data files and the sums beside some of them."""
+    """Wrap ``folder`` for data files, some of which have checksums."""
     sizes = {
         name: expected.bytes
         for name, expected in files.items()

@@ -33,10 +33,10 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
     manifest = read_manifest(folder)
-    kept = cache_of(config.data.cache)
-    training = open_split(manifest.place, "train", cache=kept, surveyed=True)
+    block_cache = cache_of(config.data.cache)
+    training = open_split(manifest.place, "train", cache=block_cache, surveyed=True)
     sets = {
-        name: open_split(manifest.place, name, cache=kept, repeated=True, surveyed=True)
+        name: open_split(manifest.place, name, cache=block_cache, repeated=True, surveyed=True)
         for name in (config.eval.sets if config.eval.every else [])
     }
     seed = config.data.shuffle_seed
@@ -66,7 +66,7 @@ def text_sets(
 def unigram(
     config: RunConfig, batch: BatchPlan, training: TokenSource, sets: Mapping[str, TokenSource]
 ) -> float | None:
-    """See ``RunData.unigram``."""
+    """Compute ``RunData.unigram``."""
     for source in sets.values():
         targets = evaluation_targets(
             source, config.train.sequence_length, config.eval.batches, batch.global_batch

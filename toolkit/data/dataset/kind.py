@@ -1,4 +1,4 @@
-"""``data=dataset`` as the rest knows it: made ready before ranks start, opened by each of them."""
+"""Training directly on a ``datasets`` source: ``data=dataset``."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
         for name in config.eval.sets
         if config.eval.every
     ]
-    found = [problem for problem in problems if problem is not None]
-    if found:
-        raise InputError(*found)
+    errors = [problem for problem in problems if problem is not None]
+    if errors:
+        raise InputError(*errors)
     return str(manifest.folder)
 
 
@@ -86,7 +86,7 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
 
 
 def everyone(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank gave. A collective, where there are several."""
+    """Return the states of all ranks; a collective if there is more than one rank."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:

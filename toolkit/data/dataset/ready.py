@@ -1,9 +1,9 @@
-"""What a run on a dataset needs before it starts: the dataset itself, the tokenizer, and the evaluation sets.
+"""Prepare a run on a dataset: the dataset itself, the tokenizer, and the evaluation sets.
 
-    data/dataset/<fingerprint>/    source.json: what training reads; tokenizer/; manifest.json and shards of the evaluation sets
+    data/dataset/<fingerprint>/    source.json: what training reads; tokenizer/; manifest.json and evaluation shards
 
-So a run's data folder is one as launch/prepare.py makes it, but without a training split: evaluation, export and generation find in
-it what they find in any other. The folder is small: evaluation sets have the tokens that an evaluation reads and no more.
+The folder has the form of launch/prepare.py's without a training split, so evaluation, export and generation use it like
+any other data folder. It is small: evaluation sets have only the tokens that an evaluation reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from toolkit.data.manifest import (
     write_manifest,
 )
 from toolkit.data.tokens import tokenizer as tokenizers
-from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.tokens import tokenizercopy
 from toolkit.data.tokens.index import token_dtype
 from toolkit.data.tokens.special_tokens import SpecialStrings
 from toolkit.data.tokens.writer import SplitWriter
@@ -45,17 +45,17 @@ from toolkit.progress import Progress
 
 SOURCE = "source.json"
 TOKENIZER = "data.dataset.tokenizer"
-HELD_OUT = "validation"  # the evaluation set of documents that data.dataset.validation holds out
-NAMED_FILES = 16  # of so few files each has its hash in the fingerprint, and a changed one is named
-RECIPE = 1  # raise it when the same words would give other evaluation sets
+HELD_OUT = "validation"  # the evaluation set of the documents that data.dataset.validation holds out of training
+NAMED_FILES = 16  # up to this number of files, each has its hash in the fingerprint, so that a changed file is named
+RECIPE = 1  # increase it if the same settings would give other evaluation sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What ``source.json`` holds: everything that a rank needs to read the training split without asking the hub.
+    """Content of ``source.json``: what a rank needs to read the training split without the hub.
 
     Attributes:
-        files: arrow files of the training split, in the order of their rows; none of a stream.
+        files: arrow files of the training split, in the order of their rows; empty for a stream.
         revision: the commit of a dataset on the hub.
         fingerprint: of the dataset's bytes, its columns and the tokenizer.
     """
@@ -73,12 +73,12 @@ class Opened:
 
 
 def ensure(config: RunConfig, progress: Progress) -> DataManifest:
-    """Find or make the data folder of the run, in ``data.path``.
+    """Find or make the data folder of the run in ``data.path``.
 
-    Any number of processes may call it at once; the first that is done gives the folder its name.
+    Any number of processes may call this function at once; the first that finishes names the folder.
 
     Raises:
-        InputError: dataset, split, column or tokenizer are absent, or are not what the run needs.
+        InputError: dataset, split, column or tokenizer are absent or unsuitable.
     """
     data, path = config.data.dataset, Path(config.data.path)
     if data.streaming and config.train.batch_ramp.start is not None:
@@ -86,23 +86,23 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
             Problem(
                 "train.batch_ramp",
                 f"train.batch_ramp.start={config.train.batch_ramp.start}, data.dataset.streaming=true",
-                "places that a batch grows into wait for their documents, which a stream would have to keep in memory",
+                "the lanes into which a batch grows wait for their documents, which a stream would store in memory",
                 "leave out data.dataset.streaming or train.batch_ramp",
             )
         )
-    found = sources.find(data)
-    sources.check(found, data, data.split, "data.dataset.split")
+    source = sources.find(data)
+    sources.check(source, data, data.split, "data.dataset.split")
     wanted = list(config.eval.sets) if config.eval.every else []
     held_out = [HELD_OUT] if data.validation and HELD_OUT in wanted else []
     for name in wanted:
         if name not in held_out:
-            _check_set(found, data, name)
+            _check_set(source, data, name)
     partial = path / f".{os.urandom(4).hex()}.partial"
     try:
         partial.mkdir(parents=True)
         try:
             return _make(
-                config, found, [name for name in wanted if name not in held_out], held_out, partial, progress
+                config, source, [name for name in wanted if name not in held_out], held_out, partial, progress
             )
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -111,7 +111,7 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
             Problem(
                 "data.path",
                 f"data.path={path}: {error}",
-                "the tokenizer and the evaluation sets can be kept there",
+                "the tokenizer and the evaluation sets can be written there",
                 "name a folder that can be written and has room: data.path=FOLDER",
             )
         ) from error
@@ -119,7 +119,7 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
 
 def _make(
     config: RunConfig,
-    found: sources.Source,
+    source: sources.Source,
     named: list[str],
     held_out: list[str],
     partial: Path,
@@ -131,11 +131,11 @@ def _make(
             Problem(
                 TOKENIZER,
                 f"{TOKENIZER} is null",
-                "data=dataset makes tokens of text on the way",
+                "data=dataset tokenises text during training",
                 f"write {TOKENIZER}=FOLDER, tokenizer.json or NAME/ON-THE-HUB",
             )
         )
-    info = tokenizer_copy.place(
+    info = tokenizercopy.place(
         data.tokenizer,
         data.end_of_text,
         partial,
@@ -144,14 +144,14 @@ def _make(
         trust_remote_code=data.trust_remote_code,
     )
     with progress.task(f"opening {data.path}", unit="splits") as task:
-        digests = {split: found.digests(split) for split in {data.split, *named}}
-        training = _opened(found, data, data.split, digests[data.split], info, config.data.special_tokens)
+        digests = {split: source.digests(split) for split in {data.split, *named}}
+        training = _opened(source, data, data.split, digests[data.split], info, config.data.special_tokens)
         task.advance()
-        evaluated = {name: _documents(found, data, name, config.data.shuffle_seed) for name in named}
+        evaluated = {name: _documents(source, data, name, config.data.shuffle_seed) for name in named}
         task.advance(len(named))
-    special = config.data.special_tokens
+    special_tokens = config.data.special_tokens
     tokens = config.eval.batches * config.train.global_batch * config.train.sequence_length + 1
-    decisive = [
+    fingerprint_parts = [
         RECIPE,
         training.fingerprint,
         training.files,
@@ -159,22 +159,22 @@ def _make(
         {name: digests[name] for name in named},
         held_out,
     ]
-    if special is not SpecialTokens.text:
-        decisive.append(special.name)  # so that sets made with text do not hide what refuse has to refuse
+    if special_tokens is not SpecialTokens.text:
+        fingerprint_parts.append(special_tokens.name)  # so that sets made with `text` are not reused for `refuse`
     generation = (
-        partial.parent / xxhash.xxh3_128_hexdigest(json.dumps(decisive, sort_keys=True).encode())[:12]
+        partial.parent / xxhash.xxh3_128_hexdigest(json.dumps(fingerprint_parts, sort_keys=True).encode())[:12]
     )
     if not (generation / NAME).is_file():
         splits = {
             name: _write(
-                partial, name, documents.in_file_order(), info, tokens, special, progress, share=None
+                partial, name, documents.in_file_order(), info, tokens, special_tokens, progress, share=None
             )
             for name, documents in evaluated.items()
         }
         for name in held_out:
-            texts = _training_texts(found, data, training, config.data.shuffle_seed)
+            texts = _training_texts(source, data, training, config.data.shuffle_seed)
             splits[name] = _write(
-                partial, name, texts, info, tokens, special, progress, share=data.validation
+                partial, name, texts, info, tokens, special_tokens, progress, share=data.validation
             )
         write_whole(partial / SOURCE, json.dumps(asdict(training), indent=1) + "\n")
         origin = Origin(
@@ -189,28 +189,27 @@ def _make(
         )
         write_manifest(manifest, partial)
         if (partial.parent / generation.name).exists() and not (generation / NAME).is_file():
-            shutil.rmtree(generation)  # somebody emptied it
+            shutil.rmtree(generation)  # incomplete: its manifest was deleted
         try:
             partial.replace(generation)
         except OSError:
             if not (generation / NAME).is_file():
                 raise
         sync_folder(generation.parent)
-    write_manifest(
-        read_manifest(generation), generation.parent
-    )  # as in every data folder: what was asked for last
+    # As in every data folder, the manifest at the top points to the newest generation.
+    write_manifest(read_manifest(generation), generation.parent)
     return read_manifest(generation)
 
 
 def _opened(
-    found: sources.Source,
+    source: sources.Source,
     data: DatasetConfig,
     split: str,
     digests: dict[str, str],
     info: TokenizerInfo,
-    special: SpecialTokens,
+    special_tokens: SpecialTokens,
 ) -> Opened:
-    """The training split: fetched and made into arrow files, or of a stream looked at."""
+    """Describe the training split: fetch it and convert it to arrow files, or open it as a stream."""
     fingerprint: dict[str, str | int] = {
         "data": xxhash.xxh3_128_hexdigest(
             json.dumps([data.name, digests, data.streaming], sort_keys=True).encode()
@@ -221,46 +220,45 @@ def _opened(
         "tokenizer": info.hash,
         "end_of_text": info.end_of_text,
     }
-    if (
-        special is SpecialTokens.parse
-    ):  # refuse and text give the same tokens, so a run may change from one to the other
-        fingerprint["special_tokens"] = special.name
+    # `refuse` and `text` give the same tokens, so a run may change from one to the other.
+    if special_tokens is SpecialTokens.parse:
+        fingerprint["special_tokens"] = special_tokens.name
     if len(digests) <= NAMED_FILES:
         fingerprint |= {f"file {name}": value for name, value in digests.items()}
     if data.streaming:
-        stream = found.stream(split)
+        stream = source.stream(split)
         features = stream.features or stream._resolve_features().features
         sources.check_columns(data, features)
-        return Opened(files=(), revision=found.revision, fingerprint=fingerprint)
-    arrow = found.arrow(split)
+        return Opened(files=(), revision=source.revision, fingerprint=fingerprint)
+    arrow = source.arrow(split)
     sources.check_columns(data, arrow.features)
-    return Opened(files=arrow.files, revision=found.revision, fingerprint=fingerprint)
+    return Opened(files=arrow.files, revision=source.revision, fingerprint=fingerprint)
 
 
-def _check_set(found: sources.Source, data: DatasetConfig, name: str) -> None:
-    if name in found.splits:
+def _check_set(source: sources.Source, data: DatasetConfig, name: str) -> None:
+    if name in source.splits:
         return
-    remedy = f"there are: {', '.join(found.splits)}"
+    remedy = f"available: {', '.join(source.splits)}"
     if name == HELD_OUT:
         remedy += "; or hold documents out of training: data.dataset.validation=0.005"
     rule = "an evaluation set is a split of the dataset"
-    raise InputError(Problem("eval.sets", f"eval.sets={name}, which {data.path} has not", rule, remedy))
+    raise InputError(Problem("eval.sets", f"eval.sets={name} is absent from {data.path}", rule, remedy))
 
 
-def _documents(found: sources.Source, data: DatasetConfig, split: str, seed: int) -> ArrowDocuments:
-    arrow = found.arrow(split)
+def _documents(source: sources.Source, data: DatasetConfig, split: str, seed: int) -> ArrowDocuments:
+    arrow = source.arrow(split)
     sources.check_columns(data, arrow.features)
     return ArrowDocuments(arrow.files, data.text, seed)
 
 
 def _training_texts(
-    found: sources.Source, data: DatasetConfig, training: Opened, seed: int
+    source: sources.Source, data: DatasetConfig, training: Opened, seed: int
 ) -> Iterator[Texts]:
     if training.files:
         yield from ArrowDocuments(training.files, data.text, seed).in_file_order()
         return
     for table in (
-        found.stream(data.split).select_columns(list(data.text)).with_format("arrow").iter(batch_size=1000)
+        source.stream(data.split).select_columns(list(data.text)).with_format("arrow").iter(batch_size=1000)
     ):
         yield as_texts(text_of(table.combine_chunks().to_batches()[0]))
 
@@ -271,16 +269,16 @@ def _write(
     batches: Iterator[Texts],
     info: TokenizerInfo,
     tokens: int,
-    special: SpecialTokens,
+    special_tokens: SpecialTokens,
     progress: Progress,
     *,
     share: float | None,
 ) -> Split:
-    """The first ``tokens`` tokens of a set, in whole documents; of those held out, where ``share`` of them are."""
+    """Write the first ``tokens`` tokens of a set in whole documents; with ``share`` only held-out documents."""
     from tokenizers import Tokenizer
 
-    opened = Tokenizer.from_file(str(folder / info.folder / tokenizers.FILE))
-    strings, made = SpecialStrings(opened), 0
+    tokenizer = Tokenizer.from_file(str(folder / info.folder / tokenizers.FILE))
+    strings, written = SpecialStrings(tokenizer), 0
     dtype = token_dtype(info.size)
     with (
         progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task,
@@ -288,21 +286,21 @@ def _write(
     ):
         for text, ends in batches:
             documents = [bytes(text[first:last]) for first, last in pairwise([0, *ends.tolist()])]
-            chosen = [
+            texts = [
                 document.decode(errors="replace")
                 for document in documents
                 if share is None or is_held_out(document, share)
             ]
-            if special is SpecialTokens.refuse:
-                for text_ in chosen:
+            if special_tokens is SpecialTokens.refuse:
+                for document in texts:
                     strings.check(
-                        text_, where=f"a document of the evaluation set {name}", key="data.special_tokens"
+                        document, where=f"a document of the evaluation set {name}", key="data.special_tokens"
                     )
-            for document in tokenizers.encode(opened, chosen, info.end_of_text, special):
-                if made < tokens:
+            for document in tokenizers.encode(tokenizer, texts, info.end_of_text, special_tokens):
+                if written < tokens:
                     writer.add(document)
-                    made += len(document)
-            task.advance(min(made, tokens) - task.done)
-            if made >= tokens:
+                    written += len(document)
+            task.advance(min(written, tokens) - task.done)
+            if written >= tokens:
                 break
         return writer.close()

@@ -1,4 +1,4 @@
-"""Fingerprints of samples, compared: a run continues on the samples and in the order that it began with."""
+"""Comparison of sample fingerprints: a run continues on the samples and in the order with which it began."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from toolkit.errors import CheckpointError, Problem
 
 FORK = "or start a new run from that state: run.fork=PATH"
-Remedy = tuple[
-    str, str
-]  # the key that an entry comes from, and what to do; {key} and {saved} stand for the entry's
+# The key of an entry, and what to do; {key} and {saved} are replaced by the entry's.
+Remedy = tuple[str, str]
 
 
 def check_same(
@@ -17,28 +16,28 @@ def check_same(
     saved: Mapping[str, object],
     remedies: Mapping[str, Remedy],
     *,
-    otherwise: Remedy | None = None,
+    default: Remedy | None = None,
     details: Mapping[str, str] | None = None,
 ) -> None:
-    """Every entry of either is the same in both.
+    """Check that every entry is the same in ``mine`` and ``saved``.
 
     Args:
-        remedies: by the first word of an entry's name.
-        otherwise: of entries that ``remedies`` has not; None: such entries only explain others.
-        details: by an entry's name, what to add to what was seen.
+        remedies: by the first part of an entry's name.
+        otherwise: the remedy of all other entries; None: the other entries are not compared.
+        details: text to append to the error of an entry, by its name.
 
     Raises:
         CheckpointError: names everything that differs.
     """
     problems = []
     for name in sorted(mine.keys() | saved.keys()):
-        remedy = remedies.get(name.partition(" ")[0], otherwise)
+        remedy = remedies.get(name.partition(" ")[0], default)
         if remedy is None or saved.get(name) == mine.get(name):
             continue
         seen = f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}{(details or {}).get(name, '')}"
-        key, words = (part.format(key=name, saved=saved.get(name)) for part in remedy)
+        key, text = (part.format(key=name, saved=saved.get(name)) for part in remedy)
         problems.append(
-            Problem(key, seen, "a run continues on the samples and in the order it began with", words)
+            Problem(key, seen, "a run continues on the samples and in the order with which it began", text)
         )
     if problems:
         raise CheckpointError(*problems)

@@ -1,6 +1,6 @@
-"""An input that changed while it was prepared: what was tokenised of files that did not change is kept, the others are read again.
+"""Update a preparation whose input changed: tokens of unchanged files are reused, other files are read again.
 
-The result is the one of a preparation that began with the input as it is now, except for a tokenizer that was trained before.
+The result equals a preparation of the changed input from scratch, except for a tokenizer that was trained before.
 """
 
 from __future__ import annotations
@@ -19,109 +19,108 @@ from toolkit.data.prepare.plan import Listing, Plan, Source, Unit, drafted, hash
 from toolkit.data.prepare.split import validation_below
 from toolkit.progress import Progress
 
-NOTHING = Unit(
-    0, 0, 0, 0, 0
-)  # in the place of a unit whose files changed: units keep their numbers, which parts are named after
-# Keys that only refuse: what was tokenised before is the same with any other value of theirs.
+# Replaces a unit whose files changed: units keep their numbers, after which parts are named.
+NOTHING = Unit(0, 0, 0, 0, 0)
+# Settings that only refuse input: tokens are the same with any other value.
 REFUSING = {"special_tokens": SpecialTokens.refuse.name, "on_bad_row": OnBadRow.refuse.name}
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Names of files; ``same`` are those whose time of change is another and whose content is not."""
+    """Names of files that were added, removed, modified, or only touched (another time, the same content)."""
 
     new: frozenset[str]
-    gone: frozenset[str]
-    other: frozenset[str]
-    same: frozenset[str] = frozenset()
+    removed: frozenset[str]
+    modified: frozenset[str]
+    touched: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.new or self.gone or self.other or self.same)
+        return bool(self.new or self.removed or self.modified or self.touched)
 
     def first(self) -> str | None:
-        """In words, for an error."""
-        kinds = {
+        """Describe the first change for an error; None if there is none."""
+        descriptions = {
             **dict.fromkeys(self.new, "is new"),
-            **dict.fromkeys(self.gone, "is gone"),
-            **dict.fromkeys(self.other, "changed"),
+            **dict.fromkeys(self.removed, "was removed"),
+            **dict.fromkeys(self.modified, "changed"),
         }
-        return next((f"{name} {kinds[name]}" for name in sorted(kinds)), None)
+        return next((f"{name} {descriptions[name]}" for name in sorted(descriptions)), None)
 
 
 def changes(plan: Plan, listed: Listing) -> Changes:
-    """By names, sizes and times of change; a file of which only the time differs is read and compared."""
+    """Compare names, sizes and modification times; a file with only another time is read and its hash compared."""
     planned = {source.name: source for source in plan.present}
-    now = _as_now(listed)
+    current = _as_now(listed)
     differing = {
         name
-        for name in planned.keys() & now.keys()
-        if (planned[name].bytes, planned[name].modified) != now[name]
+        for name in planned.keys() & current.keys()
+        if (planned[name].bytes, planned[name].modified) != current[name]
     }
-    same = {
+    touched = {
         name
         for name in differing
-        if planned[name].bytes == now[name][0]
+        if planned[name].bytes == current[name][0]
         and digest(Path(listed.root, name)).xxh3_128 == planned[name].xxh3_128
     }
     return Changes(
-        frozenset(now.keys() - planned.keys()),
-        frozenset(planned.keys() - now.keys()),
-        frozenset(differing - same),
-        frozenset(same),
+        frozenset(current.keys() - planned.keys()),
+        frozenset(planned.keys() - current.keys()),
+        frozenset(differing - touched),
+        frozenset(touched),
     )
 
 
 def relaxed(plan: Plan, config: PrepareConfig) -> Plan:
-    """With ``special_tokens`` and ``on_bad_row`` as they are asked for now, if the plan only refuses by them."""
+    """Update ``special_tokens`` and ``on_bad_row`` in the plan if their planned values only refuse input."""
     wanted = recipe(config)
     changed = {key: wanted[key] for key, refusing in REFUSING.items() if plan.recipe.get(key) == refusing}
     return replace(plan, recipe={**plan.recipe, **changed})
 
 
 def replanned(
-    plan: Plan, found: Changes, config: PrepareConfig, listed: Listing, work: Path, progress: Progress
+    plan: Plan, input_changes: Changes, config: PrepareConfig, listed: Listing, work: Path, progress: Progress
 ) -> Plan:
-    """The plan of the input as it is now. Parts of files that changed are removed, and so are shards, which hold all of them.
+    """Update the plan to the current input. Removes the parts of changed files, and all shards.
 
     Raises InputError if the first rows of a changed file cannot be read.
     """
     draft = drafted(config, listed)
-    now = {source.name: source for source in draft.sources}
-    read_again = found.new | found.other
-    sources = [_updated(source, found, now) for source in plan.sources]
+    current = {source.name: source for source in draft.sources}
+    read_again = input_changes.new | input_changes.modified
+    sources = [_updated(source, input_changes, current) for source in plan.sources]
     numbers = {source.name: number for number, source in enumerate(sources) if not source.gone}
-    for name in sorted(found.new):
+    for name in sorted(input_changes.new):
         numbers[name] = len(sources)
-        sources.append(now[name])
+        sources.append(current[name])
     check_first_rows(
         replace(plan, sources=tuple(sources)), [numbers[name] for name in sorted(read_again)], progress
     )
-    fresh = hashed(plan.root, [now[name] for name in sorted(read_again)], progress)
-    for source in fresh:
+    rehashed = hashed(plan.root, [current[name] for name in sorted(read_again)], progress)
+    for source in rehashed:
         sources[numbers[source.name]] = source
 
-    touched = {
+    changed_sources = {
         number
         for number, source in enumerate(plan.sources)
-        if source.name in read_again | found.gone and not source.gone
+        if source.name in read_again | input_changes.removed and not source.gone
     }
-    voided = {
+    obsolete_units = {
         number
         for number, unit in enumerate(plan.units)
-        if not touched.isdisjoint(range(unit.first, unit.last))
+        if not changed_sources.isdisjoint(range(unit.first, unit.last))
     }
-    beside = {number for index in voided for number in range(plan.units[index].first, plan.units[index].last)}
-    again = sorted(
-        {number for number in beside if not sources[number].gone} | {numbers[name] for name in read_again}
+    unit_sources = {number for index in obsolete_units for number in range(plan.units[index].first, plan.units[index].last)}
+    reread = sorted(
+        {number for number in unit_sources if not sources[number].gone} | {numbers[name] for name in read_again}
     )
     updated = replace(plan, sources=tuple(sources))
-    more = units_of(config, plan.root, [(number, sources[number]) for number in again], updated.bytes)
-    units = [NOTHING if index in voided else unit for index, unit in enumerate(plan.units)]
-    updated = replace(updated, units=(*units, *more))
+    new_units = units_of(config, plan.root, [(number, sources[number]) for number in reread], updated.bytes)
+    units = [NOTHING if index in obsolete_units else unit for index, unit in enumerate(plan.units)]
+    updated = replace(updated, units=(*units, *new_units))
     updated = replace(updated, validation_below=validation_below(updated, progress))
     if updated.validation_below != plan.validation_below:
-        voided = set(range(len(plan.units)))  # documents change sides
-    for index in voided:
+        obsolete_units = set(range(len(plan.units)))  # documents move to the other split
+    for index in obsolete_units:
         remove_parts(work / tokenise.PARTS, index)
     forget_shards(work)
     return updated
@@ -134,20 +133,20 @@ def forget_shards(work: Path) -> None:
             path.unlink()
 
 
-def _updated(source: Source, found: Changes, now: dict[str, Source]) -> Source:
-    if source.gone or source.name in found.gone:
+def _updated(source: Source, input_changes: Changes, current: dict[str, Source]) -> Source:
+    if source.gone or source.name in input_changes.removed:
         return replace(source, gone=True)
-    return replace(source, modified=now[source.name].modified) if source.name in found.same else source
+    return replace(source, modified=current[source.name].modified) if source.name in input_changes.touched else source
 
 
 def _as_now(listed: Listing) -> dict[str, tuple[int, int]]:
-    """The files of a listing as they are now: bytes, time of change."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return the current size and modification time of each listed file."""
+    input_changes: dict[str, tuple[int, int]] = {}
     for name, _, size, modified in listed.files:
         path = Path(listed.root, name)
         if not modified:
-            found[name] = (size, modified)
+            input_changes[name] = (size, modified)
         elif path.is_file():
             stat = path.stat()
-            found[name] = (stat.st_size, stat.st_mtime_ns)
-    return found
+            input_changes[name] = (stat.st_size, stat.st_mtime_ns)
+    return input_changes

@@ -20,7 +20,10 @@ MOST_PROBLEMS = 20
 
 
 def check_first_rows(plan: Plan, sources: Sequence[int], progress: Progress) -> None:
-    """Of ``sources``, which need no units and hashes yet. Raises InputError with a problem for each file that has one, up to 20."""
+    """Read the first rows of ``sources``, which need no units or hashes yet, so that wrong input is found at once.
+
+    Raises InputError with a problem for each file that has one, up to MOST_PROBLEMS.
+    """
     problems: list[Problem] = []
     with progress.task("checking the input", total=len(sources), unit="files") as task:
         for source in sources:
@@ -36,24 +39,24 @@ def check_first_rows(plan: Plan, sources: Sequence[int], progress: Progress) -> 
 
 
 def _check(plan: Plan, source: int) -> None:
-    found, path = plan.sources[source], plan.path(source)
-    if found.format == InputFormat.dataset.name:
+    input_source, path = plan.sources[source], plan.path(source)
+    if input_source.format == InputFormat.dataset.name:
         return
-    if found.format == InputFormat.text.name and not is_archive(path):
-        with readable(path), Opened(path) as opened:  # the head alone: a document is the whole file
+    if input_source.format == InputFormat.text.name and not is_archive(path):
+        with readable(path), Opened(path) as opened:  # only the beginning: a document is the whole file
             opened.text()
         return
-    unit = _first(found.format, path, found.bytes, source)
+    unit = _first(input_source.format, path, input_source.bytes, source)
     if unit is not None:
         for _ in islice(documents(replace(plan, units=(unit,)), unit), ROWS):
             pass
 
 
-def _first(kind: str, path: Path, size: int, source: int) -> Unit | None:
-    """The beginning of a file as a unit."""
-    if kind == InputFormat.parquet.name:
+def _first(format_name: str, path: Path, size: int, source: int) -> Unit | None:
+    """Return the beginning of a file as a work unit; None if the file is empty."""
+    if format_name == InputFormat.parquet.name:
         group = next(iter(row_groups(path, 1)), None)
         return None if group is None else Unit(source, source + 1, *group)
-    if in_ranges(path, kind):
+    if in_ranges(path, format_name):
         return Unit(source, source + 1, 0, size, size) if size else None
     return Unit(source, source + 1, 0, 0, size)

@@ -1,4 +1,4 @@
-"""A file of the input as bytes of text: uncompressed, without a byte-order mark, and refused by name if it is no UTF-8 text."""
+"""Files of the input: their format by name, and their content as uncompressed UTF-8 text without byte-order mark."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from toolkit.errors import InputError, Problem
 BUFFER_BYTES = 1 << 20
 HEAD_BYTES = 4096
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MOST_INVALID, LEAST_INVALID = (
-    0.3,
-    16,
-)  # share and number of bytes of the head that are not UTF-8: more is another encoding
+# More invalid UTF-8 than this share and number of the first bytes means another encoding.
+MOST_INVALID, LEAST_INVALID = 0.3, 16
 UNREADABLE = (
     OSError,
     EOFError,
@@ -33,35 +31,49 @@ UNREADABLE = (
     RuntimeError,
 )
 
-# First bytes of files that are not text -> what they are.
+# First bytes of files that are not text -> their kind.
 KINDS = (
-    (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"), (b"GIF87a", "a GIF image"), (b"GIF89a", "a GIF image"),
-    (b"%PDF-", "a PDF document"), (b"PK\x03\x04", "a ZIP archive, or a document that is one"), (b"\x1f\x8b", "compressed by gzip"),
-    (b"\xfd7zXZ\x00", "compressed by xz"), (b"\x28\xb5\x2f\xfd", "compressed by zstd"), (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
-    (b"Rar!", "a RAR archive"), (b"WARC/", "a WARC web archive"), (b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"),
-    (b"\x93NUMPY", "a NumPy array"), (b"\x89HDF", "an HDF5 file"), (b"SQLite format 3\x00", "an SQLite database"),
-    (b"MMIDIDX", "a Megatron index: write import=PATH in place of input="),
-    (b"\xff\xfe\x00\x00", "text in UTF-32"), (b"\xff\xfe", "text in UTF-16"), (b"\xfe\xff", "text in UTF-16"),
-)  # fmt: skip
+    (b"\x89PNG", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF87a", "a GIF image"),
+    (b"GIF89a", "a GIF image"),
+    (b"%PDF-", "a PDF document"),
+    (b"PK\x03\x04", "a ZIP archive, or a document in ZIP format"),
+    (b"\x1f\x8b", "compressed by gzip"),
+    (b"\xfd7zXZ\x00", "compressed by xz"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"Rar!", "a RAR archive"),
+    (b"WARC/", "a WARC web archive"),
+    (b"PAR1", "a Parquet file"),
+    (b"ARROW1", "an Arrow file"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"SQLite format 3\x00", "an SQLite database"),
+    (b"MMIDIDX", "a Megatron index: write import=PATH instead of input="),
+    (b"\xff\xfe\x00\x00", "text in UTF-32"),
+    (b"\xff\xfe", "text in UTF-16"),
+    (b"\xfe\xff", "text in UTF-16"),
+)
 
 
 class Opened:
-    """A file of the input. ``read``: how many of the file's own bytes are read by now."""
+    """An opened file of the input. ``bytes_read`` is the number of its own bytes read so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._raw = path.open("rb")
 
     @property
-    def read(self) -> int:
+    def bytes_read(self) -> int:
         return self._raw.tell()
 
     def text(self) -> IO[bytes]:
-        """Its bytes. Raises InputError if they are no text."""
+        """Return its uncompressed bytes. Raises InputError if they are not text."""
         return as_text(uncompressed(self._raw, self._path), str(self._path))
 
     def members(self) -> Iterator[tuple[str, IO[bytes]]]:
-        """(name, bytes) of each file of an archive, in its order. Raises InputError if one is no text."""
+        """Yield (name, bytes) of each file of an archive, in order. Raises InputError if one is not text."""
         members = (
             _zipped(self._raw, self._path)
             if self._path.suffix == ".zip"
@@ -80,56 +92,56 @@ class Opened:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What a damaged file raises, as an InputError that names it."""
+    """Convert the exceptions of a damaged file to an InputError that names it."""
     try:
         yield
     except UNREADABLE as error:
-        seen = f"{path}: {error or type(error).__name__}"
+        name_ = f"{path}: {error or type(error).__name__}"
         raise InputError(
             Problem(
-                "input", seen, "every file of the input can be read to its end", "restore or remove the file"
+                "input", name_, "every file of the input can be read to its end", "restore or remove the file"
             )
         ) from error
 
 
 def uncompressed(file: IO[bytes], name: str | PurePath) -> IO[bytes]:
-    """By the library of the compression that the ending names."""
-    how = compression(name)
-    if how in (".bz2", ".xz"):
+    """Decompress ``file`` according to the suffix of ``name``."""
+    method = compression(name)
+    if method in (".bz2", ".xz"):
         import bz2
 
-        return cast(IO[bytes], bz2.BZ2File(file) if how == ".bz2" else lzma.LZMAFile(file))
-    if how is None:
+        return cast(IO[bytes], bz2.BZ2File(file) if method == ".bz2" else lzma.LZMAFile(file))
+    if method is None:
         return file
     import pyarrow
 
     return cast(
         IO[bytes],
-        pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "gzip" if how == ".gz" else "zstd"),
+        pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "gzip" if method == ".gz" else "zstd"),
     )
 
 
-def as_text(file: IO[bytes], seen: str) -> IO[bytes]:
-    """``file`` behind its byte-order mark. Raises InputError if it is no text in UTF-8, by its first bytes."""
+def as_text(file: IO[bytes], name_: str) -> IO[bytes]:
+    """Skip the byte-order mark of ``file``. Raises InputError if its first bytes are not UTF-8 text."""
     buffered = io.BufferedReader(cast(Any, file), BUFFER_BYTES)
     head = buffered.peek(HEAD_BYTES)[:HEAD_BYTES]
-    check_text(head, seen)
+    check_text(head, name_)
     if head.startswith(BYTE_ORDER_MARK):
         buffered.read(len(BYTE_ORDER_MARK))
     return cast(IO[bytes], buffered)
 
 
-def check_text(head: bytes, seen: str) -> None:
-    """Raises InputError if a file that begins with ``head`` is no text in UTF-8."""
+def check_text(head: bytes, name_: str) -> None:
+    """Raise InputError if a file that begins with ``head`` is not UTF-8 text."""
     kind = not_text(head)
     if kind is not None:
-        rule = "a document is text in UTF-8, in files whose endings say how they are compressed"
-        remedy = "convert it, or leave it out of the input: input='FOLDER/*.txt' names some files of a folder"
-        raise InputError(Problem("input", f"{seen}: it is {kind}", rule, remedy))
+        rule = "a document is text in UTF-8, in files with the suffix of their compression"
+        remedy = "convert it, or remove it from the input: input='FOLDER/*.txt' names some files of a folder"
+        raise InputError(Problem("input", f"{name_}: it is {kind}", rule, remedy))
 
 
 def not_text(head: bytes) -> str | None:
-    """What a file that begins with ``head`` is, if it is no text in UTF-8."""
+    """Return the kind of a file that begins with ``head`` if it is not UTF-8 text, else None."""
     for start, kind in KINDS:
         if head.startswith(start):
             return kind
@@ -149,11 +161,11 @@ def _zipped(file: IO[bytes], path: Path) -> Iterator[tuple[str, IO[bytes]]]:
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.flag_bits & 1:
-                seen = f"{path}, its file {entry.filename}: it is encrypted"
+                name_ = f"{path}, its file {entry.filename}: it is encrypted"
                 raise InputError(
                     Problem(
                         "input",
-                        seen,
+                        name_,
                         "every file of the input can be read",
                         "decrypt it, or remove it from the archive",
                     )

@@ -1,9 +1,9 @@
-"""``import=PATH``: a manifest for Megatron's ``.bin`` and ``.idx`` files that others made, which are trained on where they lie.
+"""``import=PATH``: write a manifest for existing Megatron ``.bin`` and ``.idx`` files, which are used in place.
 
-FOLDER/NAME.bin NAME.idx ...     as they are
-FOLDER/NAME.sums                 hashes of blocks, by which training checks what it reads
-FOLDER/tokenizer/                a copy of tokenizer.path
-FOLDER/manifest.json             written last
+    FOLDER/NAME.bin NAME.idx ...     unchanged
+    FOLDER/NAME.sums                 block checksums, with which training verifies what it reads
+    FOLDER/tokenizer/                a copy of tokenizer.path
+    FOLDER/manifest.json             written last
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from toolkit.progress import Progress, Task
 
 READABLE = ("uint16", "int32")
 TOKENS_AT_ONCE = 8 << 20
-NEW = ".import"  # folder beside the files in which the tokenizer is made ready
+NEW = ".import"  # temporary folder next to the files for the tokenizer
 
 
 def import_shards(config: PrepareConfig, progress: Progress) -> DataManifest:
-    """Reads every token once, for hashes and to compare with the tokenizer.
+    """Read every token once, for hashes and to check it against the tokenizer.
 
     Raises:
-        InputError: the files are not whole, are not Megatron's, or have tokens that the tokenizer has not.
+        InputError: the files are incomplete, not Megatron's, or have tokens outside the tokenizer's vocabulary.
     """
     assert config.import_path is not None
     indexes = {SPLITS[0]: _indexes(config.import_path, "import")}
@@ -49,19 +49,19 @@ def import_shards(config: PrepareConfig, progress: Progress) -> DataManifest:
         indexes[SPLITS[1]] = _indexes(config.import_validation, "import_validation")
     folder = indexes[SPLITS[0]][0].parent
     _check_folder(config, folder, [path for paths in indexes.values() for path in paths])
-    opened = {split: [_opened(path) for path in paths] for split, paths in indexes.items()}
-    dtype = _dtype([index for found in opened.values() for index in found])
-    new = folder / NEW
+    indexes_by_split = {split: [_opened(path) for path in paths] for split, paths in indexes.items()}
+    dtype = _dtype([index for found in indexes_by_split.values() for index in found])
+    temporary = folder / NEW
     try:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         try:
-            info = _tokenizer(config, new)
-            splits, ends, sums = _splits(opened, info, progress)
-            manifest = _manifest(config, folder, dtype, replace(info, ends_documents=ends), splits)
+            info = _tokenizer(config, temporary)
+            splits, ends_documents, sums = _splits(indexes_by_split, info, progress)
+            manifest = _manifest(config, folder, dtype, replace(info, ends_documents=ends_documents), splits)
             for path, content in sums.items():
                 write_sums(path, content)
-            _place(new, folder, info)
+            _move_tokenizer(temporary, folder, info)
             files = {
                 path.relative_to(folder).as_posix(): digest(path)
                 for path in sorted((folder / FOLDER).iterdir())
@@ -69,28 +69,28 @@ def import_shards(config: PrepareConfig, progress: Progress) -> DataManifest:
             manifest = replace(manifest, files=files)
             write_manifest(manifest, folder)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         rule, remedy = (
-            "a manifest and the tokenizer are written beside the files",
-            "copy the files to a folder that can be written",
+            "a manifest and the tokenizer are written next to the files",
+            "copy the files to a writable folder",
         )
         raise InputError(Problem("import", f"{folder}: {error.strerror or error}", rule, remedy)) from error
     return manifest
 
 
 def _indexes(path: str, key: str) -> list[Path]:
-    """The .idx files that ``path`` names: a folder with pairs, a pair with or without its ending, or a pattern."""
-    given = Path(path).expanduser()
-    if given.is_dir():
-        found = sorted(given.glob("*.idx"))
+    """Find the .idx files of ``path``: a folder with pairs, a pair with or without suffix, or a pattern."""
+    path_ = Path(path).expanduser()
+    if path_.is_dir():
+        found = sorted(path_.glob("*.idx"))
     else:
-        name = str(given).removesuffix(".bin").removesuffix(".idx")
+        name = str(path_).removesuffix(".bin").removesuffix(".idx")
         found = sorted(Path(file) for file in glob.glob(f"{name}.idx"))  # noqa: PTH207 - Path.glob takes no absolute pattern
     for file in found:
         if not file.with_suffix(".bin").is_file():
             seen = f"{file.with_suffix('.bin')}: absent"
-            raise InputError(Problem(key, seen, "tokens lie in NAME.bin beside NAME.idx", "restore the file"))
+            raise InputError(Problem(key, seen, "NAME.bin is stored next to NAME.idx", "restore the file"))
     if not found:
         rule = (
             "import names Megatron's files: a folder with NAME.bin and NAME.idx, one such pair, or a pattern"
@@ -106,8 +106,8 @@ def _check_folder(config: PrepareConfig, folder: Path, paths: Sequence[Path]) ->
                 Problem(
                     "import_validation",
                     f"{path} is not in {folder}",
-                    "the files of a data folder lie in one folder",
-                    f"bring it to {folder}",
+                    "the files of a data folder are in one folder",
+                    f"move it to {folder}",
                 )
             )
     if len(set(paths)) < len(paths):
@@ -115,7 +115,7 @@ def _check_folder(config: PrepareConfig, folder: Path, paths: Sequence[Path]) ->
             Problem(
                 "import_validation",
                 f"import={config.import_path} import_validation={config.import_validation}",
-                "a file is of one split",
+                    "a file belongs to one split",
                 "name the training files alone: import='FOLDER/train*'",
             )
         )
@@ -133,7 +133,7 @@ def _check_folder(config: PrepareConfig, folder: Path, paths: Sequence[Path]) ->
             Problem(
                 "tokenizer.path",
                 "import without tokenizer.path",
-                "the tokenizer that made the tokens is named",
+                "the tokenizer that encoded the tokens is named",
                 "write tokenizer.path=FOLDER, a tokenizer.json, or a hub id",
             )
         )
@@ -158,34 +158,37 @@ def _opened(path: Path) -> IndexFile:
 def _dtype(indexes: Sequence[IndexFile]) -> str:
     for index in indexes:
         if index.dtype.name not in READABLE or index.dtype != indexes[0].dtype:
-            seen = f"{index.path}: tokens of {index.dtype.name}, and {indexes[0].path.name} has {indexes[0].dtype.name}"
+            seen = (
+                f"{index.path}: tokens of {index.dtype.name}, "
+                f"and {indexes[0].path.name} has {indexes[0].dtype.name}"
+            )
             raise InputError(
                 Problem(
                     "import",
                     seen,
-                    f"all files have tokens of one kind, {' or '.join(READABLE)}",
+                    f"all files have tokens of the same dtype, {' or '.join(READABLE)}",
                     "leave it out: import='FOLDER/train*'; or prepare its text again with input=",
                 )
             )
     return indexes[0].dtype.name
 
 
-def _tokenizer(config: PrepareConfig, new: Path) -> TokenizerInfo:
+def _tokenizer(config: PrepareConfig, temporary: Path) -> TokenizerInfo:
     assert config.tokenizer.path is not None
     return tokenizer_copy.place(
         config.tokenizer.path,
         config.tokenizer.end_of_text,
-        new,
+        temporary,
         key="tokenizer.path",
         end_key="tokenizer.end_of_text",
     )
 
 
-def _place(new: Path, folder: Path, info: TokenizerInfo) -> None:
-    """The tokenizer's folder under its own name, in which the same tokenizer may be already."""
+def _move_tokenizer(temporary: Path, folder: Path, info: TokenizerInfo) -> None:
+    """Rename the tokenizer's folder, unless the same tokenizer is already there."""
     target = folder / FOLDER
     if not target.exists():
-        (new / FOLDER).replace(target)
+        (temporary / FOLDER).replace(target)
         sync_folder(folder)
         return
     if (
@@ -193,37 +196,37 @@ def _place(new: Path, folder: Path, info: TokenizerInfo) -> None:
         or digest(target / FILE).xxh3_128 != info.hash
         or not (target / tokenizer_copy.CONFIG).is_file()
     ):
-        seen = f"{target} is there and holds another tokenizer"
+        seen = f"{target} exists and contains another tokenizer"
         raise InputError(
             Problem("tokenizer.path", seen, "the tokenizer is copied to that folder", f"rename {target}")
         )
 
 
 def _splits(
-    opened: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress
+    indexes_by_split: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress
 ) -> tuple[dict[str, Split], bool, dict[Path, bytes]]:
-    """The splits, whether end-of-text is the last token of every document and stands nowhere else, and the sums of each .bin file."""
-    ends, splits, sums = True, {}, {}
-    total = sum(index.bin_bytes for indexes in opened.values() for index in indexes)
+    """Return the splits, whether end-of-text is the last token of every document and no other, and .sums contents."""
+    ends_documents, splits, sums = True, {}, {}
+    total = sum(index.bin_bytes for indexes in indexes_by_split.values() for index in indexes)
     with progress.task("reading tokens", total=total, unit="B") as task:
-        for split, indexes in opened.items():
+        for split, indexes in indexes_by_split.items():
             shards = []
             for index in indexes:
-                shard, ended, content = _shard(index, info, task)
+                shard, shard_ends, content = _shard(index, info, task)
                 shards.append(shard)
                 sums[index.path.with_suffix(".bin")] = content
-                ends = ends and ended
+                ends_documents = ends_documents and shard_ends
             splits[split] = Split(tuple(shards))
     if not splits[SPLITS[0]].tokens:
         raise InputError(
             Problem(
                 "import",
-                f"{opened[SPLITS[0]][0].path}: no tokens",
-                "there are tokens to train on",
+                f"{indexes_by_split[SPLITS[0]][0].path}: no tokens",
+                "the files contain tokens to train on",
                 "name other files",
             )
         )
-    return splits, ends, sums
+    return splits, ends_documents, sums
 
 
 def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bool, bytes]:
@@ -231,30 +234,30 @@ def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bo
     tokens: npt.NDArray[np.integer] = (
         np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)
     )
-    hasher, sums, ending = xxhash.xxh3_128(), SumsOfStream(), 0
+    hasher, sums, end_of_text_count = xxhash.xxh3_128(), SumsOfStream(), 0
     for start in range(0, len(tokens), TOKENS_AT_ONCE):
-        some = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
-        hasher.update(some.data)
-        sums.update(some.data)
-        least, most = int(some.min()), int(some.max())
-        if least < 0 or most >= info.size:
-            seen = f"{path}: token {least if least < 0 else most}, a tokenizer of {info.size} tokens"
+        chunk = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
+        hasher.update(chunk.data)
+        sums.update(chunk.data)
+        minimum, maximum = int(chunk.min()), int(chunk.max())
+        if minimum < 0 or maximum >= info.size:
+            seen = f"{path}: token {minimum if minimum < 0 else maximum}, a tokenizer of {info.size} tokens"
             raise InputError(
                 Problem(
                     "tokenizer.path",
                     seen,
                     "every token is one of the tokenizer's",
-                    "name the tokenizer that made the files: tokenizer.path=FOLDER",
+                    "name the tokenizer that encoded the files: tokenizer.path=FOLDER",
                 )
             )
-        ending += int(np.count_nonzero(some == info.end_of_text))
-        task.advance(some.nbytes, note=path.name)
-    places = np.zeros(len(index.lengths) + 1, dtype=np.int64)
-    np.cumsum(index.lengths, out=places[1:])
-    last = places[index.documents[1:]] - 1  # each document's last token
-    lengths = np.diff(places[index.documents])
-    whole = (
-        bool((lengths > 0).all()) and ending == len(last) and bool((tokens[last] == info.end_of_text).all())
+        end_of_text_count += int(np.count_nonzero(chunk == info.end_of_text))
+        task.advance(chunk.nbytes, note=path.name)
+    token_offsets = np.zeros(len(index.lengths) + 1, dtype=np.int64)
+    np.cumsum(index.lengths, out=token_offsets[1:])
+    last = token_offsets[index.documents[1:]] - 1  # each document's last token
+    lengths = np.diff(token_offsets[index.documents])
+    is_terminated = (
+        bool((lengths > 0).all()) and end_of_text_count == len(last) and bool((tokens[last] == info.end_of_text).all())
     )
     content = sums.content()
     shard = Shard(
@@ -265,19 +268,19 @@ def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bo
         digest(index.path),
         _checked_sums(path, content),
     )
-    return shard, whole, content
+    return shard, is_terminated, content
 
 
 def _checked_sums(path: Path, content: bytes) -> Digest:
-    """Of the sums of ``path``, which are written later. Raises InputError if another file has their name."""
-    there = path.with_suffix(ENDING)
-    if there.exists() and there.read_bytes() != content:
+    """Describe the checksums of ``path``, to be written later. Raises InputError if another file has their name."""
+    existing = path.with_suffix(ENDING)
+    if existing.exists() and existing.read_bytes() != content:
         raise InputError(
             Problem(
                 "import",
-                f"{there} is there",
-                f"the sums of {path.name} are written to that name",
-                f"rename {there}",
+                f"{existing} exists and differs",
+                f"the checksums of {path.name} are written to that name",
+                f"rename {existing}",
             )
         )
     return Digest(len(content), xxhash.xxh3_128_hexdigest(content))

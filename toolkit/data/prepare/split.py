@@ -9,22 +9,23 @@ from toolkit.progress import Progress
 
 
 def validation_below(plan: Plan, progress: Progress) -> int:
-    """See ``Plan.validation_below``. Reads documents until one goes to validation; of a small input that may be all of them.
+    """Return the value of ``PreparationPlan.validation_below`` that gives validation at least one document of two.
 
-    If the share gives none, the document of the least ``side`` goes to validation, provided that another one is left for training.
+    Reads documents until one is for validation; of a small input that may be all of them. If the configured share
+    selects none, the document with the smallest hash is used, provided that another one is left for training.
     """
-    wanted = below(plan.recipe["validation"])
-    if not wanted:
+    threshold = below(plan.recipe["validation"])
+    if not threshold:
         return 0
-    least: list[int] = []  # of two different documents
-    with progress.task("looking for a validation document", unit="documents") as task:
+    smallest: list[int] = []  # hashes of two different documents
+    with progress.task("searching a validation document", unit="documents") as task:
         for unit in plan.units:
             for document in documents(plan, unit):
                 task.advance()
                 if not document.content:
                     continue
-                found = side(decoded(document.content)[0])
-                if found < wanted:
-                    return wanted
-                least = sorted({*least, found})[:2]
-    return least[0] + 1 if len(least) == 2 else wanted
+                value = side(decoded(document.content)[0])
+                if value < threshold:
+                    return threshold
+                smallest = sorted({*smallest, value})[:2]
+    return smallest[0] + 1 if len(smallest) == 2 else threshold

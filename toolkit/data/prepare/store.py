@@ -1,8 +1,8 @@
-"""An input in a store: ``input=s3://bucket/texts``. Its files are brought here first, and then read as files of this machine.
+"""An input in a store (``input=s3://bucket/texts``): its files are first copied to this machine and then read locally.
 
-    OUTPUT/.work/input/    the copies, each with its name, and with the store's time of change; removed with .work
+    OUTPUT/.work/input/    the copies with their names and the store's modification times; removed with .work
 
-A copy has its name only when it is whole, so a preparation that was killed fetches what is not here yet.
+A copy gets its name only when it is complete, so a killed preparation fetches only the missing files.
 """
 
 from __future__ import annotations
@@ -25,106 +25,106 @@ from toolkit.progress import Progress
 
 INPUT = "input"
 AT_ONCE_BYTES = 32 << 20
-LISTED = ("s3", "gs", "az")  # the others cannot say which files they have
+LISTED = ("s3", "gs", "az")  # other stores cannot list their files
 
 
 def list_store(config: PrepareConfig, work: Path) -> Listing:
-    """The files below the URL, by name; their copies come to lie in ``work``.
+    """List the files below the URL by name; their copies will be in ``work``.
 
     Raises:
-        InputError: the store does not answer, or has none there.
+        InputError: the store does not answer, or there are no files.
     """
     assert config.input is not None
     place = place_of(config.input, "input")
     assert isinstance(place, Url)
     if place.partition("://")[0] not in LISTED:
-        kinds = ", ".join(f"{kind}://" for kind in LISTED)
+        schemes = ", ".join(f"{kind}://" for kind in LISTED)
         raise InputError(
             Problem(
                 "input",
                 f"input={place}",
-                f"an input in a store is a folder of {kinds}: others cannot be listed",
-                "bring its files to this machine, and name their folder",
+                f"an input in a store is a folder of {schemes}: other stores cannot list their files",
+                "copy its files to this machine, and name their folder",
             )
         )
-    with _of_input():
-        found = [file for file in _folder(place).listing() if not hidden(PurePosixPath(file.name))]
-    if not found:
+    with _errors_about_input():
+        stored = [file for file in _folder(place).listing() if not hidden(PurePosixPath(file.name))]
+    if not stored:
         raise InputError(
             Problem(
                 "input",
                 f"input={place}: no file below it",
                 "an input in a store is a folder with files",
-                "mend the URL: it names a folder, not one file and not a pattern",
+                "correct the URL: it names a folder, not a file or a pattern",
             )
         )
-    for file in found:
+    for file in stored:
         try:
             relative_name(file.name)
         except UnsafePath as error:
             rule = "the name of a file in a store becomes the name of its copy on this machine"
             raise InputError(Problem("input", f"{place}: {error}", rule, "rename it in the store")) from error
     files = tuple(
-        (file.name, input_format(file.name, config.format), file.bytes, file.modified) for file in found
+        (file.name, input_format(file.name, config.format), file.bytes, file.modified) for file in stored
     )
     return Listing(str(work / INPUT), files, url=place)
 
 
 def fetch(listed: Listing, progress: Progress) -> None:
-    """Bring every file of ``listed`` here that is not here as the store has it. Raises InputError, StorageError."""
+    """Copy every file of ``listed`` whose copy is missing or outdated. Raises InputError, StorageError."""
     root = Path(listed.root)
-    left = [
+    outdated = [
         (name, size, modified)
         for name, _, size, modified in listed.files
-        if not _is_here(root / name, size, modified)
+        if not _is_current(root / name, size, modified)
     ]
-    total, missing = sum(size for *_, size, _ in listed.files), sum(size for _, size, _ in left)
-    times = {name: modified for name, _, modified in left}
-    sizes = {name: size for name, size, _ in left}
+    total, outdated_bytes = sum(size for *_, size, _ in listed.files), sum(size for _, size, _ in outdated)
+    times = {name: modified for name, _, modified in outdated}
+    sizes = {name: size for name, size, _ in outdated}
     with (
-        _of_input(),
-        progress.task("fetching the input", total=total, unit="B", done=total - missing) as task,
+        _errors_about_input(),
+        progress.task("fetching the input", total=total, unit="B", done=total - outdated_bytes) as task,
     ):
         for name in sizes:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            _partial(root / name).write_bytes(b"")
+            _partial_path(root / name).write_bytes(b"")
             if not sizes[name]:
-                _whole(root / name, times[name])
-        for one, content in _contents(listed, sizes):
-            with _partial(root / one.name).open("ab") as file:
+                _finish_copy(root / name, times[name])
+        for chunk, content in _contents(listed, sizes):
+            with _partial_path(root / chunk.name).open("ab") as file:
                 file.write(content)
-            if one.end == sizes[one.name]:
-                _whole(root / one.name, times[one.name])
+            if chunk.end == sizes[chunk.name]:
+                _finish_copy(root / chunk.name, times[chunk.name])
             task.advance(len(content))
 
 
 def xxh3_128(listed: Listing, names: Sequence[str]) -> dict[str, str]:
-    """Of each of these files, as the store has it now. Raises InputError, StorageError."""
+    """Hash the current content of these files in the store. Raises InputError, StorageError."""
     hashers = {name: xxhash.xxh3_128() for name in names}
-    with _of_input():
-        for one, content in _contents(
+    with _errors_about_input():
+        for chunk, content in _contents(
             listed, {name: size for name, _, size, _ in listed.files if name in hashers}
         ):
-            hashers[one.name].update(content)
+            hashers[chunk.name].update(content)
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
 
 def _contents(listed: Listing, sizes: dict[str, int]) -> Iterator[tuple[Range, Buffer]]:
-    """All bytes of these files, in order."""
+    """Yield all bytes of these files in order."""
     assert listed.url is not None
     folder = _folder(Url(listed.url)).for_reading(sizes)
-    gathered: list[Range] = []
-    held = 0
+    batch: list[Range] = []
+    batch_bytes = 0
     for name, size in sizes.items():
         for start in range(0, size, AT_ONCE_BYTES):
-            one = Range(name, start, min(start + AT_ONCE_BYTES, size))
-            if held + one.end - one.start > AT_ONCE_BYTES:
-                yield from zip(gathered, folder.read_ranges(gathered), strict=True)
-                gathered, held = [], 0
-            gathered.append(one)
-            held += one.end - one.start
-    if gathered:
-        yield from zip(gathered, folder.read_ranges(gathered), strict=True)
+            chunk = Range(name, start, min(start + AT_ONCE_BYTES, size))
+            if batch_bytes + chunk.end - chunk.start > AT_ONCE_BYTES:
+                yield from zip(batch, folder.read_ranges(batch), strict=True)
+                batch, batch_bytes = [], 0
+            batch.append(chunk)
+            batch_bytes += chunk.end - chunk.start
+    if batch:
+        yield from zip(batch, folder.read_ranges(batch), strict=True)
 
 
 def _folder(place: Url) -> StoreFolder:
@@ -133,25 +133,25 @@ def _folder(place: Url) -> StoreFolder:
     return folder
 
 
-def _is_here(file: Path, size: int, modified: int) -> bool:
+def _is_current(file: Path, size: int, modified: int) -> bool:
     if not file.is_file():
         return False
     stat = file.stat()
     return (stat.st_size, stat.st_mtime_ns) == (size, modified)
 
 
-def _partial(file: Path) -> Path:
+def _partial_path(file: Path) -> Path:
     return file.with_name(f".{file.name}.fetching")
 
 
-def _whole(file: Path, modified: int) -> None:
-    os.utime(_partial(file), ns=(modified, modified))
-    _partial(file).replace(file)
+def _finish_copy(file: Path, modified: int) -> None:
+    os.utime(_partial_path(file), ns=(modified, modified))
+    _partial_path(file).replace(file)
 
 
 @contextmanager
-def _of_input() -> Iterator[None]:
-    """What a store answers is about data.path where a run reads; here it is about input."""
+def _errors_about_input() -> Iterator[None]:
+    """Change errors about data.path, which is what a run reads from a store, to errors about input."""
     try:
         yield
     except InputError as error:

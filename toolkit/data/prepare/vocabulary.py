@@ -1,4 +1,4 @@
-"""The tokenizer of a preparation: any that transformers or tokenizers opens, or one trained on a sample of the input."""
+"""The tokenizer of a preparation: installed from transformers or tokenizers, or trained on a sample of the input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLED_UNITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a process needs of it. ``folder`` holds tokenizer.json."""
+    """What a tokenising process needs. ``folder`` contains tokenizer.json."""
 
     folder: Path
     end_of_text: int
@@ -40,7 +40,7 @@ class Vocabulary:
     special_tokens: SpecialTokens
 
     def load(self) -> Tokenizer:
-        """It encodes whole texts, without padding, and special tokens as ``special_tokens`` asks."""
+        """Load the tokenizer, configured for whole texts without padding and for ``special_tokens``."""
         tokenizer = bpe.load(self.folder)
         prepare_tokenizer(tokenizer, self.special_tokens)
         return tokenizer
@@ -49,24 +49,24 @@ class Vocabulary:
 def ready_vocabulary(
     config: PrepareConfig, plan: Plan, work: Path, output: Path, progress: Progress
 ) -> TokenizerInfo:
-    """``output/tokenizer``, made there by one rename unless it is there. Raises InputError where it cannot be."""
+    """Install or train ``output/tokenizer`` unless it exists; it appears by one rename. Raises InputError."""
     if not (output / bpe.FOLDER).is_dir():
-        new = work / "tokenizer.new"
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
+        temporary = work / "tokenizer.new"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         if config.tokenizer.path is None:
-            bpe.save(bpe.train_bpe(_sample(config, plan, progress), config.tokenizer.vocab_size), new)
+            bpe.save(bpe.train_bpe(_sample(config, plan, progress), config.tokenizer.vocab_size), temporary)
         else:
-            end, path = config.tokenizer.end_of_text, config.tokenizer.path
+            end_of_text, tokenizer_path = config.tokenizer.end_of_text, config.tokenizer.path
             tokenizer_copy.place(
-                path,
-                end,
-                new,
+                tokenizer_path,
+                end_of_text,
+                temporary,
                 key="tokenizer.path",
                 end_key="tokenizer.end_of_text",
                 trust_remote_code=config.tokenizer.trust_remote_code,
             )
-        (new / bpe.FOLDER).replace(output / bpe.FOLDER)
+        (temporary / bpe.FOLDER).replace(output / bpe.FOLDER)
         sync_folder(output)
     return tokenizer_copy.info(output / bpe.FOLDER)
 
@@ -81,17 +81,17 @@ def vocabulary(folder: Path, info: TokenizerInfo, plan: Plan) -> Vocabulary:
 
 
 def _sample(config: PrepareConfig, plan: Plan, progress: Progress) -> Iterator[str]:
-    """Training documents from units that lie evenly over the input, the same share of bytes from each."""
-    keys, wanted = Keys.of(plan), config.tokenizer.sample_mib << 20
-    everything = 0 < plan.bytes <= wanted
-    count = len(plan.units) if everything else min(len(plan.units), SAMPLED_UNITS)
-    share = wanted if everything else -(-wanted // count)
+    """Yield training documents from units spread evenly over the input, the same number of bytes from each."""
+    keys, sample_bytes = Keys.of(plan), config.tokenizer.sample_mib << 20
+    whole_input = 0 < plan.bytes <= sample_bytes
+    count = len(plan.units) if whole_input else min(len(plan.units), SAMPLED_UNITS)
+    unit_bytes = sample_bytes if whole_input else -(-sample_bytes // count)
     total = 0
-    with progress.task("training the tokenizer", total=min(wanted, plan.bytes) or None, unit="B") as task:
+    with progress.task("training the tokenizer", total=min(sample_bytes, plan.bytes) or None, unit="B") as task:
         for number in range(count):
             taken = 0
             for document in documents(plan, plan.units[number * len(plan.units) // count]):
-                if taken >= share or total >= wanted:
+                if taken >= unit_bytes or total >= sample_bytes:
                     break
                 check_size(document, plan.path(document.source))
                 content, text = decoded(document.content)

@@ -1,6 +1,6 @@
-"""Tasks over processes: each takes the next number when it is free. What they make is on disk; here goes only how far they are.
+"""Run tasks in processes: each process takes the next number when it is free. Results are on disk; pipes carry progress.
 
-A process ends with its parent, however that ends (``kill -9`` too): none works on beside the one that is started next.
+A process ends with its parent, even after ``kill -9``, so that none runs on when the parent is started again.
 """
 
 from __future__ import annotations
@@ -17,94 +17,93 @@ from typing import Any
 from toolkit.errors import ExitCode, InputError, Problem
 from toolkit.progress import Task
 
-Advance = Callable[[int], None]  # by so many bytes
+Advance = Callable[[int], None]  # reports a number of bytes
 Job = Callable[[int, Advance], None]
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
-def each(begin: Callable[[], Job], numbers: Sequence[int], workers: int, task: Task) -> None:
-    """Do every one of ``numbers``: ``begin()``, in each process, gives what does one. A single worker is this process.
+def each(start_task: Callable[[], Job], numbers: Sequence[int], workers: int, task: Task) -> None:
+    """Run the task of every one of ``numbers``; ``begin()`` in each process returns the task. One worker runs in this process.
 
     Raises:
-        InputError: one of them met it, or a process was killed (what is done stays done).
+        InputError: a task raised it, or a process was killed (finished tasks stay finished).
     """
     if not numbers:
         return
     if workers == 1 or len(numbers) == 1:
-        job = begin()
+        job = start_task()
         for number in numbers:
             job(number, task.advance)
         return
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # tokenizers and arrow have threads, which a fork would break
-    taken, done = context.Value("q", 0), context.Value("q", 0)
-    processes, ends = [], []
+    # Tokenizers and arrow have threads, so processes cannot be forked.
+    context = multiprocessing.get_context("spawn")
+    next_index, progress_bytes = context.Value("q", 0), context.Value("q", 0)
+    processes, receivers = [], []
     try:
         for _ in range(min(workers, len(numbers))):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(begin, numbers, taken, done, theirs), daemon=True)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_run_worker, args=(start_task, numbers, next_index, progress_bytes, sender), daemon=True)
             process.start()
-            theirs.close()
+            sender.close()
             processes.append(process)
-            ends.append(mine)
-        _watch(processes, ends, done, task)
+            receivers.append(receiver)
+        _watch(processes, receivers, progress_bytes, task)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _watch(processes: Sequence[Any], ends: Sequence[Connection], done: Any, task: Task) -> None:
-    told = 0
+def _watch(processes: Sequence[Any], receivers: Sequence[Connection], progress_bytes: Any, task: Task) -> None:
+    reported = 0
     running = dict(
-        zip([process.sentinel for process in processes], zip(processes, ends, strict=True), strict=True)
+        zip([process.sentinel for process in processes], zip(processes, receivers, strict=True), strict=True)
     )
     while running:
-        ended = wait(list(running), timeout=LOOK_SECONDS)
-        now = done.value
-        if now > told:
-            task.advance(now - told)
-            told = now
+        ended = wait(list(running), timeout=POLL_SECONDS)
+        current = progress_bytes.value
+        if current > reported:
+            task.advance(current - reported)
+            reported = current
         for sentinel in ended:
             assert isinstance(sentinel, int)
-            process, end = running.pop(sentinel)
-            process.join()  # its end shows before its code does
+            process, pipe = running.pop(sentinel)
+            process.join()  # the sentinel is ready before the exit code
             if process.exitcode:
-                raise _failure(process.exitcode, end)
+                raise _worker_error(process.exitcode, pipe)
 
 
-def _failure(code: int, end: Connection) -> Exception:
-    if code == ExitCode.FAILURE and end.poll():
-        error = end.recv()
+def _worker_error(code: int, pipe: Connection) -> Exception:
+    if code == ExitCode.FAILURE and pipe.poll():
+        error = pipe.recv()
         assert isinstance(error, Exception)
         return error
     seen = f"a worker ended with code {code}" + (f" ({signal.Signals(-code).name})" if code < 0 else "")
-    remedy = "start it again: it goes on; with fewer workers= or less memory_mib= where memory was short"
-    return InputError(Problem("workers", seen, "every worker does its share to the end", remedy))
+    remedy = "start again to continue; if memory ran out, with fewer workers= or a smaller memory_mib="
+    return InputError(Problem("workers", seen, "no worker process is killed", remedy))
 
 
-def _work(begin: Callable[[], Job], numbers: Sequence[int], taken: Any, done: Any, end: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends us
+def _run_worker(start_task: Callable[[], Job], numbers: Sequence[int], next_index: Any, progress_bytes: Any, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal too, and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def advance(amount: int) -> None:
-        with done.get_lock():
-            done.value += amount
+        with progress_bytes.get_lock():
+            progress_bytes.value += amount
 
     try:
-        job = begin()
+        job = start_task()
         while True:
-            with taken.get_lock():
-                index = taken.value
-                taken.value += 1
+            with next_index.get_lock():
+                index = next_index.value
+                next_index.value += 1
             if index >= len(numbers):
                 return
             job(numbers[index], advance)
     except InputError as error:
-        end.send(error)
-    except Exception:  # noqa: BLE001 - whatever it is, the parent raises it with this traceback
-        end.send(RuntimeError(traceback.format_exc()))
+        pipe.send(error)
+    except Exception:  # noqa: BLE001 - the parent raises it with this traceback
+        pipe.send(RuntimeError(traceback.format_exc()))
     raise SystemExit(int(ExitCode.FAILURE))
 
 

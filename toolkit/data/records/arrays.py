@@ -1,4 +1,4 @@
-"""One folder of records that are labelled images: ``data=arrays``. What is asked of their fields, the vision task uses."""
+"""One folder of labelled images: ``data=arrays``, for the vision task."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
-    kept = cache_of(config.data.cache)
-    training = open_records(folder, "train", cache=kept, surveyed=True)
+    block_cache = cache_of(config.data.cache)
+    training = open_records(folder, "train", cache=block_cache, surveyed=True)
     sets = {
-        name: open_records(folder, name, cache=kept, surveyed=True)
+        name: open_records(folder, name, cache=block_cache, surveyed=True)
         for name in (config.eval.sets if config.eval.every else [])
     }
     stream = Stream(
@@ -48,34 +48,34 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
 
 
 def record_problems(config: RunConfig, manifest: RecordManifest) -> Iterator[Problem]:
-    """What a run asks of its records and does not find."""
+    """Yield the requirements of the run that its records do not meet."""
     wanted = ["train", *(name for name in config.eval.sets if config.eval.every)]
-    there = [name for name in wanted if name in manifest.splits]
+    available = [name for name in wanted if name in manifest.splits]
     for name in dict.fromkeys(wanted):
-        if name not in there:
+        if name not in available:
             key = "data.path" if name == "train" else "eval.sets"
             yield Problem(
                 key,
                 f"{key}={config.data.path if name == 'train' else config.eval.sets}, no split {name}",
                 "the data folder holds the training split and every evaluation set",
-                f"there are: {', '.join(sorted(manifest.splits))}; choose among them, or write the records again",
+                f"available: {', '.join(sorted(manifest.splits))}; choose among them, or write the records again",
             )
     fields = {field.name: field for field in manifest.fields}
-    for name, dims, kinds, words in (
+    for name, ndim, kinds, description in (
         (IMAGE, 3, "biuf", "numbers [bands, height, width]"),
         (LABEL, 0, "iu", "a whole number"),
     ):
         field = fields.get(name)
-        if field is None or len(field.shape) != dims or manifest.dtype[name].base.kind not in kinds:
+        if field is None or len(field.shape) != ndim or manifest.dtype[name].base.kind not in kinds:
             seen = ", ".join(f"{field.name}: {field.dtype} {list(field.shape)}" for field in manifest.fields)
             yield Problem(
                 "data.path",
                 f"data.path={config.data.path} has records of {seen}",
-                f"the vision task learns the field {LABEL} from the field {IMAGE}: {name} is {words}",
+                f"the vision task learns the field {LABEL} from the field {IMAGE}: {name} is {description}",
                 f"write the records with {name}, or train on text: data=stdlib",
             )
             continue
-        least = min((manifest.splits[split].statistics[name].least for split in there), default=0)
+        least = min((manifest.splits[split].statistics[name].least for split in available), default=0)
         if name == LABEL and least < 0:
             yield Problem(
                 "data.path",
@@ -86,7 +86,7 @@ def record_problems(config: RunConfig, manifest: RecordManifest) -> Iterator[Pro
 
 
 def classes(manifest: RecordManifest) -> int:
-    """How many classes the labels of all splits need."""
+    """Return the number of classes that the labels of all splits need."""
     return 1 + int(max(split.statistics[LABEL].most for split in manifest.splits.values()))
 
 

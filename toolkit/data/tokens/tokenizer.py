@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on given text, saved as transformers' AutoTokenizer reads it."""
+"""Tokenizers of data folders: train a byte-level BPE tokenizer, or install an existing one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ FILE = "tokenizer.json"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """At most ``vocab_size`` tokens: END_OF_TEXT (id 0), the 256 bytes, then merges by frequency. Same texts, same tokenizer."""
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens.
+
+    The tokens are END_OF_TEXT (id 0), the 256 bytes, then merges by frequency. The same texts give the same tokenizer.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -42,11 +45,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> TokenizerInfo:
-    """Into ``folder/tokenizer``."""
+    """Save the tokenizer in ``folder/tokenizer`` in the form that transformers' AutoTokenizer opens."""
     target = folder / FOLDER
     target.mkdir()
     write_whole(target / FILE, tokenizer.to_str(pretty=True))
-    # A sequence may be of any length: the model's own limit is in the model's configuration.
+    # No limit on the length of a sequence: the model's configuration has its own.
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
@@ -59,7 +62,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> TokenizerInfo:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a data folder (``DataManifest.tokenizer_folder``). Raises InputError where there is none."""
+    """Load the tokenizer from ``DataManifest.tokenizer_folder``. Raises InputError if it is absent."""
     from tokenizers import Tokenizer
 
     file = folder / FILE
@@ -81,7 +84,7 @@ def encode(
     end_of_text: int,
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Each text's tokens, and ``end_of_text`` after them. Which texts ``special_tokens`` refuses, the caller checks."""
+    """Yield the tokens of each text followed by ``end_of_text``. The caller checks text that must be refused."""
     # The library's own threads encode. Without this setting it prints a warning in every later fork of this process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     prepare_tokenizer(tokenizer, special_tokens)

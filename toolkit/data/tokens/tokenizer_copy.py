@@ -1,4 +1,4 @@
-"""A tokenizer that somebody names, put into a folder that transformers' AutoTokenizer opens and whose eos_token ends documents."""
+"""A tokenizer that the user names, put into a folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def place(
     end_key: str,
     trust_remote_code: bool = False,
 ) -> TokenizerInfo:
-    """Into ``folder/tokenizer``, which must not be there.
+    """Copy or convert a tokenizer into ``folder/tokenizer``, which must not exist.
 
     Args:
-        name: a tokenizer.json, a folder that has one or that AutoTokenizer opens, prepared data, or a hub id.
+        name: a tokenizer.json, a folder with one or that AutoTokenizer opens, prepared data, or a hub id.
         end_of_text: the token that ends a document; None: the tokenizer's own eos token.
-        key, end_key: the settings that gave the two, for the error of a mistake.
-        trust_remote_code: Python code that comes with the tokenizer may run.
+        key, end_key: the settings of the two, for error messages.
+        trust_remote_code: allow Python code that comes with the tokenizer to run.
 
     Raises:
-        InputError: there is no such tokenizer, it is of another kind, or which token ends a text is not known.
+        InputError: there is no such tokenizer, it is of another kind, or the token that ends a text is unknown.
     """
     target = folder / FOLDER
     target.mkdir()
@@ -71,7 +71,7 @@ def _inside(folder: Path, file: str, key: str) -> Path:
 
 
 def info(folder: Path) -> TokenizerInfo:
-    """Of a tokenizer's folder whose configuration names its eos token."""
+    """Read the description of a tokenizer folder whose configuration names its eos token."""
     tokenizer = _open(folder / FILE, str(folder))
     ids = tokenizer.get_vocab(with_added_tokens=True)
     eos = _text(json.loads((folder / CONFIG).read_bytes())["eos_token"])
@@ -79,25 +79,24 @@ def info(folder: Path) -> TokenizerInfo:
 
 
 def _check_end(name: str, end_of_text: str | None, target: Path, key: str, end_key: str) -> None:
-    """The token that ends a text is one of the tokenizer's, and its configuration says so from now on."""
+    """Check that the token that ends a text exists, and write it to the tokenizer's configuration."""
     tokenizer = _open(target / FILE, f"{key}={name}", key)
     config = json.loads((target / CONFIG).read_text(encoding="utf-8")) if (target / CONFIG).is_file() else {}
-    word = end_of_text or _text(config.get("eos_token"))
-    if word is None or tokenizer.token_to_id(word) is None:
-        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special][
-            :20
-        ]
+    end_token = end_of_text or _text(config.get("eos_token"))
+    if end_token is None or tokenizer.token_to_id(end_token) is None:
+        decoded = tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in decoded if token.special][:20]
         seen = f"{end_key}={end_of_text}" + (
             "" if end_of_text else f", and {name} names no token that ends a text"
         )
         remedy = f"write {end_key}=TOKEN; its special tokens are: {', '.join(special) or 'none'}"
         raise InputError(Problem(end_key, seen, "every document ends with a token of the tokenizer", remedy))
-    if _text(config.get("eos_token")) != word or "tokenizer_class" not in config:
+    if _text(config.get("eos_token")) != end_token or "tokenizer_class" not in config:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             **config,
-            "eos_token": word,
+            "eos_token": end_token,
         }
         write_whole(target / CONFIG, json.dumps(config, indent=1) + "\n")
 
@@ -115,19 +114,19 @@ def _open(file: Path, seen: str, key: str = "tokenizer") -> Any:
 
 
 def _fetch(name: str, target: Path, key: str, *, trust_remote_code: bool) -> None:
-    """By transformers: of the hub, or a folder with a vocabulary of another form, which it converts."""
-    here = Path(name).exists()
-    if not here and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
+    """Fetch with transformers: from the hub, or from a folder with a vocabulary of another form, which it converts."""
+    is_local = Path(name).exists()
+    if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         remedy = f"correct it; {Path(name).absolute()} is absent"
         raise InputError(Problem(key, f"{key}={name}", "the tokenizer's folder or file is there", remedy))
-    if not here:
+    if not is_local:
         hub.online()
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         if not tokenizer.is_fast:
-            raise ValueError("it has no form that the package tokenizers reads")
+            raise ValueError("it has no form that the package tokenizers can read")
         tokenizer.save_pretrained(str(target))
     except (OSError, ValueError, ImportError, KeyError) as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
@@ -140,12 +139,12 @@ def _fetch(name: str, target: Path, key: str, *, trust_remote_code: bool) -> Non
                     f"read that code and write {allow}, or name a tokenizer that needs none",
                 )
             ) from error
-        words = " ".join(str(error).split())[:300] + ("" if here else hub.why_absent())
+        message = " ".join(str(error).split())[:300] + ("" if is_local else hub.why_absent())
         remedy = "name a tokenizer.json, or a folder or hub id that has one"
         rule = "the tokenizer can be opened by transformers' AutoTokenizer"
-        raise InputError(Problem(key, f"{key}={name}: {words}", rule, remedy)) from error
+        raise InputError(Problem(key, f"{key}={name}: {message}", rule, remedy)) from error
 
 
 def _text(token: Any) -> str | None:
-    """A special token in a configuration is its text, or an object with it."""
+    """Return the text of a special token in a configuration, which is a string or an object."""
     return token.get("content") if isinstance(token, dict) else token

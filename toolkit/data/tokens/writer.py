@@ -1,4 +1,4 @@
-"""Writing token shards. A shard's two files appear whole, under their names, when it is closed."""
+"""Write token shards. A shard's files appear complete under their names when it is closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARD_BYTES = 2 << 30
 
 
 class HashedFile:
-    """A file that appears whole, under its name, when it is closed; hashed as it is written. Its ``.sums`` file appears before it."""
+    """A file that is hashed while written and appears under its name when closed, after its ``.sums`` file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class HashedFile:
         self.bytes += memoryview(content).nbytes
 
     def close(self) -> tuple[Digest, Digest]:
-        """Of the file, and of its ``.sums``."""
+        """Return size and hash of the file and of its ``.sums`` file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -52,13 +52,16 @@ class HashedFile:
 
 
 def write_sums(path: Path, content: bytes) -> Digest:
-    """The ``.sums`` file beside the data file ``path``."""
+    """Write the ``.sums`` file of the data file ``path``."""
     write_whole(path.with_suffix(ENDING), content)
     return Digest(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 class ShardWriter:
-    """One ``<name>.bin``, ``<name>.idx`` and ``<name>.sums``. Bounded memory: four bytes a document, eight for 4 KiB of tokens."""
+    """Writes ``<name>.bin``, ``<name>.idx`` and ``<name>.sums``.
+
+    Memory: four bytes per document and eight per 4 KiB of tokens.
+    """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._folder = folder
@@ -72,7 +75,7 @@ class ShardWriter:
         return self._file.bytes
 
     def add(self, document: npt.NDArray[Any]) -> None:
-        """One document's tokens [tokens], its closing end-of-text included; every id fits the dtype."""
+        """Add one document's tokens [tokens], with its closing end-of-text; every id must fit the dtype."""
         self._file.write(document.astype(self._dtype, copy=False).tobytes())
         self._lengths.append(len(document))
 
@@ -88,9 +91,9 @@ class ShardWriter:
 
 
 class SplitWriter:
-    """The shards ``<split>-00000``, ``<split>-00001`` ... of a split; no document is cut.
+    """Writes the shards ``<split>-00000``, ``<split>-00001`` ... of a split without cutting documents.
 
-    As a context manager: an error inside removes the shard under way.
+    As a context manager it removes the unfinished shard after an error.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class SplitWriter:
         self._split = split
         self._dtype = dtype
         self._shard_bytes = shard_bytes
-        self._done: list[Shard] = []
+        self._shards: list[Shard] = []
         self._current: ShardWriter | None = None
 
     def add(self, document: npt.NDArray[Any]) -> None:
@@ -110,17 +113,17 @@ class SplitWriter:
         ):
             self._end_shard()
         if self._current is None:
-            self._current = ShardWriter(self._folder, f"{self._split}-{len(self._done):05}", self._dtype)
+            self._current = ShardWriter(self._folder, f"{self._split}-{len(self._shards):05}", self._dtype)
         self._current.add(document)
 
     def close(self) -> Split:
         self._end_shard()
         sync_folder(self._folder)
-        return Split(tuple(self._done))
+        return Split(tuple(self._shards))
 
     def _end_shard(self) -> None:
         if self._current is not None:
-            self._done.append(self._current.close())
+            self._shards.append(self._current.close())
             self._current = None
 
     def __enter__(self) -> SplitWriter:
