@@ -48,11 +48,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_data_ready(plan: RunPlan) -> str:
-    from toolkit.data.open import ready_for
+    from toolkit.data.registry import prepare_data
     from toolkit.progress import Progress
 
     with Progress() as progress:
-        return ready_for(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
+        return prepare_data(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
 
 
 def train(plan: RunPlan, launch: Launch, start: Start, stop: StopRequest) -> ExitCode:

@@ -57,7 +57,7 @@ def make_corpus(folder: Path, patch: pytest.MonkeyPatch) -> Corpus:
     for name, size in (("first", 300), ("second", 290)):
         (folder / name).mkdir()
         made.append(
-            (folder / name / bpe.FOLDER, bpe.save(bpe.train_bpe(columns["text"], size), folder / name))
+            (folder / name / bpe.TOKENIZER_FOLDER, bpe.save_tokenizer(bpe.train_bpe(columns["text"], size), folder / name))
         )
     return Corpus(folder, rows, made[0][0], made[1][0], made[0][1].end_of_text)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.digest import digest
-from toolkit.data.manifest import NAME, DataManifest, Origin, TokenizerInfo, write_manifest
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import MANIFEST_NAME, DataManifest, DataOrigin, TokenizerInfo, write_manifest
 from toolkit.data.tokens.index import token_dtype
 from toolkit.data.tokens.writer import SHARD_BYTES, SplitWriter
 from toolkit.plan.types import BatchPlan, RampStage
@@ -70,11 +70,11 @@ def make_folder(
             for text in texts:
                 writer.add(text)
             made[name] = writer.close()
-    tokenizer = TokenizerInfo("tokenizer", digest(file).xxh3_128, vocab_size, 0)
+    tokenizer = TokenizerInfo("tokenizer", hash_file(file).xxh3_128, vocab_size, 0)
     manifest = DataManifest(
         folder=folder,
         dtype=dtype.name,
-        origin=Origin("made", "none", 1, 1, "0"),
+        origin=DataOrigin("made", "none", 1, 1, "0"),
         tokenizer=tokenizer,
         splits=made,
     )
@@ -84,10 +84,10 @@ def make_folder(
 
 def without_sums(folder: Path, version: int = 2) -> None:
     """As a folder that was made before the format had sums."""
-    content = json.loads((folder / NAME).read_text())
+    content = json.loads((folder / MANIFEST_NAME).read_text())
     del content["manifest_xxh3_128"]
     for split in content["splits"].values():
         for shard in split["shards"]:
             (folder / f"{shard['name']}.sums").unlink()
             del shard["sums"]
-    (folder / NAME).write_text(json.dumps({**content, "format_version": version}))
+    (folder / MANIFEST_NAME).write_text(json.dumps({**content, "format_version": version}))

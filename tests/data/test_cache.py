@@ -21,7 +21,7 @@ import pytest
 
 from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.remote.cache import WAYS, BlockCache, CachedFile, read_cached
-from toolkit.data.remote.storage import Buffer, Folder, Range
+from toolkit.data.remote.storage import Buffer, ByteRange, DataFolder
 from toolkit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,15 +33,15 @@ def block(number: int, size: int = BLOCK_BYTES) -> bytes:
     return np.random.default_rng(number).bytes(size)
 
 
-class Counted(Folder):
+class Counted(DataFolder):
     """A folder in memory that counts what is asked of it, after some time."""
 
     def __init__(self, files: dict[str, bytes], seconds: float = 0.0) -> None:
         self.place = Path("memory")
         self.files, self.seconds = files, seconds
-        self.asked: list[Range] = []
+        self.asked: list[ByteRange] = []
 
-    def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Buffer]:
         self.asked += ranges
         time.sleep(self.seconds)
         return [memoryview(self.files[one.name])[one.start : one.end] for one in ranges]
@@ -151,9 +151,9 @@ def test_ranges_come_from_blocks_that_are_fetched_once(tmp_path: Path) -> None:
     files = {"a.bin": CachedFile("a.bin", "hash", len(content))}
     folder, cache = Counted({"a.bin": content}), BlockCache(tmp_path, MIB)
     ranges = [
-        Range("a.bin", 5, 900),
-        Range("a.bin", 40_000, 140_000),
-        Range("a.bin", 10 * BLOCK_BYTES - 3, len(content)),
+        ByteRange("a.bin", 5, 900),
+        ByteRange("a.bin", 40_000, 140_000),
+        ByteRange("a.bin", 10 * BLOCK_BYTES - 3, len(content)),
     ]
     expected = [content[one.start : one.end] for one in ranges]
     assert [bytes(got) for got in read_cached(cache, folder, files, ranges)] == expected
@@ -215,7 +215,7 @@ def test_a_dead_claimant_is_not_waited_for(tmp_path: Path) -> None:
         BlockCache(tmp_path, MIB),
         folder,
         {"a.bin": CachedFile("a.bin", "hash", len(content))},
-        [Range("a.bin", 1, 2)],
+        [ByteRange("a.bin", 1, 2)],
     )
     assert bytes(got[0]) == content[1:2]
     assert time.monotonic() - begin < 2
@@ -232,7 +232,7 @@ def test_threads_share_a_cache(tmp_path: Path) -> None:
                 cache,
                 folder,
                 {"a.bin": CachedFile("a.bin", "h", len(content))},
-                [Range("a.bin", start, start + 9000)],
+                [ByteRange("a.bin", start, start + 9000)],
             )
             wrong.extend([start] * (bytes(got[0]) != content[start : start + 9000]))
 

@@ -29,13 +29,13 @@ from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.dataset import documents as documents_module
 from toolkit.data.dataset import source as sources
+from toolkit.data.dataset.data_folder import TrainingSource
 from toolkit.data.dataset.documents import ArrowDocuments
-from toolkit.data.dataset.encode import Encoders, WorkerDied
-from toolkit.data.dataset.ready import Opened
 from toolkit.data.dataset.stream import DatasetStream, merge_states
-from toolkit.data.dataset.worker import is_held_out
+from toolkit.data.dataset.tokenizer_pool import TokenizerPool, WorkerDied
+from toolkit.data.dataset.tokenizer_worker import is_held_out
 from toolkit.data.manifest import read_manifest
-from toolkit.data.open import open_data, ready_for
+from toolkit.data.registry import open_data, prepare_data
 from toolkit.data.tokens import tokenizer as bpe
 from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import CheckpointError, InputError
@@ -53,7 +53,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 
 
 def ready(config: RunConfig) -> str:
-    return ready_for(config, None, Progress.silent())
+    return prepare_data(config, None, Progress.silent())
 
 
 class Ranks:
@@ -103,7 +103,7 @@ def same(a: list[Ints], b: list[Ints]) -> bool:
 
 def texts_of(rows: list[Ints], corpus: Corpus) -> list[list[str]]:
     """Of each lane, the whole documents in the rows, but the last."""
-    tokenizer = bpe.load(corpus.tokenizer)
+    tokenizer = bpe.read_tokenizer(corpus.tokenizer)
     taken = np.stack(rows)
     lanes = []
     for lane in range(taken.shape[1]):
@@ -231,16 +231,16 @@ def test_large_files_are_hashed_at_places(tmp_path: Path, monkeypatch: pytest.Mo
     a.parent.mkdir()
     a.write_bytes(bytes(5000))
     b.write_bytes(bytes(5000))
-    before = sources.file_digests([a, b])
+    before = sources.hash_files([a, b])
     assert list(before) == ["part/a", "b"]
     b.write_bytes(bytes(4999) + b"x")
-    after = sources.file_digests([a, b])
+    after = sources.hash_files([a, b])
     assert before["part/a"] == after["part/a"]
     assert before["b"] != after["b"]
 
 
 def test_arrow_files_that_are_cut_short_or_gone_are_named(corpus: Corpus, tmp_path: Path) -> None:
-    (whole,) = Opened.read(ready(config_of(corpus))).files
+    (whole,) = TrainingSource.read(ready(config_of(corpus))).files
     file = tmp_path / "cut.arrow"
     file.write_bytes(Path(whole).read_bytes()[:-2000])
     for path in (file, tmp_path / "gone.arrow"):
@@ -269,7 +269,7 @@ def test_a_killed_worker_is_an_error_and_leaves_nobody(corpus: Corpus) -> None:
 
 def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus) -> None:
     code = (
-        "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.encode import Encoders\n"
+        "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.tokenizer_pool import Encoders\n"
         "from toolkit.config.special_tokens import SpecialTokens\n"
         f"file = Path({str(corpus.tokenizer / 'tokenizer.json')!r})\n"
         "encoders = Encoders(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, special_tokens=SpecialTokens.refuse, count=2)\n"
@@ -296,7 +296,7 @@ def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus)
 
 
 def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) -> None:
-    encoders = Encoders(
+    encoders = TokenizerPool(
         corpus.tokenizer / "tokenizer.json",
         end_of_text=0,
         dtype=np.dtype(np.uint16),
@@ -315,7 +315,7 @@ def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) ->
     tokens, broken = encoders.submit(lambda: (b"a\xff", np.array([1, 2]))).result(timeout=60)
     assert tokens.dtype == np.uint16
     assert tokens[-1] == 0
-    tokenizer = bpe.load(corpus.tokenizer)
+    tokenizer = bpe.read_tokenizer(corpus.tokenizer)
     assert tokenizer.decode(broken.tolist()) == "\ufffd"  # what is no UTF-8
     encoders.close()
     encoders.close()

@@ -17,7 +17,7 @@ import pytest
 from tests.data.dataset_files import Corpus, config_of, make_corpus
 from toolkit.config.schema import BatchRampConfig, RunConfig
 from toolkit.data import hub
-from toolkit.data.open import ready_for
+from toolkit.data.registry import prepare_data
 from toolkit.errors import ConfigError, InputError
 from toolkit.progress import Progress
 
@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 
 def refusal(config: RunConfig, vocab_size: int | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        ready_for(config, vocab_size, Progress.silent())
+        prepare_data(config, vocab_size, Progress.silent())
     left = [path.name for path in Path(config.data.path).glob(".*.partial")]
     assert not left
     (problem,) = caught.value.problems
@@ -43,13 +43,13 @@ def offline() -> Iterator[pytest.MonkeyPatch]:
     import datasets
     from huggingface_hub import constants
 
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         patch.delenv("HF_HUB_OFFLINE", raising=False)
         yield patch
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -100,15 +100,15 @@ def test_an_end_of_text_may_be_named(corpus: Corpus) -> None:
     from transformers import AutoTokenizer
 
     file = str(corpus.tokenizer / "tokenizer.json")
-    folder = ready_for(
+    folder = prepare_data(
         config_of(corpus, tokenizer=file, end_of_text="<|endoftext|>"), None, Progress.silent()
     )
     assert AutoTokenizer.from_pretrained(f"{folder}/tokenizer").eos_token == "<|endoftext|>"
 
 
 def test_the_tokenizer_of_a_data_folder_may_be_named(corpus: Corpus) -> None:
-    first = ready_for(config_of(corpus), None, Progress.silent())
-    assert ready_for(config_of(corpus, tokenizer=first), None, Progress.silent()) == first
+    first = prepare_data(config_of(corpus), None, Progress.silent())
+    assert prepare_data(config_of(corpus, tokenizer=first), None, Progress.silent()) == first
 
 
 def test_what_the_run_asks_of_its_data(corpus: Corpus) -> None:
@@ -201,7 +201,7 @@ def test_a_dataset_of_the_hub_that_was_fetched_before(
     info |= {"builder_name": "json", "dataset_name": "something", "config_name": "default"}
     info["splits"]["train"]["dataset_name"] = "something"
     (target / "dataset_info.json").write_text(json.dumps(info))
-    folder = ready_for(config_of(corpus, path="somebody/something"), None, Progress.silent())
+    folder = prepare_data(config_of(corpus, path="somebody/something"), None, Progress.silent())
     source = json.loads((Path(folder) / "source.json").read_text())
     assert source["revision"] == commit
     assert source["files"] == [str(target / "something-train.arrow")]

@@ -19,8 +19,8 @@ from tests.data.made import batch_plan, make_folder
 from toolkit.config.data import DataConfig, Documents
 from toolkit.config.schema import RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest, write_manifest
-from toolkit.data.open import open_data, ready_for
-from toolkit.data.tokens.documents import position_ids, waste, waste_of
+from toolkit.data.registry import open_data, prepare_data
+from toolkit.data.tokens.documents import compute_waste, estimate_waste, position_ids
 from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -76,7 +76,7 @@ def counted(lengths: list[int], size: int) -> tuple[float, float]:
 def test_waste_is_the_mean_over_all_shifts(size: int) -> None:
     lengths = np.random.default_rng(size).integers(0, 20, 40).astype(np.int32)
     cut, lost = counted(lengths.tolist(), size)
-    found = waste(lengths, size)
+    found = compute_waste(lengths, size)
     assert (found.documents, found.tokens) == (40, lengths.sum())
     assert found.cut == pytest.approx(cut / 40)
     assert found.lost == pytest.approx(lost / lengths.sum())
@@ -85,10 +85,10 @@ def test_waste_is_the_mean_over_all_shifts(size: int) -> None:
 
 def test_waste_grows_with_shorter_windows_and_is_none_without_documents() -> None:
     lengths = np.random.default_rng(0).integers(1, 3000, 1000)
-    shares = [waste(lengths, size).lost for size in (128, 512, 2048, 8192)]
+    shares = [compute_waste(lengths, size).lost for size in (128, 512, 2048, 8192)]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] - shares[-1] > 0.5
-    nothing = waste(np.array([], dtype=np.int32), 128)
+    nothing = compute_waste(np.array([], dtype=np.int32), 128)
     assert (nothing.documents, nothing.cut, nothing.longer, nothing.lost) == (0, 0, 0, 0)
 
 
@@ -106,8 +106,8 @@ def manifest(tmp_path: Path) -> DataManifest:
 
 def test_waste_of_a_source_is_that_of_its_documents(manifest: DataManifest) -> None:
     source = open_split(manifest.folder, "train")
-    assert waste_of(source, END, 16) == waste(LENGTHS, 16)
-    assert waste_of(source, 7, 16).longer == 1, "without an end all is one document"
+    assert estimate_waste(source, END, 16) == compute_waste(LENGTHS, 16)
+    assert estimate_waste(source, 7, 16).longer == 1, "without an end all is one document"
 
 
 def separate(data: Mapping[str, Any]) -> RunConfig:
@@ -123,10 +123,10 @@ def test_what_is_read_says_how_documents_end(manifest: DataManifest) -> None:
         (["a", "b"], {"name": "mixture", "sources": {name: {"path": path} for name in "ab"}}),
     ):
         config = separate(data)
-        reads = open_data(config, batch_plan(1, 1, 1), 0, ready_for(config, None, Progress.silent()))
+        reads = open_data(config, batch_plan(1, 1, 1), 0, prepare_data(config, None, Progress.silent()))
         reads.stream.close()
         assert reads.end_of_text == END
-        assert dict(reads.waste()) == dict.fromkeys(sources, waste(LENGTHS, 16))
+        assert dict(reads.waste()) == dict.fromkeys(sources, compute_waste(LENGTHS, 16))
 
 
 def test_a_source_whose_documents_do_not_end_is_named(manifest: DataManifest, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_source_whose_documents_do_not_end_is_named(manifest: DataManifest, tm
     write_manifest(replace(silent, tokenizer=replace(silent.tokenizer, ends_documents=False)), silent.folder)
     sources = {"good": {"path": str(manifest.folder)}, "bad": {"path": str(silent.folder)}}
     with pytest.raises(InputError) as refused:
-        ready_for(separate({"name": "mixture", "sources": sources}), None, Progress.silent())
+        prepare_data(separate({"name": "mixture", "sources": sources}), None, Progress.silent())
     (problem,) = refused.value.problems
     assert problem.key == "data.documents"
     assert "data.sources.bad.path" in problem.seen

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.data.made import Counting, batch_plan, make_folder
 from toolkit.data import evaluation
 from toolkit.data.evaluation import (
-    IGNORED,
+    IGNORE_INDEX,
+    count_tokens,
     eval_batches,
-    evaluation_targets,
+    eval_targets,
     inputs_and_labels,
-    token_counts,
     unigram_loss,
 )
 from toolkit.data.tokens.token_array import open_split
@@ -46,12 +46,12 @@ def test_ranks_share_the_first_windows(
             assert micro_batch.shape == (micro, length + 1)
             inputs, targets = inputs_and_labels(micro_batch)
             assert (inputs >= 0).all()
-            seen = targets != IGNORED
+            seen = targets != IGNORE_INDEX
             assert np.array_equal(inputs[seen] + 1, targets[seen])
             labels.append(targets[seen])
     expected = np.arange(1, max(1, min(tokens, batches * 8 * length + 1)))
     assert np.array_equal(np.concatenate(labels), expected)
-    assert np.array_equal(evaluation_targets(source, length, batches, 8), expected)
+    assert np.array_equal(eval_targets(source, length, batches, 8), expected)
 
 
 def test_evaluation_repeats_itself() -> None:
@@ -70,7 +70,7 @@ def test_unigram_loss_by_hand(tmp_path: Path) -> None:
         vocab_size=10,
     )
     train, validation = (open_split(tmp_path / "data", name) for name in ("train", "validation"))
-    targets = evaluation_targets(validation, 3, 1, 1)
+    targets = eval_targets(validation, 3, 1, 1)
     assert targets.tolist() == [5, 6, 7]  # what the windows predict: all but the first token
     by_hand = -(math.log(4 / 14) + math.log(2 / 14) + math.log(1 / 14)) / 3
     assert unigram_loss(train, targets) == pytest.approx(by_hand)
@@ -83,6 +83,6 @@ def test_unigram_loss_of_random_tokens_is_their_entropy(
     make_folder(tmp_path / "data", {"train": [random.integers(0, 64, 200_000)]}, vocab_size=64)
     train = open_split(tmp_path / "data", "train")
     assert unigram_loss(train, random.integers(0, 64, 50_000)) == pytest.approx(math.log(64), abs=2e-3)
-    assert token_counts(train).sum() == 200_000
+    assert count_tokens(train).sum() == 200_000
     monkeypatch.setattr(evaluation, "COUNTED_TOKENS", 1234)
-    assert token_counts(train).sum() == 1234
+    assert count_tokens(train).sum() == 1234

@@ -12,15 +12,15 @@ import pytest
 from tests.data.made import batch_plan, documents, make_folder
 from tests.data.served import BUCKET, served, set_environment
 from toolkit.config.compose import compose
-from toolkit.data.first_read import FirstRead, first_read
+from toolkit.data.registry import DataReadCheck, check_data_read
 
 VOCABULARY = 300
 BATCH = batch_plan(2, 4, 1)
 
 
-def read(path: str, name: str = "prepared") -> FirstRead:
+def read(path: str, name: str = "prepared") -> DataReadCheck:
     config = compose([f"data={name}", f"data.path={path}", f"model.vocab_size={VOCABULARY}"])
-    return first_read(config, VOCABULARY, BATCH)
+    return check_data_read(config, VOCABULARY, BATCH)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_folder_that_is_absent_or_not_made_yet(tmp_path: Path) -> None:
 
 def test_without_a_plan_no_samples_are_read(folder: Path) -> None:
     config = compose(["data=prepared", f"data.path={folder}", f"model.vocab_size={VOCABULARY}"])
-    found = first_read(config, VOCABULARY, None)
+    found = check_data_read(config, VOCABULARY, None)
     assert (found.problems, found.read_seconds, found.note) == (
         (),
         None,

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import documents, make_folder
-from toolkit.data.manifest import describe, read_manifest, write_content, write_manifest
-from toolkit.data.tokens.index import HEADER, IndexFile, index_bytes, token_dtype
-from toolkit.data.tokens.token_array import MappedTokens, open_split, verify
+from toolkit.data.manifest import describe_manifest, read_manifest, write_content, write_manifest
+from toolkit.data.tokens.index import HEADER, IndexFile, encode_index, token_dtype
+from toolkit.data.tokens.token_array import MappedTokens, open_split, verify_tokens
 from toolkit.data.tokens.writer import SplitWriter
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -35,7 +35,7 @@ def test_dtype_is_megatrons(vocab_size: int, name: str) -> None:
 
 
 def test_index_layout_byte_by_byte(tmp_path: Path) -> None:
-    content = index_bytes(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32))
+    content = encode_index(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32))
     expected = (
         b"MMIDIDX\x00\x00"
         + struct.pack("<QBQQ", 1, 8, 3, 4)
@@ -71,7 +71,7 @@ def test_tokens_come_back(tmp_path: Path, vocab_size: int) -> None:
     assert np.array_equal(out, np.stack([row[start : start + 20] for start in starts]))
     index = IndexFile(manifest.folder / "train-00000.idx")
     assert index.lengths.tolist() == [len(text) for text in texts]
-    assert verify(tmp_path / "data", Progress.silent()) == manifest
+    assert verify_tokens(tmp_path / "data", Progress.silent()) == manifest
     assert not list(tmp_path.rglob("*.partial*"))
 
 
@@ -128,7 +128,7 @@ def test_manifest_round_trip_above_its_files(tmp_path: Path) -> None:
     write_manifest(manifest, tmp_path / "data")
     assert read_manifest(tmp_path / "data") == manifest
     assert open_split(tmp_path / "data", "validation").tokens == manifest.split("validation").tokens
-    text = "\n".join(describe(manifest))
+    text = "\n".join(describe_manifest(manifest))
     assert "5 documents" in text
     assert manifest.tokenizer.hash in text
 
@@ -204,7 +204,7 @@ def test_damage_is_refused_by_name(
     )
     for check in [
         *checks,
-        *([lambda: verify(folder, Progress.silent())] if damage != "missing split" else []),
+        *([lambda: verify_tokens(folder, Progress.silent())] if damage != "missing split" else []),
     ]:
         with pytest.raises(InputError) as caught:
             check()
@@ -212,7 +212,7 @@ def test_damage_is_refused_by_name(
 
 
 def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
-    content = bytearray(index_bytes(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32)))
+    content = bytearray(encode_index(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32)))
     struct.pack_into("<q", content, HEADER.size + 3 * 4 + 8, 8)
     (tmp_path / "a.idx").write_bytes(content)
     with pytest.raises(InputError, match="sequence 1 starts elsewhere"):

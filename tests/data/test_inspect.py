@@ -19,10 +19,10 @@ from tests.data.made import make_folder
 from tests.data.served import served, set_environment
 from tests.data.texts import files_of, made_texts, prepared, small_tokenizer, texts_of, write_jsonl
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.manifest import DataManifest, Split
-from toolkit.data.prepare.inspect import document_lengths, inspect, shuffle_quality
+from toolkit.data.manifest import DataManifest, TokenSplit
+from toolkit.data.prepare.inspect import inspect, read_document_lengths, shuffle_quality
 from toolkit.data.remote.storage import open_folder
-from toolkit.data.tokens.index import index_bytes
+from toolkit.data.tokens.index import encode_index
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -133,7 +133,7 @@ def test_a_folder_in_a_store_is_the_same(
 def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> None:
     """As Megatron's own tools may write them."""
     lengths = np.array([3, 1, 2, 5], dtype=np.int32)
-    content = bytearray(index_bytes(np.dtype("<u2"), lengths))
+    content = bytearray(encode_index(np.dtype("<u2"), lengths))
     kept = (
         content[: -5 * 8] + np.array([0, 2, 2, 4], dtype="<i8").tobytes()
     )  # three documents, the second empty
@@ -142,8 +142,8 @@ def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> N
     ).tobytes()  # length of the document index, after magic, version, dtype, sequences
     (tmp_path / "a-00000.idx").write_bytes(kept)
     shard = made.split("train").shards[0]
-    split = Split((type(shard)("a-00000", 3, 11, shard.bin, shard.idx),))
-    assert document_lengths(open_folder(tmp_path), split).tolist() == [4, 0, 7]
+    split = TokenSplit((type(shard)("a-00000", 3, 11, shard.bin, shard.idx),))
+    assert read_document_lengths(open_folder(tmp_path), split).tolist() == [4, 0, 7]
 
 
 @given(seed=st.integers(0, 10**6), kinds=st.integers(2, 6))

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.dataset import stream as stream_module
-from toolkit.data.dataset.encode import Encoded, Texts
-from toolkit.data.dataset.lanes import Lane, demand, fork_places, lanes_of
+from toolkit.data.dataset.lanes import Lane, fork_positions, plan_requests, rank_lanes
 from toolkit.data.dataset.stream import DatasetStream, merge_states
-from toolkit.data.order.permutation import Order
+from toolkit.data.dataset.tokenizer_pool import Encoded, Texts
+from toolkit.data.order.permutation import SampleOrder
 from toolkit.errors import CheckpointError, InputError
 from toolkit.plan.types import BatchPlan, RampStage
 
@@ -56,7 +56,7 @@ class Numbered:
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.count: int | None = count
-        self.order = Order(count, block_samples=4, seed=seed)
+        self.order = SampleOrder(count, block_samples=4, seed=seed)
 
     def texts(self, numbers: Ints) -> Texts:
         texts = [str(document).encode() for document in self.order(numbers)[1].tolist()]
@@ -166,7 +166,7 @@ def same(a: list[Ints], b: list[Ints]) -> bool:
 
 def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) -> list[Ints]:
     """What each lane must hold, worked out the plain way: its documents one after another."""
-    order = Order(documents, block_samples=4, seed=seed)
+    order = SampleOrder(documents, block_samples=4, seed=seed)
     rows = []
     for lane in range(lanes):
         parts, have = [], 0
@@ -199,7 +199,7 @@ def test_a_lane_is_its_documents_one_after_another(
     for step, batch in enumerate(taken):
         assert np.array_equal(batch, np.stack([row[step * length : (step + 1) * length + 1] for row in rows]))
     for lane in range(lanes):  # where the next window begins
-        order = Order(documents, block_samples=4, seed=seed)
+        order = SampleOrder(documents, block_samples=4, seed=seed)
         document = int(order(np.array([lane + places["documents"][lane] * lanes]))[1][0])
         assert tokens_of(document, longest)[places["offsets"][lane]] == rows[lane][6 * length]
 
@@ -263,7 +263,7 @@ def test_every_document_once_an_epoch(lanes: int) -> None:
     with Run(plan_of(1, lanes, flat(lanes)), documents=count, longest=longest, length=50) as run:
         taken = np.stack(run.take(60))  # [step, lane, token]
         state = run.state()
-    order = Order(count, block_samples=4, seed=0)
+    order = SampleOrder(count, block_samples=4, seed=0)
     seen: list[int] = []
     for lane in range(lanes):
         row = np.concatenate([taken[:, lane, :-1].ravel(), taken[-1, lane, -1:]])
@@ -298,10 +298,10 @@ def test_what_is_asked_for() -> None:
     lanes = [Lane(0, 0), Lane(3, 2), Lane(0, 0)]
     lanes[2].add(np.zeros(30))
     lanes[2].asked = 1
-    wanted = demand(lanes, 10.0, 20)
+    wanted = plan_requests(lanes, 10.0, 20)
     assert wanted.lanes.tolist() == [0, 1, 0, 1, 1]  # the next one of each first
     assert wanted.numbers.tolist() == [0, 3, 1, 4, 5]
-    assert lanes_of(plan_of(2, 2, flat(8)), 1).tolist() == [2, 3, 6, 7]
+    assert rank_lanes(plan_of(2, 2, flat(8)), 1).tolist() == [2, 3, 6, 7]
 
 
 def test_documents_without_any_text_end_the_run() -> None:
@@ -327,7 +327,7 @@ def test_a_fork_with_other_lanes_leaves_no_document_out(read: list[int], lanes: 
     former = len(read)
     unread = {number for number in range(former * 12) if number // former >= read[number % former]}
     begun = {document * former + lane: 7 for lane, document in enumerate(read)}
-    places = fork_places(read, [7] * former, lanes)
+    places = fork_positions(read, [7] * former, lanes)
     taken = {number for number in range(former * 12) if number // lanes >= places[number % lanes, 0]}
     assert taken >= unread
     for lane, (document, offset) in enumerate(places.tolist()):

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan
 from toolkit.data.order import stream as stream_module
-from toolkit.data.order.mixture import BLOCK, VERSION, Mixture, Phase, digest
-from toolkit.data.order.permutation import Order
+from toolkit.data.order.mixture import BLOCK, MIXTURE_VERSION, Mixture, MixturePhase, mixture_digest
+from toolkit.data.order.permutation import SampleOrder
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream, rank_positions, source_seed
 from toolkit.errors import CheckpointError
@@ -29,8 +29,8 @@ Ints = npt.NDArray[np.int64]
 LENGTH = 7
 
 
-def phases(*table: tuple[int, Sequence[float]]) -> list[Phase]:
-    return [Phase(first, tuple(Fraction(str(weight)) for weight in weights)) for first, weights in table]
+def phases(*table: tuple[int, Sequence[float]]) -> list[MixturePhase]:
+    return [MixturePhase(first, tuple(Fraction(str(weight)) for weight in weights)) for first, weights in table]
 
 
 HALF_AND_MORE = phases((0, (5, 3, 0)), (60, (1, 1, 1)), (100, (0, 0.25, 0.75)))
@@ -51,7 +51,7 @@ class Named(Counting):
 
 def mixed(
     sizes: Sequence[int] = (200, 90, 50),
-    table: Sequence[Phase] = HALF_AND_MORE,
+    table: Sequence[MixturePhase] = HALF_AND_MORE,
     seed: int = 3,
     batch: BatchPlan | None = None,
     rank: int = 0,
@@ -67,7 +67,7 @@ def mixed(
 
 
 @st.composite
-def tables(draw: st.DrawFn, longest: int = 3 * BLOCK) -> list[Phase]:
+def tables(draw: st.DrawFn, longest: int = 3 * BLOCK) -> list[MixturePhase]:
     sources = draw(st.integers(1, 5))
     weight = st.sampled_from([0, 0, 1, 2, 0.1, 0.7, 1 / 3, 1e-3, 100])
     weights = st.lists(weight, min_size=sources, max_size=sources).filter(lambda some: sum(some) > 0)
@@ -93,7 +93,7 @@ def test_worked_example() -> None:
 @given(table=tables(), seed=SEEDS, more=st.integers(1, 2 * BLOCK), data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_each_phase_goes_on_where_the_last_one_left_every_source(
-    table: list[Phase], seed: int, more: int, data: st.DataObject
+    table: list[MixturePhase], seed: int, more: int, data: st.DataObject
 ) -> None:
     mixture = Mixture(table, seed)
     end = table[-1].first_sample + more
@@ -167,7 +167,7 @@ def test_sorted_corpora_come_out_mixed() -> None:
     windows = np.empty_like(places)
     for source in range(2):
         at = sources == source
-        windows[at] = Order(samples, block_samples=64, seed=source)(places[at])[1]
+        windows[at] = SampleOrder(samples, block_samples=64, seed=source)(places[at])[1]
     counts = np.stack(
         [
             np.bincount(batch, minlength=128)
@@ -254,7 +254,7 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
 @given(history=histories(), first_step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
 @settings(max_examples=40, deadline=None)
 def test_up_to_1024_ranks_that_change_at_every_stop(
-    history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[Phase], seed: int
+    history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[MixturePhase], seed: int
 ) -> None:
     """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control, a counter and a draw of
     each rank's own as loaders with per-rank mixing have them, gives other samples as soon as there are several ranks."""
@@ -355,7 +355,7 @@ def test_the_fingerprint_says_what_differs() -> None:
         (problem,) = caught.value.problems
         assert (problem.key, problem.seen.partition("=")[0]) == (key, name)
     mine.check_fingerprint(mixed().fingerprint())
-    assert digest(Mixture(phases((0, (1, 2))), 0)) == digest(Mixture(phases((0, (2, 4))), 1)), (
+    assert mixture_digest(Mixture(phases((0, (1, 2))), 0)) == mixture_digest(Mixture(phases((0, (2, 4))), 1)), (
         "ratios matter, the seed stands beside"
     )
 
@@ -371,7 +371,7 @@ def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> No
     )
     assert sources.tolist() == [0, 1, 0, 0, 1, 1, 1]
     assert places.tolist() == expected
-    assert VERSION == "blocks-2"
+    assert MIXTURE_VERSION == "blocks-2"
 
 
 def test_passes_of_a_small_source_follow_one_another() -> None:
@@ -382,7 +382,7 @@ def test_passes_of_a_small_source_follow_one_another() -> None:
         stream.check_fingerprint(
             {
                 **stream.fingerprint(),
-                "mixture": str(stream.fingerprint()["mixture"]).replace(VERSION, version),
+                "mixture": str(stream.fingerprint()["mixture"]).replace(MIXTURE_VERSION, version),
             }
         )
         which, passes, numbers = stream.places(np.arange(1000))
@@ -391,7 +391,7 @@ def test_passes_of_a_small_source_follow_one_another() -> None:
             assert sorted(taken[small == number].tolist()) == sorted(set(taken[small == number].tolist()))
         return small.tolist()
 
-    found = epochs(VERSION)
+    found = epochs(MIXTURE_VERSION)
     assert found == sorted(found)
     assert found[0] == 0
     assert found[-1] == (len(found) - 1) // 10
@@ -403,7 +403,7 @@ def test_a_run_begun_under_an_older_version_goes_on_under_it() -> None:
     began = mixed()
     saved = {
         **began.fingerprint(),
-        "mixture": str(began.fingerprint()["mixture"]).replace(VERSION, "blocks-1"),
+        "mixture": str(began.fingerprint()["mixture"]).replace(MIXTURE_VERSION, "blocks-1"),
     }
     resumed = mixed()
     resumed.check_fingerprint(saved)

@@ -39,13 +39,13 @@ from toolkit.config.data import DataConfig
 from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.config.special_tokens import SpecialTokens
+from toolkit.data.checks import check_data
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import merge, report
-from toolkit.data.prepare.keys import Keys, below
+from toolkit.data.prepare.document_keys import DocumentKeys, split_threshold
 from toolkit.data.prepare.run import prepare
-from toolkit.data.sources import data_problems
 from toolkit.data.tokens import tokenizer as bpe
-from toolkit.data.tokens.token_array import verify
+from toolkit.data.tokens.token_array import verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -73,7 +73,7 @@ def test_the_same_bytes_however_the_work_is_cut(
         "sources.json",
     } < whole.keys()
     assert not any(name.startswith(".") for name in whole)
-    assert verify(tmp_path / "cut", Progress.silent()).tokenizer.ends_documents
+    assert verify_tokens(tmp_path / "cut", Progress.silent()).tokenizer.ends_documents
     prepared(
         corpus, tmp_path / "seed", tokenizer, deduplicate=deduplicate, seed=1
     )  # the control: what must differ does
@@ -97,9 +97,9 @@ def test_shards_are_ranges_of_one_order(
 ) -> None:
     """With one shard or many, merged in slices or whole: the same documents follow one another."""
     prepared(corpus, tmp_path / "one", tokenizer)
-    whole = merge.pieces
-    monkeypatch.setattr(merge, "pieces", lambda receipts, size, _: whole(receipts, size, 3000))
-    monkeypatch.setattr(merge.Piece, "bounds", lambda piece, _, bounds=merge.Piece.bounds: bounds(piece, 3))
+    whole = merge.plan_shards
+    monkeypatch.setattr(merge, "plan_shards", lambda receipts, size, _: whole(receipts, size, 3000))
+    monkeypatch.setattr(merge.ShardPlan, "bounds", lambda piece, _, bounds=merge.ShardPlan.bounds: bounds(piece, 3))
     small_units(monkeypatch)
     manifest = prepared(corpus, tmp_path / "many", tokenizer)
     assert len(manifest.splits["train"].shards) > 3
@@ -109,7 +109,7 @@ def test_shards_are_ranges_of_one_order(
 
 def test_ranges_of_keys_meet_and_cover_all() -> None:
     for of, slices in ((1, 1), (3, 1), (7, 5), (1000, 3)):
-        found = [bounds for number in range(of) for bounds in merge.Piece(0, number, of, 1).bounds(slices)]
+        found = [bounds for number in range(of) for bounds in merge.ShardPlan(0, number, of, 1).bounds(slices)]
         assert (found[0][0], found[-1][1]) == (0, 1 << 64)
         assert all(before[1] == after[0] for before, after in pairwise(found))
 
@@ -232,12 +232,12 @@ def test_without_a_validation_split_the_command_says_what_to_write(tokenizer: Pa
     source = write_jsonl(tmp_path / "in.jsonl", [TEXTS[0]] * 3)  # equal documents cannot be on both sides
     manifest = prepared(source, tmp_path / "data", tokenizer, validation=0.005)
     assert "validation" not in manifest.splits
-    (line,) = [line for line in report.describe(manifest) if line.startswith("validation")]
+    (line,) = [line for line in report.describe_preparation(manifest) if line.startswith("validation")]
     assert "write eval.every=0" in line
     data = DataConfig(name="prepared", path=str(manifest.folder))
     train = TrainConfig(sequence_length=8)
-    assert data_problems(RunConfig(data=data, train=train, eval=EvalConfig(every=5)), manifest)
-    assert not data_problems(RunConfig(data=data, train=train, eval=EvalConfig(every=0)), manifest)
+    assert check_data(RunConfig(data=data, train=train, eval=EvalConfig(every=5)), manifest)
+    assert not check_data(RunConfig(data=data, train=train, eval=EvalConfig(every=0)), manifest)
 
 
 @given(st.binary(), st.integers(0, 2**32), st.floats(0, 0.9), st.floats(0, 0.09))
@@ -245,12 +245,12 @@ def test_a_larger_validation_split_holds_the_smaller_one(
     content: bytes, seed: int, share: float, more: float
 ) -> None:
     smaller, larger = (
-        Keys(seed=seed, validation_below=below(size), by_content=True) for size in (share, share + more)
+        DocumentKeys(seed=seed, validation_below=split_threshold(size), by_content=True) for size in (share, share + more)
     )
     assert not smaller.is_validation(content) or larger.is_validation(content)
     assert (
         smaller(content, "a", 1)[1]
-        == Keys(seed=seed + 1, validation_below=below(share), by_content=False)(content, "b", 2)[1]
+        == DocumentKeys(seed=seed + 1, validation_below=split_threshold(share), by_content=False)(content, "b", 2)[1]
     )
 
 

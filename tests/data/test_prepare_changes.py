@@ -16,7 +16,8 @@ from tests.data.texts import TEXTS, files_of, prepared, small_units, texts_of, w
 from toolkit.config.prepare import OnBadRow, PrepareConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import read_manifest
-from toolkit.data.prepare import changes, run, tokenise
+from toolkit.data.prepare import input_changes as changes
+from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.inspect import inspect
 from toolkit.errors import InputError
 from toolkit.progress import Progress

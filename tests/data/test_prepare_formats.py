@@ -21,7 +21,7 @@ import pytest
 
 from tests.data.texts import TEXTS, prepared, small_units, texts_of, write_zst
 from toolkit.config.prepare import InputFormat, OnBadRow
-from toolkit.data.prepare import limits
+from toolkit.data.prepare import read
 from toolkit.errors import InputError
 
 DOCUMENTS = [*TEXTS[:40], 'quotes "of" all, kinds\nand lines', "[brackets], {braces}"]
@@ -229,16 +229,16 @@ def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
         "".join(json.dumps({"text": text}) + "\n" for text in ["one", "two " * (small // 4), "three"])
     )
     free = psutil.virtual_memory()
-    monkeypatch.setattr(limits, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(read, "LARGE_BYTES", 1 << 20)
     monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small - 1)
+        psutil, "virtual_memory", lambda: free._replace(available=read.TOKENISER_MEMORY * small - 1)
     )
     with pytest.raises(
         InputError, match=r"a\.jsonl, the line at byte 16: a document of 3 MiB(?s:.*)0\.4 GiB are available"
     ):
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0)
     monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small)
+        psutil, "virtual_memory", lambda: free._replace(available=read.TOKENISER_MEMORY * small)
     )
     assert (
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0).splits["train"].documents

@@ -28,7 +28,7 @@ from tests.data.texts import (
 )
 from toolkit.config.compose import compose_prepare
 from toolkit.data.prepare import merge, tokenise
-from toolkit.data.prepare.parts import Receipt, read_receipts
+from toolkit.data.prepare.parts import PartReceipt, read_receipts
 from toolkit.data.prepare.run import prepare
 from toolkit.progress import Progress
 
@@ -106,7 +106,7 @@ def test_control_without_receipts_all_is_done_again(tmp_path: Path) -> None:
     assert files_of(case.output) == case.whole
 
 
-def documents_in(receipt: Receipt) -> int:
+def documents_in(receipt: PartReceipt) -> int:
     return sum(receipt.kept) + receipt.equal + receipt.empty
 
 
@@ -129,7 +129,7 @@ def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # killed between two slices of the second shard: as exactly as only a fault can be
-        patch.setattr(merge, "pieces", lambda *args, pieces=merge.pieces: pieces(*args[:2], 9000))
+        patch.setattr(merge, "plan_shards", lambda *args, pieces=merge.plan_shards: pieces(*args[:2], 9000))
         slices = merge._slice
 
         def failing(*args: object) -> int:

@@ -15,10 +15,10 @@ import pytest
 
 from tests.data.texts import TEXTS, files_of, prepared, small_tokenizer, small_units, write_gz, write_jsonl
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
-from toolkit.data.manifest import OWN_HASH, own_hash
+from toolkit.data.manifest import MANIFEST_HASH_KEY, hash_content
 from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.run import output_folder, prepare
-from toolkit.data.prepare.work import each
+from toolkit.data.prepare.worker_pool import run_tasks
 from toolkit.data.tokens import stdlib
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -29,7 +29,7 @@ def test_prepared_again_it_is_found_and_nothing_is_written(
 ) -> None:
     first = prepared(corpus, tmp_path / "data", tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
-    monkeypatch.setattr(tokenise, "tokenising", None)
+    monkeypatch.setattr(tokenise, "start_tokenising", None)
     assert (
         prepared(corpus, tmp_path / "data", tokenizer, workers=3, memory_mib=9) == first
     )  # carriage may differ
@@ -79,7 +79,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
-    units = tokenise.units_left
+    units = tokenise.find_unfinished_units
     monkeypatch.setattr(
         tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1]
     )
@@ -182,7 +182,7 @@ def test_a_killed_worker_is_told() -> None:
         Progress.silent().task("working") as task,
         pytest.raises(InputError, match=r"code -9 \(SIGKILL\)") as caught,
     ):
-        each(ends_itself, [0, 1, 2, 3], 2, task)
+        run_tasks(ends_itself, [0, 1, 2, 3], 2, task)
     assert caught.value.problems[0].key == "workers"
 
 
@@ -204,7 +204,7 @@ def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.Monke
         input="stdlib", output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300)
     )
     manifest = prepare(config, Progress.silent())
-    assert manifest == stdlib.ensure(tmp_path / "data", 300)
+    assert manifest == stdlib.ensure_stdlib(tmp_path / "data", 300)
     assert manifest.tokenizer.ends_documents
 
 
@@ -215,7 +215,7 @@ def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(
     prepared(source, tmp_path / "data", tokenizer)
     manifest = tmp_path / "data" / "manifest.json"
     content = json.loads(manifest.read_text().replace('"version": 2', '"version": 1'))
-    manifest.write_text(json.dumps({**content, OWN_HASH: own_hash(content)}))
+    manifest.write_text(json.dumps({**content, MANIFEST_HASH_KEY: hash_content(content)}))
     with pytest.raises(InputError, match=r"made by recipe version 1(?s:.*)output=FOLDER") as caught:
         prepared(source, tmp_path / "data", tokenizer)
     assert len(caught.value.problems) == 1

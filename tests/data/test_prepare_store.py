@@ -16,8 +16,8 @@ from tests.data.served import SECRETS, Store, served, set_environment
 from tests.data.texts import TEXTS, files_of, prepared, write_jsonl
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.manifest import read_manifest
+from toolkit.data.prepare import input_store as inputs
 from toolkit.data.prepare import run, tokenise
-from toolkit.data.prepare import store as inputs
 from toolkit.data.prepare.run import output_folder
 from toolkit.errors import InputError
 
@@ -91,7 +91,7 @@ def test_prepared_again_it_is_found_and_a_change_is_refused(
     of_store(tmp_path / "data", tokenizer)
     made = files_of(tmp_path / "data")
     bucket.forget()
-    monkeypatch.setattr(tokenise, "tokenising", None)
+    monkeypatch.setattr(tokenise, "start_tokenising", None)
     of_store(tmp_path / "data", tokenizer)
     assert not bucket.requests["texts/a.jsonl"]
     file = bucket.root / "texts" / "a.jsonl"

@@ -21,11 +21,18 @@ from hypothesis import strategies as st
 from tests.data.made import batch_plan, documents, make_folder
 from tests.data.served import served
 from tests.data.test_stream import global_batch
-from toolkit.data.evaluation import sample_batches
+from toolkit.data.evaluation import eval_sample_batches
 from toolkit.data.manifest import write_content
 from toolkit.data.order.stream import Stream
 from toolkit.data.records import writer as write_records
-from toolkit.data.records.reader import DTYPES, Records, describe, open_records, read_records, verify_records
+from toolkit.data.records.reader import (
+    DTYPES,
+    RecordSamples,
+    describe_records,
+    open_records,
+    read_record_manifest,
+    verify_records,
+)
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.remote.cache import BlockCache
 from toolkit.data.tokens.token_array import open_split
@@ -56,7 +63,7 @@ def make(
     return {"image": images, "weight": np.arange(records) * 1.0, "label": np.arange(records) % 7}
 
 
-def read(records: Records, *numbers: int) -> npt.NDArray[np.void]:
+def read(records: RecordSamples, *numbers: int) -> npt.NDArray[np.void]:
     return records.read(np.zeros(len(numbers), dtype=np.int64), np.array(numbers, dtype=np.int64))
 
 
@@ -95,7 +102,7 @@ def test_what_is_written_is_read(data: st.DataObject, shard_records: int, buffer
 def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
     """As the module promises it to whoever reads without this toolkit: a C struct at ``number * record_bytes``."""
     written = make(tmp_path / "records")
-    manifest = read_records(tmp_path / "records")
+    manifest = read_record_manifest(tmp_path / "records")
     content = json.loads((tmp_path / "records/manifest.json").read_text())
     assert content["record_bytes"] == manifest.record_bytes == 136
     assert [(field["name"], field["offset"]) for field in content["fields"]] == [
@@ -119,7 +126,7 @@ def test_statistics_are_exact_enough_for_large_offsets(tmp_path: Path) -> None:
     ) as writer:
         for value in values:
             writer.add("train", value=value)
-    found = read_records(tmp_path / "records").split("train").statistics["value"]
+    found = read_record_manifest(tmp_path / "records").split("train").statistics["value"]
     assert np.allclose(found.std, values.std(axis=0), rtol=1e-5)
     assert not np.allclose(
         np.sqrt(np.abs((values**2).mean(axis=0) - values.mean(axis=0) ** 2)), values.std(axis=0), rtol=0.5
@@ -134,7 +141,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     exec(compile(code, str(PAGE), "exec"), {})
     manifest = verify_records(tmp_path / "data/mine", Progress.silent())
     assert manifest.split("train").records + manifest.split("validation").records == 100
-    assert any("CC-BY-4.0" in line for line in describe(manifest))
+    assert any("CC-BY-4.0" in line for line in describe_records(manifest))
 
 
 # -- what goes wrong
@@ -247,12 +254,12 @@ def test_tokens_are_no_records_and_records_no_tokens(tmp_path: Path) -> None:
 # -- order
 
 
-def stream_of(records: Records, seed: int, ranks: int, rank: int, micro: int = 1, size: int = 8) -> Stream:
+def stream_of(records: RecordSamples, seed: int, ranks: int, rank: int, micro: int = 1, size: int = 8) -> Stream:
     return Stream({"train": records}, None, seed=seed, batch=batch_plan(micro, size, ranks), data_rank=rank)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def records(tmp_path_factory: pytest.TempPathFactory) -> RecordSamples:
     folder = tmp_path_factory.mktemp("order") / "records"
     make(folder, 101, shard_bytes=136 * 30)
     return open_records(folder, "train")
@@ -270,7 +277,7 @@ def numbers(samples: npt.NDArray[np.void]) -> list[int]:
 )
 @settings(max_examples=12, deadline=None)
 def test_any_layout_sees_the_same_global_batch(
-    records: Records, power: int, micro_power: int, step: int, seed: int
+    records: RecordSamples, power: int, micro_power: int, step: int, seed: int
 ) -> None:
     """Also after a stop, since a stream begins at any step; a rank that only counted its own records would not."""
     ranks, micro = 2**power, min(2**micro_power, 8 // 2**power)
@@ -282,7 +289,7 @@ def test_any_layout_sees_the_same_global_batch(
     assert numbers(alone) != numbers(another), "another seed is another order"
 
 
-def test_every_record_stands_once_an_epoch(records: Records) -> None:
+def test_every_record_stands_once_an_epoch(records: RecordSamples) -> None:
     stream = stream_of(records, 5, 1, 0)
     epochs = [numbers(stream.samples(np.arange(first, first + 101))) for first in (0, 101)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(101))] * 2
@@ -298,7 +305,7 @@ def test_a_changed_record_or_normalisation_is_another_fingerprint(tmp_path: Path
     first.check_fingerprint(json.loads(json.dumps(same.fingerprint())))
     with pytest.raises(CheckpointError, match=r"data=.*the checkpoint has data="):
         first.check_fingerprint(other.fingerprint())
-    found = read_records(tmp_path / "a").split("train").statistics["weight"]
+    found = read_record_manifest(tmp_path / "a").split("train").statistics["weight"]
     change_manifest(repr(found.mean[0]), repr(found.mean[0] + 1))(tmp_path / "a")
     with pytest.raises(CheckpointError):
         stream_of(open_records(tmp_path / "a", "train"), 0, 1, 0).check_fingerprint(first.fingerprint())
@@ -315,7 +322,7 @@ def test_an_evaluation_takes_the_first_records_once(
     records = open_records(tmp_path / "records", "train")
     for ranks, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
         found = [
-            list(sample_batches(records, batches, batch_plan(micro, 8, ranks), rank)) for rank in range(ranks)
+            list(eval_sample_batches(records, batches, batch_plan(micro, 8, ranks), rank)) for rank in range(ranks)
         ]
         assert {len(of_rank) for of_rank in found} == {global_batches}
         assert {len(batch) for of_rank in found for batch in of_rank} == {8 // micro // ranks}, (

@@ -23,16 +23,16 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder, without_sums
 from tests.data.served import SECRETS, Store, environment, served, set_environment
+from toolkit.data.checksums import BLOCK
 from toolkit.data.evaluation import eval_batches
 from toolkit.data.manifest import read_manifest, write_content
 from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import READ_AT_ONCE, Stream
 from toolkit.data.remote.cache import BlockCache
-from toolkit.data.remote.fetch import Limits
+from toolkit.data.remote.fetch import RequestLimits
 from toolkit.data.remote.storage import StorageError, open_folder
-from toolkit.data.remote.tokens import RemoteTokens, pieces_of, spans_of, survey
-from toolkit.data.sums import BLOCK
+from toolkit.data.remote.tokens import RemoteTokens, check_remote_files, merge_spans, split_windows
 from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.files import write_whole
@@ -119,7 +119,7 @@ def test_trouble_loses_and_repeats_no_sample(
         assert sum(store.faulty.values()) > 10
         assert time.monotonic() - begin < 60
         # The control: without repetition the stream breaks, and says so.
-        once = Limits(reading_seconds=0, another_share=0, silence_seconds=0.3)
+        once = RequestLimits(reading_seconds=0, hedge_share=0, silence_seconds=0.3)
         with pytest.raises(StorageError, match="1 attempts"):
             taken(RemoteTokens(read_manifest(store.s3), "train", limits=once), 60)
 
@@ -136,8 +136,8 @@ def test_spans_hold_every_piece(seed: int, length: int, longest: int, token_byte
     ends = np.cumsum(random.integers(1, 200, 12))
     length = min(length, int(ends[-1]))
     starts = random.integers(0, ends[-1] - length + 1, 20)
-    pieces = pieces_of(starts, length, ends, token_bytes)
-    spans, where = spans_of(pieces, token_bytes, longest)
+    pieces = split_windows(starts, length, ends, token_bytes)
+    spans, where = merge_spans(pieces, token_bytes, longest)
     rows = np.full((20, length), -1)
     begins = np.concatenate([[0], ends])
     for piece, number in zip(pieces, where, strict=True):
@@ -431,7 +431,7 @@ def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert opened.place == f"{store.s3}/inner"
         assert dataclasses.replace(opened, folder=manifest.folder, url=None) == manifest
         assert (opened.tokenizer_folder / "tokenizer.json").read_text() == "{}"
-        survey(opened, ["train"])
+        check_remote_files(opened, ["train"])
         asked = store.requests["inner/tokenizer/tokenizer.json"]
         read_manifest(store.s3)
         assert store.requests["inner/tokenizer/tokenizer.json"] == asked  # it is here now

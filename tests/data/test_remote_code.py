@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import InputError
 
 CODE = """
@@ -63,7 +63,7 @@ def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(
     asked = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or answer.strip())
     with pytest.raises(InputError, match="needs Python code") as caught:
-        tokenizer_copy.place(
+        tokenizer.install_tokenizer(
             str(published), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text"
         )
     assert "tokenizer.trust_remote_code=true" in caught.value.problems[0].remedy
@@ -72,7 +72,7 @@ def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(
 
 
 def test_a_key_allows_it(published: Path, tmp_path: Path) -> None:
-    made = tokenizer_copy.place(
+    made = tokenizer.install_tokenizer(
         str(published),
         None,
         tmp_path / "out",

@@ -22,12 +22,20 @@ from toolkit.config.data import DataConfig
 from toolkit.config.identity import identity
 from toolkit.config.schema import RunConfig
 from toolkit.config.urls import shown, url_problem
-from toolkit.data.remote.fetch import Limits
-from toolkit.data.remote.storage import Folder, Range, StorageError, StoreFolder, Url, open_folder, place_of
+from toolkit.data.remote.fetch import RequestLimits
+from toolkit.data.remote.storage import (
+    ByteRange,
+    DataFolder,
+    StorageError,
+    StoreFolder,
+    Url,
+    open_folder,
+    parse_location,
+)
 from toolkit.errors import ConfigError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = Limits(opening_seconds=0.4, reading_seconds=0.4, silence_seconds=0.5, first_pause_seconds=0.01)
+QUICK = RequestLimits(opening_seconds=0.4, reading_seconds=0.4, silence_seconds=0.5, first_backoff_seconds=0.01)
 
 
 @pytest.fixture
@@ -39,7 +47,7 @@ def files(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(place: str, store: Store, limits: Limits | None = None) -> Folder:
+def opened(place: str, store: Store, limits: RequestLimits | None = None) -> DataFolder:
     return open_folder(
         {"local": str(store.root), "file": f"file://{store.root}", "s3": store.s3, "http": store.http}[place],
         limits,
@@ -57,7 +65,7 @@ def test_the_same_bytes_from_everywhere(
         assert folder.read_files(["large.bin", "deep/er/small"]) == [large, b"a small file"]
         assert folder.sizes(["deep/er/small", "large.bin"]) == [12, 3_000_001]
         starts = np.random.default_rng(1).integers(0, 2_900_000, 100).tolist()
-        ranges = [Range("large.bin", start, start + 1 + start % 70_000) for start in starts]
+        ranges = [ByteRange("large.bin", start, start + 1 + start % 70_000) for start in starts]
         assert [bytes(one) for one in folder.read_ranges(ranges)] == [
             large[one.start : one.end] for one in ranges
         ]
@@ -75,7 +83,7 @@ def test_a_store_in_memory(files: Path) -> None:
 
     store = obstore.store.MemoryStore()
     obstore.put(store, "a", b"some bytes")
-    folder = StoreFolder(store, Url("memory://x"), Limits())
+    folder = StoreFolder(store, Url("memory://x"), RequestLimits())
     assert folder.read_bytes("a") == b"some bytes"
     obstore.put(store, "a", b"more bytes than before")
     with pytest.raises(InputError, match="a changed while it was read"):
@@ -195,7 +203,7 @@ def test_failing_and_stalled_requests_are_passed(
     files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = (files / "large.bin").read_bytes()
-    ranges = [Range("large.bin", start, start + 4096) for start in range(0, 2_400_000, 8_000)]
+    ranges = [ByteRange("large.bin", start, start + 4096) for start in range(0, 2_400_000, 8_000)]
     expected = [large[one.start : one.end] for one in ranges]
     with served(files, failing=0.05, stalled=0.05) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -206,7 +214,7 @@ def test_failing_and_stalled_requests_are_passed(
         assert store.faulty["stalled"] > 3
         assert sum(store.faulty.values()) - store.faulty["stalled"] > 3
         # The control: one attempt each is not enough.
-        once = Limits(opening_seconds=0, another_share=0, silence_seconds=0.5)
+        once = RequestLimits(opening_seconds=0, hedge_share=0, silence_seconds=0.5)
         with pytest.raises(InputError, match="1 attempts"):
             opened(place, store, once).read_ranges(ranges)
 
@@ -267,13 +275,13 @@ def test_words_that_cannot_be_read_are_shown_without_secrets(word: str) -> None:
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InputError, match=r"data\.path="):
-        place_of(url)
+        parse_location(url)
 
 
 def test_what_urls_name() -> None:
-    assert place_of("file:///a/b%20c") == Path("/a/b c")
-    assert place_of("some/folder") == Path("some/folder")
-    assert place_of("s3://bucket/a/") / "./b/c" == "s3://bucket/a/b/c"
+    assert parse_location("file:///a/b%20c") == Path("/a/b c")
+    assert parse_location("some/folder") == Path("some/folder")
+    assert parse_location("s3://bucket/a/") / "./b/c" == "s3://bucket/a/b/c"
     with pytest.raises(ConfigError, match="data=stdlib is made on this machine"):
         DataConfig(path="s3://bucket/a")
 

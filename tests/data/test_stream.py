@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder
 from toolkit.data.order import stream as stream_module
-from toolkit.data.order.permutation import VERSION
+from toolkit.data.order.permutation import ORDER_VERSION
 from toolkit.data.order.prefetch import Prefetch
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream, rank_positions
@@ -118,7 +118,7 @@ def test_an_old_checkpoint_goes_on_with_its_samples() -> None:
         assert [micro_batch[:, [0, -1]].tolist() for micro_batch in next(stream.steps(0))] == expected
         stream.close()
         assert stream.fingerprint() == {
-            "order": VERSION,
+            "order": ORDER_VERSION,
             "data": "data",
             "tokenizer": "tokenizer",
             "seed": seed,

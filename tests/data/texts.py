@@ -137,7 +137,7 @@ def documents_of(folder: Path, split: str) -> list[list[int]]:
 def texts_of(folder: Path, split: str) -> list[str]:
     """The documents of a split as text, without the end-of-text that each must end with."""
     manifest = read_manifest(folder)
-    end, tokenizer = manifest.tokenizer.end_of_text, bpe.load(manifest.tokenizer_folder)
+    end, tokenizer = manifest.tokenizer.end_of_text, bpe.read_tokenizer(manifest.tokenizer_folder)
     documents = documents_of(folder, split)
     assert all(document[-1] == end and end not in document[:-1] for document in documents)
     return [tokenizer.decode(document[:-1], skip_special_tokens=False) for document in documents]

@@ -33,7 +33,7 @@ from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
 from toolkit.testing.measure import EVALUATION_STEP
 from toolkit.testing.parity import samples, step_all
 from toolkit.testing.tiny import micro_batches
-from toolkit.train.task import IGNORED, text_task
+from toolkit.train.task import IGNORE_INDEX, text_task
 
 EACH = 6
 TOLERANCE = 1e-5
@@ -199,7 +199,7 @@ def probe(batches: list[Any], place: int, token: int) -> list[Any]:
     """The same inputs; the one thing to predict in each row is ``token`` at ``place``."""
     found = []
     for batch in batches:
-        labels = torch.full_like(batch["labels"], IGNORED)
+        labels = torch.full_like(batch["labels"], IGNORE_INDEX)
         labels[:, place] = token
         found.append({**batch, "labels": labels})
     return found
@@ -239,7 +239,7 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
     tokens, labels = held_out(plan)
     with torch.no_grad():
         chances = model.eval()(input_ids=tokens).logits.float().log_softmax(-1)
-    expected = [float(-chances[labels != IGNORED].gather(1, labels[labels != IGNORED][:, None]).mean())]
+    expected = [float(-chances[labels != IGNORE_INDEX].gather(1, labels[labels != IGNORE_INDEX][:, None]).mean())]
     expected += [float(-chances[:, place, token].mean()) for place, token in PROBES]
     apart = [abs(a - b) for a, b in zip(said, expected, strict=True)]
     assert max(apart) <= TOLERANCE, apart

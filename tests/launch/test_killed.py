@@ -19,7 +19,7 @@ from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.commit import Phase
 from toolkit.checkpoint.verify import verify
 from toolkit.config.compose import compose
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
@@ -94,7 +94,7 @@ FULL = [
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package that this is a test of, as text."""
     folder = tmp_path_factory.mktemp("data") / "toolkit"
-    ensure(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit")
+    ensure_stdlib(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit")
     return folder
 
 

@@ -30,7 +30,7 @@ from toolkit.config.schema import EvalConfig, RunConfig, RunSection
 from toolkit.data.manifest import read_manifest
 from toolkit.data.order import stream as stream_module
 from toolkit.data.order.samples import TokenWindows
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
 from toolkit.plan import make_plan
@@ -58,7 +58,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "email"
-    ensure(folder, 264, root=texts)
+    ensure_stdlib(folder, 264, root=texts)
     return folder
 
 
@@ -256,7 +256,7 @@ def test_documents_are_kept_apart_in_training_and_evaluation(
     texts.mkdir()
     for number in range(200):
         (texts / f"{number}.py").write_text(f"x{number} = {number * number}\n")
-    ensure(tmp_path / "data", 257, root=texts)
+    ensure_stdlib(tmp_path / "data", 257, root=texts)
     settings = {"data__documents": Documents.separate, "optim__lr": 1e-2}
     separate = Start(tmp_path / "separate", tmp_path / "data", **settings)
     said = capfd.readouterr().out
@@ -345,7 +345,7 @@ def test_the_data_may_get_a_new_generation_meanwhile(
     shared = tmp_path / "data"
     shutil.copytree(data, shared)
     mine = read_manifest(shared)
-    ensure(shared, 260, root=texts)
+    ensure_stdlib(shared, 260, root=texts)
     assert read_manifest(shared).tokenizer.hash != mine.tokenizer.hash
     start = Start(tmp_path / "run", shared, generation=mine.folder)
     assert start.rows() == whole.rows()
@@ -511,7 +511,7 @@ def test_other_data_is_refused_by_name(stopped: Path, data: Path, tmp_path: Path
     texts.mkdir()
     for number in range(40):
         (texts / f"{number}.py").write_text(f"print({number})\n" * 100)
-    ensure(tmp_path / "other", 264, root=texts)
+    ensure_stdlib(tmp_path / "other", 264, root=texts)
     with pytest.raises(CheckpointError, match=r"data=.*the checkpoint has data="):
         Start(copied(stopped, tmp_path), tmp_path / "other")
 

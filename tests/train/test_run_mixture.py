@@ -15,7 +15,7 @@ from tests.data.made import documents, make_folder
 from tests.train.test_run import Start, _jsonl, same
 from toolkit.config.compose import compose
 from toolkit.config.schema import EvalConfig, RunConfig
-from toolkit.data.open import ready_for
+from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode, InputError, UserError
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
@@ -96,7 +96,7 @@ def test_words_give_a_mixture(folders: dict[str, str]) -> None:
         "web": {"path": folders["web"], "weight": 0.7},
     }
     assert config.data.phases == [{"from_step": 10, "weights": {"code": 0.5, "web": 0.5}}]
-    assert ready_for(config, None, Progress.silent()) == folders["code"]
+    assert prepare_data(config, None, Progress.silent()) == folders["code"]
 
 
 WRITTEN = {
@@ -142,4 +142,4 @@ FOUND = {
 def test_what_the_sources_lack_is_refused_before_the_start(word: str, folders: dict[str, str]) -> None:
     config = composed(folders, word.format(**folders))
     with pytest.raises(InputError, match=FOUND[word]):
-        ready_for(config, None, Progress.silent())
+        prepare_data(config, None, Progress.silent())

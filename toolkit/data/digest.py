@@ -17,45 +17,47 @@ HASHED_AT_OPENING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class FileDigest:
     """Size of a file and the hash of all its bytes in hexadecimal."""
 
     bytes: int
     xxh3_128: str
 
 
-def digest(path: Path) -> Digest:
+def hash_file(path: Path) -> FileDigest:
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             hasher.update(chunk)
             size += len(chunk)
-    return Digest(size, hasher.hexdigest())
+    return FileDigest(size, hasher.hexdigest())
 
 
-def check_size(file: Path, expected: Digest) -> Path:
+def check_file_size(file: Path, expected: FileDigest) -> Path:
     """Return ``file``. Raises InputError if it is absent or its size differs from the manifest's."""
     size = file.stat().st_size if file.is_file() else None
     if size != expected.bytes:
-        raise broken(
+        raise damaged_file(
             file, "absent" if size is None else f"{size} bytes", f"the manifest says {expected.bytes} bytes"
         )
     return file
 
 
-def check_bytes(files: Sequence[tuple[Path, Digest]], progress: Progress) -> None:
+def check_file_hashes(files: Sequence[tuple[Path, FileDigest]], progress: Progress) -> None:
     """Read every byte of ``files`` and compare hashes. Raises InputError naming the first file that differs."""
     with progress.task(
         "verifying data", total=sum(expected.bytes for _, expected in files), unit="B"
     ) as task:
         for file, expected in files:
-            found = digest(check_size(file, expected))
+            found = hash_file(check_file_size(file, expected))
             if found != expected:
-                raise broken(file, f"xxh3 {found.xxh3_128}", f"the manifest says xxh3 {expected.xxh3_128}")
+                raise damaged_file(
+                    file, f"xxh3 {found.xxh3_128}", f"the manifest says xxh3 {expected.xxh3_128}"
+                )
             task.advance(expected.bytes, note=file.name)
 
 
-def broken(path: Path, found: str, rule: str) -> InputError:
+def damaged_file(path: Path, found: str, rule: str) -> InputError:
     return InputError(
         Problem(str(path), f"{path}: {found}", rule, "restore the file, or prepare the data again")
     )

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.order.samples import Samples
-from toolkit.data.order.stream import rank_places
+from toolkit.data.order.samples import SampleSource
+from toolkit.data.order.stream import rank_batch_indices
 from toolkit.data.tokens.token_array import TokenSource
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
 
 # Marks positions after the end of a split: no input, no target. The default ignore_index of torch's cross-entropy.
-IGNORED = -100
+IGNORE_INDEX = -100
 # Enough to estimate the frequencies of 10^5 tokens; counting all tokens of a large data set would take minutes.
 COUNTED_TOKENS = 100_000_000
 
@@ -44,7 +44,7 @@ def inputs_and_labels(tokens: Ints) -> tuple[Ints, Ints]:
     return np.maximum(tokens[..., :-1], 0), tokens[..., 1:]
 
 
-def evaluation_samples(source: TokenSource, sequence_length: int, batches: int, global_batch: int) -> int:
+def count_eval_windows(source: TokenSource, sequence_length: int, batches: int, global_batch: int) -> int:
     """Return the number of windows to evaluate: the first windows of the split. The last may be partly filled."""
     return min(batches * global_batch, max(0, -(-(source.tokens - 1) // sequence_length)))
 
@@ -58,15 +58,15 @@ def eval_batches(
     batches yields fewer batches. The last batch is padded with IGNORE_INDEX, so that all ranks have the same number
     of micro-batches, at least one.
     """
-    samples = evaluation_samples(source, sequence_length, batches, batch.global_batch)
+    samples = count_eval_windows(source, sequence_length, batches, batch.global_batch)
     accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    indices = rank_places(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    indices = rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
     for first in range(0, max(samples, 1), batch.global_batch):
         yield [_read_windows(source, first + numbers, samples, sequence_length) for numbers in indices]
 
 
 def _read_windows(source: TokenSource, windows: Ints, samples: int, sequence_length: int) -> Ints:
-    batch = np.full((len(windows), sequence_length + 1), IGNORED, dtype=np.int64)
+    batch = np.full((len(windows), sequence_length + 1), IGNORE_INDEX, dtype=np.int64)
     starts = windows * sequence_length
     lengths = np.where(windows < samples, np.minimum(sequence_length + 1, source.tokens - starts), 0)
     # One read for each length (whole windows and perhaps a last one), so that a store gets all requests at once.
@@ -78,8 +78,8 @@ def _read_windows(source: TokenSource, windows: Ints, samples: int, sequence_len
     return batch
 
 
-def sample_batches(
-    samples: Samples, batches: int, batch: BatchPlan, data_rank: int
+def eval_sample_batches(
+    samples: SampleSource, batches: int, batch: BatchPlan, data_rank: int
 ) -> Iterator[list[npt.NDArray[Any]]]:
     """Yield evaluation batches of samples of any kind, in the manner of ``eval_batches``.
 
@@ -88,15 +88,15 @@ def sample_batches(
     """
     count = min(batches * batch.global_batch, samples.count)
     accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    indices = rank_places(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    indices = rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank)
     for first in range(0, count, batch.global_batch):
         chosen = [first + numbers[first + numbers < count] for numbers in indices]
         yield [samples.read(np.zeros_like(numbers), numbers) for numbers in chosen]
 
 
-def evaluation_targets(source: TokenSource, sequence_length: int, batches: int, global_batch: int) -> Ints:
+def eval_targets(source: TokenSource, sequence_length: int, batches: int, global_batch: int) -> Ints:
     """Return the labels of all ranks' ``eval_batches`` without padding, int64 [tokens]."""
-    samples = evaluation_samples(source, sequence_length, batches, global_batch)
+    samples = count_eval_windows(source, sequence_length, batches, global_batch)
     targets = np.empty((1, max(0, min(samples * sequence_length, source.tokens - 1))), dtype=np.int64)
     source.read(np.ones(1, dtype=np.int64), targets)
     return targets[0]
@@ -108,12 +108,12 @@ def unigram_loss(train: TokenSource, targets: Ints) -> float:
     The model is the add-one estimate from the training split, so it has seen the same text as the trained model. (The
     entropy of the targets themselves would be lower than any model fitted beforehand can reach.)
     """
-    counts = token_counts(train) + 1
+    counts = count_tokens(train) + 1
     log_probabilities = np.log(counts) - math.log(counts.sum())
     return float(-log_probabilities[targets].mean())
 
 
-def token_counts(source: TokenSource) -> Ints:
+def count_tokens(source: TokenSource) -> Ints:
     """Count each token in the first COUNTED_TOKENS tokens of ``source``: int64 [vocab_size]."""
     counts = np.zeros(source.vocab_size, dtype=np.int64)
     end = min(source.tokens, COUNTED_TOKENS)

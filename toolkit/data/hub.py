@@ -12,7 +12,7 @@ WAIT_SECONDS = 8.0  # name resolution has no time limit of its own
 
 
 @cache
-def online() -> bool:
+def is_online() -> bool:
     """Return whether the hub answers. If it does not, put its libraries into offline mode.
 
     Otherwise they would retry each file, for minutes in all.
@@ -42,9 +42,9 @@ def _probe(endpoint: str, answered: threading.Event) -> None:
     answered.set()
 
 
-def why_absent() -> str:
+def offline_hint() -> str:
     """Return text to append to an error about a missing hub file; empty if the hub answers."""
-    return "" if online() else f"; {_OFFLINE} and it was not fetched to this machine before"
+    return "" if is_online() else f"; {_OFFLINE} and it was not fetched to this machine before"
 
 
 _OFFLINE = "the hub does not answer or is switched off (HF_HUB_OFFLINE),"

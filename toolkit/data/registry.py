@@ -19,9 +19,9 @@ import numpy as np
 
 from toolkit.config.schema import RunConfig
 from toolkit.data.evaluation import EvalSet
-from toolkit.data.manifest import NAME
+from toolkit.data.manifest import MANIFEST_NAME
 from toolkit.data.records.reader import RecordManifest
-from toolkit.data.tokens.documents import Waste
+from toolkit.data.tokens.documents import WindowWaste
 from toolkit.errors import Problem, UserError
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
@@ -76,7 +76,7 @@ class RunData:
     unigram: Callable[[], float | None]
     records: RecordManifest | None = None
     end_of_text: int | None = None
-    waste: Callable[[], Mapping[str, Waste]] = dict
+    waste: Callable[[], Mapping[str, WindowWaste]] = dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class DataKind:
 
 def get_data_kind(name: str) -> DataKind:
     """Look up the kind ``data.name``. The modules of kinds import this one, so they are imported here."""
-    from toolkit.data.dataset.kind import DATASET
-    from toolkit.data.mixed import MIXTURE
-    from toolkit.data.records.arrays import ARRAYS
-    from toolkit.data.text import TEXT
+    from toolkit.data.kinds.arrays import ARRAYS
+    from toolkit.data.kinds.dataset import DATASET
+    from toolkit.data.kinds.mixture import MIXTURE
+    from toolkit.data.kinds.text import TEXT
 
     kinds = {"stdlib": TEXT, "prepared": TEXT, "mixture": MIXTURE, "dataset": DATASET, "arrays": ARRAYS}
     return kinds[name]
@@ -158,10 +158,12 @@ def check_data_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan 
         batch: None if there is no plan; then no samples are read.
     """
     name = config.data.name
-    if name == "stdlib" and not (Path(config.data.path) / NAME).exists():
+    if name == "stdlib" and not (Path(config.data.path) / MANIFEST_NAME).exists():
         return DataReadCheck(note=f"the first run makes {config.data.path} when it starts")
     if name == "dataset":
-        return DataReadCheck(note="the run finds a dataset's files, or fetches them from the hub, when it starts")
+        return DataReadCheck(
+            note="the run finds a dataset's files, or fetches them from the hub, when it starts"
+        )
     start = time.perf_counter()
     try:
         folder = prepare_data(config, vocab_size, Progress.silent())

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.records.reader import RecordManifest, describe
+from toolkit.data.records.reader import RecordManifest, describe_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.errors import ExitCode, UserError
 from toolkit.progress import Progress
@@ -56,12 +56,12 @@ def make_tiles(
                 for record in range(records):
                     random = np.random.default_rng((number, record))
                     label = int(random.integers(classes))
-                    writer.add(split, image=tile(label, random, bands, size, classes), label=label)
+                    writer.add(split, image=make_tile(label, random, bands, size, classes), label=label)
                     task.advance(1)
     return writer.manifest
 
 
-def tile(
+def make_tile(
     label: int, random: np.random.Generator, bands: int, size: int, classes: int
 ) -> npt.NDArray[np.uint16]:
     """Return one tile, uint16 [bands, size, size], in ten-thousandths of reflectance as is usual."""
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
-    print("\n".join([f"data       {manifest.folder}", *describe(manifest)]))
+    print("\n".join([f"data       {manifest.folder}", *describe_records(manifest)]))
     return ExitCode.DONE
 
 

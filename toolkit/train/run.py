@@ -13,8 +13,7 @@ from toolkit.checkpoint_folder import newest
 from toolkit.config.data import Documents
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.evaluation import EvalSet
-from toolkit.data.open import open_data
-from toolkit.data.registry import RunData
+from toolkit.data.registry import RunData, open_data
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.engine.rank_sync import FlagReduce, StepConsensus, check_same_data, make_flag_reduce

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.dataset.encode import Texts
-from toolkit.data.order.permutation import Order
+from toolkit.data.dataset.tokenizer_pool import Texts
+from toolkit.data.order.permutation import SampleOrder
 from toolkit.errors import InputError, Problem
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ BLOCK_DOCUMENTS = 16  # the unit of shuffling: documents that are adjacent in th
 STREAM_ROWS = 1000  # per arrow batch; a state of the source is stored for each batch
 
 
-class Documents(Protocol):
+class DocumentSource(Protocol):
     """The documents of a run. Safe in several threads.
 
     Attributes:
@@ -60,15 +60,15 @@ class Documents(Protocol):
         """Restore a state. Called before the first ``read_documents``."""
 
 
-class ArrowDocuments(Documents):
+class ArrowDocuments(DocumentSource):
     """Local arrow files in the stream format of ``datasets``. Opening maps them; ranks share the page cache."""
 
     def __init__(self, files: Sequence[str], columns: Sequence[str], seed: int) -> None:
         """Raises InputError if a file is absent or truncated."""
-        self._batches = [batch for file in files for batch in _mapped(file, columns)]
+        self._batches = [batch for file in files for batch in _map_batches(file, columns)]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         self.count = int(self._ends[-1])
-        self._order = Order(self.count, block_samples=BLOCK_DOCUMENTS, seed=seed)
+        self._order = SampleOrder(self.count, block_samples=BLOCK_DOCUMENTS, seed=seed)
 
     def texts(self, numbers: Ints) -> Texts:
         _, rows = self._order(numbers)
@@ -84,14 +84,16 @@ class ArrowDocuments(Documents):
         texts_by_batch = []
         for number, indices in zip(batches.tolist(), np.split(by_batch, firsts[1:]), strict=True):
             batch = self._batches[number]
-            texts_by_batch.append(text_of(batch.take(pa.array(rows[indices] - (self._ends[number] - batch.num_rows)))))
+            texts_by_batch.append(
+                join_columns(batch.take(pa.array(rows[indices] - (self._ends[number] - batch.num_rows))))
+            )
         original_order = np.empty_like(by_batch)
         original_order[by_batch] = np.arange(len(rows))
-        return as_texts(pa.concat_arrays(texts_by_batch).take(pa.array(original_order)))
+        return to_texts(pa.concat_arrays(texts_by_batch).take(pa.array(original_order)))
 
     def in_file_order(self) -> Iterator[Texts]:
         for batch in self._batches:
-            yield as_texts(text_of(batch))
+            yield to_texts(join_columns(batch))
 
     def passed(self, least: int) -> None:
         pass
@@ -110,7 +112,7 @@ class _StreamPosition(NamedTuple):
     state: dict[str, Any]
 
 
-class StreamedDocuments(Documents):
+class StreamedDocuments(DocumentSource):
     """A ``datasets`` stream that is repeated without end. Every rank reads the whole stream and skips other ranks' lanes.
 
     Lanes need documents at different times; documents that are not needed yet are stored here as text.
@@ -165,7 +167,7 @@ class StreamedDocuments(Documents):
         column = next(self._batches)
         numbers = self._next + np.arange(len(column))
         own_rows = np.flatnonzero(self._is_own_lane[numbers % self._all_lanes])
-        text, ends = as_texts(column)
+        text, ends = to_texts(column)
         firsts = np.concatenate([[0], ends[:-1]])
         for row_index in own_rows.tolist():
             self._pending[self._next + row_index] = bytes(text[firsts[row_index] : ends[row_index]])
@@ -181,14 +183,14 @@ class StreamedDocuments(Documents):
             is_empty = not state
             for table in stream.iter(batch_size=STREAM_ROWS):
                 self._positions.append(_StreamPosition(self._next, state_before))
-                yield text_of(table.combine_chunks().to_batches()[0])
+                yield join_columns(table.combine_chunks().to_batches()[0])
                 state_before, is_empty = stream.state_dict(), False
             if is_empty:
-                raise no_documents()
+                raise empty_dataset_error()
             state = {}
 
 
-def no_documents() -> InputError:
+def empty_dataset_error() -> InputError:
     return InputError(
         Problem(
             "data.dataset.path",
@@ -199,7 +201,7 @@ def no_documents() -> InputError:
     )
 
 
-def _mapped(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
+def _map_batches(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
     import pyarrow as pa
 
     try:
@@ -216,7 +218,7 @@ def _mapped(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
         ) from error
 
 
-def text_of(batch: pa.RecordBatch) -> pa.Array:
+def join_columns(batch: pa.RecordBatch) -> pa.Array:
     """Return one text per row, the columns joined by an empty line; nulls are skipped."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -229,7 +231,7 @@ def text_of(batch: pa.RecordBatch) -> pa.Array:
     )
 
 
-def as_texts(column: pa.Array) -> Texts:
+def to_texts(column: pa.Array) -> Texts:
     """Return the bytes of a large_string array without nulls, not copied."""
     _, offsets, content = column.buffers()
     ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]

@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.order.stream import rank_places
+from toolkit.data.order.stream import rank_batch_indices
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]  # uint16 or uint32
 
 
-def lanes_of(batch: BatchPlan, data_rank: int) -> Ints:
+def rank_lanes(batch: BatchPlan, data_rank: int) -> Ints:
     """Return the lanes of a data rank in the order of its indices in a global batch after the ramp: int64 [lanes].
 
     A smaller batch of the ramp has the first indices, so the same lanes serve every earlier batch.
     """
     accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    return rank_places(accumulation, batch.data_parallel, batch.micro_batch, data_rank).ravel()
+    return rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank).ravel()
 
 
-def fork_places(documents: Sequence[int], offsets: Sequence[int], lanes: int) -> Ints:
+def fork_positions(documents: Sequence[int], offsets: Sequence[int], lanes: int) -> Ints:
     """Return where ``lanes`` new lanes continue from the positions of ``len(documents)`` old lanes.
 
     No unread document is skipped. If ``lanes`` is a multiple of the old number, none is read twice either, since each
@@ -53,7 +53,9 @@ def fork_places(documents: Sequence[int], offsets: Sequence[int], lanes: int) ->
     source_lanes = lane_numbers % old_lanes if lanes % old_lanes == 0 else np.full(lanes, unread.argmin())
     firsts = np.maximum(0, -((lane_numbers - unread[source_lanes]) // lanes))
     continues = firsts * lanes + lane_numbers == unread[source_lanes]
-    return np.stack([firsts, np.where(continues, np.asarray(offsets, dtype=np.int64)[source_lanes], 0)], axis=1)
+    return np.stack(
+        [firsts, np.where(continues, np.asarray(offsets, dtype=np.int64)[source_lanes], 0)], axis=1
+    )
 
 
 @dataclass(slots=True)
@@ -100,14 +102,14 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class DocumentRequest:
     """Documents to tokenise next: document ``numbers[i]`` of lane ``lanes[i]`` of this rank, both int64 [documents]."""
 
     lanes: Ints
     numbers: Ints
 
 
-def demand(lanes: Sequence[Lane], mean_tokens: float, target: int) -> Demand:
+def plan_requests(lanes: Sequence[Lane], mean_tokens: float, target: int) -> DocumentRequest:
     """Choose requests that give each lane about ``target`` tokens: the next document of every lane, then the second, ...
 
     Args:
@@ -120,4 +122,4 @@ def demand(lanes: Sequence[Lane], mean_tokens: float, target: int) -> Demand:
     rounds = np.arange(int(counts.max(initial=0)))
     rounds_, chosen = np.nonzero(rounds[:, None] < counts[None, :])
     firsts = np.array([lane.next_request for lane in lanes], dtype=np.int64)
-    return Demand(chosen.astype(np.int64), firsts[chosen] + rounds_)
+    return DocumentRequest(chosen.astype(np.int64), firsts[chosen] + rounds_)

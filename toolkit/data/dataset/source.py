@@ -49,7 +49,7 @@ class ArrowSplit:
     features: Features
 
 
-class Source(Protocol):
+class DatasetSource(Protocol):
     """A dataset with named splits.
 
     Attributes:
@@ -68,7 +68,7 @@ class Source(Protocol):
     def stream(self, split: str) -> IterableDataset: ...
 
 
-def find(data: DatasetConfig) -> Source:
+def open_source(data: DatasetConfig) -> DatasetSource:
     """Open the configured dataset. Raises InputError if there is no such dataset, configuration or revision."""
     path = data.path
     if path is None:
@@ -105,7 +105,7 @@ def find(data: DatasetConfig) -> Source:
                     f"correct the path; {Path(path).absolute()} is absent",
                 )
             )
-        hub.online()
+        hub.is_online()
     with _dataset_errors(data):
         builder = load_dataset_builder(**arguments, name=data.name, revision=data.revision)
     if not all((builder.config.data_files or {"": [path]}).values()):
@@ -115,7 +115,7 @@ def find(data: DatasetConfig) -> Source:
     return _BuiltDataset(builder, data, local=_is_local(path))
 
 
-def check(source: Source, data: DatasetConfig, split: str, key: str) -> None:
+def check_split_exists(source: DatasetSource, data: DatasetConfig, split: str, key: str) -> None:
     """Raises InputError if the split is absent."""
     if split not in source.splits:
         available = ", ".join(source.splits)
@@ -158,7 +158,7 @@ def check_columns(data: DatasetConfig, features: Features) -> None:
         )
 
 
-class _BuiltDataset(Source):
+class _BuiltDataset(DatasetSource):
     """Files on this machine or on the hub, opened with the readers of `datasets`."""
 
     def __init__(self, builder: DatasetBuilder, data: DatasetConfig, *, local: bool) -> None:
@@ -170,7 +170,7 @@ class _BuiltDataset(Source):
 
     def digests(self, split: str) -> dict[str, str]:
         if self._local:
-            return file_digests([Path(file) for file in self._files[split]])
+            return hash_files([Path(file) for file in self._files[split]])
         return {f"{self._data.path} {self._builder.config.name}": str(self.revision)}
 
     def arrow(self, split: str) -> ArrowSplit:
@@ -183,7 +183,7 @@ class _BuiltDataset(Source):
             return self._builder.as_streaming_dataset(split=split)
 
 
-class _SavedDataset(Source):
+class _SavedDataset(DatasetSource):
     """A folder written by ``save_to_disk``: its arrow files are read in place."""
 
     revision = None
@@ -198,7 +198,7 @@ class _SavedDataset(Source):
         self.splits = tuple(self._folders)
 
     def digests(self, split: str) -> dict[str, str]:
-        return file_digests(self._arrow_files(split))
+        return hash_files(self._arrow_files(split))
 
     def arrow(self, split: str) -> ArrowSplit:
         from datasets import load_from_disk
@@ -254,7 +254,7 @@ def _no_rows(data: DatasetConfig, split: str) -> InputError:
     )
 
 
-def file_digests(files: Sequence[Path]) -> dict[str, str]:
+def hash_files(files: Sequence[Path]) -> dict[str, str]:
     """Hash files, by their path below their common folder: a moved or copied dataset has the same hashes.
 
     Of large files, size and evenly spread samples are hashed: another change that keeps the size is not detected.
@@ -331,7 +331,7 @@ def _dataset_errors(data: DatasetConfig) -> Iterator[None]:
     except (DatasetsError, OSError, ValueError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         message = " ".join(f"{error}{cause}".split())[:400]
-        absent = "" if data.path is not None and _is_local(data.path) else hub.why_absent()
+        absent = "" if data.path is not None and _is_local(data.path) else hub.offline_hint()
         seen = f"data.dataset.path={data.path}" + (f" data.dataset.name={data.name}" if data.name else "")
         seen += f" data.dataset.revision={data.revision}" if data.revision else ""
         raise InputError(

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.dataset.documents import Documents, no_documents
-from toolkit.data.dataset.encode import Encoded, Encoders
-from toolkit.data.dataset.lanes import Demand, Lane, demand, fork_places, lanes_of
-from toolkit.data.order.fingerprint import FORK, check_same
+from toolkit.data.dataset.documents import DocumentSource, empty_dataset_error
+from toolkit.data.dataset.lanes import DocumentRequest, Lane, fork_positions, plan_requests, rank_lanes
+from toolkit.data.dataset.tokenizer_pool import Encoded, TokenizerPool
 from toolkit.data.order.prefetch import Prefetch
-from toolkit.data.order.stream import rank_places
+from toolkit.data.order.stream import FORK, compare_fingerprints, rank_batch_indices
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import BatchPlan
 
@@ -24,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 State = dict[str, Any]
 Gather = Callable[[State], list[State]]  # returns the states of all ranks on every rank
 
-VERSION = "lanes-1"  # names the assignment of documents to lanes and their order
+LANES_VERSION = "lanes-1"  # names the assignment of documents to lanes and their order
 AHEAD_TOKENS = 1 << 18  # per rank, tokenised or requested in advance; at least two windows per lane
 REQUEST_TOKENS = 1 << 15  # approximate size of a request: 30 ms of tokenising, much longer than sending it
 STEPS_AHEAD = 3
@@ -48,7 +47,7 @@ _REMEDIES = {
     "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {FORK}"),
     "lanes": ("train.global_batch", f"write train.global_batch={{saved}}, {FORK}"),
 }
-FILE = "file "  # prefix of the entries of a dataset's files, if they are few
+FILE_PREFIX = "file "  # prefix of the entries of a dataset's files, if they are few
 
 
 class _Steps(Iterator[list[Ints]]):
@@ -77,8 +76,8 @@ class DatasetStream:
 
     def __init__(
         self,
-        documents: Documents,
-        encoders: Callable[[], Encoders],
+        documents: DocumentSource,
+        encoders: Callable[[], TokenizerPool],
         *,
         fingerprint: Mapping[str, str | int],
         sequence_length: int,
@@ -89,17 +88,17 @@ class DatasetStream:
     ) -> None:
         self._documents, self._open_encoders, self._gather = documents, encoders, gather
         self._fingerprint = {
-            "order": VERSION,
+            "order": LANES_VERSION,
             **fingerprint,
             "seed": seed,
             "sequence_length": sequence_length,
             "lanes": batch.global_batch,
         }
         self._length, self._batch, self._rank = sequence_length, batch, data_rank
-        self._lanes = lanes_of(batch, data_rank)
+        self._lanes = rank_lanes(batch, data_rank)
         self._positions = np.zeros((len(self._lanes), 2), dtype=np.int64)  # document and offset of each lane
         self._step_done = 0
-        self._encoders: Encoders | None = None
+        self._encoders: TokenizerPool | None = None
         self._prefetch: Prefetch[tuple[list[Ints], Ints]] | None = None
 
     def steps(self, first_step: int) -> Iterator[list[Ints]]:
@@ -132,11 +131,13 @@ class DatasetStream:
         """Raises CheckpointError naming every difference between the saved stream and this one."""
         mine = self._fingerprint
         changed = [
-            f"{name.removeprefix(FILE)} was {saved.get(name, 'absent')}"
+            f"{name.removeprefix(FILE_PREFIX)} was {saved.get(name, 'absent')}"
             for name in sorted(mine.keys() | saved.keys())
-            if name.startswith(FILE) and mine.get(name) != saved.get(name)
+            if name.startswith(FILE_PREFIX) and mine.get(name) != saved.get(name)
         ]
-        check_same(mine, saved, _REMEDIES, details={"data": f" ({', '.join(changed)})"} if changed else None)
+        compare_fingerprints(
+            mine, saved, _REMEDIES, details={"data": f" ({', '.join(changed)})"} if changed else None
+        )
 
     def state(self, step: int) -> State:
         """Return the state of all lanes, valid on any number of ranks: ten bytes per lane, and the source's own state."""
@@ -144,7 +145,9 @@ class DatasetStream:
 
     def rank_state(self, step: int) -> State:
         """Return this rank's part of the state."""
-        assert step == self._step_done, f"the state after {step} steps was requested, but {self._step_done} steps were taken"
+        assert step == self._step_done, (
+            f"the state after {step} steps was requested, but {self._step_done} steps were taken"
+        )
         self._documents.passed(self._first_needed_document())
         return {
             "lanes": self._lanes.tolist(),
@@ -174,7 +177,7 @@ class DatasetStream:
             for name in (self._fingerprint.keys() | fingerprint.keys()) - {"lanes", "sequence_length"}
         ):
             return
-        self._positions = fork_places(state["documents"], state["offsets"], self._batch.global_batch)[
+        self._positions = fork_positions(state["documents"], state["offsets"], self._batch.global_batch)[
             self._lanes
         ]
         self._documents.restore(state["source"])
@@ -194,7 +197,7 @@ class DatasetStream:
         """Return the first document that a lane of this rank still needs."""
         return int((self._positions[:, 0] * self._batch.global_batch + self._lanes).min())
 
-    def _produce(self, first_step: int, encoders: Encoders) -> Iterator[tuple[list[Ints], Ints]]:
+    def _produce(self, first_step: int, encoders: TokenizerPool) -> Iterator[tuple[list[Ints], Ints]]:
         """Yield each step's micro-batches and the positions of the lanes after it."""
         packer = _Packer(
             self._lanes, self._positions, self._batch.global_batch, self._documents, encoders, self._length
@@ -202,7 +205,7 @@ class DatasetStream:
         step = first_step
         while True:
             batch_plan = self._batch.at(step)
-            shape = rank_places(
+            shape = rank_batch_indices(
                 batch_plan.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank
             ).shape
             rows = packer.rows(shape[0] * shape[1])  # lanes are in the order of their batch indices
@@ -213,7 +216,9 @@ class DatasetStream:
 def merge_states(parts: Sequence[State], lanes: int) -> State:
     """Merge the states of all ranks; ranks of one data rank repeat each other."""
     positions = {
-        lane: position for rank_state in parts for lane, position in zip(rank_state["lanes"], rank_state["places"], strict=True)
+        lane: position
+        for rank_state in parts
+        for lane, position in zip(rank_state["lanes"], rank_state["places"], strict=True)
     }
     assert sorted(positions) == list(range(lanes)), "every lane belongs to a rank"
     in_order = [positions[lane] for lane in range(lanes)]
@@ -229,7 +234,13 @@ class _Packer:
     """Keeps enough requests pending that every lane has tokens. Used by one thread."""
 
     def __init__(
-        self, lanes: Ints, positions: Ints, all_lanes: int, documents: Documents, encoders: Encoders, length: int
+        self,
+        lanes: Ints,
+        positions: Ints,
+        all_lanes: int,
+        documents: DocumentSource,
+        encoders: TokenizerPool,
+        length: int,
     ) -> None:
         self._numbers, self._all_lanes, self._documents, self._encoders, self._length = (
             lanes,
@@ -240,7 +251,7 @@ class _Packer:
         )
         self._lanes = [Lane(document, offset) for document, offset in positions.tolist()]
         self._target = max(2 * length + 1, AHEAD_TOKENS // len(lanes))
-        self._pending_requests: deque[tuple[Demand, Future[Encoded]]] = deque()
+        self._pending_requests: deque[tuple[DocumentRequest, Future[Encoded]]] = deque()
         self._seen_documents, self._seen_tokens, self._empty = 1.0, GUESSED_TOKENS, 0
 
     def rows(self, count: int) -> Ints:
@@ -263,16 +274,23 @@ class _Packer:
     def _submit_requests(self) -> None:
         """Request what the lanes lack in requests of a worthwhile size; smaller ones only if none is pending."""
         mean = self._seen_tokens / self._seen_documents
-        request = demand(self._lanes, mean, self._target)
+        request = plan_requests(self._lanes, mean, self._target)
         max_documents = max(1, round(REQUEST_TOKENS / mean))
         spread = -(-len(request.lanes) // self._encoders.count)
-        request_documents = min(max_documents, max(1, spread)) if not self._pending_requests else max_documents
+        request_documents = (
+            min(max_documents, max(1, spread)) if not self._pending_requests else max_documents
+        )
         for first in range(0, len(request.lanes), request_documents):
-            chunk = Demand(request.lanes[first : first + request_documents], request.numbers[first : first + request_documents])
+            chunk = DocumentRequest(
+                request.lanes[first : first + request_documents],
+                request.numbers[first : first + request_documents],
+            )
             if self._pending_requests and len(chunk.lanes) < request_documents:
                 return
             numbers = chunk.numbers * self._all_lanes + self._numbers[chunk.lanes]
-            self._pending_requests.append((chunk, self._encoders.submit(partial(self._documents.texts, numbers))))
+            self._pending_requests.append(
+                (chunk, self._encoders.submit(partial(self._documents.texts, numbers)))
+            )
             for lane in chunk.lanes.tolist():
                 self._lanes[lane].next_request += 1
 
@@ -284,4 +302,4 @@ class _Packer:
             self._empty = 0 if len(tokens) else self._empty + 1
         self._seen_documents += len(requested.lanes)
         if self._documents.count is not None and self._empty > 4 * self._documents.count + 1000:
-            raise no_documents()
+            raise empty_dataset_error()

@@ -30,20 +30,20 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.mixture import RAREST
-from toolkit.data.order.permutation import keyed, permute, root_key
+from toolkit.data.order.permutation import derive_key, permute, root_key
 
 Ints = npt.NDArray[np.int64]
 
 # Names of this mapping, constants included: a run continues under the name with which it began. In blocks-1 the
 # permutation also determined the index within the source, so within a block the epochs of a small source were mixed.
-VERSIONS = ("blocks-1", "blocks-2")
-VERSION = VERSIONS[-1]
+MIXTURE_VERSIONS = ("blocks-1", "blocks-2")
+MIXTURE_VERSION = MIXTURE_VERSIONS[-1]
 
 BLOCK = 4096  # slots; more if a source is rarer than that, up to 2^20
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class MixturePhase:
     """From ``first_sample`` on, sources are sampled in proportion to ``weights``, at least one of which is above 0."""
 
     first_sample: int
@@ -56,9 +56,9 @@ class Mixture:
     Construction and look-ups cost the same at every position of a run.
     """
 
-    def __init__(self, phases: Sequence[Phase], seed: int, version: str = VERSION) -> None:
+    def __init__(self, phases: Sequence[MixturePhase], seed: int, version: str = MIXTURE_VERSION) -> None:
         assert phases, "a mixture has at least one phase"
-        assert version in VERSIONS, version
+        assert version in MIXTURE_VERSIONS, version
         assert phases[0].first_sample == 0, f"a first phase from sample {phases[0].first_sample} on"
         assert all(a.first_sample < b.first_sample for a, b in pairwise(phases)), (
             "phases in order, none empty"
@@ -67,12 +67,12 @@ class Mixture:
         self.phases = tuple(phases)
         self.version, self._seed = version, seed
         self._firsts = np.array([phase.first_sample for phase in phases], dtype=np.int64)
-        key = keyed(root_key(seed), -3)
+        key = derive_key(root_key(seed), -3)
         self._tables = [
-            _Table(
+            _PhaseTable(
                 phase.weights,
                 following.first_sample - phase.first_sample if following else None,
-                keyed(key, phase_index),
+                derive_key(key, phase_index),
                 in_order=version != "blocks-1",
             )
             for phase_index, (phase, following) in enumerate(zip(phases, [*phases[1:], None], strict=True))
@@ -105,7 +105,7 @@ class Mixture:
         return [int(count) for count in self._before_phase[phase_index] + first + before]
 
 
-def digest(mixture: Mixture) -> str:
+def mixture_digest(mixture: Mixture) -> str:
     """Hash the phases: 16 hex digits."""
     text = repr(
         [
@@ -116,7 +116,7 @@ def digest(mixture: Mixture) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-class _Table:
+class _PhaseTable:
     """One phase: slot -> (source, index since the phase began)."""
 
     def __init__(
@@ -203,7 +203,7 @@ class _Table:
 
     def _permuted(self, within: Ints, present: Ints, inverse: Ints) -> Ints:
         sizes = self._end(present) - present * self._block
-        keys = keyed(self._key, present)
+        keys = derive_key(self._key, present)
         permuted = np.empty_like(within)
         for size in np.unique(sizes).tolist():  # at most two: the last block of a phase may be longer
             rows = np.flatnonzero(sizes[inverse] == size)

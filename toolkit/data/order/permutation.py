@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 # The name of this mapping, constants included: a run resumes only under the name with which it started.
-VERSION = "feistel-1"
+ORDER_VERSION = "feistel-1"
 
 BLOCK_BYTES = 32 << 10
 GROUP_BLOCKS = 64
@@ -44,7 +44,7 @@ def mix(values: UInt64s) -> UInt64s:
     return values ^ (values >> np.uint64(31))
 
 
-def keyed(key: UInt64s, value: npt.NDArray[np.int64] | int) -> UInt64s:
+def derive_key(key: UInt64s, value: npt.NDArray[np.int64] | int) -> UInt64s:
     """Derive a new key from a key and a number, element by element."""
     return mix((key + np.uint64(_GOLDEN)) ^ mix(np.atleast_1d(value).astype(np.uint64) + np.uint64(_GOLDEN)))
 
@@ -77,8 +77,8 @@ def permute(values: Ints, size: int, key: UInt64s, *, inverse: bool = False) -> 
     count = ROUNDS if bits >= 8 else SMALL_ROUNDS
     rounds = range(count - 1, -1, -1) if inverse else range(count)
 
-    def network(values: UInt64s, key: UInt64s) -> UInt64s:
-        high, low = values >> shift, values & low_mask
+    def network(inputs: UInt64s, key: UInt64s) -> UInt64s:
+        high, low = inputs >> shift, inputs & low_mask
         for number in rounds:
             round_constant = np.uint64((number + 1) * _GOLDEN & _MASK64)
             if number % 2:
@@ -89,13 +89,13 @@ def permute(values: Ints, size: int, key: UInt64s, *, inverse: bool = False) -> 
 
     end = np.uint64(size)
     key = np.broadcast_to(key, values.shape)
-    values = network(values.astype(np.uint64), key)
-    outside = np.flatnonzero(values >= end)
+    permuted = network(values.astype(np.uint64), key)
+    outside = np.flatnonzero(permuted >= end)
     while outside.size:
-        result = network(values[outside], key[outside])
-        values[outside] = result
+        result = network(permuted[outside], key[outside])
+        permuted[outside] = result
         outside = outside[result >= end]
-    return values.astype(np.int64)
+    return permuted.astype(np.int64)
 
 
 def _cut(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
@@ -114,7 +114,7 @@ def _cut(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
 
 def epoch_shifts(seed: int, epochs: Ints, tokens: int) -> Ints:
     """Return the offset of each epoch's first window from the corpus's first token, so that windows do not repeat."""
-    return (keyed(keyed(root_key(seed), -2), epochs) % np.uint64(tokens)).astype(np.int64)
+    return (derive_key(derive_key(root_key(seed), -2), epochs) % np.uint64(tokens)).astype(np.int64)
 
 
 def block_samples(sequence_length: int, bytes_per_token: int) -> int:
@@ -122,7 +122,7 @@ def block_samples(sequence_length: int, bytes_per_token: int) -> int:
     return max(1, BLOCK_BYTES // (sequence_length * bytes_per_token))
 
 
-class Order:
+class SampleOrder:
     """The order of ``samples`` windows, epoch after epoch, for any number of ranks.
 
     Construction and look-ups cost the same for 10 samples and for 10^12.
@@ -142,14 +142,14 @@ class Order:
         positions = np.asarray(positions, dtype=np.int64)
         epochs, indices = np.divmod(positions, self.samples)
         present, inverse = np.unique(epochs, return_inverse=True)
-        key = keyed(self._key, present)
+        key = derive_key(self._key, present)
         if self._whole:
             return epochs, permute(indices, self.samples, key[inverse])
         lane_samples, longer_lanes = divmod(self.samples, LANES)
         lanes = indices % LANES
         length = lane_samples + (lanes < longer_lanes)
         groups, within, size = _cut(indices // LANES, length, -(-length // self._group))
-        group_key = keyed(keyed(key[inverse], lanes), groups)
+        group_key = derive_key(derive_key(key[inverse], lanes), groups)
         permuted = np.empty_like(within)
         # At most three sizes: lanes differ by one sample, groups by one more.
         for group_size in np.unique(size).tolist():
@@ -162,7 +162,7 @@ class Order:
         """Map indices in the epoch's row of shuffled blocks to windows. The corpus's last block may be short."""
         blocks = -(-self.samples // self._block)
         shortfall = blocks * self._block - self.samples
-        key = keyed(key, -1)
+        key = derive_key(key, -1)
         last = np.full(key.shape, blocks - 1, dtype=np.int64)
         short_end = (permute(last, blocks, key, inverse=True) + 1) * self._block - shortfall
         row = row + shortfall * (row >= short_end[inverse])

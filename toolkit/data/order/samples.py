@@ -16,7 +16,7 @@ from toolkit.errors import InputError, Problem
 Ints = npt.NDArray[np.int64]
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """One source of samples. Reading is safe in several threads."""
 
     @property
@@ -63,7 +63,7 @@ class TokenWindows:
     def __init__(self, source: TokenSource, sequence_length: int, seed: int) -> None:
         """Raises InputError if the split is shorter than one window."""
         if source.tokens < sequence_length + 1:
-            raise InputError(too_short(source.tokens, sequence_length))
+            raise InputError(split_too_short(source.tokens, sequence_length))
         self.source = source
         self.count = source.tokens // sequence_length
         self.block = block_samples(sequence_length, source.token_bytes)
@@ -100,7 +100,7 @@ class TokenWindows:
 
     def read(self, epochs: Ints, indices: Ints) -> npt.NDArray[Any]:
         """Return windows [n, sequence_length + 1] of the source's dtype."""
-        return joined(self.buffers(epochs, indices), self.stored, self.shape)
+        return stack_buffers(self.buffers(epochs, indices), self.stored, self.shape)
 
     def fingerprint(self) -> dict[str, str | int]:
         return {
@@ -110,7 +110,9 @@ class TokenWindows:
         }
 
 
-def joined(buffers: Sequence[Buffer], dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def stack_buffers(
+    buffers: Sequence[Buffer], dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> npt.NDArray[Any]:
     """Join samples into one read-only array [n, *shape] with a single copy and no Python loop."""
     return np.frombuffer(b"".join(buffers), dtype).reshape(len(buffers), *shape)
 
@@ -120,7 +122,7 @@ def _shift(seed: int, epoch: int, tokens: int) -> int:
     return int(epoch_shifts(seed, np.array([epoch], dtype=np.int64), tokens)[0])
 
 
-def too_short(tokens: int, sequence_length: int, split: str = "train") -> Problem:
+def split_too_short(tokens: int, sequence_length: int, split: str = "train") -> Problem:
     """The problem of a split that is shorter than one window."""
     seen = f"train.sequence_length={sequence_length}, split {split} has {tokens} tokens"
     remedy = f"write train.sequence_length={max(1, tokens - 1)} or less, or prepare more text"

@@ -15,20 +15,58 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from toolkit.data.order import mixture as mixing
-from toolkit.data.order.fingerprint import FORK, check_same
-from toolkit.data.order.mixture import Mixture
-from toolkit.data.order.permutation import VERSION, Order, keyed, root_key
+from toolkit.data.order.mixture import MIXTURE_VERSIONS, Mixture, mixture_digest
+from toolkit.data.order.permutation import ORDER_VERSION, SampleOrder, derive_key, root_key
 from toolkit.data.order.prefetch import Prefetch
-from toolkit.data.order.samples import Samples, joined
+from toolkit.data.order.samples import SampleSource, stack_buffers
+from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import BatchPlan
+
+FORK = "or start a new run from that state: run.fork=PATH"
+# The key of an entry, and what to do; {key} and {saved} are replaced by the entry's.
+Remedy = tuple[str, str]
+
+
+def compare_fingerprints(
+    mine: Mapping[str, object],
+    saved: Mapping[str, object],
+    remedies: Mapping[str, Remedy],
+    *,
+    default: Remedy | None = None,
+    details: Mapping[str, str] | None = None,
+) -> None:
+    """Check that every entry is the same in ``mine`` and ``saved``.
+
+    Args:
+        remedies: by the first part of an entry's name.
+        otherwise: the remedy of all other entries; None: the other entries are not compared.
+        details: text to append to the error of an entry, by its name.
+
+    Raises:
+        CheckpointError: names everything that differs.
+    """
+    problems = []
+    for name in sorted(mine.keys() | saved.keys()):
+        remedy = remedies.get(name.partition(" ")[0], default)
+        if remedy is None or saved.get(name) == mine.get(name):
+            continue
+        seen = f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}{(details or {}).get(name, '')}"
+        key, text = (part.format(key=name, saved=saved.get(name)) for part in remedy)
+        problems.append(
+            Problem(key, seen, "a run continues on the samples and in the order with which it began", text)
+        )
+    if problems:
+        raise CheckpointError(*problems)
+
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
 # Steps are ordered, read and delivered in chunks: a permutation is a hundred numpy calls, whatever its size.
 ORDERED_AT_ONCE = 4096  # samples
-ORDERED_AT_FIRST = 64  # samples, doubled each time: with many ranks, each one's samples are few and spread over many blocks
+ORDERED_AT_FIRST = (
+    64  # samples, doubled each time: with many ranks, each one's samples are few and spread over many blocks
+)
 READ_AT_ONCE = 1 << 21  # bytes for which numpy's calls per source are paid once
 CHUNKS_AHEAD = 3  # of at least one step
 
@@ -41,7 +79,7 @@ _REMEDIES = {
     "sequence_length": ("train.sequence_length", f"write train.sequence_length={{saved}}, {FORK}"),
     "mixture": ("data.sources", f"write the sources, weights and phases with which the run began, {FORK}"),
 }
-_OTHERWISE = ("data.{key}", f"restore what the run began with, {FORK}")
+_DEFAULT_REMEDY = ("data.{key}", f"restore what the run began with, {FORK}")
 
 
 def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
@@ -51,11 +89,13 @@ def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
     Ordered by micro-batch and then by rank, samples have the same order under any layout.
     """
     stage = batch.at(step)
-    return stage.first_sample + rank_places(stage.accumulation, batch.data_parallel, batch.micro_batch, data_rank)
+    return stage.first_sample + rank_batch_indices(
+        stage.accumulation, batch.data_parallel, batch.micro_batch, data_rank
+    )
 
 
 @lru_cache(maxsize=64)
-def rank_places(accumulation: int, data_parallel: int, micro_batch: int, data_rank: int) -> Ints:
+def rank_batch_indices(accumulation: int, data_parallel: int, micro_batch: int, data_rank: int) -> Ints:
     """Return one data rank's indices in a global batch of ``accumulation * data_parallel * micro_batch`` (read-only)."""
     firsts = (np.arange(accumulation, dtype=np.int64) * data_parallel + data_rank) * micro_batch
     indices = firsts[:, None] + np.arange(micro_batch)
@@ -66,7 +106,9 @@ def rank_places(accumulation: int, data_parallel: int, micro_batch: int, data_ra
 def source_seed(seed: int, name: str | None) -> int:
     """Return the seed of one source of a mixture, independent of the others; ``name`` is None for a single source."""
     return (
-        seed if name is None else int(keyed(root_key(seed), xxhash.xxh3_64_intdigest(name.encode()) >> 1)[0])
+        seed
+        if name is None
+        else int(derive_key(root_key(seed), xxhash.xxh3_64_intdigest(name.encode()) >> 1)[0])
     )
 
 
@@ -79,7 +121,7 @@ class Stream:
 
     def __init__(
         self,
-        sources: Mapping[str, Samples],
+        sources: Mapping[str, SampleSource],
         mixture: Mixture | None,
         *,
         seed: int,
@@ -102,7 +144,7 @@ class Stream:
         self._samples = list(sources.values())
         names = [None] if mixture is None else list(sources)
         self._orders = [
-            Order(samples.count, block_samples=samples.block, seed=source_seed(seed, name))
+            SampleOrder(samples.count, block_samples=samples.block, seed=source_seed(seed, name))
             for name, samples in zip(names, self._samples, strict=True)
         ]
         self._dtype = self._samples[0].dtype
@@ -179,13 +221,13 @@ class Stream:
 
     def fingerprint(self) -> dict[str, str | int]:
         """Return what determines every later sample apart from the step: plain JSON types, O(sources)."""
-        entries: dict[str, str | int] = {"order": VERSION, "seed": self._seed}
+        entries: dict[str, str | int] = {"order": ORDER_VERSION, "seed": self._seed}
         if self._mixture is None:
             return entries | self._samples[0].fingerprint()
         for name, samples in self._sources.items():
             for key, value in samples.fingerprint().items():
                 entries[f"data of {name}" if key == "data" else key] = value
-        return entries | {"mixture": f"{self._mixture.version} {mixing.digest(self._mixture)}"}
+        return entries | {"mixture": f"{self._mixture.version} {mixture_digest(self._mixture)}"}
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
         """Compare with the saved stream, and continue in the mixture version under which that stream began.
@@ -194,10 +236,10 @@ class Stream:
             CheckpointError: names every other difference.
         """
         version = str(saved.get("mixture", "")).partition(" ")[0]
-        if self._mixture is not None and version in mixing.VERSIONS:
+        if self._mixture is not None and version in MIXTURE_VERSIONS:
             self._mixture = self._mixture.under(version)
             self._cached_run = None
-        check_same(self.fingerprint(), saved, _REMEDIES, otherwise=_OTHERWISE)
+        compare_fingerprints(self.fingerprint(), saved, _REMEDIES, default=_DEFAULT_REMEDY)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return an empty state: the step determines the samples."""
@@ -237,7 +279,9 @@ class Stream:
         There are enough steps for ``samples``, or as many as precede a change of the global batch.
         """
         stage = self._batch.at(step)
-        indices = rank_places(stage.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank)
+        indices = rank_batch_indices(
+            stage.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank
+        )
         steps = -(-samples // indices.size)
         change = next((later.first_step for later in self._batch.stages if later.first_step > step), None)
         if change is not None:
@@ -256,4 +300,4 @@ class Stream:
                 rows.tolist(), self._samples[source].buffers(epochs[rows], numbers[rows]), strict=True
             ):
                 buffers[row] = buffer
-        return joined(buffers, first_source.stored, first_source.shape)
+        return stack_buffers(buffers, first_source.stored, first_source.shape)

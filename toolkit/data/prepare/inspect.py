@@ -15,16 +15,16 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.digest import Digest
-from toolkit.data.manifest import DataManifest, Split, describe, kind_of, read_manifest
+from toolkit.data.digest import FileDigest
+from toolkit.data.manifest import DataManifest, TokenSplit, describe_manifest, read_kind, read_manifest
 from toolkit.data.prepare import report
-from toolkit.data.prepare.plan import as_typed
-from toolkit.data.records import reader as records
-from toolkit.data.remote.storage import Folder, open_folder
-from toolkit.data.tokens import tokenizer as bpe
-from toolkit.data.tokens.documents import waste
+from toolkit.data.prepare.plan import format_value
+from toolkit.data.records.reader import RECORDS_KIND, describe_records, verify_records
+from toolkit.data.remote.storage import DataFolder, open_folder
+from toolkit.data.tokens.documents import compute_waste
 from toolkit.data.tokens.index import HEADER
-from toolkit.data.tokens.token_array import verify
+from toolkit.data.tokens.token_array import verify_tokens
+from toolkit.data.tokens.tokenizer import read_tokenizer
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
@@ -39,17 +39,17 @@ Lengths = npt.NDArray[np.int32]
 def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
     """Return lines to print. Raises InputError naming the first file that does not match the manifest."""
     assert config.inspect is not None
-    if kind_of(config.inspect) == records.KIND:
-        found = records.verify_records(config.inspect, progress)
-        return [f"data       {found.folder}: every file matches the manifest", *records.describe(found)]
-    manifest = verified(config.inspect, progress)
+    if read_kind(config.inspect) == RECORDS_KIND:
+        found = verify_records(config.inspect, progress)
+        return [f"data       {found.folder}: every file matches the manifest", *describe_records(found)]
+    manifest = verify_folder(config.inspect, progress)
     folder = open_folder(str(manifest.url or manifest.folder))
-    lines = [f"data       {manifest.place}: every file matches the manifest", *describe(manifest)]
+    lines = [f"data       {manifest.place}: every file matches the manifest", *describe_manifest(manifest)]
     if manifest.recipe:
         lines.append(
             "recipe     "
             + " ".join(
-                f"{key}={as_typed(value)}" for key, value in manifest.recipe.items() if value is not None
+                f"{key}={format_value(value)}" for key, value in manifest.recipe.items() if value is not None
             )
         )
         lines.append(
@@ -63,11 +63,11 @@ def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
     return [*lines, *_samples(manifest, folder, config.samples)]
 
 
-def verified(path: str, progress: Progress) -> DataManifest:
+def verify_folder(path: str, progress: Progress) -> DataManifest:
     """Read and verify every byte of the local or remote folder ``path``."""
     manifest = read_manifest(path)
     if manifest.url is None:
-        return verify(path, progress)
+        return verify_tokens(path, progress)
     folder = open_folder(manifest.url)
     files = dict(manifest.files)
     for split in manifest.splits.values():
@@ -81,7 +81,7 @@ def verified(path: str, progress: Progress) -> DataManifest:
                 content = folder.read_range(name, start, min(size, start + READ_AT_ONCE))
                 hasher.update(content)
                 task.advance(len(content), note=name)
-            seen = Digest(size, hasher.hexdigest())
+            seen = FileDigest(size, hasher.hexdigest())
             if seen != expected:
                 rule = f"the manifest says {expected.bytes} bytes, xxh3 {expected.xxh3_128}"
                 seen_ = f"{manifest.place}/{name}: {seen.bytes} bytes, xxh3 {seen.xxh3_128}"
@@ -108,17 +108,17 @@ def _sources(sources: list[Mapping[str, Any]]) -> list[str]:
 # -- document lengths
 
 
-def _splits(manifest: DataManifest, folder: Folder, sequence_length: int) -> list[str]:
+def _splits(manifest: DataManifest, folder: DataFolder, sequence_length: int) -> list[str]:
     lines = []
     for name, split in manifest.splits.items():
-        lengths = document_lengths(folder, split)
+        lengths = read_document_lengths(folder, split)
         if not len(lengths):
             continue
         median, quantile = (int(value) for value in np.quantile(lengths, (0.5, 0.99)))
         lines.append(
             f"{name:<10} lengths: median {median:,}, 99% up to {quantile:,}, longest {int(lengths.max()):,} tokens"
         )
-        window_waste = waste(lengths, sequence_length)
+        window_waste = compute_waste(lengths, sequence_length)
         lines.append(
             f"           in windows of {sequence_length:,}: {window_waste.cut:.1%} of documents are cut "
             f"({window_waste.longer:.1%} are longer), {window_waste.lost:.1%} of tokens do not see their document's beginning"
@@ -133,7 +133,7 @@ def _splits(manifest: DataManifest, folder: Folder, sequence_length: int) -> lis
     return lines
 
 
-def document_lengths(folder: Folder, split: Split) -> Lengths:
+def read_document_lengths(folder: DataFolder, split: TokenSplit) -> Lengths:
     """Return the tokens of each document, in order; a document may consist of several sequences."""
     found = [np.empty(0, dtype=np.int32)]
     for shard in split.shards:
@@ -179,11 +179,11 @@ class _DocumentLocation:
     tokens: int
 
 
-def _samples(manifest: DataManifest, folder: Folder, count: int) -> list[str]:
+def _samples(manifest: DataManifest, folder: DataFolder, count: int) -> list[str]:
     """Decode the beginnings of ``count`` documents spread evenly over the training split."""
     if not count or "train" not in manifest.splits:
         return []
-    tokenizer, split, lines = bpe.load(manifest.tokenizer_folder), manifest.split("train"), []
+    tokenizer, split, lines = read_tokenizer(manifest.tokenizer_folder), manifest.split("train"), []
     dtype = np.dtype(manifest.dtype)
     for number in sorted({(2 * index + 1) * split.documents // (2 * count) for index in range(count)}):
         segment = _find(folder, split, number)
@@ -202,10 +202,12 @@ def _samples(manifest: DataManifest, folder: Folder, count: int) -> list[str]:
     return lines
 
 
-def _find(folder: Folder, split: Split, number: int) -> _DocumentLocation:
+def _find(folder: DataFolder, split: TokenSplit, number: int) -> _DocumentLocation:
     for shard in split.shards:
         if number < shard.documents:
-            lengths = document_lengths(folder, Split((shard,)))
-            return _DocumentLocation(shard.name, int(lengths[:number].sum(dtype=np.int64)), int(lengths[number]))
+            lengths = read_document_lengths(folder, TokenSplit((shard,)))
+            return _DocumentLocation(
+                shard.name, int(lengths[:number].sum(dtype=np.int64)), int(lengths[number])
+            )
         number -= shard.documents
     raise AssertionError(f"document {number} behind the last one")

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.manifest import Shard, shard_of
-from toolkit.data.prepare.keys import first_of_equal
-from toolkit.data.prepare.parts import SPLITS, Chunk, Receipt, read_chunk, read_receipts
+from toolkit.data.manifest import TokenShard, parse_shard
+from toolkit.data.prepare.document_keys import first_of_equal_keys
+from toolkit.data.prepare.parts import SPLITS, PartReceipt, PartSlice, read_part_slice, read_receipts
 from toolkit.data.prepare.tokenise import PARTS
 from toolkit.data.tokens.writer import ShardWriter
 from toolkit.files import write_whole
@@ -27,7 +27,7 @@ KEYS = 1 << 64  # values of the key's high word, which determines the shard
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardPlan:
     """A shard to write: number ``number`` of the ``of`` shards of a split, about ``bytes`` large."""
 
     split: int
@@ -47,28 +47,28 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ShardReceipt:
     """The result of a shard: None if no key is in its range; and the number of duplicates dropped."""
 
-    shard: Shard | None
+    shard: TokenShard | None
     equal: int
 
 
-def pieces(receipts: Sequence[Receipt], token_bytes: int, shard_bytes: int) -> list[Piece]:
+def plan_shards(receipts: Sequence[PartReceipt], token_bytes: int, shard_bytes: int) -> list[ShardPlan]:
     """Plan every shard of every split, from the token counts before duplicates are dropped."""
     shards_ = []
     for split in range(len(SPLITS)):
         size = sum(receipt.tokens[split] for receipt in receipts) * token_bytes
         count = -(-size // shard_bytes)
-        shards_ += [Piece(split, number, count, size // count) for number in range(count)]
+        shards_ += [ShardPlan(split, number, count, size // count) for number in range(count)]
     return shards_
 
 
-def merging(
+def start_merging(
     work: Path,
     output: Path,
     dtype: np.dtype[Any],
-    shards: Sequence[Piece],
+    shards: Sequence[ShardPlan],
     memory_bytes: int,
     deduplicate: bool,
 ) -> Callable[[int, Callable[[int], None]], None]:
@@ -82,14 +82,15 @@ def merging(
             equal = 0
             for low, high in planned.bounds(max(1, -(-planned.bytes // memory_bytes))):
                 chunks = (
-                    read_chunk(work / PARTS, receipt, planned.split, low, high, dtype) for receipt in receipts
+                    read_part_slice(work / PARTS, receipt, planned.split, low, high, dtype)
+                    for receipt in receipts
                 )
                 equal += _slice([chunk for chunk in chunks if len(chunk.high)], writer, deduplicate, advance)
             if writer.bytes:
-                receipt = Written(writer.close(), equal)
+                receipt = ShardReceipt(writer.close(), equal)
             else:
                 writer.discard()
-                receipt = Written(None, equal)
+                receipt = ShardReceipt(None, equal)
         except BaseException:
             writer.discard()
             raise
@@ -99,7 +100,7 @@ def merging(
 
 
 def _slice(
-    chunks: Sequence[Chunk], writer: ShardWriter, deduplicate: bool, advance: Callable[[int], None]
+    chunks: Sequence[PartSlice], writer: ShardWriter, deduplicate: bool, advance: Callable[[int], None]
 ) -> int:
     """Write the documents of a key range and return the number of duplicates dropped."""
     if not chunks:
@@ -113,7 +114,7 @@ def _slice(
     last = np.concatenate([chunk.starts[1:] for chunk in chunks])
     order = np.lexsort((lows, highs))
     if deduplicate:
-        order = order[first_of_equal(highs[order], lows[order])]
+        order = order[first_of_equal_keys(highs[order], lows[order])]
     for number, start, end in zip(
         owner[order].tolist(), first[order].tolist(), last[order].tolist(), strict=True
     ):
@@ -122,7 +123,7 @@ def _slice(
     return len(highs) - len(order)
 
 
-def written(work: Path, shards: Sequence[Piece]) -> dict[int, Written]:
+def read_shard_receipts(work: Path, shards: Sequence[ShardPlan]) -> dict[int, ShardReceipt]:
     """Read the receipts of finished shards, by shard number."""
     shards_ = {}
     for number, planned in enumerate(shards):
@@ -130,6 +131,6 @@ def written(work: Path, shards: Sequence[Piece]) -> dict[int, Written]:
         if path.is_file():
             content = json.loads(path.read_bytes())
             shard = content["shard"]
-            shard_ = shard_of(shard) if shard else None
-            shards_[number] = Written(shard_, content["equal"])
+            shard_ = parse_shard(shard) if shard else None
+            shards_[number] = ShardReceipt(shard_, content["equal"])
     return shards_

@@ -27,7 +27,7 @@ UInt64s = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class PartReceipt:
     """Counts of a part.
 
     Attributes:
@@ -68,7 +68,7 @@ class Receipt:
 
 def write_part(
     folder: Path,
-    receipt: Receipt,
+    receipt: PartReceipt,
     tokens: npt.NDArray[Any],
     high: UInt64s,
     low: UInt64s,
@@ -83,12 +83,12 @@ def write_part(
     write_whole(folder / f"{receipt.name}.json", json.dumps(asdict(receipt)))
 
 
-def read_receipts(folder: Path) -> list[Receipt]:
+def read_receipts(folder: Path) -> list[PartReceipt]:
     """Read all receipts, by unit and part."""
     return [_receipt(path) for path in sorted(folder.glob("*.json")) if not path.name.startswith(".")]
 
 
-def parts_of(folder: Path, unit: int) -> list[Receipt]:
+def read_unit_receipts(folder: Path, unit: int) -> list[PartReceipt]:
     """Read the receipts of a unit's finished parts, in order."""
     return list(_following(folder, unit))
 
@@ -101,25 +101,25 @@ def remove_parts(folder: Path, unit: int) -> None:
         path.unlink()
 
 
-def _following(folder: Path, unit: int) -> Iterator[Receipt]:
+def _following(folder: Path, unit: int) -> Iterator[PartReceipt]:
     part = 0
     while (path := folder / f"{unit:06}-{part:05}.json").is_file():
         yield _receipt(path)
         part += 1
 
 
-def _receipt(path: Path) -> Receipt:
+def _receipt(path: Path) -> PartReceipt:
     content = json.loads(path.read_bytes())
     for name in ("kept", "tokens"):
         content[name] = tuple(content[name])
     for name in ("special", "sources"):
         content[name] = tuple((key, count) for key, count in content[name])
     content["first_bad"] = tuple((source, place, seen) for source, place, seen in content["first_bad"])
-    return Receipt(**content)
+    return PartReceipt(**content)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PartSlice:
     """Documents of a part in a key range: tokens [tokens], keys [documents], starts [documents + 1] from 0."""
 
     tokens: npt.NDArray[Any]
@@ -128,9 +128,9 @@ class Chunk:
     starts: npt.NDArray[np.int64]
 
 
-def read_chunk(
-    folder: Path, receipt: Receipt, split: int, low: int, high: int, dtype: np.dtype[Any]
-) -> Chunk:
+def read_part_slice(
+    folder: Path, receipt: PartReceipt, split: int, low: int, high: int, dtype: np.dtype[Any]
+) -> PartSlice:
     """Read the documents of SPLITS[``split``] whose key's high word is in [low, high), and only their bytes."""
     documents = sum(receipt.kept)
     first = sum(receipt.kept[:split])
@@ -146,11 +146,11 @@ def read_chunk(
     end = int(np.searchsorted(high_words, np.uint64(high))) if high < 1 << 64 else count
     if begin == end:
         no_keys = np.empty(0, dtype="<u8")
-        return Chunk(np.empty(0, dtype), no_keys, no_keys, np.zeros(1, dtype=np.int64))
+        return PartSlice(np.empty(0, dtype), no_keys, no_keys, np.zeros(1, dtype=np.int64))
     starts = np.fromfile(
         keys, dtype="<i8", count=end - begin + 1, offset=16 * documents + 8 * (first + begin)
     )
     count, offset = int(starts[-1] - starts[0]), int(starts[0]) * dtype.itemsize
     tokens = np.fromfile(folder / f"{receipt.name}.tokens", dtype=dtype, count=count, offset=offset)
     lows = np.fromfile(keys, dtype="<u8", count=end - begin, offset=8 * (documents + first + begin))
-    return Chunk(tokens, np.array(high_words[begin:end]), lows, starts - starts[0])
+    return PartSlice(tokens, np.array(high_words[begin:end]), lows, starts - starts[0])

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.prepare import InputFormat, PrepareConfig
-from toolkit.data.digest import digest
-from toolkit.data.prepare import datasource
-from toolkit.data.prepare.formats import hidden, in_ranges, input_format
+from toolkit.data.digest import hash_file
+from toolkit.data.prepare.hf_dataset import row_ranges
+from toolkit.data.prepare.input_file import detect_format, is_hidden, is_splittable
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole
 from toolkit.progress import Progress
 
 VERSION = 2  # of the recipe: increase it if the same settings and input would give other bytes
-NAME = "plan.json"
+PLAN_NAME = "plan.json"
 # Units are small enough to occupy every process to the end and large enough to be few. They do not affect the bytes.
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 1 << 20, 32 << 20, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class InputSource:
     """A file of the input, or a dataset that is not a local file.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WorkUnit:
     """What one process reads at a time: the whole sources ``first`` to ``last`` - 1, or a range of one source.
 
     ``start`` and ``end`` count bytes of lines and jsonl, row groups of parquet, rows or shards of a dataset. ``end`` is
@@ -62,7 +62,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PreparationPlan:
     """The sources, units and recipe of a preparation.
 
     Attributes:
@@ -73,8 +73,8 @@ class Plan:
 
     root: str
     seen: str
-    sources: tuple[Source, ...]
-    units: tuple[Unit, ...]
+    sources: tuple[InputSource, ...]
+    units: tuple[WorkUnit, ...]
     recipe: dict[str, Any]
     validation_below: int = 0
 
@@ -86,55 +86,57 @@ class Plan:
         return sum(source.bytes for source in self.present)
 
     @property
-    def present(self) -> list[Source]:
+    def present(self) -> list[InputSource]:
         """Sources that still exist, by name."""
         return sorted((source for source in self.sources if not source.gone), key=lambda source: source.name)
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / NAME, json.dumps(asdict(self)))
+        write_whole(folder / PLAN_NAME, json.dumps(asdict(self)))
 
 
-def read_plan(folder: Path) -> Plan | None:
+def read_plan(folder: Path) -> PreparationPlan | None:
     """Read the plan of an unfinished preparation; None if there is none."""
-    if not (folder / NAME).is_file():
+    if not (folder / PLAN_NAME).is_file():
         return None
-    content = json.loads((folder / NAME).read_bytes())
-    content["sources"] = tuple(Source(**source) for source in content["sources"])
-    content["units"] = tuple(Unit(**unit) for unit in content["units"])
-    return Plan(**content)
+    content = json.loads((folder / PLAN_NAME).read_bytes())
+    content["sources"] = tuple(InputSource(**source) for source in content["sources"])
+    content["units"] = tuple(WorkUnit(**unit) for unit in content["units"])
+    return PreparationPlan(**content)
 
 
-def make_plan(config: PrepareConfig, listed: Listing, progress: Progress) -> Plan:
+def make_plan(config: PrepareConfig, listed: InputListing, progress: Progress) -> PreparationPlan:
     """Make the plan. Reads every byte of the input once, for its hashes.
 
     Raises:
         InputError: a file does not have the format of its suffix.
     """
-    plan = drafted(config, listed)
-    sources = hashed(listed.root, plan.sources, progress)
+    plan = draft_plan(config, listed)
+    sources = hash_sources(listed.root, plan.sources, progress)
     return replace(
         plan,
         sources=sources,
-        units=tuple(units_of(config, listed.root, list(enumerate(sources)), plan.bytes)),
+        units=tuple(cut_units(config, listed.root, list(enumerate(sources)), plan.bytes)),
     )
 
 
-def drafted(config: PrepareConfig, listed: Listing) -> Plan:
+def draft_plan(config: PrepareConfig, listed: InputListing) -> PreparationPlan:
     """Make a plan without hashes and units."""
     assert config.input is not None
     sources = tuple(
-        Source(name, kind.name, size, modified, "") for name, kind, size, modified in listed.files
+        InputSource(name, kind.name, size, modified, "") for name, kind, size, modified in listed.files
     )
-    return Plan(root=listed.root, seen=config.input, sources=sources, units=(), recipe=recipe(config))
+    return PreparationPlan(
+        root=listed.root, seen=config.input, sources=sources, units=(), recipe=build_recipe(config)
+    )
 
 
-def hashed(root: str, sources: Sequence[Source], progress: Progress) -> tuple[Source, ...]:
+def hash_sources(root: str, sources: Sequence[InputSource], progress: Progress) -> tuple[InputSource, ...]:
     """Add the hashes of sources."""
     found = []
     with progress.task("hashing the input", total=sum(source.bytes for source in sources), unit="B") as task:
         for source in sources:
             found.append(
-                replace(source, xxh3_128=digest(Path(root, source.name)).xxh3_128)
+                replace(source, xxh3_128=hash_file(Path(root, source.name)).xxh3_128)
                 if source.modified
                 else source
             )
@@ -142,7 +144,7 @@ def hashed(root: str, sources: Sequence[Source], progress: Progress) -> tuple[So
     return tuple(found)
 
 
-def recipe(config: PrepareConfig) -> dict[str, Any]:
+def build_recipe(config: PrepareConfig) -> dict[str, Any]:
     """Return key -> value, as the user writes them, of everything except the input that determines the bytes."""
     tokenizer_path = config.tokenizer.path
     tokenizer: dict[str, Any] = {"tokenizer.end_of_text": config.tokenizer.end_of_text}
@@ -152,9 +154,11 @@ def recipe(config: PrepareConfig) -> dict[str, Any]:
             "tokenizer.sample_mib": config.tokenizer.sample_mib,
         }
     else:
-        file = Path(tokenizer_path) / "tokenizer.json" if Path(tokenizer_path).is_dir() else Path(tokenizer_path)
+        file = (
+            Path(tokenizer_path) / "tokenizer.json" if Path(tokenizer_path).is_dir() else Path(tokenizer_path)
+        )
         tokenizer["tokenizer.path"] = (
-            f"tokenizer.json of xxh3 {digest(file).xxh3_128}" if file.is_file() else tokenizer_path
+            f"tokenizer.json of xxh3 {hash_file(file).xxh3_128}" if file.is_file() else tokenizer_path
         )
     return {
         "version": VERSION,
@@ -174,7 +178,7 @@ def recipe(config: PrepareConfig) -> dict[str, Any]:
     }
 
 
-def as_typed(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value of the recipe as the user writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -183,7 +187,7 @@ def as_typed(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class InputListing:
     """The files of the input.
 
     Attributes:
@@ -200,19 +204,21 @@ class Listing:
         return f"{self.url or self.root}/{name}"
 
 
-def list_input(config: PrepareConfig) -> Listing:
+def list_input(config: PrepareConfig) -> InputListing:
     """List the files of the input by name. Raises InputError if there are none."""
     pattern = config.input
     assert pattern is not None
     path = Path(pattern).expanduser()
     if config.format is InputFormat.dataset and not path.is_dir():
-        return Listing(pattern, ((pattern, InputFormat.dataset, 0, 0),))
+        return InputListing(pattern, ((pattern, InputFormat.dataset, 0, 0),))
     if path.is_file():
         root, found = path.parent, [path]
     elif path.is_dir():
         root, found = (
             path,
-            sorted(file for file in path.rglob("*") if file.is_file() and not hidden(file.relative_to(path))),
+            sorted(
+                file for file in path.rglob("*") if file.is_file() and not is_hidden(file.relative_to(path))
+            ),
         )
     else:
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207 - Path.glob takes no absolute pattern
@@ -227,12 +233,12 @@ def list_input(config: PrepareConfig) -> Listing:
         files.append(
             (
                 file.relative_to(root).as_posix(),
-                input_format(file, config.format),
+                detect_format(file, config.format),
                 stat.st_size,
                 stat.st_mtime_ns,
             )
         )
-    return Listing(str(root), tuple(sorted(files, key=lambda entry: entry[0])))
+    return InputListing(str(root), tuple(sorted(files, key=lambda entry: entry[0])))
 
 
 def _without_pattern(path: Path) -> Iterator[str]:
@@ -246,32 +252,36 @@ def _without_pattern(path: Path) -> Iterator[str]:
 # -- units
 
 
-def units_of(
-    config: PrepareConfig, root: str, numbered: Sequence[tuple[int, Source]], total: int
-) -> Iterator[Unit]:
+def cut_units(
+    config: PrepareConfig, root: str, numbered: Sequence[tuple[int, InputSource]], total: int
+) -> Iterator[WorkUnit]:
     """Cut some of the sources, given with their numbers, into units; the whole input has ``total`` bytes."""
     target_bytes = max(LEAST_UNIT_BYTES, min(MOST_UNIT_BYTES, total // UNITS))
     if numbered and numbered[0][1].format == InputFormat.dataset.name:
         first, last = numbered[0][0], numbered[-1][0] + 1
         yield from (
-            Unit(first, last, start, end, size)
-            for start, end, size in datasource.ranges(root, config.dataset, target_bytes)
+            WorkUnit(first, last, start, end, size)
+            for start, end, size in row_ranges(root, config.dataset, target_bytes)
         )
         return
     neighbours: list[int] = []  # consecutive whole files, up to ``aim`` bytes together
     size = 0
 
-    def flush() -> Iterator[Unit]:
+    def flush() -> Iterator[WorkUnit]:
         if neighbours:
-            yield Unit(neighbours[0], neighbours[-1] + 1, 0, 0, size)
+            yield WorkUnit(neighbours[0], neighbours[-1] + 1, 0, 0, size)
             neighbours.clear()
 
     for number, source in numbered:
         parquet = source.format == InputFormat.parquet.name
-        if parquet or in_ranges(source.name, source.format):
+        if parquet or is_splittable(source.name, source.format):
             yield from flush()
-            cuts = row_groups(Path(root, source.name), target_bytes) if parquet else _byte_ranges(source.bytes, target_bytes)
-            yield from (Unit(number, number + 1, start, end, part) for start, end, part in cuts)
+            cuts = (
+                row_group_ranges(Path(root, source.name), target_bytes)
+                if parquet
+                else _byte_ranges(source.bytes, target_bytes)
+            )
+            yield from (WorkUnit(number, number + 1, start, end, part) for start, end, part in cuts)
             continue
         if neighbours and neighbours[-1] != number - 1:
             yield from flush()
@@ -288,7 +298,7 @@ def _byte_ranges(size: int, target_bytes: int) -> Iterator[tuple[int, int, int]]
         yield start, end, end - start
 
 
-def row_groups(path: Path, target_bytes: int) -> Iterator[tuple[int, int, int]]:
+def row_group_ranges(path: Path, target_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Return ranges of row groups, each with its share of the file's bytes."""
     import pyarrow
     import pyarrow.parquet
@@ -299,14 +309,14 @@ def row_groups(path: Path, target_bytes: int) -> Iterator[tuple[int, int, int]]:
         raise InputError(
             Problem("input", f"{path}: {error}", "a .parquet file is Parquet", "restore or remove the file")
         ) from error
-    yield from gather(
+    yield from group_neighbours(
         [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)],
         path.stat().st_size,
         target_bytes,
     )
 
 
-def gather(sizes: Sequence[int], total: int, target_bytes: int) -> Iterator[tuple[int, int, int]]:
+def group_neighbours(sizes: Sequence[int], total: int, target_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Yield ranges [start, end) of neighbours of about ``aim`` bytes, where all have ``total`` bytes in ratios ``sizes``."""
     scale = total / max(1, sum(sizes))
     start, size = 0, 0.0

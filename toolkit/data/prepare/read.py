@@ -6,18 +6,28 @@ After a kill a unit is read from its start again and finished documents are drop
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from toolkit.config.prepare import DatasetConfig, InputFormat, OnBadRow
-from toolkit.data.prepare import datasource
-from toolkit.data.prepare.content import BUFFER_BYTES, BYTE_ORDER_MARK, Opened, check_text, readable
-from toolkit.data.prepare.formats import input_format, is_archive
-from toolkit.data.prepare.plan import Plan, Unit
-from toolkit.data.prepare.rows import BadRow, Row, line_of, rows, text_of
+from toolkit.data.prepare.hf_dataset import read_range
+from toolkit.data.prepare.input_file import (
+    BUFFER_BYTES,
+    BYTE_ORDER_MARK,
+    InputReader,
+    check_text,
+    convert_read_errors,
+    detect_format,
+    is_archive,
+    is_splittable,
+)
+from toolkit.data.prepare.plan import PreparationPlan, WorkUnit, row_group_ranges
+from toolkit.data.prepare.rows import BadRow, NumberedRow, extract_text, parse_line, read_rows
 from toolkit.errors import InputError, Problem
+from toolkit.progress import Progress
 
 ROWS_AT_ONCE = 64
 HEAD_BYTES = 4096
@@ -25,7 +35,7 @@ MEMBER_BITS = 40  # bits of a document's position in an archive for its number w
 
 
 @dataclass(slots=True)
-class Document:
+class InputDocument:
     """A document of the input.
 
     Attributes:
@@ -44,12 +54,12 @@ class Document:
     bad: str = ""
 
 
-def documents(plan: Plan, unit: Unit) -> Iterator[Document]:
+def read_documents(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     """Yield the documents of a unit. Raises InputError naming file and position of what cannot be read."""
     return _READERS["whole" if unit.whole else plan.sources[unit.first].format](plan, unit)
 
 
-def decoded(content: bytes) -> tuple[bytes, str]:
+def decode_document(content: bytes) -> tuple[bytes, str]:
     """Return a document as UTF-8 and as text. Invalid UTF-8 becomes U+FFFD; valid bytes are returned unchanged."""
     try:
         return content, content.decode()
@@ -58,32 +68,38 @@ def decoded(content: bytes) -> tuple[bytes, str]:
         return text.encode(), text
 
 
-def _document(plan: Plan, source: int, position: int, result: bytes | BadRow, bytes_done: int, location: str) -> Document:
+def _document(
+    plan: PreparationPlan, source: int, position: int, result: bytes | BadRow, bytes_done: int, location: str
+) -> InputDocument:
     """Make a document. Raises InputError for a bad row that is not skipped."""
     if not isinstance(result, BadRow):
-        return Document(source, position, result, bytes_done, location)
+        return InputDocument(source, position, result, bytes_done, location)
     if plan.recipe["on_bad_row"] != OnBadRow.skip.name:
         raise _refused(plan.path(source), location, result)
-    return Document(source, position, b"", bytes_done, location, result.seen)
+    return InputDocument(source, position, b"", bytes_done, location, result.seen)
 
 
 def _refused(path: Path, location: str, bad: BadRow) -> InputError:
     return InputError(Problem(bad.key, f"{path}, {location}: {bad.seen}", bad.rule, bad.remedy))
 
 
-def _whole(plan: Plan, unit: Unit) -> Iterator[Document]:
+def _whole(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     """Read whole files, including archives."""
     bytes_before = 0
     for source in range(unit.first, unit.last):
         path, size = plan.path(source), plan.sources[source].bytes
         reader = _archive if is_archive(path) else _file
-        with readable(path), Opened(path) as opened:
+        with convert_read_errors(path), InputReader(path) as opened:
             for position, result, location in reader(plan, source, opened):
-                yield _document(plan, source, position, result, bytes_before + min(opened.bytes_read, size), location)
+                yield _document(
+                    plan, source, position, result, bytes_before + min(opened.bytes_read, size), location
+                )
         bytes_before += size
 
 
-def _file(plan: Plan, source: int, opened: Opened) -> Iterator[tuple[int, bytes | BadRow, str]]:
+def _file(
+    plan: PreparationPlan, source: int, opened: InputReader
+) -> Iterator[tuple[int, bytes | BadRow, str]]:
     kind = plan.sources[source].format
     return (
         (number, result, _location_in(kind, number))
@@ -91,17 +107,19 @@ def _file(plan: Plan, source: int, opened: Opened) -> Iterator[tuple[int, bytes 
     )
 
 
-def _archive(plan: Plan, source: int, opened: Opened) -> Iterator[tuple[int, bytes | BadRow, str]]:
+def _archive(
+    plan: PreparationPlan, source: int, opened: InputReader
+) -> Iterator[tuple[int, bytes | BadRow, str]]:
     format_ = InputFormat[plan.sources[source].format]
     for member, (name, file) in enumerate(opened.members()):
-        kind = input_format(name, format_).name
+        kind = detect_format(name, format_).name
         for number, result in _rows(plan, source, kind, file, f"its file {name}, "):
             yield member << MEMBER_BITS | number, result, f"its file {name}, {_location_in(kind, number)}"
 
 
-def _rows(plan: Plan, source: int, kind: str, file: Any, location: str) -> Iterator[Row]:
+def _rows(plan: PreparationPlan, source: int, kind: str, file: Any, location: str) -> Iterator[NumberedRow]:
     try:
-        yield from rows(kind, file, plan.recipe["text"])
+        yield from read_rows(kind, file, plan.recipe["text"])
     except BadRow as bad:  # nothing of this file can be read any more
         raise _refused(plan.path(source), f"{location}{kind}", bad) from bad
 
@@ -117,10 +135,10 @@ def _location_in(kind: str, number: int) -> str:
     )
 
 
-def _ranged(plan: Plan, unit: Unit) -> Iterator[Document]:
+def _ranged(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     """Read the lines that begin in a byte range of a file."""
     path, kind, name = plan.path(unit.first), plan.sources[unit.first].format, plan.recipe["text"]
-    with readable(path), io.BufferedReader(io.FileIO(path), BUFFER_BYTES) as file:
+    with convert_read_errors(path), io.BufferedReader(io.FileIO(path), BUFFER_BYTES) as file:
         if unit.start:
             file.seek(unit.start - 1)
             file.readline()
@@ -130,7 +148,7 @@ def _ranged(plan: Plan, unit: Unit) -> Iterator[Document]:
         while position < unit.end and (line := file.readline()):
             result: bytes | BadRow
             try:
-                result = line_of(kind, line if position else line.removeprefix(BYTE_ORDER_MARK), name)
+                result = parse_line(kind, line if position else line.removeprefix(BYTE_ORDER_MARK), name)
             except BadRow as bad:
                 result = bad
             bytes_done = min(position + len(line), unit.end) - unit.start
@@ -138,12 +156,12 @@ def _ranged(plan: Plan, unit: Unit) -> Iterator[Document]:
             position += len(line)
 
 
-def _parquet(plan: Plan, unit: Unit) -> Iterator[Document]:
+def _parquet(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     import pyarrow
     import pyarrow.parquet
 
     path, column = plan.path(unit.first), plan.recipe["text"]
-    with readable(path), pyarrow.parquet.ParquetFile(path) as file:
+    with convert_read_errors(path), pyarrow.parquet.ParquetFile(path) as file:
         _check_column(file.schema_arrow, column, path)
         sizes = [file.metadata.row_group(number).num_rows for number in range(unit.end)]
         first, total = sum(sizes[: unit.start]), sum(sizes[unit.start :])
@@ -185,27 +203,112 @@ def _check_column(schema: Any, column: str, path: Path) -> None:
 
 def _value(record: Any, name: str) -> bytes | BadRow:
     try:
-        return text_of(record, name)
+        return extract_text(record, name)
     except BadRow as bad:
         return bad
 
 
-def _dataset(plan: Plan, unit: Unit) -> Iterator[Document]:
+def _dataset(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     recipe = plan.recipe
     config = DatasetConfig(
         name=recipe["dataset.name"], split=recipe["dataset.split"], revision=recipe["dataset.revision"]
     )
     bytes_done = 0
     streamed = not unit.bytes
-    for number, record in datasource.records(plan.root, config, recipe["text"], unit.start, unit.end):
+    for number, record in read_range(plan.root, config, recipe["text"], unit.start, unit.end):
         result = _value(record, recipe["text"])
         size = 0 if isinstance(result, BadRow) else len(result)
-        bytes_done = bytes_done + size if streamed else unit.bytes * (number - unit.start + 1) // (unit.end - unit.start)
+        bytes_done = (
+            bytes_done + size
+            if streamed
+            else unit.bytes * (number - unit.start + 1) // (unit.end - unit.start)
+        )
         yield _document(
-            plan, 0, unit.start << MEMBER_BITS | number if streamed else number, result, bytes_done, f"row {number}"
+            plan,
+            0,
+            unit.start << MEMBER_BITS | number if streamed else number,
+            result,
+            bytes_done,
+            f"row {number}",
         )
 
 
-_READERS: dict[str, Callable[[Plan, Unit], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[PreparationPlan, WorkUnit], Iterator[InputDocument]]] = {
     "whole": _whole, "lines": _ranged, "jsonl": _ranged, "parquet": _parquet, "dataset": _dataset,
 }  # fmt: skip
+
+
+LARGE_BYTES = 8 << 20  # of a document; smaller ones fit the memory of any machine
+# Bytes of memory that the tokenizer needs per byte of a document: 105 for words, 145 for one long word.
+TOKENISER_MEMORY = 150
+
+
+def check_memory(document: InputDocument, path: Path) -> None:
+    """Raise InputError if this machine lacks the memory to tokenise the document; the library would abort the process."""
+    size = len(document.content)
+    if size < LARGE_BYTES:
+        return
+    import psutil
+
+    available = psutil.virtual_memory().available
+    if size * TOKENISER_MEMORY > available:
+        seen = f"{path}, {document.location}: a document of {size / 2**20:,.0f} MiB"
+        rule = (
+            f"the tokenizer takes a document as a whole, in {TOKENISER_MEMORY} times its size of memory "
+            f"({size * TOKENISER_MEMORY / 2**30:,.1f} GiB; {available / 2**30:,.1f} GiB are available)"
+        )
+        remedy = (
+            "split it into several documents or remove it, then start again to continue; "
+            "or use a machine with more memory"
+        )
+        raise InputError(Problem("input", seen, rule, remedy))
+
+
+CHECKED_ROWS = 8
+MAX_PROBLEMS = 20
+
+
+def check_first_rows(plan: PreparationPlan, sources: Sequence[int], progress: Progress) -> None:
+    """Read the first rows of ``sources``, which need no units or hashes yet, so that wrong input is found at once.
+
+    Raises InputError with a problem for each file that has one, up to MAX_PROBLEMS.
+    """
+    problems: list[Problem] = []
+    with progress.task("checking the input", total=len(sources), unit="files") as task:
+        for source in sources:
+            try:
+                _check_source(plan, source)
+            except InputError as error:
+                problems += error.problems
+                if len(problems) >= MAX_PROBLEMS:
+                    break
+            task.advance()
+    if problems:
+        raise InputError(*problems)
+
+
+def _check_source(plan: PreparationPlan, source: int) -> None:
+    input_source, path = plan.sources[source], plan.path(source)
+    if input_source.format == InputFormat.dataset.name:
+        return
+    if input_source.format == InputFormat.text.name and not is_archive(path):
+        with (
+            convert_read_errors(path),
+            InputReader(path) as opened,
+        ):  # only the beginning: a document is the whole file
+            opened.text()
+        return
+    unit = _first_unit(input_source.format, path, input_source.bytes, source)
+    if unit is not None:
+        for _ in islice(read_documents(replace(plan, units=(unit,)), unit), CHECKED_ROWS):
+            pass
+
+
+def _first_unit(format_name: str, path: Path, size: int, source: int) -> WorkUnit | None:
+    """Return the beginning of a file as a work unit; None if the file is empty."""
+    if format_name == InputFormat.parquet.name:
+        group = next(iter(row_group_ranges(path, 1)), None)
+        return None if group is None else WorkUnit(source, source + 1, *group)
+    if is_splittable(path, format_name):
+        return WorkUnit(source, source + 1, 0, size, size) if size else None
+    return WorkUnit(source, source + 1, 0, 0, size)

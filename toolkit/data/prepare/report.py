@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 import toolkit
-from toolkit.data.digest import digest
-from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, write_manifest
-from toolkit.data.prepare.merge import Piece, Written
-from toolkit.data.prepare.parts import FIRST_BAD, SPLITS, Receipt
-from toolkit.data.prepare.plan import Plan
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import DataManifest, DataOrigin, TokenizerInfo, TokenSplit, write_manifest
+from toolkit.data.prepare.merge import ShardPlan, ShardReceipt
+from toolkit.data.prepare.parts import FIRST_BAD, SPLITS, PartReceipt
+from toolkit.data.prepare.plan import PreparationPlan
 from toolkit.data.tokens.index import IndexFile
 from toolkit.files import write_whole
 
@@ -30,7 +30,7 @@ LONGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class PreparationStatistics:
     """Statistics of a preparation.
 
     Attributes:
@@ -58,32 +58,32 @@ class Statistics:
     bad: int = 0
 
 
-def finish(
-    plan: Plan,
+def write_results(
+    plan: PreparationPlan,
     output: Path,
     tokenizer: TokenizerInfo,
     dtype: np.dtype[Any],
-    receipts: Sequence[Receipt],
-    shards: Sequence[Piece],
-    shard_receipts: Mapping[int, Written],
+    receipts: Sequence[PartReceipt],
+    shards: Sequence[ShardPlan],
+    shard_receipts: Mapping[int, ShardReceipt],
 ) -> DataManifest:
     """Write sources, report, histogram and manifest into ``output``; equal input and recipe give equal bytes."""
     shards_by_split: dict[str, list[Any]] = {name: [] for name in SPLITS}
     for number, piece in enumerate(shards):
         if (shard := shard_receipts[number].shard) is not None:
             shards_by_split[SPLITS[piece.split]].append(shard)
-    splits = {name: Split(tuple(entries)) for name, entries in shards_by_split.items() if entries}
+    splits = {name: TokenSplit(tuple(entries)) for name, entries in shards_by_split.items() if entries}
     statistics = _statistics(receipts, shard_receipts.values(), splits, output)
     write_whole(output / SOURCES, json.dumps(_sources(plan, receipts), indent=1) + "\n")
     write_whole(output / REPORT, json.dumps(asdict(statistics), indent=1) + "\n")
-    draw(statistics, output / PICTURE)
+    draw_histogram(statistics, output / PICTURE)
     tokenizer_files = (path for path in sorted((output / tokenizer.folder).rglob("*")) if path.is_file())
     files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in tokenizer_files)]
     tokenizer_info = TokenizerInfo(
         **{**asdict(tokenizer), "ends_documents": not any(receipt.inside for receipt in receipts)}
     )
-    origin = Origin(
-        plan.seen, plan.recipe["licence"], len(plan.present), plan.bytes, digest(output / SOURCES).xxh3_128
+    origin = DataOrigin(
+        plan.seen, plan.recipe["licence"], len(plan.present), plan.bytes, hash_file(output / SOURCES).xxh3_128
     )
     manifest = DataManifest(
         folder=output,
@@ -92,8 +92,8 @@ def finish(
         tokenizer=tokenizer_info,
         splits=splits,
         recipe=plan.recipe,
-        versions=versions(),
-        files={name: digest(output / name) for name in files},
+        versions=package_versions(),
+        files={name: hash_file(output / name) for name in files},
         special_tokens=_special(receipts),
         bad_rows=_bad_rows(plan, receipts),
     )
@@ -101,7 +101,7 @@ def finish(
     return manifest
 
 
-def _bad_rows(plan: Plan, receipts: Sequence[Receipt]) -> dict[str, Any]:
+def _bad_rows(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> dict[str, Any]:
     """Return number and first examples of bad rows by file and position, independent of how the work was split."""
     count = sum(receipt.bad for receipt in receipts)
     if not count:
@@ -114,19 +114,19 @@ def _bad_rows(plan: Plan, receipts: Sequence[Receipt]) -> dict[str, Any]:
     return {"count": count, "first": [f"{name}, {statistics}" for name, _, statistics in first[:FIRST_BAD]]}
 
 
-def _special(receipts: Sequence[Receipt]) -> dict[str, int]:
+def _special(receipts: Sequence[PartReceipt]) -> dict[str, int]:
     entries: Counter[str] = Counter()
     for receipt in receipts:
         entries.update(dict(receipt.special))
     return dict(sorted(entries.items()))
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     python = ".".join(map(str, sys.version_info[:2]))
     return {"toolkit": toolkit.__version__, "python": python, **{name: version(name) for name in VERSIONED}}
 
 
-def _sources(plan: Plan, receipts: Sequence[Receipt]) -> list[dict[str, Any]]:
+def _sources(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> list[dict[str, Any]]:
     """Describe the sources, with the number of documents that are not empty; files of a dataset have no number."""
     documents: Counter[int] = Counter()
     for receipt in receipts:
@@ -145,8 +145,8 @@ def _sources(plan: Plan, receipts: Sequence[Receipt]) -> list[dict[str, Any]]:
 
 
 def _statistics(
-    receipts: Sequence[Receipt], shard_receipts: Any, splits: Mapping[str, Split], output: Path
-) -> Statistics:
+    receipts: Sequence[PartReceipt], shard_receipts: Any, splits: Mapping[str, TokenSplit], output: Path
+) -> PreparationStatistics:
     edges = np.unique((2 ** (np.arange(31 * BINS_A_DOUBLING + 1) / BINS_A_DOUBLING)).astype(np.int64))
     counts = np.zeros(len(edges), dtype=np.int64)
     shortest, longest = LONGEST, 0
@@ -161,7 +161,7 @@ def _statistics(
     text_bytes = sum(receipt.text_bytes for receipt in receipts)
     token_count = sum(sum(receipt.tokens) for receipt in receipts)
     nonempty = np.flatnonzero(counts)
-    return Statistics(
+    return PreparationStatistics(
         read=sum(receipt.empty + receipt.bad + receipt.equal + sum(receipt.kept) for receipt in receipts),
         documents=documents,
         tokens=tokens,
@@ -178,7 +178,7 @@ def _statistics(
     )
 
 
-def describe(manifest: DataManifest) -> list[str]:
+def describe_preparation(manifest: DataManifest) -> list[str]:
     """Format results that the manifest lacks; the report's lines only if launch/prepare.py wrote the folder."""
     lines, file = [], manifest.folder / REPORT
     if SPLITS[1] not in manifest.splits:
@@ -194,7 +194,7 @@ def describe(manifest: DataManifest) -> list[str]:
 
 
 def describe_report(content: bytes) -> list[str]:
-    statistics = Statistics(**json.loads(content))
+    statistics = PreparationStatistics(**json.loads(content))
     lengths = f"{statistics.shortest:,} to {statistics.longest:,} tokens, mean {statistics.mean:,.0f}"
     lines = [
         f"documents  {statistics.read:,} read, {statistics.documents:,} kept; dropped: {statistics.equal:,} duplicates, {statistics.empty:,} empty",
@@ -205,7 +205,7 @@ def describe_report(content: bytes) -> list[str]:
     return lines
 
 
-def draw(statistics: Statistics, path: Path) -> None:
+def draw_histogram(statistics: PreparationStatistics, path: Path) -> None:
     """Draw the histogram of document lengths in tokens, with logarithmic axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

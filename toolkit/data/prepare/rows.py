@@ -25,11 +25,11 @@ class BadRow(Exception):
         super().__init__(seen)
 
 
-Row = tuple[int, bytes | BadRow]  # its number in the file from 0, and its document
+NumberedRow = tuple[int, bytes | BadRow]  # its number in the file from 0, and its document
 FIX = "correct or remove it, then start again to continue; or write on_bad_row=skip to skip such rows"
 
 
-def rows(kind: str, file: IO[bytes], name: str) -> Iterator[Row]:
+def read_rows(kind: str, file: IO[bytes], name: str) -> Iterator[NumberedRow]:
     """Yield the documents of ``file``, which is uncompressed text.
 
     Args:
@@ -41,7 +41,7 @@ def rows(kind: str, file: IO[bytes], name: str) -> Iterator[Row]:
     return READERS[kind](file, name)
 
 
-def line_of(kind: str, line: bytes, name: str) -> bytes:
+def parse_line(kind: str, line: bytes, name: str) -> bytes:
     """Return the document of a line of ``lines`` or ``jsonl``. Raises BadRow."""
     if kind == InputFormat.lines.name:
         return line.removesuffix(b"\n").removesuffix(b"\r")
@@ -51,23 +51,23 @@ def line_of(kind: str, line: bytes, name: str) -> bytes:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadRow("input", str(error), "every line of a .jsonl file is JSON", FIX) from error
-    return text_of(record, name)
+    return extract_text(record, name)
 
 
-def text_of(record: Any, name: str) -> bytes:
+def extract_text(record: Any, name: str) -> bytes:
     """Return the field ``name`` of an object. ``meta.body`` is a nested field, unless a field has that whole name."""
     try:
-        value = pick(record, name)
+        value = get_field(record, name)
     except KeyError:
         available = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         rule = f"every row is an object with the document's text (here: {available})"
         raise BadRow(
             "text", f"text={name}, no such field in it", rule, "write text=FIELD, or on_bad_row=skip"
         ) from None
-    return text_bytes(value, name)
+    return encode_text(value, name)
 
 
-def pick(record: Any, name: str) -> Any:
+def get_field(record: Any, name: str) -> Any:
     """Get a possibly nested field. Below a null, the value is null. Raises KeyError if there is no such field."""
     if isinstance(record, dict) and name in record:
         return record[name]
@@ -80,7 +80,7 @@ def pick(record: Any, name: str) -> Any:
     return record
 
 
-def text_bytes(value: Any, name: str) -> bytes:
+def encode_text(value: Any, name: str) -> bytes:
     """Encode a text; null is the empty document. Lone surrogates, which JSON allows, are replaced later."""
     if value is None:
         return b""
@@ -95,22 +95,22 @@ def text_bytes(value: Any, name: str) -> bytes:
     return value.encode("utf-8", errors="surrogatepass")
 
 
-def _read_text(file: IO[bytes], name: str) -> Iterator[Row]:
+def _read_text(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
     yield 0, file.read()
 
 
-def _line_reader(kind: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
-    def read(file: IO[bytes], name: str) -> Iterator[Row]:
+def _line_reader(kind: str) -> Callable[[IO[bytes], str], Iterator[NumberedRow]]:
+    def read(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
         for number, line in enumerate(file):
             try:
-                yield number, line_of(kind, line, name)
+                yield number, parse_line(kind, line, name)
             except BadRow as bad:
                 yield number, bad
 
     return read
 
 
-def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
+def _read_json(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
     """Read a JSON array, or JSON lines, which many .json files contain."""
     head = cast(io.BufferedReader, file).peek(CHUNK).lstrip()
     if not head.startswith(b"["):
@@ -118,7 +118,7 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
         return
     for number, record in enumerate(_json_elements(file)):
         try:
-            yield number, text_of(record, name)
+            yield number, extract_text(record, name)
         except BadRow as bad:
             yield number, bad
 
@@ -177,8 +177,8 @@ def _json_elements(file: IO[bytes]) -> Iterator[Any]:
             raise malformed(f"{next_character or 'the end'!r} instead of a comma or a bracket")
 
 
-def _read_separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
-    def read(file: IO[bytes], name: str) -> Iterator[Row]:
+def _read_separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[NumberedRow]]:
+    def read(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
         csv.field_size_limit(sys.maxsize)
         text = io.TextIOWrapper(cast(Any, file), "utf-8", errors="surrogateescape", newline="")
         lines = csv.reader(text, delimiter=delimiter, strict=True)
@@ -217,7 +217,7 @@ def _read_cell(row: list[str], column: int, columns: int) -> bytes:
     return row[column].encode("utf-8", errors="surrogateescape") if row else b""
 
 
-READERS: dict[str, Callable[[IO[bytes], str], Iterator[Row]]] = {
+READERS: dict[str, Callable[[IO[bytes], str], Iterator[NumberedRow]]] = {
     "text": _read_text,
     "lines": _line_reader("lines"),
     "jsonl": _line_reader("jsonl"),

@@ -1,9 +1,9 @@
 """``launch/prepare.py``: make a folder of tokenised shards from text. After a kill it continues where it was.
 
-    OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
-    OUTPUT/manifest.json      written last: without it the folder is not data
-    OUTPUT/.work/             plan, parts and receipts of an unfinished preparation, about as large as the shards, and
-                              a copy of an input from a store
+OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
+OUTPUT/manifest.json      written last: without it the folder is not data
+OUTPUT/.work/             plan, parts and receipts of an unfinished preparation, about as large as the shards, and
+                          a copy of an input from a store
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from typing import Any
 from toolkit.config.keys import flatten
 from toolkit.config.prepare import InputFormat, PrepareConfig
 from toolkit.config.urls import is_url
-from toolkit.data.digest import digest
-from toolkit.data.manifest import NAME as MANIFEST
-from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
-from toolkit.data.prepare import merge, report, store, tokenise
-from toolkit.data.prepare.changes import changes, relaxed, replanned
-from toolkit.data.prepare.check import check_first_rows
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import MANIFEST_NAME, DataManifest, TokenizerInfo, read_manifest
+from toolkit.data.prepare import merge, report, tokenise
+from toolkit.data.prepare.document_keys import find_validation_threshold
+from toolkit.data.prepare.input_changes import find_changes, relax_recipe, update_plan
+from toolkit.data.prepare.input_store import fetch_input, hash_stored_files, list_store
 from toolkit.data.prepare.parts import SPLITS, read_receipts
 from toolkit.data.prepare.plan import (
-    Listing,
-    Plan,
-    as_typed,
-    drafted,
+    InputListing,
+    PreparationPlan,
+    build_recipe,
+    draft_plan,
+    format_value,
     list_input,
     make_plan,
     read_plan,
-    recipe,
 )
-from toolkit.data.prepare.split import validation_below
-from toolkit.data.prepare.vocabulary import ready_vocabulary, vocabulary
-from toolkit.data.prepare.work import each
+from toolkit.data.prepare.read import check_first_rows
+from toolkit.data.prepare.tokenizer import ensure_tokenizer, tokenizer_spec
+from toolkit.data.prepare.worker_pool import run_tasks
 from toolkit.data.tokens import stdlib
 from toolkit.data.tokens.index import token_dtype
-from toolkit.data.tokens.tokenizer import FOLDER as TOKENIZER
+from toolkit.data.tokens.tokenizer import TOKENIZER_FOLDER
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
@@ -72,8 +72,8 @@ def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
     if config.input == STDLIB:
         return _stdlib(config, progress)
     output = output_folder(config)
-    listed = store.list_store(config, output / WORK) if _in_store(config) else list_input(config)
-    if (output / MANIFEST).is_file():
+    listed = list_store(config, output / WORK) if _in_store(config) else list_input(config)
+    if (output / MANIFEST_NAME).is_file():
         return _check_finished(config, listed, output, progress)
     work = output / WORK
     if output.is_dir() and not work.is_dir() and any(output.iterdir()):
@@ -81,7 +81,7 @@ def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
     try:
         work.mkdir(parents=True, exist_ok=True)
         with _lock(work):
-            if (output / MANIFEST).is_file():  # finished by another process before the lock was acquired
+            if (output / MANIFEST_NAME).is_file():  # finished by another process before the lock was acquired
                 return _check_finished(config, listed, output, progress)
             return _make(config, listed, work, output, progress)
     except OSError as error:
@@ -117,21 +117,21 @@ def output_folder(config: PrepareConfig) -> Path:
 
 
 def _make(
-    config: PrepareConfig, listed: Listing, work: Path, output: Path, progress: Progress
+    config: PrepareConfig, listed: InputListing, work: Path, output: Path, progress: Progress
 ) -> DataManifest:
     if listed.url is not None:
-        store.fetch(listed, progress)
+        fetch_input(listed, progress)
     plan = _plan(config, listed, work, progress)
     workers = config.workers or os.cpu_count() or 1
     for folder in (tokenise.PARTS, merge.SHARDS):
         (work / folder).mkdir(exist_ok=True)
-    tokenizer = ready_vocabulary(config, plan, work, output, progress)
-    tokenizer_spec = vocabulary(output, tokenizer, plan)
-    remaining, previous = tokenise.units_left(work / tokenise.PARTS, plan)
+    tokenizer = ensure_tokenizer(config, plan, work, output, progress)
+    spec = tokenizer_spec(output, tokenizer, plan)
+    remaining, previous = tokenise.find_unfinished_units(work / tokenise.PARTS, plan)
     total = sum(unit.bytes for unit in plan.units)
     with progress.task("tokenising", total=total or None, unit="B", done=previous) as task:
-        each(partial(tokenise.tokenising, work, tokenizer_spec), remaining, workers, task)
-    assert not tokenise.units_left(work / tokenise.PARTS, plan)[0], "every unit is finished"
+        run_tasks(partial(tokenise.start_tokenising, work, spec), remaining, workers, task)
+    assert not tokenise.find_unfinished_units(work / tokenise.PARTS, plan)[0], "every unit is finished"
     receipts = read_receipts(work / tokenise.PARTS)
     if not sum(receipt.tokens[0] for receipt in receipts):
         kept, empty = sum(receipt.kept[1] for receipt in receipts), sum(receipt.empty for receipt in receipts)
@@ -146,9 +146,9 @@ def _make(
                 "give more text, or write validation=0",
             )
         )
-    shards = merge.pieces(receipts, tokenizer_spec.dtype.itemsize, config.shard_mib << 20)
+    shards = merge.plan_shards(receipts, spec.dtype.itemsize, config.shard_mib << 20)
     _write_shards(config, work, output, tokenizer, shards, workers, progress)
-    change = changes(plan, listed).first()
+    change = find_changes(plan, listed).first()
     if change is not None:
         seen, rule = (
             f"{listed.url or listed.root}/{change} since the preparation began",
@@ -157,8 +157,8 @@ def _make(
         raise InputError(
             Problem("input", seen, rule, "run the command again: only what changed is read again")
         )
-    manifest = report.finish(
-        plan, output, tokenizer, tokenizer_spec.dtype, receipts, shards, merge.written(work, shards)
+    manifest = report.write_results(
+        plan, output, tokenizer, spec.dtype, receipts, shards, merge.read_shard_receipts(work, shards)
     )
     shutil.rmtree(work)
     return manifest
@@ -169,17 +169,17 @@ def _write_shards(
     work: Path,
     output: Path,
     tokenizer: TokenizerInfo,
-    shards: list[merge.Piece],
+    shards: list[merge.ShardPlan],
     workers: int,
     progress: Progress,
 ) -> None:
     # Left by a killed process: only the holder of the lock writes here.
     for partial_file in output.glob("*.partial-*"):
         partial_file.unlink()
-    finished = merge.written(work, shards)
+    finished = merge.read_shard_receipts(work, shards)
     remaining = [number for number in range(len(shards)) if number not in finished]
     start_task = partial(
-        merge.merging,
+        merge.start_merging,
         work,
         output,
         token_dtype(tokenizer.size),
@@ -189,17 +189,17 @@ def _write_shards(
     )
     total, previous = sum(piece.bytes for piece in shards), sum(shards[number].bytes for number in finished)
     with progress.task("writing shards", total=total, unit="B", done=previous) as task:
-        each(start_task, remaining, workers, task)
+        run_tasks(start_task, remaining, workers, task)
 
 
-def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress) -> Plan:
+def _plan(config: PrepareConfig, listed: InputListing, work: Path, progress: Progress) -> PreparationPlan:
     """Return the unfinished plan of this recipe, updated to the input, or a new one if no tokens exist yet."""
     previous = read_plan(work)
     if previous is not None:
-        plan = relaxed(previous, config)
+        plan = relax_recipe(previous, config)
         problems, changes_ = (
             _differences(plan.recipe, config, work.parent, "is being prepared"),
-            changes(plan, listed),
+            find_changes(plan, listed),
         )
         if not problems and not changes_:
             if plan != previous:
@@ -208,15 +208,15 @@ def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress
         if any((work / tokenise.PARTS).glob("*.json")):
             if problems:
                 raise InputError(*problems)
-            plan = replanned(plan, changes_, config, listed, work, progress)
+            plan = update_plan(plan, changes_, config, listed, work, progress)
             plan.write(work)
             return plan
         # The tokenizer of a recipe or an input that was given by mistake.
-        shutil.rmtree(work.parent / TOKENIZER, ignore_errors=True)
-    draft = drafted(config, listed)
+        shutil.rmtree(work.parent / TOKENIZER_FOLDER, ignore_errors=True)
+    draft = draft_plan(config, listed)
     check_first_rows(draft, range(len(draft.sources)), progress)
     plan = make_plan(config, listed, progress)
-    plan = replace(plan, validation_below=validation_below(plan, progress))
+    plan = replace(plan, validation_below=find_validation_threshold(plan, progress))
     plan.write(work)
     return plan
 
@@ -224,7 +224,9 @@ def _plan(config: PrepareConfig, listed: Listing, work: Path, progress: Progress
 # -- an output that exists already
 
 
-def _check_finished(config: PrepareConfig, listed: Listing, output: Path, progress: Progress) -> DataManifest:
+def _check_finished(
+    config: PrepareConfig, listed: InputListing, output: Path, progress: Progress
+) -> DataManifest:
     """Check that the finished folder has this recipe and input."""
     manifest = read_manifest(output)
     problems = _differences(manifest.recipe, config, output, "was made")
@@ -239,7 +241,7 @@ def _differences(made_recipe: Any, config: PrepareConfig, output: Path, origin: 
     """Return a problem for each key in which the existing recipe differs from the configured one."""
     if not made_recipe:
         raise _output_error(output, "another command wrote it")
-    requested = recipe(config)
+    requested = build_recipe(config)
     if made_recipe.get("version") != requested["version"]:
         seen = (
             f"output={output} {origin} by recipe version {made_recipe.get('version')}, "
@@ -256,19 +258,19 @@ def _differences(made_recipe: Any, config: PrepareConfig, output: Path, origin: 
     return [
         Problem(
             key,
-            f"{key}={as_typed(requested.get(key))}, and output={output} {origin} with {key}={as_typed(made_recipe.get(key))}",
+            f"{key}={format_value(requested.get(key))}, and output={output} {origin} with {key}={format_value(made_recipe.get(key))}",
             "an output has one recipe and is not overwritten",
-            f"write {key}={as_typed(made_recipe.get(key))}, or name another output: output=FOLDER",
+            f"write {key}={format_value(made_recipe.get(key))}, or name another output: output=FOLDER",
         )
         for key in [*made_recipe, *(key for key in requested if key not in made_recipe)]
         if requested.get(key) != made_recipe.get(key)
     ]
 
 
-def _check_input(listed: Listing, output: Path, progress: Progress) -> None:
+def _check_input(listed: InputListing, output: Path, progress: Progress) -> None:
     """Check that ``output`` was made from this input. Files modified since are read and compared."""
     made_recipe = {source["name"]: source for source in json.loads((output / report.SOURCES).read_bytes())}
-    since = (output / MANIFEST).stat().st_mtime_ns
+    since = (output / MANIFEST_NAME).stat().st_mtime_ns
     names = {name for name, *_ in listed.files}
     problem = next((f"{name} is new" for name in sorted(names - made_recipe.keys())), None)
     problem = problem or next((f"{name} was removed" for name in sorted(made_recipe.keys() - names)), None)
@@ -292,13 +294,15 @@ def _check_input(listed: Listing, output: Path, progress: Progress) -> None:
 
 
 def _other_content(
-    listed: Listing, names: Sequence[str], made_recipe: Mapping[str, Any], progress: Progress
+    listed: InputListing, names: Sequence[str], made_recipe: Mapping[str, Any], progress: Progress
 ) -> str | None:
     """Return the first of these files whose content differs from what was read, or None."""
     with progress.task("comparing the input", total=len(names), unit="files") as task:
-        now = store.xxh3_128(listed, names) if listed.url is not None else {}
+        now = hash_stored_files(listed, names) if listed.url is not None else {}
         for name in names:
-            if (now.get(name) or digest(Path(listed.root, name)).xxh3_128) != made_recipe[name]["xxh3_128"]:
+            if (now.get(name) or hash_file(Path(listed.root, name)).xxh3_128) != made_recipe[name][
+                "xxh3_128"
+            ]:
                 return f"{name} has different content"
             task.advance()
     return None
@@ -319,7 +323,7 @@ def _stdlib(config: PrepareConfig, progress: Progress) -> DataManifest:
     problems = [
         Problem(
             key,
-            f"{key}={as_typed(value)} with input=stdlib",
+            f"{key}={format_value(value)} with input=stdlib",
             "the preparation of the embedded text is fixed, except for its vocabulary",
             "leave it out, or name files of your own: input=FOLDER",
         )
@@ -328,7 +332,7 @@ def _stdlib(config: PrepareConfig, progress: Progress) -> DataManifest:
     ]
     if problems:
         raise InputError(*problems)
-    return stdlib.ensure(config.output or STDLIB_PATH, config.tokenizer.vocab_size, progress)
+    return stdlib.ensure_stdlib(config.output or STDLIB_PATH, config.tokenizer.vocab_size, progress)
 
 
 @contextmanager

@@ -17,54 +17,55 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.prepare.keys import Keys, first_of_equal
-from toolkit.data.prepare.limits import check_size
-from toolkit.data.prepare.parts import FIRST_BAD, Receipt, parts_of, write_part
-from toolkit.data.prepare.plan import Plan, read_plan
-from toolkit.data.prepare.read import Document, decoded, documents
-from toolkit.data.prepare.vocabulary import Vocabulary
-from toolkit.data.tokens.special_tokens import SpecialStrings
+from toolkit.data.prepare.document_keys import DocumentKeys, first_of_equal_keys
+from toolkit.data.prepare.parts import FIRST_BAD, PartReceipt, read_unit_receipts, write_part
+from toolkit.data.prepare.plan import PreparationPlan, read_plan
+from toolkit.data.prepare.read import InputDocument, check_memory, decode_document, read_documents
+from toolkit.data.prepare.tokenizer import TokenizerSpec
+from toolkit.data.tokens.special_tokens import SpecialTokenFinder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PART_BYTES = 16 << 20  # of text: what each process can lose in a kill
-TEXT_AT_ONCE = 256 << 10  # encoded in one call: the library's results need a hundred times the memory of the text
+TEXT_AT_ONCE = (
+    256 << 10
+)  # encoded in one call: the library's results need a hundred times the memory of the text
 PARTS = "parts"
 SHOWN = 240  # characters of an error about a row
 
 
-def tokenising(work: Path, vocabulary: Vocabulary) -> Callable[[int, Callable[[int], None]], None]:
+def start_tokenising(work: Path, vocabulary: TokenizerSpec) -> Callable[[int, Callable[[int], None]], None]:
     """Start a process: return a function that tokenises a unit by number and reports the input bytes processed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel
     plan = read_plan(work)
     assert plan is not None
     tokenizer = vocabulary.load()
-    special = SpecialStrings(tokenizer)
+    special = SpecialTokenFinder(tokenizer)
 
     def tokenise_unit(number: int, advance: Callable[[int], None]) -> None:
         assert plan is not None
-        _tokenise(work / PARTS, plan, number, tokenizer, special, vocabulary, advance)
+        _tokenise_unit(work / PARTS, plan, number, tokenizer, special, vocabulary, advance)
 
     return tokenise_unit
 
 
-def _tokenise(
+def _tokenise_unit(
     folder: Path,
-    plan: Plan,
+    plan: PreparationPlan,
     number: int,
     tokenizer: Tokenizer,
-    special: SpecialStrings,
-    vocabulary: Vocabulary,
+    special: SpecialTokenFinder,
+    vocabulary: TokenizerSpec,
     advance: Callable[[int], None],
 ) -> None:
-    finished = parts_of(folder, number)
+    finished = read_unit_receipts(folder, number)
     if finished and finished[-1].last:
         return
     documents_read = finished[-1].read if finished else 0
     part = _Part(plan, vocabulary, special, number, len(finished), documents_read)
     bytes_done = 0
-    for batch in _batches(islice(documents(plan, plan.units[number]), documents_read, None)):
+    for batch in _batches(islice(read_documents(plan, plan.units[number]), documents_read, None)):
         if part.text_bytes >= PART_BYTES:
             part.commit(folder, last=False)
             part = _Part(plan, vocabulary, special, number, part.number + 1, part.documents_read)
@@ -74,8 +75,8 @@ def _tokenise(
     part.commit(folder, last=True)
 
 
-def _batches(documents_: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(documents_: Iterator[InputDocument]) -> Iterator[list[InputDocument]]:
+    batch: list[InputDocument] = []
     size = 0
     for document in documents_:
         batch.append(document)
@@ -91,12 +92,18 @@ class _Part:
     """A part that is being tokenised."""
 
     def __init__(
-        self, plan: Plan, vocabulary: Vocabulary, special: SpecialStrings, unit: int, number: int, documents_read: int
+        self,
+        plan: PreparationPlan,
+        vocabulary: TokenizerSpec,
+        special: SpecialTokenFinder,
+        unit: int,
+        number: int,
+        documents_read: int,
     ) -> None:
         self._plan = plan
         self._vocabulary = vocabulary
         self._special = special
-        self._keys = Keys.of(plan)
+        self._keys = DocumentKeys.of(plan)
         self._unit = unit
         self.number = number
         self.documents_read = documents_read
@@ -108,7 +115,7 @@ class _Part:
         self._empty = self._replaced = self._inner_end_tokens = 0
         self._bad: list[tuple[int, int, str]] = []
 
-    def add(self, batch: list[Document], tokenizer: Tokenizer) -> None:
+    def add(self, batch: list[InputDocument], tokenizer: Tokenizer) -> None:
         texts = []
         for document in batch:
             self.documents_read += 1
@@ -121,10 +128,10 @@ class _Part:
                 self._empty += 1
                 continue
             path = self._plan.path(document.source)
-            check_size(document, path)
-            content, text = decoded(document.content)
+            check_memory(document, path)
+            content, text = decode_document(document.content)
             if self._vocabulary.special_tokens is SpecialTokens.refuse:
-                self._special.check(text, where=f"{path}, {document.location}", key="special_tokens")
+                self._special.check(text, location=f"{path}, {document.location}", key="special_tokens")
             else:
                 self._special_counts += self._special.count(text)
             self._replaced += content is not document.content
@@ -150,11 +157,11 @@ class _Part:
         lengths = np.fromiter(map(len, self._tokens), dtype=np.int64, count=len(self._tokens))
         order = np.lexsort((low, high, is_validation))
         if self._plan.recipe["deduplicate"]:
-            order = order[first_of_equal(high[order], low[order])]
+            order = order[first_of_equal_keys(high[order], low[order])]
         starts = np.zeros(len(order) + 1, dtype="<i8")
         np.cumsum(lengths[order], out=starts[1:])
         validation = int(is_validation[order].sum())
-        receipt = Receipt(
+        receipt = PartReceipt(
             unit=self._unit,
             part=self.number,
             read=self.documents_read,
@@ -177,7 +184,7 @@ class _Part:
         write_part(folder, receipt, tokens, high[order], low[order], starts)
 
 
-def units_left(folder: Path, plan: Plan) -> tuple[list[int], int]:
+def find_unfinished_units(folder: Path, plan: PreparationPlan) -> tuple[list[int], int]:
     """Return the numbers of unfinished units, and the bytes of finished ones."""
     bytes_done = {int(path.name[:6]) for path in folder.glob("*.json") if '"last": true' in path.read_text()}
     remaining = [number for number in range(len(plan.units)) if number not in bytes_done]

@@ -20,18 +20,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from toolkit.data.digest import HASHED_AT_OPENING_BYTES, Digest, check_bytes, check_size
-from toolkit.data.manifest import file_in, incomplete, read_content, write_content
+from toolkit.data.checksums import CHECKSUM_SUFFIX
+from toolkit.data.digest import HASHED_AT_OPENING_BYTES, FileDigest, check_file_hashes, check_file_size
+from toolkit.data.manifest import incomplete_manifest, read_content, resolve_file, write_content
 from toolkit.data.order.permutation import BLOCK_BYTES
-from toolkit.data.remote.storage import Place, Url, place_of
-from toolkit.data.sums import ENDING as SUMS
-from toolkit.data.sums import FirstRead, MappedFile, mapped_sums
+from toolkit.data.records.rows import MappedRows, RecordRows, StoreRows, check_store_sizes
+from toolkit.data.remote.errors import data_path_error
+from toolkit.data.remote.storage import Location, Url, parse_location
 from toolkit.errors import InputError, Problem
 from toolkit.paths import relative_name
 from toolkit.progress import Progress
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
-KIND = "records"
+RECORDS_KIND = "records"
 FORMAT_VERSION = 2
 READABLE = (1, FORMAT_VERSION)  # format 1 has no block checksums and no hash of the manifest itself
-ENDING = ".records"
+RECORD_SUFFIX = ".records"
 DTYPES = (
     "bool",
     "uint8",
@@ -62,7 +63,7 @@ DTYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class RecordField:
     """One array in every record."""
 
     name: str
@@ -72,7 +73,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class FieldStatistics:
     """Statistics of one field over all records of a split.
 
     Attributes:
@@ -93,16 +94,16 @@ class RecordShard:
 
     name: str
     records: int
-    file: Digest
-    sums: Digest | None = None
+    file: FileDigest
+    sums: FileDigest | None = None
 
     @property
     def file_name(self) -> str:
-        return f"{self.name}{ENDING}"
+        return f"{self.name}{RECORD_SUFFIX}"
 
     @property
     def sums_name(self) -> str:
-        return f"{self.name}{SUMS}"
+        return f"{self.name}{CHECKSUM_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,14 @@ class RecordSplit:
     """Shards in the order of their records, and statistics by field."""
 
     shards: tuple[RecordShard, ...]
-    statistics: Mapping[str, Statistics]
+    statistics: Mapping[str, FieldStatistics]
 
     @property
     def records(self) -> int:
         return sum(shard.records for shard in self.shards)
 
     @property
-    def files(self) -> dict[str, Digest]:
+    def files(self) -> dict[str, FileDigest]:
         """Size and hash of each file of the shards, by name."""
         return {shard.file_name: shard.file for shard in self.shards} | {
             shard.sums_name: shard.sums for shard in self.shards if shard.sums is not None
@@ -135,9 +136,9 @@ class RecordOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordManifest:
-    folder: Place  # where the files are, perhaps a store; not written
+    folder: Location  # where the files are, perhaps a store; not written
     origin: RecordOrigin
-    fields: tuple[Field, ...]
+    fields: tuple[RecordField, ...]
     record_bytes: int
     splits: Mapping[str, RecordSplit]
 
@@ -157,11 +158,7 @@ class RecordManifest:
         """Raises InputError naming the available splits if there is no split ``name``."""
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise InputError(
-                Problem(
-                    "data.path", f"split {name} of {self.folder}", "the data folder holds the split", remedy
-                )
-            )
+            raise data_path_error(f"split {name} of {self.folder}", "the data folder holds the split", remedy)
         return self.splits[name]
 
     def data_hash(self, name: str) -> str:
@@ -173,78 +170,10 @@ class RecordManifest:
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
 
-class Rows(Protocol):
-    """The bytes of a split's records, local or remote."""
-
-    def take(self, numbers: Ints) -> npt.NDArray[np.uint8]:
-        """Return the records ``numbers`` [n]: [n, record_bytes]."""
-
-
-class MappedRows:
-    """Mapped local files. Opening takes constant time, and ranks share the page cache."""
-
-    def __init__(
-        self, folder: Path, shards: Sequence[RecordShard], row_bytes: int, *, checked: bool = False
-    ) -> None:
-        """
-        Args:
-            checked: all bytes of the split were already verified; otherwise each block is when it is first read.
-
-        Raises:
-            InputError: a file is absent or its size differs from the manifest's. Reading raises it for a damaged block.
-        """
-        files = [(file_in(folder, shard.file_name), shard.file) for shard in shards]
-        # Bytes rather than structs, which numpy may copy field by field; plain arrays, which are faster than memmap.
-        self._shards = [
-            np.asarray(
-                np.memmap(
-                    check_size(file, expected),
-                    dtype=np.uint8,
-                    mode="r",
-                    shape=(expected.bytes // row_bytes, row_bytes),
-                )
-            )
-            for file, expected in files
-        ]
-        self._row_bytes = row_bytes
-        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
-        self._firsts = np.concatenate([np.zeros(1, dtype=np.int64), self._ends[:-1]])
-        self._first_read = (
-            None
-            if checked
-            else FirstRead(
-                [
-                    MappedFile(
-                        path, rows.reshape(-1).data, mapped_sums(file_in(folder, shard.sums_name), shard.sums)
-                    )
-                    for (path, _), rows, shard in zip(files, self._shards, shards, strict=True)
-                ]
-            )
-        )
-
-    def take(self, numbers: Ints) -> npt.NDArray[np.uint8]:
-        if self._first_read is not None:
-            shard_index = np.searchsorted(self._ends, numbers, side="right")
-            offsets = (numbers - self._firsts[shard_index]) * self._row_bytes
-            self._first_read.check(
-                self._first_read.units(shard_index, offsets),
-                self._first_read.units(shard_index, offsets + self._row_bytes - 1),
-            )
-        if len(self._shards) == 1:
-            return self._shards[0].take(numbers, axis=0)
-        rows = np.empty((len(numbers), self._shards[0].shape[1]), dtype=np.uint8)
-        shard_index = np.searchsorted(self._ends, numbers, side="right")
-        for shard_number in np.unique(shard_index).tolist():
-            selected = np.flatnonzero(shard_index == shard_number)
-            shard = self._shards[shard_number]
-            rows[selected] = shard.take(numbers[selected] - (int(self._ends[shard_number]) - len(shard)), axis=0)
-        return rows
-
-
-class Records:
+class RecordSamples:
     """The records of one split as a ``SampleSource``."""
 
-    def __init__(self, manifest: RecordManifest, split: str, rows: Rows) -> None:
+    def __init__(self, manifest: RecordManifest, split: str, rows: RecordRows) -> None:
         self.manifest = manifest
         self.split = manifest.split(split)
         self.dtype = manifest.dtype
@@ -270,7 +199,7 @@ class Records:
 
 def open_records(
     path: str | Path, split: str, *, cache: BlockCache | None = None, surveyed: bool = False
-) -> Records:
+) -> RecordSamples:
     """Open the records of ``split`` of the data folder ``path``, which may be a URL.
 
     Sizes are always checked. All bytes of a local split of up to 256 MiB are verified at once. Blocks of a larger split
@@ -284,40 +213,36 @@ def open_records(
     Raises:
         InputError: no such folder or split, or a file does not match the manifest.
     """
-    manifest = read_records(path)
+    manifest = read_record_manifest(path)
     chosen = manifest.split(split)
     if isinstance(manifest.folder, Url):
-        from toolkit.data.remote.records import StoreRows
-
         if not surveyed:
-            survey(manifest, [split])
-        return Records(
+            check_record_files(manifest, [split])
+        return RecordSamples(
             manifest, split, StoreRows(manifest.folder, chosen.files, manifest.record_bytes, cache=cache)
         )
-    files = [(file_in(manifest.folder, name), expected) for name, expected in chosen.files.items()]
+    files = [(resolve_file(manifest.folder, name), expected) for name, expected in chosen.files.items()]
     whole = sum(expected.bytes for _, expected in files) <= HASHED_AT_OPENING_BYTES
     if whole:
-        check_bytes(files, Progress.silent())
-    return Records(
+        check_file_hashes(files, Progress.silent())
+    return RecordSamples(
         manifest, split, MappedRows(manifest.folder, chosen.shards, manifest.record_bytes, checked=whole)
     )
 
 
-def survey(manifest: RecordManifest, splits: Sequence[str]) -> None:
+def check_record_files(manifest: RecordManifest, splits: Sequence[str]) -> None:
     """Check that every file of ``splits`` exists and has the manifest's size. Raises InputError."""
     files = [file for split in splits for file in manifest.split(split).files.items()]
     if isinstance(manifest.folder, Url):
-        from toolkit.data.remote.records import survey_files  # with it comes what speaks to stores
-
-        survey_files(manifest.folder, files)
+        check_store_sizes(manifest.folder, files)
     else:
         for name, expected in files:
-            check_size(file_in(manifest.folder, name), expected)
+            check_file_size(resolve_file(manifest.folder, name), expected)
 
 
 def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
     """Read and verify every byte of a local data folder. Raises InputError naming the first file that differs."""
-    manifest = read_records(path)
+    manifest = read_record_manifest(path)
     if isinstance(manifest.folder, Url):
         raise InputError(
             Problem(
@@ -328,30 +253,32 @@ def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
             )
         )
     files = [file for split in manifest.splits.values() for file in split.files.items()]
-    check_bytes([(file_in(manifest.folder, name), expected) for name, expected in files], progress)
+    check_file_hashes([(resolve_file(manifest.folder, name), expected) for name, expected in files], progress)
     return manifest
 
 
-def read_records(path: str | Path) -> RecordManifest:
+def read_record_manifest(path: str | Path) -> RecordManifest:
     """Read the manifest of the data folder ``path``.
 
     Raises:
         InputError: the manifest is absent, of another kind or format version, or contradicts itself.
     """
-    file, content = read_content(path, KIND, READABLE)
+    file, content = read_content(path, RECORDS_KIND, READABLE)
     try:
         manifest = RecordManifest(
-            folder=place_of(path),
+            folder=parse_location(path),
             origin=RecordOrigin(**content["origin"]),
             record_bytes=int(content["record_bytes"]),
-            fields=tuple(Field(**{**field, "shape": tuple(field["shape"])}) for field in content["fields"]),
+            fields=tuple(
+                RecordField(**{**field, "shape": tuple(field["shape"])}) for field in content["fields"]
+            ),
             splits={name: _split(split) for name, split in content["splits"].items()},
         )
         if not {field.dtype for field in manifest.fields} <= set(DTYPES):
             raise TypeError(f"dtype of {[field.dtype for field in manifest.fields]}")
         _ = manifest.dtype  # numpy raises ValueError for fields that exceed the record
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise incomplete(file, error) from error
+        raise incomplete_manifest(file, error) from error
     for name, split in manifest.splits.items():
         for shard in split.shards:
             if shard.records * manifest.record_bytes != shard.file.bytes or not shard.records:
@@ -359,25 +286,22 @@ def read_records(path: str | Path) -> RecordManifest:
                     f"{shard.name} of split {name}: {shard.records} records of {manifest.record_bytes} bytes "
                     f"in {shard.file.bytes} bytes"
                 )
-                raise InputError(
-                    Problem(
-                        "data.path",
-                        f"{file}: {seen}",
-                        "a shard consists of whole records, at least one",
-                        "restore the file, or write the records again",
-                    )
+                raise data_path_error(
+                    f"{file}: {seen}",
+                    "a shard consists of whole records, at least one",
+                    "restore the file, or write the records again",
                 )
     return manifest
 
 
-def write_manifest(manifest: RecordManifest) -> None:
+def write_record_manifest(manifest: RecordManifest) -> None:
     """Write the manifest into ``manifest.folder``, which is local."""
     assert isinstance(manifest.folder, Path), f"{manifest.folder} is read-only"
     content = {name: value for name, value in asdict(manifest).items() if name != "folder"}
-    write_content(manifest.folder, {"format_version": FORMAT_VERSION, "kind": KIND, **content})
+    write_content(manifest.folder, {"format_version": FORMAT_VERSION, "kind": RECORDS_KIND, **content})
 
 
-def describe(manifest: RecordManifest) -> list[str]:
+def describe_records(manifest: RecordManifest) -> list[str]:
     """Format the manifest for display: origin, fields, splits."""
     origin = manifest.origin
     source = f" from {origin.source}" if origin.source else ""
@@ -392,7 +316,8 @@ def describe(manifest: RecordManifest) -> list[str]:
         )
         for field_name, statistics_ in split.statistics.items():
             means = ", ".join(
-                f"{mean:.4g} ± {std:.4g}" for mean, std in zip(statistics_.mean[:16], statistics_.std[:16], strict=True)
+                f"{mean:.4g} ± {std:.4g}"
+                for mean, std in zip(statistics_.mean[:16], statistics_.std[:16], strict=True)
             )
             lines.append(
                 f"{'':<10} {field_name} in {statistics_.least:g} .. {statistics_.most:g}; "
@@ -406,8 +331,8 @@ def _split(content: Mapping[str, Any]) -> RecordSplit:
         RecordShard(
             relative_name(shard["name"]),
             int(shard["records"]),
-            Digest(**shard["file"]),
-            Digest(**shard["sums"]) if shard.get("sums") else None,
+            FileDigest(**shard["file"]),
+            FileDigest(**shard["sums"]) if shard.get("sums") else None,
         )
         for shard in content["shards"]
     )
@@ -415,7 +340,9 @@ def _split(content: Mapping[str, Any]) -> RecordSplit:
     return RecordSplit(
         shards,
         {
-            name: Statistics(tuple(field_name["mean"]), tuple(field_name["std"]), field_name["least"], field_name["most"])
+            name: FieldStatistics(
+                tuple(field_name["mean"]), tuple(field_name["std"]), field_name["least"], field_name["most"]
+            )
             for name, field_name in statistics_
         },
     )

@@ -22,14 +22,14 @@ import numpy.typing as npt
 
 from toolkit.data.records.reader import (
     DTYPES,
-    ENDING,
-    Field,
+    RECORD_SUFFIX,
+    FieldStatistics,
+    RecordField,
     RecordManifest,
     RecordOrigin,
     RecordShard,
     RecordSplit,
-    Statistics,
-    write_manifest,
+    write_record_manifest,
 )
 from toolkit.data.tokens.writer import SHARD_BYTES, HashedFile
 from toolkit.errors import InputError, Problem
@@ -113,7 +113,7 @@ class RecordWriter:
         manifest = RecordManifest(
             folder=self._partial, origin=self._origin, fields=self._fields, record_bytes=size, splits=splits
         )
-        write_manifest(manifest)
+        write_record_manifest(manifest)
         self._partial.replace(self._folder)
         sync_folder(self._folder.parent)
         self._manifest = replace(manifest, folder=self._folder)
@@ -168,7 +168,10 @@ class _SplitWriter:
     def close(self) -> RecordSplit:
         self._flush()
         self._end_shard()
-        return RecordSplit(tuple(self._shards), {name: running.statistics() for name, running in self._statistics_by_field.items()})
+        return RecordSplit(
+            tuple(self._shards),
+            {name: running.statistics() for name, running in self._statistics_by_field.items()},
+        )
 
     def discard(self) -> None:
         if self._file is not None:
@@ -213,7 +216,7 @@ class _SplitWriter:
                 running.add(remaining[name])
         while len(remaining):
             if self._file is None:
-                self._file = HashedFile(self._folder / f"{self._split}-{len(self._shards):05}{ENDING}")
+                self._file = HashedFile(self._folder / f"{self._split}-{len(self._shards):05}{RECORD_SUFFIX}")
             part = remaining[: self._shard_records - self._records]
             self._file.write(part.view(np.uint8).data)
             self._records += len(part)
@@ -257,14 +260,14 @@ class _RunningStatistics:
         self._mean = self._mean + difference * (count / total)
         self._count = total
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> FieldStatistics:
         std = np.sqrt(self._squares / self._count)
-        return Statistics(tuple(self._mean.tolist()), tuple(std.tolist()), self._least, self._most)
+        return FieldStatistics(tuple(self._mean.tolist()), tuple(std.tolist()), self._least, self._most)
 
 
 def _layout(
     fields: Mapping[str, tuple[npt.DTypeLike, Sequence[int]]],
-) -> tuple[np.dtype[np.void], tuple[Field, ...]]:
+) -> tuple[np.dtype[np.void], tuple[RecordField, ...]]:
     """Return the struct of the fields, aligned as in C, little endian."""
     parts = []
     for name, (kind, shape) in fields.items():
@@ -284,7 +287,7 @@ def _layout(
     dtype = np.dtype(parts, align=True)
     assert dtype.fields is not None
     return dtype, tuple(
-        Field(name, kind.name, shape, int(dtype.fields[name][1])) for name, kind, shape in parts
+        RecordField(name, kind.name, shape, int(dtype.fields[name][1])) for name, kind, shape in parts
     )
 
 

@@ -28,9 +28,9 @@ import numpy as np
 import xxhash
 
 from toolkit.config.data import DataCacheConfig
+from toolkit.data.checksums import RangeReader
 from toolkit.data.order.permutation import BLOCK_BYTES
-from toolkit.data.remote.storage import Buffer, Range
-from toolkit.data.sums import Reader
+from toolkit.data.remote.storage import Buffer, ByteRange
 from toolkit.errors import InputError, Problem
 
 Block = tuple[str, int]  # file's name, number
@@ -155,13 +155,13 @@ def _check(key: tuple[int, int], content: Buffer) -> tuple[int, int]:
     return whole >> 64, whole & (2**64 - 1)
 
 
-def cache_of(config: DataCacheConfig) -> BlockCache | None:
+def open_cache(config: DataCacheConfig) -> BlockCache | None:
     """Open the cache of a run, one per process; None if the configuration has none."""
-    return None if config.folder is None else _opened(Path(config.folder), config.gib)
+    return None if config.folder is None else _open_folder(Path(config.folder), config.gib)
 
 
 @cache
-def _opened(folder: Path, gib: float) -> BlockCache:
+def _open_folder(folder: Path, gib: float) -> BlockCache:
     return BlockCache(folder, gib)
 
 
@@ -175,28 +175,34 @@ class CachedFile:
 
 
 def read_cached(
-    cache: BlockCache, folder: Reader, files: Mapping[str, CachedFile], ranges: Sequence[Range]
+    cache: BlockCache, folder: RangeReader, files: Mapping[str, CachedFile], ranges: Sequence[ByteRange]
 ) -> list[Buffer]:
     """Read the ranges from cached blocks, and fetch and cache the missing blocks from ``folder``.
 
     One of the processes that share the cache fetches a block, and the others wait for it for a bounded time.
     """
     requested = dict.fromkeys(
-        (range.name, number) for range in ranges for number in blocks_of(range.start, range.end)
+        (range.name, number) for range in ranges for number in block_numbers(range.start, range.end)
     )
     contents: dict[Block, bytes] = {}
     _look_up(cache, files, requested, contents)
     claimed = [
-        block for block in requested if block not in contents and cache.claim(files[block[0]].content, block[1])
+        block
+        for block in requested
+        if block not in contents and cache.claim(files[block[0]].content, block[1])
     ]
     try:
-        _look_up(cache, files, claimed, contents)  # another process may have stored it and released the claim in between
+        _look_up(
+            cache, files, claimed, contents
+        )  # another process may have stored it and released the claim in between
         _fetch(cache, folder, files, [block for block in claimed if block not in contents], contents)
     finally:
         for name, number in claimed:
             cache.release(files[name].content, number)
     deadline = time.monotonic() + CLAIM_SECONDS
-    while (missing := [block for block in requested if block not in contents]) and time.monotonic() < deadline:
+    while (
+        missing := [block for block in requested if block not in contents]
+    ) and time.monotonic() < deadline:
         time.sleep(CLAIM_TICK_SECONDS)
         _look_up(cache, files, missing, contents)
     _fetch(cache, folder, files, missing, contents)
@@ -214,7 +220,7 @@ def _look_up(
 
 def _fetch(
     cache: BlockCache,
-    folder: Reader,
+    folder: RangeReader,
     files: Mapping[str, CachedFile],
     blocks: Sequence[Block],
     contents: dict[Block, bytes],
@@ -230,7 +236,11 @@ def _fetch(
     if not groups:
         return
     spans = [
-        Range(group[0][0], group[0][1] * BLOCK_BYTES, min((group[-1][1] + 1) * BLOCK_BYTES, files[group[0][0]].bytes))
+        ByteRange(
+            group[0][0],
+            group[0][1] * BLOCK_BYTES,
+            min((group[-1][1] + 1) * BLOCK_BYTES, files[group[0][0]].bytes),
+        )
         for group in groups
     ]
     for group, content in zip(groups, folder.read_ranges(spans), strict=True):
@@ -240,13 +250,13 @@ def _fetch(
             contents[name, number] = block_content
 
 
-def _cut(contents: Mapping[Block, bytes], range: Range) -> Buffer:
-    numbers = blocks_of(range.start, range.end)
+def _cut(contents: Mapping[Block, bytes], range: ByteRange) -> Buffer:
+    numbers = block_numbers(range.start, range.end)
     content = b"".join(contents[range.name, number] for number in numbers)
     start = range.start - numbers[0] * BLOCK_BYTES
     return memoryview(content)[start : start + range.end - range.start]
 
 
-def blocks_of(start: int, end: int) -> Sequence[int]:
+def block_numbers(start: int, end: int) -> Sequence[int]:
     """Return the numbers of the blocks that contain the bytes ``start .. end``."""
     return range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))

@@ -30,7 +30,7 @@ TICK_SECONDS = 0.02  # how often active requests are checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """Bounds of requests to a store."""
 
     in_flight: int = 64
@@ -58,15 +58,16 @@ class Limits:
     hedge_share: float = 1 / 8
     """At most this share of all requests, and 8 more, are hedged, so that a slow store gets little extra load. 0: none."""
 
-class Transient(Exception):
+
+class TransientError(Exception):
     """An attempt failed in a way that may not recur. The text describes the failure."""
 
 
-class TooSlow(Transient):
+class RequestTimeout(TransientError):
     """An attempt exceeded a time limit. Repeating many of them at once would slow down an overloaded store further."""
 
 
-class Unanswered(Exception):
+class RetriesExhausted(Exception):
     """A request failed until its time was over."""
 
     def __init__(self, attempts: int, seconds: float, last: str) -> None:
@@ -74,14 +75,14 @@ class Unanswered(Exception):
         super().__init__(f"{attempts} attempts in {seconds:.0f} s; the last: {last}")
 
 
-class Pace:
+class RequestPacing:
     """Statistics of a store: its usual answer time, request counts, and how many concurrent requests it can serve.
 
     The concurrency is adapted as in TCP: a timeout halves it, each answer increases it slightly. Otherwise 64 requests
     that wait for one another would time out together and be repeated together without end. Shared by reading threads.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._usual_seconds: float | None = None
@@ -97,7 +98,9 @@ class Pace:
 
     def answered(self, seconds: float) -> None:
         with self._lock:
-            self._usual_seconds = seconds if self._usual_seconds is None else 0.9 * self._usual_seconds + 0.1 * seconds
+            self._usual_seconds = (
+                seconds if self._usual_seconds is None else 0.9 * self._usual_seconds + 0.1 * seconds
+            )
             self._at_once = min(self._limits.in_flight, self._at_once + 1 / self._at_once)
 
     @property
@@ -119,7 +122,11 @@ class Pace:
         """Return whether a request that has waited this long gets a parallel attempt, and count the attempt."""
         limits = self._limits
         with self._lock:
-            expected = limits.hedge_max_seconds if self._usual_seconds is None else limits.hedge_after * self._usual_seconds
+            expected = (
+                limits.hedge_max_seconds
+                if self._usual_seconds is None
+                else limits.hedge_after * self._usual_seconds
+            )
             patience = max(
                 min(max(expected, limits.hedge_min_seconds), limits.hedge_max_seconds),
                 2 * (self._usual_seconds or 0.0),
@@ -130,7 +137,7 @@ class Pace:
             return due
 
 
-class Forked(Exception):
+class ForkedProcess(Exception):
     """The process was forked after it made requests: the threads that serve them exist only in the parent."""
 
 
@@ -141,12 +148,12 @@ def _threads() -> tuple[ThreadPoolExecutor, int]:
 
 
 class _Attempt(Generic[T]):
-    def __init__(self, job: _Job[T]) -> None:
+    def __init__(self, job: _Request[T]) -> None:
         self.job = job
         self.started: float | None = None  # when a thread started it
 
 
-class _Job(Generic[T]):
+class _Request(Generic[T]):
     """One request. All fields but ``done`` belong to the calling thread."""
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -159,7 +166,9 @@ class _Job(Generic[T]):
         self.result: T
 
 
-def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seconds: float) -> list[T]:
+def fetch_all(
+    calls: Sequence[Callable[[], T]], pace: RequestPacing, limits: RequestLimits, seconds: float
+) -> list[T]:
     """Return the results of ``calls`` in their order.
 
     Args:
@@ -174,8 +183,8 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
     results: SimpleQueue[tuple[_Attempt[T], T | None, Exception | None]] = SimpleQueue()
     (pool, pid), start = _threads(), time.monotonic()
     if pid != os.getpid():
-        raise Forked
-    jobs = [_Job(call) for call in calls]
+        raise ForkedProcess
+    jobs = [_Request(call) for call in calls]
     waiting, active_requests = deque(jobs), 0  # active: requests with a running attempt
     pace.count_requests(len(jobs))
 
@@ -188,7 +197,7 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
         except Exception as error:  # noqa: BLE001 - the calling thread handles or raises it
             results.put((attempt, None, error))
 
-    def start_attempt(job: _Job[T]) -> None:
+    def start_attempt(job: _Request[T]) -> None:
         nonlocal active_requests
         attempt = _Attempt(job)
         active_requests += not job.running
@@ -197,7 +206,7 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
         job.retry_at = None
         pool.submit(run_attempt, attempt)
 
-    def retry_or_hedge(job: _Job[T], now: float) -> None:
+    def retry_or_hedge(job: _Request[T], now: float) -> None:
         if job.retry_at is not None and now >= job.retry_at and active_requests < pace.at_once:
             pace.repeat()
             start_attempt(job)
@@ -228,10 +237,10 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
                     job.result, job.finished = result, True  # type: ignore[assignment]
                     remaining -= 1
                     active_requests -= 1
-                elif not isinstance(error, Transient):
+                elif not isinstance(error, TransientError):
                     raise error
                 else:
-                    if isinstance(error, TooSlow):
+                    if isinstance(error, RequestTimeout):
                         assert attempt.started is not None
                         pace.too_slow(attempt.started)
                     if not job.running:  # no parallel attempt is running
@@ -239,7 +248,7 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
                         job.retry_at = time.monotonic() + _backoff_seconds(job.failures, limits)
                         job.failures += 1
                         if job.retry_at - start > seconds:
-                            raise Unanswered(job.attempts, time.monotonic() - start, str(error))
+                            raise RetriesExhausted(job.attempts, time.monotonic() - start, str(error))
             now = time.monotonic()
             if now - last_check >= TICK_SECONDS:
                 last_check = now
@@ -252,7 +261,7 @@ def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seco
     return [job.result for job in jobs]
 
 
-def _backoff_seconds(failures: int, limits: Limits) -> float:
+def _backoff_seconds(failures: int, limits: RequestLimits) -> float:
     """Return a random backoff, so that ranks that failed together do not retry together. It affects no result."""
     longest = min(limits.max_backoff_seconds, limits.first_backoff_seconds * 2**failures)
     return longest * random.uniform(0.5, 1.0)

@@ -14,22 +14,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.manifest import DataManifest, Shard, Split
+from toolkit.data.checksums import make_checked_reader
+from toolkit.data.manifest import DataManifest, TokenShard, TokenSplit
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
-from toolkit.data.remote.fetch import Limits
-from toolkit.data.remote.storage import Buffer, Range, StoreFolder, Url, open_folder
-from toolkit.data.sums import checked_reader
-from toolkit.data.tokens.index import CODES, HEADER, MAGIC
-from toolkit.errors import InputError, Problem
+from toolkit.data.remote.errors import data_path_error
+from toolkit.data.remote.fetch import RequestLimits
+from toolkit.data.remote.storage import Buffer, ByteRange, StoreFolder, Url, open_folder
+from toolkit.data.tokens.index import DTYPE_CODES, HEADER, MAGIC
+from toolkit.errors import InputError
 
 Ints = npt.NDArray[np.int64]
 Span = tuple[int, int, int]  # shard, first byte, end
 
-KEPT_BYTES = 64 << 20  # cached in memory for a split that is read repeatedly
+CACHED_BYTES = 64 << 20  # cached in memory for a split that is read repeatedly
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowPart:
     """Part of one row: ``count`` tokens from byte ``start`` of a shard's file, written from ``column`` on."""
 
     row: int
@@ -39,9 +40,9 @@ class Piece:
     start: int
 
 
-def pieces_of(starts: Ints, length: int, ends: Ints, token_bytes: int) -> list[Piece]:
+def split_windows(starts: Ints, length: int, ends: Ints, token_bytes: int) -> list[WindowPart]:
     """Split the windows ``starts[j] .. starts[j] + length`` at shard boundaries; shards end at token ``ends``."""
-    parts: list[Piece] = []
+    parts: list[WindowPart] = []
     for row, (start, first) in enumerate(
         zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)
     ):
@@ -49,12 +50,12 @@ def pieces_of(starts: Ints, length: int, ends: Ints, token_bytes: int) -> list[P
         while column < length:
             begins = int(ends[shard - 1]) if shard else 0
             count = min(length - column, int(ends[shard]) - start - column)
-            parts.append(Piece(row, column, count, shard, (start + column - begins) * token_bytes))
+            parts.append(WindowPart(row, column, count, shard, (start + column - begins) * token_bytes))
             shard, column = shard + 1, column + count
     return parts
 
 
-def spans_of(parts: Sequence[Piece], token_bytes: int, longest: int) -> tuple[list[Span], list[int]]:
+def merge_spans(parts: Sequence[WindowPart], token_bytes: int, longest: int) -> tuple[list[Span], list[int]]:
     """Merge parts that touch or overlap into spans of at most ``longest`` bytes (or the longest single part).
 
     Returns the spans and the index of each part's span.
@@ -75,18 +76,18 @@ def spans_of(parts: Sequence[Piece], token_bytes: int, longest: int) -> tuple[li
     return spans, owners
 
 
-def survey(manifest: DataManifest, names: Sequence[str]) -> None:
+def check_remote_files(manifest: DataManifest, names: Sequence[str]) -> None:
     """Check sizes and headers of every file of the splits ``names``: three small requests per shard, all at once.
 
     Raises InputError naming the first file that is absent or does not match the manifest.
     """
     shards = [shard for name in names for shard in _filled(manifest.split(name))]
     folder = _folder(manifest)
-    heads = [Range(f"{shard.name}.idx", 0, HEADER.size) for shard in shards]
+    heads = [ByteRange(f"{shard.name}.idx", 0, HEADER.size) for shard in shards]
     # Any bytes of a file reveal its size. Not one byte alone: some servers answer "bytes=0-0" with the whole file.
-    files = Split(tuple(shards)).files
+    files = TokenSplit(tuple(shards)).files
     heads_of_files = [
-        Range(name, 0, min(HEADER.size, expected.bytes))
+        ByteRange(name, 0, min(HEADER.size, expected.bytes))
         for name, expected in files.items()
         if not name.endswith(".idx")
     ]
@@ -99,26 +100,26 @@ def survey(manifest: DataManifest, names: Sequence[str]) -> None:
         _check_header(folder.place / f"{shard.name}.idx", bytes(head), manifest, shard)
 
 
-def _check_header(place: Url, head: bytes, manifest: DataManifest, shard: Shard) -> None:
+def _check_header(place: Url, head: bytes, manifest: DataManifest, shard: TokenShard) -> None:
     magic, version, code, sequences, ends = HEADER.unpack(head)
-    if magic != MAGIC or version != 1 or code not in CODES:
+    if magic != MAGIC or version != 1 or code not in DTYPE_CODES:
         raise _broken(
             place,
             f"starting with {magic!r}, version={version}, dtype code={code}",
             "an .idx file starts with Megatron's header",
         )
-    seen = (CODES[code].name, ends - 1, HEADER.size + sequences * 12 + ends * 8)
+    seen = (DTYPE_CODES[code].name, ends - 1, HEADER.size + sequences * 12 + ends * 8)
     expected = (manifest.dtype, shard.documents, shard.idx.bytes)
     if seen != expected:
         template = "dtype {}, {} documents, {} bytes"
         raise _broken(place, template.format(*seen), f"the manifest says {template.format(*expected)}")
 
 
-def _filled(split: Split) -> list[Shard]:
+def _filled(split: TokenSplit) -> list[TokenShard]:
     return [shard for shard in split.shards if shard.tokens]
 
 
-def _folder(manifest: DataManifest, limits: Limits | None = None) -> StoreFolder:
+def _folder(manifest: DataManifest, limits: RequestLimits | None = None) -> StoreFolder:
     assert manifest.url is not None, f"{manifest.folder} is a local folder"
     folder = open_folder(manifest.url, limits)
     assert isinstance(folder, StoreFolder)
@@ -126,9 +127,7 @@ def _folder(manifest: DataManifest, limits: Limits | None = None) -> StoreFolder
 
 
 def _broken(place: Url, seen: str, rule: str) -> InputError:
-    return InputError(
-        Problem("data.path", f"{place}: {seen}", rule, "restore the file, or prepare the data again")
-    )
+    return data_path_error(f"{place}: {seen}", rule, "restore the file, or prepare the data again")
 
 
 class RemoteTokens:
@@ -141,7 +140,7 @@ class RemoteTokens:
         *,
         cache: BlockCache | None = None,
         repeated: bool = False,
-        limits: Limits | None = None,
+        limits: RequestLimits | None = None,
     ) -> None:
         """
         Args:
@@ -163,13 +162,13 @@ class RemoteTokens:
             name: CachedFile(name, shard.bin.xxh3_128, shard.bin.bytes)
             for name, shard in zip(self._names, self._shards, strict=True)
         }
-        files = Split(tuple(self._shards)).files
+        files = TokenSplit(tuple(self._shards)).files
         self.folder = _folder(manifest, limits).for_reading(
             {name: expected.bytes for name, expected in files.items()}
         )
-        self._reader = checked_reader(self.folder, files)
+        self._reader = make_checked_reader(self.folder, files)
         self._cache = cache
-        self._cache_room = KEPT_BYTES if repeated else 0
+        self._cache_room = CACHED_BYTES if repeated else 0
         self._cached: dict[Span, Buffer] = {}
 
     def read(self, starts: Ints, out: npt.NDArray[Any]) -> None:
@@ -181,8 +180,8 @@ class RemoteTokens:
         assert starts.max() + length <= self.tokens, (
             f"window {starts.max()} + {length} of {self.tokens} tokens"
         )
-        parts = pieces_of(starts, length, self._ends, self.token_bytes)
-        spans, owners = spans_of(parts, self.token_bytes, self.folder.limits.part_bytes)
+        parts = split_windows(starts, length, self._ends, self.token_bytes)
+        spans, owners = merge_spans(parts, self.token_bytes, self.folder.limits.part_bytes)
         contents = self._contents(spans)
         for part, owner in zip(parts, owners, strict=True):
             tokens = np.frombuffer(contents[owner], self.dtype, part.count, part.start - spans[owner][1])
@@ -203,7 +202,7 @@ class RemoteTokens:
         return [fetched[span] if span in fetched else self._cached[span] for span in spans]
 
     def _read(self, spans: list[Span]) -> list[Buffer]:
-        ranges = [Range(self._names[shard], start, end) for shard, start, end in spans]
+        ranges = [ByteRange(self._names[shard], start, end) for shard, start, end in spans]
         if self._cache is None:
             return self._reader.read_ranges(ranges)
         return read_cached(self._cache, self._reader, self._files, ranges)

@@ -16,7 +16,7 @@ from toolkit.data.tokens.token_array import TokenSource
 Ints = npt.NDArray[np.int64]
 
 LENGTHS_AT_ONCE = 1 << 20
-LOOKED_AT = 1 << 20
+SAMPLED_TOKENS = 1 << 20
 
 
 def position_ids(tokens: Ints, end_of_text: int) -> Ints:
@@ -40,7 +40,7 @@ def position_ids(tokens: Ints, end_of_text: int) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Waste:
+class WindowWaste:
     """How windows of one length cut documents: shares in [0, 1].
 
     The shares are means over all possible starts of the first window, since each epoch shifts its windows.
@@ -64,20 +64,20 @@ class Waste:
         )
 
 
-def waste_of(source: TokenSource, end_of_text: int, sequence_length: int) -> Waste:
+def estimate_waste(source: TokenSource, end_of_text: int, sequence_length: int) -> WindowWaste:
     """Estimate the waste from the first LOOKED_AT tokens of a split, which is shuffled.
 
     ``compute_waste`` of the lengths in a split's index is exact (``launch/prepare.py inspect=FOLDER``).
     """
-    tokens = np.empty((1, min(LOOKED_AT, source.tokens)), dtype=np.int64)
+    tokens = np.empty((1, min(SAMPLED_TOKENS, source.tokens)), dtype=np.int64)
     source.read(np.zeros(1, dtype=np.int64), tokens)
     lengths = np.diff(np.flatnonzero(tokens[0] == end_of_text), prepend=-1)
-    return waste(
+    return compute_waste(
         lengths if len(lengths) else np.array([tokens.size]), sequence_length
     )  # without a complete document the incomplete one counts
 
 
-def waste(lengths: npt.NDArray[Any], sequence_length: int) -> Waste:
+def compute_waste(lengths: npt.NDArray[Any], sequence_length: int) -> WindowWaste:
     """Compute the waste for documents of the given lengths in windows of ``sequence_length`` inputs.
 
     Args:
@@ -97,7 +97,7 @@ def waste(lengths: npt.NDArray[Any], sequence_length: int) -> Waste:
         longer += int((part > size).sum())
         lost += int((cuts * part - cuts * (cuts + 1) // 2).sum())
     documents = len(lengths)
-    return Waste(
+    return WindowWaste(
         documents,
         tokens,
         cut / (size * max(documents, 1)),

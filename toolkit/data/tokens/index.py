@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.digest import broken
+from toolkit.data.digest import damaged_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-CODES: dict[int, np.dtype[Any]] = {
+DTYPE_CODES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
 }  # fmt: skip
@@ -38,9 +38,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-def index_bytes(dtype: np.dtype[Any], lengths: npt.NDArray[np.int32]) -> bytes:
+def encode_index(dtype: np.dtype[Any], lengths: npt.NDArray[np.int32]) -> bytes:
     """Encode the ``.idx`` file of documents of ``lengths`` tokens, one sequence each."""
-    code = next(code for code, candidate in CODES.items() if candidate == dtype)
+    code = next(code for code, candidate in DTYPE_CODES.items() if candidate == dtype)
     pointers = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1)
@@ -66,23 +66,23 @@ class IndexFile:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
-            raise broken(
+            raise damaged_file(
                 path,
                 f"{size} bytes, starting with {head[:9]!r}",
                 "an .idx file starts with Megatron's header",
             )
         _, version, code, sequences, ends = HEADER.unpack(head)
-        if version != 1 or code not in CODES or ends < 1:
+        if version != 1 or code not in DTYPE_CODES or ends < 1:
             seen = f"version={version}, dtype code={code}, document index of {ends}"
-            raise broken(path, seen, "the header has version 1, a known dtype and a document index")
+            raise damaged_file(path, seen, "the header has version 1, a known dtype and a document index")
         expected = HEADER.size + sequences * 12 + ends * 8
         if size != expected:
-            raise broken(
+            raise damaged_file(
                 path,
                 f"{size} bytes",
                 f"with {sequences} sequences and {ends - 1} documents it has {expected} bytes",
             )
-        self.dtype = CODES[code]
+        self.dtype = DTYPE_CODES[code]
         content = np.memmap(path, dtype=np.uint8, mode="r")
         offsets = (HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences)
         self.lengths = np.frombuffer(content, "<i4", sequences, offsets[0])
@@ -90,7 +90,7 @@ class IndexFile:
         self.documents = np.frombuffer(content, "<i8", ends, offsets[2])
         if self.documents[0] != 0 or self.documents[-1] != sequences:
             seen = f"documents from sequence {self.documents[0]} to {self.documents[-1]}"
-            raise broken(path, seen, f"they cover sequences 0 to {sequences}")
+            raise damaged_file(path, seen, f"they cover sequences 0 to {sequences}")
 
     @property
     def bin_bytes(self) -> int:
@@ -105,4 +105,4 @@ class IndexFile:
         gaps = np.flatnonzero(ends[:-1] != self.pointers[1:])
         if len(self.lengths) and (self.pointers[0] != 0 or gaps.size):
             seen = f"sequence {int(gaps[0]) + 1 if gaps.size else 0} starts elsewhere"
-            raise broken(self.path, seen, "sequences follow one another from byte 0 on")
+            raise damaged_file(self.path, seen, "sequences follow one another from byte 0 on")

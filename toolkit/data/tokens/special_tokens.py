@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 AROUND = 30  # characters of context shown on each side of a match
 
 
-class SpecialStrings:
+class SpecialTokenFinder:
     """Finds the strings of a tokenizer's special tokens. A search costs about a thousandth of tokenising."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -56,7 +56,7 @@ class SpecialStrings:
         raise InputError(Problem(key, f"{location}: {context!r}", rule, remedy))
 
 
-def prepare_tokenizer(tokenizer: Tokenizer, mode: SpecialTokens) -> None:
+def configure_tokenizer(tokenizer: Tokenizer, mode: SpecialTokens) -> None:
     """Configure the tokenizer to encode whole texts without padding, and special tokens according to ``mode``."""
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import xxhash
 
-from toolkit.data.manifest import NAME, DataManifest, Origin, read_manifest, write_manifest
-from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.manifest import MANIFEST_NAME, DataManifest, DataOrigin, read_manifest, write_manifest
 from toolkit.data.tokens.index import token_dtype
+from toolkit.data.tokens.tokenizer import encode_texts, save_tokenizer, train_bpe
 from toolkit.data.tokens.writer import SplitWriter
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder
@@ -42,7 +42,7 @@ WAIT_SECONDS = 600.0
 Texts = Sequence[tuple[str, bytes]]  # relative path, content
 
 
-def ensure(
+def ensure_stdlib(
     path: str | Path, vocab_size: int, progress: Progress | None = None, *, root: Path | None = None
 ) -> DataManifest:
     """Make the data folder ``path`` unless it has the current generation; finding it takes a fraction of a second.
@@ -58,15 +58,15 @@ def ensure(
         InputError: there are no such files, ``path`` cannot be written, or another process does not finish in time.
     """
     path, progress = Path(path), progress or Progress.silent()
-    texts = source_texts(root or Path(sysconfig.get_path("stdlib")))
-    fingerprint = fingerprint_of(texts, vocab_size)
+    texts = read_source_texts(root or Path(sysconfig.get_path("stdlib")))
+    fingerprint = hash_texts(texts, vocab_size)
     generation = path / fingerprint[:12]
     if not _is_current(path, generation):
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with _locked(path / ".lock"):
-                if not (generation / NAME).is_file():
-                    _make(generation, texts, fingerprint, vocab_size, progress)
+            with _lock(path / ".lock"):
+                if not (generation / MANIFEST_NAME).is_file():
+                    _write_generation(generation, texts, fingerprint, vocab_size, progress)
                 write_manifest(read_manifest(generation), path)
         except OSError as error:
             remedy = "name a folder that can be written and has room: data.path=FOLDER"
@@ -76,16 +76,14 @@ def ensure(
     return read_manifest(generation)
 
 
-def source_texts(root: Path) -> Texts:
+def read_source_texts(root: Path) -> Texts:
     """Read every ``.py`` file under ``root`` except SKIPPED folders, sorted by path. Raises InputError if there is none."""
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        remedy = (
-            "install a Python that has its library as files, or train on your own text: data=prepared data.path=FOLDER"
-        )
+        remedy = "install a Python that has its library as files, or train on your own text: data=prepared data.path=FOLDER"
         raise InputError(
             Problem(
                 "data.name",
@@ -97,7 +95,7 @@ def source_texts(root: Path) -> Texts:
     return sorted((file.relative_to(root).as_posix(), file.read_bytes()) for file in files)
 
 
-def fingerprint_of(texts: Texts, vocab_size: int) -> str:
+def hash_texts(texts: Texts, vocab_size: int) -> str:
     """Hash everything that determines the tokens: 32 hex digits."""
     hasher = xxhash.xxh3_128(f"{RECIPE} {vocab_size} {VALIDATION_PERMILLE}".encode())
     for name, content in texts:
@@ -111,7 +109,9 @@ def is_validation(content: bytes) -> bool:
     return xxhash.xxh3_64_intdigest(content) % 1000 < VALIDATION_PERMILLE
 
 
-def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, progress: Progress) -> None:
+def _write_generation(
+    generation: Path, texts: Texts, fingerprint: str, vocab_size: int, progress: Progress
+) -> None:
     """Write the generation to a temporary folder and rename it. The caller holds the lock."""
     # Temporary folders are left by killed processes: only the holder of the lock writes here.
     for abandoned_folder in generation.parent.glob("*.partial"):
@@ -125,8 +125,8 @@ def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, pro
     shuffled = sorted(texts, key=lambda text: (xxhash.xxh3_64_intdigest(text[1], seed=RECIPE), text[0]))
     train = [content for _, content in shuffled if not is_validation(content)]
     validation = [content for _, content in shuffled if is_validation(content)]
-    tokenizer = bpe.train_bpe(_decoded(train, "training the tokenizer", progress), vocab_size)
-    info = bpe.save(tokenizer, partial)
+    tokenizer = train_bpe(_iterate_texts(train, "training the tokenizer", progress), vocab_size)
+    info = save_tokenizer(tokenizer, partial)
     dtype = token_dtype(info.size)
     splits = {}
     with progress.task("tokenising", total=size, unit="B") as task, ExitStack() as open_writers:
@@ -134,12 +134,14 @@ def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, pro
             writer = open_writers.enter_context(SplitWriter(partial, name, dtype))
             for first in range(0, len(documents), TEXTS_AT_ONCE):
                 batch = documents[first : first + TEXTS_AT_ONCE]
-                for tokens in bpe.encode(tokenizer, [_text(document) for document in batch], info.end_of_text):
+                for tokens in encode_texts(
+                    tokenizer, [_decode(document) for document in batch], info.end_of_text
+                ):
                     writer.add(tokens)
                 task.advance(sum(map(len, batch)))
             splits[name] = writer.close()
     python = ".".join(map(str, sys.version_info[:3]))
-    origin = Origin(f"standard library of Python {python}", LICENCE, len(texts), size, fingerprint)
+    origin = DataOrigin(f"standard library of Python {python}", LICENCE, len(texts), size, fingerprint)
     write_manifest(
         DataManifest(folder=partial, dtype=dtype.name, origin=origin, tokenizer=info, splits=splits), partial
     )
@@ -147,20 +149,20 @@ def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, pro
     sync_folder(generation.parent)
 
 
-def _text(content: bytes) -> str:
+def _decode(content: bytes) -> str:
     return content.decode("utf-8", errors="replace")
 
 
-def _decoded(documents: Sequence[bytes], description: str, progress: Progress) -> Iterator[str]:
+def _iterate_texts(documents: Sequence[bytes], description: str, progress: Progress) -> Iterator[str]:
     with progress.task(description, total=sum(map(len, documents)), unit="B") as task:
         for document in documents:
-            yield _text(document)
+            yield _decode(document)
             task.advance(len(document))
 
 
 def _is_current(path: Path, generation: Path) -> bool:
     """Return whether the generation is complete and the folder's manifest points to it."""
-    if not (generation / NAME).is_file():
+    if not (generation / MANIFEST_NAME).is_file():
         return False
     try:
         return read_manifest(path).folder == generation
@@ -169,7 +171,7 @@ def _is_current(path: Path, generation: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     """Exclude other processes. The kernel releases the lock when its holder exits for any reason."""
     deadline = time.monotonic() + WAIT_SECONDS
     with path.open("w") as file:

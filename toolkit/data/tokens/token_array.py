@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.digest import HASHED_AT_OPENING_BYTES, broken, check_bytes, check_size, digest
-from toolkit.data.manifest import TOKENIZER, DataManifest, Shard, Split, read_manifest
-from toolkit.data.sums import FirstRead, MappedFile, mapped_sums
+from toolkit.data.checksums import FirstReadVerifier, MappedFile, map_checksums
+from toolkit.data.digest import (
+    HASHED_AT_OPENING_BYTES,
+    check_file_hashes,
+    check_file_size,
+    damaged_file,
+    hash_file,
+)
+from toolkit.data.manifest import TOKENIZER_FILE, DataManifest, TokenShard, TokenSplit, read_manifest
 from toolkit.data.tokens.index import IndexFile
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
@@ -70,18 +76,18 @@ class MappedTokens:
         self.dtype = np.dtype(manifest.dtype)
         self.token_bytes = self.dtype.itemsize
         shards = [shard for shard in self.split.shards if shard.tokens]
-        self._bytes = [_map(manifest, shard).data.cast("B") for shard in shards]
+        self._bytes = [_map_shard(manifest, shard).data.cast("B") for shard in shards]
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self._firsts = np.concatenate([np.zeros(1, dtype=np.int64), self._ends[:-1]])
         self._first_read = (
             None
             if checked
-            else FirstRead(
+            else FirstReadVerifier(
                 [
                     MappedFile(
                         manifest.file(f"{shard.name}.bin"),
                         content,
-                        mapped_sums(manifest.file(f"{shard.name}.sums"), shard.sums),
+                        map_checksums(manifest.file(f"{shard.name}.sums"), shard.sums),
                     )
                     for shard, content in zip(shards, self._bytes, strict=True)
                 ]
@@ -115,8 +121,7 @@ class MappedTokens:
             )
         firsts, size, buffers = offsets.tolist(), length * self.token_bytes, self._bytes
         result: list[Buffer] = [
-            buffers[shard][first : first + size]
-            for shard, first in zip(files.tolist(), firsts, strict=True)
+            buffers[shard][first : first + size] for shard, first in zip(files.tolist(), firsts, strict=True)
         ]
         for row in np.flatnonzero(starts + length > self._ends[files]).tolist():
             result[row] = self._across(int(files[row]), firsts[row], size)
@@ -159,10 +164,10 @@ def open_split(
     chosen = manifest.split(split)
     _check_tokenizer(manifest)
     if manifest.url is not None:
-        from toolkit.data.remote.tokens import RemoteTokens, survey
+        from toolkit.data.remote.tokens import RemoteTokens, check_remote_files
 
         if not surveyed:
-            survey(manifest, [split])
+            check_remote_files(manifest, [split])
         return RemoteTokens(manifest, split, cache=cache, repeated=repeated)
     whole = sum(expected.bytes for expected in chosen.files.values()) <= HASHED_AT_OPENING_BYTES
     if whole:
@@ -170,35 +175,35 @@ def open_split(
     return MappedTokens(manifest, split, checked=whole)
 
 
-def verify(path: str | Path, progress: Progress) -> DataManifest:
+def verify_tokens(path: str | Path, progress: Progress) -> DataManifest:
     """Read every byte of the data folder and verify it. Raises InputError naming the first file that differs."""
     manifest = read_manifest(path)
     _check_tokenizer(manifest)
-    check_bytes(
+    check_file_hashes(
         [(manifest.file(name), expected) for name, expected in manifest.files.items()], Progress.silent()
     )
-    whole = Split(tuple(shard for split in manifest.splits.values() for shard in split.shards))
+    whole = TokenSplit(tuple(shard for split in manifest.splits.values() for shard in split.shards))
     _check_bytes(manifest, whole, progress)
     for shard in whole.shards:
-        _index(manifest, shard).check_contiguous()
+        _open_index(manifest, shard).check_contiguous()
     return manifest
 
 
 def _check_tokenizer(manifest: DataManifest) -> None:
-    file = manifest.file(f"{manifest.tokenizer.folder}/{TOKENIZER}")
-    seen = digest(file).xxh3_128 if file.is_file() else "absent"
+    file = manifest.file(f"{manifest.tokenizer.folder}/{TOKENIZER_FILE}")
+    seen = hash_file(file).xxh3_128 if file.is_file() else "absent"
     if seen != manifest.tokenizer.hash:
         remedy = "put back the tokenizer that encoded the tokens, or prepare the data again"
         rule = f"the tokenizer stored with the tokens is the one that encoded them: xxh3 {manifest.tokenizer.hash}"
         raise InputError(Problem(str(file), f"{file}: {seen}", rule, remedy))
 
 
-def _check_bytes(manifest: DataManifest, split: Split, progress: Progress) -> None:
-    check_bytes([(manifest.file(name), expected) for name, expected in split.files.items()], progress)
+def _check_bytes(manifest: DataManifest, split: TokenSplit, progress: Progress) -> None:
+    check_file_hashes([(manifest.file(name), expected) for name, expected in split.files.items()], progress)
 
 
-def _index(manifest: DataManifest, shard: Shard) -> IndexFile:
-    index = IndexFile(check_size(manifest.file(f"{shard.name}.idx"), shard.idx))
+def _open_index(manifest: DataManifest, shard: TokenShard) -> IndexFile:
+    index = IndexFile(check_file_size(manifest.file(f"{shard.name}.idx"), shard.idx))
     seen = (
         index.dtype.name,
         len(index.documents) - 1,
@@ -208,13 +213,15 @@ def _index(manifest: DataManifest, shard: Shard) -> IndexFile:
     expected = (manifest.dtype, shard.documents, shard.tokens, shard.bin.bytes)
     if seen != expected:
         template = "dtype {}, {} documents, {} tokens, {} bytes"
-        raise broken(index.path, template.format(*seen), f"the manifest says {template.format(*expected)}")
+        raise damaged_file(
+            index.path, template.format(*seen), f"the manifest says {template.format(*expected)}"
+        )
     return index
 
 
-def _map(manifest: DataManifest, shard: Shard) -> npt.NDArray[Any]:
+def _map_shard(manifest: DataManifest, shard: TokenShard) -> npt.NDArray[Any]:
     """Map the tokens of one shard as a plain array: slicing a memmap object is slower than reading a short window."""
-    dtype = _index(manifest, shard).dtype
+    dtype = _open_index(manifest, shard).dtype
     return np.asarray(
-        np.memmap(check_size(manifest.file(f"{shard.name}.bin"), shard.bin), dtype=dtype, mode="r")
+        np.memmap(check_file_size(manifest.file(f"{shard.name}.bin"), shard.bin), dtype=dtype, mode="r")
     )

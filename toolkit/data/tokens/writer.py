@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from toolkit.data.digest import Digest
-from toolkit.data.manifest import Shard, Split
-from toolkit.data.sums import ENDING, SumsOfStream
-from toolkit.data.tokens.index import index_bytes
+from toolkit.data.checksums import CHECKSUM_SUFFIX, ChecksumBuilder
+from toolkit.data.digest import FileDigest
+from toolkit.data.manifest import TokenShard, TokenSplit
+from toolkit.data.tokens.index import encode_index
 from toolkit.files import sync_folder, write_whole
 
 SHARD_BYTES = 2 << 30
@@ -28,7 +28,7 @@ class HashedFile:
         self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
         self._file = self._partial.open("wb")
         self._hasher = xxhash.xxh3_128()
-        self._sums = SumsOfStream()
+        self._sums = ChecksumBuilder()
         self.bytes = 0
 
     def write(self, content: bytes | memoryview) -> None:
@@ -37,24 +37,24 @@ class HashedFile:
         self._sums.update(content)
         self.bytes += memoryview(content).nbytes
 
-    def close(self) -> tuple[Digest, Digest]:
+    def close(self) -> tuple[FileDigest, FileDigest]:
         """Return size and hash of the file and of its ``.sums`` file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        sums = write_sums(self._path, self._sums.content())
+        sums = write_checksums(self._path, self._sums.content())
         self._partial.replace(self._path)
-        return Digest(self.bytes, self._hasher.hexdigest()), sums
+        return FileDigest(self.bytes, self._hasher.hexdigest()), sums
 
     def discard(self) -> None:
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
 
-def write_sums(path: Path, content: bytes) -> Digest:
+def write_checksums(path: Path, content: bytes) -> FileDigest:
     """Write the ``.sums`` file of the data file ``path``."""
-    write_whole(path.with_suffix(ENDING), content)
-    return Digest(len(content), xxhash.xxh3_128_hexdigest(content))
+    write_whole(path.with_suffix(CHECKSUM_SUFFIX), content)
+    return FileDigest(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 class ShardWriter:
@@ -79,12 +79,14 @@ class ShardWriter:
         self._file.write(document.astype(self._dtype, copy=False).tobytes())
         self._lengths.append(len(document))
 
-    def close(self) -> Shard:
+    def close(self) -> TokenShard:
         tokens, sums = self._file.close()
-        index = index_bytes(self._dtype, np.frombuffer(self._lengths, dtype=np.int32))
+        index = encode_index(self._dtype, np.frombuffer(self._lengths, dtype=np.int32))
         write_whole(self._folder / f"{self._name}.idx", index)
-        idx = Digest(len(index), xxhash.xxh3_128_hexdigest(index))
-        return Shard(self._name, len(self._lengths), tokens.bytes // self._dtype.itemsize, tokens, idx, sums)
+        idx = FileDigest(len(index), xxhash.xxh3_128_hexdigest(index))
+        return TokenShard(
+            self._name, len(self._lengths), tokens.bytes // self._dtype.itemsize, tokens, idx, sums
+        )
 
     def discard(self) -> None:
         self._file.discard()
@@ -103,7 +105,7 @@ class SplitWriter:
         self._split = split
         self._dtype = dtype
         self._shard_bytes = shard_bytes
-        self._shards: list[Shard] = []
+        self._shards: list[TokenShard] = []
         self._current: ShardWriter | None = None
 
     def add(self, document: npt.NDArray[Any]) -> None:
@@ -116,10 +118,10 @@ class SplitWriter:
             self._current = ShardWriter(self._folder, f"{self._split}-{len(self._shards):05}", self._dtype)
         self._current.add(document)
 
-    def close(self) -> Split:
+    def close(self) -> TokenSplit:
         self._end_shard()
         sync_folder(self._folder)
-        return Split(tuple(self._shards))
+        return TokenSplit(tuple(self._shards))
 
     def _end_shard(self) -> None:
         if self._current is not None:

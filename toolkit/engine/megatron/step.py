@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import Reader, Shard
-from toolkit.data.evaluation import IGNORED
+from toolkit.data.evaluation import IGNORE_INDEX
 from toolkit.engine import seeding
 from toolkit.engine.copies import together
 from toolkit.engine.megatron import cpu, patches
@@ -175,7 +175,7 @@ class MegatronEngine:
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 with self._recorder.part(FORWARD):
-                    total = (output.float() * (labels != IGNORED)).sum()
+                    total = (output.float() * (labels != IGNORE_INDEX)).sum()
                     return total * (weight or 0.0), total.detach().double()
 
             return losses, loss
@@ -219,7 +219,7 @@ class MegatronEngine:
         found = list(micro_batches)
         stages = self._plan.axes.pipeline if len(self._built.chunks) > 1 else 1
         while len(found) % stages:
-            found.append({**found[0], "labels": torch.full_like(found[0]["labels"], IGNORED)})
+            found.append({**found[0], "labels": torch.full_like(found[0]["labels"], IGNORE_INDEX)})
         return found
 
     def _reseed(self, step: int, micro_batch: int, chunk: int) -> None:

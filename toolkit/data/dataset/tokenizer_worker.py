@@ -1,6 +1,6 @@
 """A tokenizer process: receives texts and sends tokens until its parent ends.
 
-    python -m toolkit.data.dataset.worker SOCKET TOKENIZER END_OF_TEXT DTYPE SHARE_HELD_OUT SPECIAL_TOKENS
+    python -m toolkit.data.dataset.tokenizer_worker SOCKET TOKENIZER END_OF_TEXT DTYPE SHARE_HELD_OUT SPECIAL_TOKENS
 
 It is a separate program rather than a child of multiprocessing: it imports neither the parent's main module nor torch, so
 it starts in a quarter of a second and needs 60 MB. It ends when its socket closes, which the kernel does for a dead parent.
@@ -19,11 +19,13 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.tokens.special_tokens import SpecialStrings, prepare_tokenizer
+from toolkit.data.tokens.special_tokens import SpecialTokenFinder, configure_tokenizer
 from toolkit.errors import InputError
 
 SHOWN = 60  # characters of a document shown in an error
-WATCH_SECONDS = 5.0  # how often to check the parent: a process forked from it may keep the other end of the socket open
+WATCH_SECONDS = (
+    5.0  # how often to check the parent: a process forked from it may keep the other end of the socket open
+)
 
 
 def is_held_out(text: bytes, share: float) -> bool:
@@ -48,8 +50,8 @@ def serve(
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(tokenizer_file)
-    prepare_tokenizer(tokenizer, special_tokens)
-    special = SpecialStrings(tokenizer)
+    configure_tokenizer(tokenizer, special_tokens)
+    special = SpecialTokenFinder(tokenizer)
     parent = os.getppid()
     while True:
         while not pipe.poll(WATCH_SECONDS):
@@ -74,7 +76,7 @@ def serve(
                 for document in texts:
                     special.check(
                         document,
-                        where=f"a document that begins {document[:SHOWN]!r}",
+                        location=f"a document that begins {document[:SHOWN]!r}",
                         key="data.special_tokens",
                     )
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -10,13 +10,13 @@ from toolkit.config.mixture import sources_of
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import DataManifest, read_manifest
-from toolkit.data.order.samples import too_short
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.order.samples import split_too_short
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import Problem
 from toolkit.progress import Progress
 
 _READY: dict[str, Callable[[DataConfig, Progress], DataManifest]] = {
-    "stdlib": lambda data, progress: ensure(data.path, data.vocab_size, progress),
+    "stdlib": lambda data, progress: ensure_stdlib(data.path, data.vocab_size, progress),
     "prepared": lambda data, progress: read_manifest(data.path),
 }
 
@@ -30,12 +30,12 @@ def ready(data: DataConfig, progress: Progress) -> DataManifest:
     return _READY[data.name](data, progress)
 
 
-def text_folder(data: DataConfig) -> str:
+def tokenizer_folder(data: DataConfig) -> str:
     """Return the folder whose tokenizer encoded a run's text; for a mixture any source's, since all are equal."""
     return sources_of(data.sources)[min(data.sources)].path if data.sources else data.path
 
 
-def special_tokens_of(data: DataConfig, folder: str | Path) -> SpecialTokens:
+def special_tokens_mode(data: DataConfig, folder: str | Path) -> SpecialTokens:
     """Return how special tokens in a run's text were encoded, so that prompts are encoded alike.
 
     Args:
@@ -46,7 +46,7 @@ def special_tokens_of(data: DataConfig, folder: str | Path) -> SpecialTokens:
     return SpecialTokens[read_manifest(folder).recipe.get("special_tokens", SpecialTokens.text.name)]
 
 
-def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:
+def check_data(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:
     """Return the requirements of the run that its data folder does not meet.
 
     Args:
@@ -54,20 +54,20 @@ def data_problems(config: RunConfig, manifest: DataManifest, vocab_size: int | N
     """
     path = config.data.path
     problems = [
-        vocabulary_problem(config, manifest, path, vocab_size),
-        documents_problem(config, manifest, "data.path", path),
-        split_problem(config, manifest, "train", "data.path", path),
+        check_vocabulary(config, manifest, path, vocab_size),
+        check_documents(config, manifest, "data.path", path),
+        check_split(config, manifest, "train", "data.path", path),
     ]
     problems += [
-        split_problem(config, manifest, name, "eval.sets", path)
+        check_split(config, manifest, name, "eval.sets", path)
         for name in config.eval.sets
         if config.eval.every
     ]
-    problems.append(special_tokens_problem(config, manifest, path))
+    problems.append(check_special_tokens(config, manifest, path))
     return [problem for problem in problems if problem is not None]
 
 
-def vocabulary_problem(
+def check_vocabulary(
     config: RunConfig, manifest: DataManifest, path: str, vocab_size: int | None
 ) -> Problem | None:
     rows = config.model.vocab_size if vocab_size is None else vocab_size
@@ -85,7 +85,7 @@ def vocabulary_problem(
     return Problem("model.vocab_size", seen, "every token has a row in the embedding", ", or ".join(remedies))
 
 
-def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
+def check_documents(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
     """Check that documents in the folder ``path`` can be separated: their boundaries are end-of-text tokens."""
     if config.data.documents is Documents.joined or manifest.tokenizer.ends_documents:
         return None
@@ -97,9 +97,12 @@ def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path:
     )
 
 
-def special_tokens_problem(config: RunConfig, manifest: DataManifest, path: str) -> Problem | None:
+def check_special_tokens(config: RunConfig, manifest: DataManifest, path: str) -> Problem | None:
     """Check ``data.special_tokens`` against how prepared data was encoded."""
-    requested, used = config.data.special_tokens, manifest.recipe.get("special_tokens", SpecialTokens.text.name)
+    requested, used = (
+        config.data.special_tokens,
+        manifest.recipe.get("special_tokens", SpecialTokens.text.name),
+    )
     if requested is SpecialTokens.refuse or requested.name == used:
         return None
     return Problem(
@@ -110,18 +113,18 @@ def special_tokens_problem(config: RunConfig, manifest: DataManifest, path: str)
     )
 
 
-def split_problem(
-    config: RunConfig, manifest: DataManifest, split: str, key: str, path: str
-) -> Problem | None:
+def check_split(config: RunConfig, manifest: DataManifest, split: str, key: str, path: str) -> Problem | None:
     """Check that the folder ``path``, named by ``key``, has the split, and that it is long enough."""
     if split not in manifest.splits:
         available = ", ".join(sorted(manifest.splits))
         seen = f"{key}={path if key != 'eval.sets' else config.eval.sets}, no split {split}"
         rule = "the data folder holds the training split and every evaluation set"
-        return Problem(key, seen, rule, f"available: {available}; choose among them, or prepare the data again")
+        return Problem(
+            key, seen, rule, f"available: {available}; choose among them, or prepare the data again"
+        )
     tokens = manifest.splits[split].tokens
     if key != "eval.sets" and tokens < config.train.sequence_length + 1:
-        return too_short(tokens, config.train.sequence_length)
+        return split_too_short(tokens, config.train.sequence_length)
     if tokens < 2:
         seen = f"split {split} of {path} has {tokens} tokens"
         return Problem(

@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.prepare.formats import hidden, input_format
-from toolkit.data.prepare.plan import Listing
-from toolkit.data.remote.storage import Buffer, Range, StoreFolder, Url, open_folder, place_of
+from toolkit.data.prepare.input_file import detect_format, is_hidden
+from toolkit.data.prepare.plan import InputListing
+from toolkit.data.remote.storage import Buffer, ByteRange, StoreFolder, Url, open_folder, parse_location
 from toolkit.errors import InputError, Problem
 from toolkit.paths import UnsafePath, relative_name
 from toolkit.progress import Progress
@@ -28,14 +28,14 @@ AT_ONCE_BYTES = 32 << 20
 LISTED = ("s3", "gs", "az")  # other stores cannot list their files
 
 
-def list_store(config: PrepareConfig, work: Path) -> Listing:
+def list_store(config: PrepareConfig, work: Path) -> InputListing:
     """List the files below the URL by name; their copies will be in ``work``.
 
     Raises:
         InputError: the store does not answer, or there are no files.
     """
     assert config.input is not None
-    place = place_of(config.input, "input")
+    place = parse_location(config.input, "input")
     assert isinstance(place, Url)
     if place.partition("://")[0] not in LISTED:
         schemes = ", ".join(f"{kind}://" for kind in LISTED)
@@ -48,7 +48,7 @@ def list_store(config: PrepareConfig, work: Path) -> Listing:
             )
         )
     with _errors_about_input():
-        stored = [file for file in _folder(place).listing() if not hidden(PurePosixPath(file.name))]
+        stored = [file for file in _folder(place).listing() if not is_hidden(PurePosixPath(file.name))]
     if not stored:
         raise InputError(
             Problem(
@@ -65,12 +65,12 @@ def list_store(config: PrepareConfig, work: Path) -> Listing:
             rule = "the name of a file in a store becomes the name of its copy on this machine"
             raise InputError(Problem("input", f"{place}: {error}", rule, "rename it in the store")) from error
     files = tuple(
-        (file.name, input_format(file.name, config.format), file.bytes, file.modified) for file in stored
+        (file.name, detect_format(file.name, config.format), file.bytes, file.modified) for file in stored
     )
-    return Listing(str(work / INPUT), files, url=place)
+    return InputListing(str(work / INPUT), files, url=place)
 
 
-def fetch(listed: Listing, progress: Progress) -> None:
+def fetch_input(listed: InputListing, progress: Progress) -> None:
     """Copy every file of ``listed`` whose copy is missing or outdated. Raises InputError, StorageError."""
     root = Path(listed.root)
     outdated = [
@@ -98,7 +98,7 @@ def fetch(listed: Listing, progress: Progress) -> None:
             task.advance(len(content))
 
 
-def xxh3_128(listed: Listing, names: Sequence[str]) -> dict[str, str]:
+def hash_stored_files(listed: InputListing, names: Sequence[str]) -> dict[str, str]:
     """Hash the current content of these files in the store. Raises InputError, StorageError."""
     hashers = {name: xxhash.xxh3_128() for name in names}
     with _errors_about_input():
@@ -109,15 +109,15 @@ def xxh3_128(listed: Listing, names: Sequence[str]) -> dict[str, str]:
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
 
 
-def _contents(listed: Listing, sizes: dict[str, int]) -> Iterator[tuple[Range, Buffer]]:
+def _contents(listed: InputListing, sizes: dict[str, int]) -> Iterator[tuple[ByteRange, Buffer]]:
     """Yield all bytes of these files in order."""
     assert listed.url is not None
     folder = _folder(Url(listed.url)).for_reading(sizes)
-    batch: list[Range] = []
+    batch: list[ByteRange] = []
     batch_bytes = 0
     for name, size in sizes.items():
         for start in range(0, size, AT_ONCE_BYTES):
-            chunk = Range(name, start, min(start + AT_ONCE_BYTES, size))
+            chunk = ByteRange(name, start, min(start + AT_ONCE_BYTES, size))
             if batch_bytes + chunk.end - chunk.start > AT_ONCE_BYTES:
                 yield from zip(batch, folder.read_ranges(batch), strict=True)
                 batch, batch_bytes = [], 0

@@ -18,11 +18,13 @@ from toolkit.errors import ExitCode, InputError, Problem
 from toolkit.progress import Task
 
 Advance = Callable[[int], None]  # reports a number of bytes
-Job = Callable[[int, Advance], None]
+NumberedTask = Callable[[int, Advance], None]
 POLL_SECONDS = 0.2
 
 
-def each(start_task: Callable[[], Job], numbers: Sequence[int], workers: int, task: Task) -> None:
+def run_tasks(
+    start_task: Callable[[], NumberedTask], numbers: Sequence[int], workers: int, task: Task
+) -> None:
     """Run the task of every one of ``numbers``; ``begin()`` in each process returns the task. One worker runs in this process.
 
     Raises:
@@ -42,7 +44,11 @@ def each(start_task: Callable[[], Job], numbers: Sequence[int], workers: int, ta
     try:
         for _ in range(min(workers, len(numbers))):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_run_worker, args=(start_task, numbers, next_index, progress_bytes, sender), daemon=True)
+            process = context.Process(
+                target=_run_worker,
+                args=(start_task, numbers, next_index, progress_bytes, sender),
+                daemon=True,
+            )
             process.start()
             sender.close()
             processes.append(process)
@@ -54,7 +60,9 @@ def each(start_task: Callable[[], Job], numbers: Sequence[int], workers: int, ta
             process.join()
 
 
-def _watch(processes: Sequence[Any], receivers: Sequence[Connection], progress_bytes: Any, task: Task) -> None:
+def _watch(
+    processes: Sequence[Any], receivers: Sequence[Connection], progress_bytes: Any, task: Task
+) -> None:
     reported = 0
     running = dict(
         zip([process.sentinel for process in processes], zip(processes, receivers, strict=True), strict=True)
@@ -83,7 +91,13 @@ def _worker_error(code: int, pipe: Connection) -> Exception:
     return InputError(Problem("workers", seen, "no worker process is killed", remedy))
 
 
-def _run_worker(start_task: Callable[[], Job], numbers: Sequence[int], next_index: Any, progress_bytes: Any, pipe: Connection) -> None:
+def _run_worker(
+    start_task: Callable[[], NumberedTask],
+    numbers: Sequence[int],
+    next_index: Any,
+    progress_bytes: Any,
+    pipe: Connection,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the signal too, and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -21,29 +21,29 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from toolkit.data.digest import Digest, broken, check_size
-from toolkit.data.remote.storage import Buffer, Place, Range, StoreFolder
-from toolkit.errors import InputError, Problem
+from toolkit.data.digest import FileDigest, check_file_size, damaged_file
+from toolkit.data.remote.errors import data_path_error
+from toolkit.data.remote.storage import Buffer, ByteRange, Location, StoreFolder
 
 Ints = npt.NDArray[np.int64]
-Sums = npt.NDArray[np.uint64]
+Checksums = npt.NDArray[np.uint64]
 
-ENDING = ".sums"
+CHECKSUM_SUFFIX = ".sums"
 BLOCK = 4096  # bytes: windows of 4 KiB read one by one from a store take two or three blocks
 UNIT = 8 * BLOCK  # of a mapped file: one flag per process for each unit, 32 MiB of flags for 1 TiB
 SUM = np.dtype("<u8")
 PAGE = 4096  # bytes of checksums fetched at once: those of 2 MiB of data
-LONGEST = 1 << 20  # bytes of a range merged from several
-KEPT_PAGES = 16384  # 64 MiB: the checksums of 32 GiB of data
+MAX_MERGED_BYTES = 1 << 20  # bytes of a range merged from several
+CACHED_PAGES = 16384  # 64 MiB: the checksums of 32 GiB of data
 
 
-def block_sums(content: Buffer) -> list[int]:
+def block_checksums(content: Buffer) -> list[int]:
     """Hash each block of ``content``, which starts at a block boundary."""
     hashed = xxhash.xxh3_64_intdigest
     return [hashed(content[first : first + BLOCK]) for first in range(0, len(content), BLOCK)]
 
 
-class SumsOfStream:
+class ChecksumBuilder:
     """Computes the checksums of a file written in chunks of any size."""
 
     def __init__(self) -> None:
@@ -58,18 +58,18 @@ class SumsOfStream:
             content = content[missing:]
             if len(self._rest) < BLOCK:
                 return
-            self._sums.extend(block_sums(bytes(self._rest)))
+            self._sums.extend(block_checksums(bytes(self._rest)))
             self._rest.clear()
         whole = len(content) // BLOCK * BLOCK
-        self._sums.extend(block_sums(content[:whole]))
+        self._sums.extend(block_checksums(content[:whole]))
         self._rest += content[whole:]
 
     def content(self) -> bytes:
         """Return the content of the ``.sums`` file, once all bytes were added."""
-        return np.array([*self._sums, *block_sums(bytes(self._rest))], dtype=SUM).tobytes()
+        return np.array([*self._sums, *block_checksums(bytes(self._rest))], dtype=SUM).tobytes()
 
 
-def sums_bytes(file_bytes: int) -> int:
+def checksum_file_size(file_bytes: int) -> int:
     """Return the size of the ``.sums`` file of a data file."""
     return -(-file_bytes // BLOCK) * SUM.itemsize
 
@@ -87,21 +87,21 @@ class MappedFile:
 
     path: Path
     content: memoryview
-    sums: Sums | None
+    sums: Checksums | None
 
 
-def mapped_sums(path: Path, expected: Digest | None) -> Sums | None:
+def map_checksums(path: Path, expected: FileDigest | None) -> Checksums | None:
     """Map the checksums in ``path``. Returns None if ``expected`` is None. Raises InputError if the size differs."""
     if expected is None:
         return None
     return (
-        np.asarray(np.memmap(check_size(path, expected), dtype=SUM, mode="r"))
+        np.asarray(np.memmap(check_file_size(path, expected), dtype=SUM, mode="r"))
         if expected.bytes
         else np.empty(0, dtype=SUM)
     )
 
 
-class FirstRead:
+class FirstReadVerifier:
     """Verifies each unit of a split's mapped files once, when it is first read.
 
     Safe in several threads, which may verify a unit twice.
@@ -141,34 +141,34 @@ class FirstRead:
         assert file.sums is not None, f"{file.path} has no sums"
         content = file.content[start : start + UNIT]
         expected = file.sums[start // BLOCK : start // BLOCK + UNIT // BLOCK].tolist()
-        computed = block_sums(content)
+        computed = block_checksums(content)
         if computed == expected:
             return
         for index, (actual, expected_sum) in enumerate(zip(computed, expected, strict=True)):
             if actual != expected_sum:
                 at = start + index * BLOCK
-                raise broken(
+                raise damaged_file(
                     file.path,
                     f"bytes {at} to {min(at + BLOCK, len(file.content))} have xxh3 {actual:016x}",
-                    f"{file.path.stem}{ENDING} has {expected_sum:016x}",
+                    f"{file.path.stem}{CHECKSUM_SUFFIX} has {expected_sum:016x}",
                 )
 
 
 # -- files in a store
 
 
-class Reader(Protocol):
+class RangeReader(Protocol):
     """Reads ranges of files: a folder, or a ``CheckedReader`` around one."""
 
-    def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]: ...
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Buffer]: ...
 
 
-def joined(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
+def merge_ranges(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int]]:
     """Merge ranges that touch or overlap into ranges of at most LONGEST bytes (or the longest single range).
 
     Returns the merged ranges and, for each of ``ranges``, the index of the merged range that contains it.
     """
-    merged: list[Range] = []
+    merged: list[ByteRange] = []
     owners = [0] * len(ranges)
     for number in sorted(range(len(ranges)), key=lambda number: (ranges[number].name, ranges[number].start)):
         item, last = ranges[number], merged[-1] if merged else None
@@ -176,9 +176,9 @@ def joined(ranges: Sequence[Range]) -> tuple[list[Range], list[int]]:
             last is not None
             and last.name == item.name
             and item.start <= last.end
-            and max(item.end, last.end) - last.start <= LONGEST
+            and max(item.end, last.end) - last.start <= MAX_MERGED_BYTES
         ):
-            merged[-1] = Range(item.name, last.start, max(item.end, last.end))
+            merged[-1] = ByteRange(item.name, last.start, max(item.end, last.end))
         else:
             merged.append(item)
         owners[number] = len(merged) - 1
@@ -191,7 +191,7 @@ class CheckedReader:
     A block that does not match is fetched once more with its checksums, since it may have been damaged in transit.
     """
 
-    def __init__(self, folder: Reader, place: Place, sizes: Mapping[str, int]) -> None:
+    def __init__(self, folder: RangeReader, place: Location, sizes: Mapping[str, int]) -> None:
         """
         Args:
             sizes: bytes of each file with checksums, by name. Other files are read without verification.
@@ -199,12 +199,12 @@ class CheckedReader:
         self._folder = folder
         self._place = place
         self._sizes = sizes
-        self._cached_pages: dict[Range, Sums] = {}  # in the order in which pages were fetched
+        self._cached_pages: dict[ByteRange, Checksums] = {}  # in the order in which pages were fetched
         self._lock = threading.Lock()
 
-    def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Buffer]:
         """Read each range. Raises InputError naming damaged bytes, and whatever the folder raises."""
-        whole, owners = joined([self._widened(item) for item in ranges])
+        whole, owners = merge_ranges([self._widened(item) for item in ranges])
         contents, sums = self._read(whole, fresh=False)
         wrong = [
             number
@@ -216,13 +216,10 @@ class CheckedReader:
             at = self._damaged(whole[number], content, sums)
             if at is not None:
                 name, end = whole[number].name, min(at + BLOCK, self._sizes[whole[number].name])
-                raise InputError(
-                    Problem(
-                        "data.path",
-                        f"{self._place / name}: bytes {at} to {end} came twice with another hash",
-                        f"a block has the hash in {_sums_name(name)}",
-                        "restore the file, or prepare the data again",
-                    )
+                raise data_path_error(
+                    f"{self._place / name}: bytes {at} to {end} came twice with another hash",
+                    f"a block has the hash in {_sums_name(name)}",
+                    "restore the file, or prepare the data again",
                 )
             contents[number] = content
         return [
@@ -230,32 +227,38 @@ class CheckedReader:
             for item, number in zip(ranges, owners, strict=True)
         ]
 
-    def _widened(self, item: Range) -> Range:
+    def _widened(self, item: ByteRange) -> ByteRange:
         size = self._sizes.get(item.name)
         if size is None:
             return item
-        return Range(
+        return ByteRange(
             item.name, item.start // BLOCK * BLOCK, max(item.end, min(-(-item.end // BLOCK) * BLOCK, size))
         )
 
-    def _pages(self, item: Range) -> list[Range]:
+    def _pages(self, item: ByteRange) -> list[ByteRange]:
         """Return the checksum pages of a range of whole blocks."""
         size = self._sizes.get(item.name)
         if size is None:
             return []
-        covered, total = PAGE // SUM.itemsize * BLOCK, sums_bytes(size)
+        covered, total = PAGE // SUM.itemsize * BLOCK, checksum_file_size(size)
         return [
-            Range(_sums_name(item.name), number * PAGE, min((number + 1) * PAGE, total))
+            ByteRange(_sums_name(item.name), number * PAGE, min((number + 1) * PAGE, total))
             for number in range(item.start // covered, -(-item.end // covered))
         ]
 
-    def _read(self, whole: Sequence[Range], *, fresh: bool) -> tuple[list[Buffer], dict[Range, Sums]]:
+    def _read(
+        self, whole: Sequence[ByteRange], *, fresh: bool
+    ) -> tuple[list[Buffer], dict[ByteRange, Checksums]]:
         """Read ranges of whole blocks and their checksum pages; with ``fresh`` fetch pages even if they are cached."""
         if not whole:
             return [], {}
         wanted = dict.fromkeys(page for item in whole for page in self._pages(item))
         with self._lock:
-            merged = {} if fresh else {page: self._cached_pages[page] for page in wanted if page in self._cached_pages}
+            merged = (
+                {}
+                if fresh
+                else {page: self._cached_pages[page] for page in wanted if page in self._cached_pages}
+            )
         missing = [page for page in wanted if page not in merged]
         contents = self._folder.read_ranges([*whole, *missing])
         merged |= {
@@ -264,18 +267,18 @@ class CheckedReader:
         }
         with self._lock:
             self._cached_pages |= {page: merged[page] for page in missing}
-            for page in list(self._cached_pages)[: max(0, len(self._cached_pages) - KEPT_PAGES)]:
+            for page in list(self._cached_pages)[: max(0, len(self._cached_pages) - CACHED_PAGES)]:
                 del self._cached_pages[page]
         return contents[: len(whole)], merged
 
-    def _damaged(self, item: Range, content: Buffer, merged: Mapping[Range, Sums]) -> int | None:
+    def _damaged(self, item: ByteRange, content: Buffer, merged: Mapping[ByteRange, Checksums]) -> int | None:
         """Return the first byte of the first damaged block of a range, or None."""
         pages = self._pages(item)
         if not pages:
             return None
         sums = np.concatenate([merged[page] for page in pages])
         first = (item.start - pages[0].start // SUM.itemsize * BLOCK) // BLOCK
-        seen_sums = block_sums(content)
+        seen_sums = block_checksums(content)
         for number, (actual, expected) in enumerate(
             zip(seen_sums, sums[first : first + len(seen_sums)].tolist(), strict=True)
         ):
@@ -284,15 +287,15 @@ class CheckedReader:
         return None
 
 
-def checked_reader(folder: StoreFolder, files: Mapping[str, Digest]) -> CheckedReader:
+def make_checked_reader(folder: StoreFolder, files: Mapping[str, FileDigest]) -> CheckedReader:
     """Wrap ``folder`` for data files, some of which have checksums."""
     sizes = {
         name: expected.bytes
         for name, expected in files.items()
-        if not name.endswith(ENDING) and _sums_name(name) in files
+        if not name.endswith(CHECKSUM_SUFFIX) and _sums_name(name) in files
     }
     return CheckedReader(folder, folder.place, sizes)
 
 
 def _sums_name(name: str) -> str:
-    return f"{name.rpartition('.')[0]}{ENDING}"
+    return f"{name.rpartition('.')[0]}{CHECKSUM_SUFFIX}"

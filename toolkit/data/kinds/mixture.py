@@ -6,30 +6,33 @@ from functools import cache
 
 from toolkit.config.mixture import SourceSetting, phases_of, sources_of
 from toolkit.config.schema import RunConfig
+from toolkit.data.checks import check_documents, check_special_tokens, check_split, check_vocabulary
+from toolkit.data.kinds.text import build_eval_sets, unigram_baseline
 from toolkit.data.manifest import DataManifest, read_manifest
-from toolkit.data.order.mixture import Mixture, Phase
+from toolkit.data.order.mixture import Mixture, MixturePhase
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream, source_seed
 from toolkit.data.registry import DataKind, RunData
-from toolkit.data.remote.cache import cache_of
-from toolkit.data.remote.tokens import survey
-from toolkit.data.sources import documents_problem, special_tokens_problem, split_problem, vocabulary_problem
-from toolkit.data.text import text_sets, unigram
-from toolkit.data.tokens.documents import waste_of
+from toolkit.data.remote.cache import open_cache
+from toolkit.data.remote.tokens import check_remote_files
+from toolkit.data.tokens.documents import estimate_waste
 from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
 
 
-def mixture_of(config: RunConfig, batch: BatchPlan) -> Mixture:
+def build_mixture(config: RunConfig, batch: BatchPlan) -> Mixture:
     """Build the mixture of ``data.sources``, sorted by name, and ``data.phases``, whose steps become sample numbers."""
     phases = phases_of(config.data.sources, config.data.phases)
-    table = [Phase(batch.at(phase.from_step).first_sample, tuple(phase.weights.values())) for phase in phases]
+    table = [
+        MixturePhase(batch.at(phase.from_step).first_sample, tuple(phase.weights.values()))
+        for phase in phases
+    ]
     return Mixture(table, config.data.shuffle_seed)
 
 
-def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
     sources, problems = sources_of(config.data.sources), list[Problem]()
     manifests: dict[str, DataManifest] = {}
     for name, source in sources.items():
@@ -46,7 +49,7 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
                 )
                 for problem in error.problems
             ]
-    problems += _problems(config, sources, manifests, vocab_size)
+    problems += _check_sources(config, sources, manifests, vocab_size)
     if problems:
         raise InputError(*problems)
     for name, manifest in manifests.items():
@@ -56,11 +59,11 @@ def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str
                 for set_name in config.eval.sets
                 if config.eval.every and set_name.partition("/")[0] == name
             ]
-            survey(manifest, ["train", *sets])
+            check_remote_files(manifest, ["train", *sets])
     return next(iter(manifests.values())).place
 
 
-def _problems(
+def _check_sources(
     config: RunConfig,
     sources: dict[str, SourceSetting],
     manifests: dict[str, DataManifest],
@@ -83,10 +86,10 @@ def _problems(
                 )
             )
         found += [
-            vocabulary_problem(config, manifest, path, vocab_size),
-            documents_problem(config, manifest, key, path),
-            split_problem(config, manifest, "train", key, path),
-            special_tokens_problem(config, manifest, path),
+            check_vocabulary(config, manifest, path, vocab_size),
+            check_documents(config, manifest, key, path),
+            check_split(config, manifest, "train", key, path),
+            check_special_tokens(config, manifest, path),
         ]
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
@@ -101,7 +104,7 @@ def _problems(
                 )
             )
         elif source in manifests:
-            found.append(split_problem(config, manifests[source], split, "eval.sets", sources[source].path))
+            found.append(check_split(config, manifests[source], split, "eval.sets", sources[source].path))
     return [problem for problem in found if problem is not None]
 
 
@@ -109,7 +112,7 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     # ``folder`` is the first source's; the others are read from the configuration.
     sources, seed = sources_of(config.data.sources), config.data.shuffle_seed
     manifests = {name: read_manifest(source.path) for name, source in sources.items()}
-    block_cache = cache_of(config.data.cache)
+    block_cache = open_cache(config.data.cache)
     training = {
         name: open_split(manifest.place, "train", cache=block_cache, surveyed=True)
         for name, manifest in manifests.items()
@@ -118,22 +121,24 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
         name: TokenWindows(split, config.train.sequence_length, source_seed(seed, name))
         for name, split in training.items()
     }
-    stream = Stream(windows, mixture_of(config, batch), seed=seed, batch=batch, data_rank=data_rank)
+    stream = Stream(windows, build_mixture(config, batch), seed=seed, batch=batch, data_rank=data_rank)
     sets = {}
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
-        sets[name] = open_split(manifests[source].place, split, cache=block_cache, repeated=True, surveyed=True)
+        sets[name] = open_split(
+            manifests[source].place, split, cache=block_cache, repeated=True, surveyed=True
+        )
     text = training[next(iter(sets)).partition("/")[0]] if sets else next(iter(training.values()))
     first = next(iter(manifests.values()))  # all sources have the same tokenizer
     end_of_text, length = first.tokenizer.end_of_text, config.train.sequence_length
     return RunData(
         stream,
-        text_sets(sets, config, batch, data_rank),
+        build_eval_sets(sets, config, batch, data_rank),
         first.tokenizer_folder,
-        cache(lambda: unigram(config, batch, text, sets)),
+        cache(lambda: unigram_baseline(config, batch, text, sets)),
         end_of_text=end_of_text,
-        waste=lambda: {name: waste_of(split, end_of_text, length) for name, split in training.items()},
+        waste=lambda: {name: estimate_waste(split, end_of_text, length) for name, split in training.items()},
     )
 
 
-MIXTURE = DataKind(_ready, _open)
+MIXTURE = DataKind(_prepare, _open)

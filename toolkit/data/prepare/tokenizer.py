@@ -13,14 +13,19 @@ import numpy as np
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import TokenizerInfo
-from toolkit.data.prepare.keys import Keys
-from toolkit.data.prepare.limits import check_size
-from toolkit.data.prepare.plan import Plan
-from toolkit.data.prepare.read import decoded, documents
-from toolkit.data.tokens import tokenizer as bpe
-from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.prepare.document_keys import DocumentKeys
+from toolkit.data.prepare.plan import PreparationPlan
+from toolkit.data.prepare.read import check_memory, decode_document, read_documents
 from toolkit.data.tokens.index import token_dtype
-from toolkit.data.tokens.special_tokens import prepare_tokenizer
+from toolkit.data.tokens.special_tokens import configure_tokenizer
+from toolkit.data.tokens.tokenizer import (
+    TOKENIZER_FOLDER,
+    install_tokenizer,
+    read_tokenizer,
+    read_tokenizer_info,
+    save_tokenizer,
+    train_bpe,
+)
 from toolkit.files import sync_folder
 from toolkit.progress import Progress
 
@@ -31,7 +36,7 @@ SAMPLED_UNITS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class TokenizerSpec:
     """What a tokenising process needs. ``folder`` contains tokenizer.json."""
 
     folder: Path
@@ -41,24 +46,24 @@ class Vocabulary:
 
     def load(self) -> Tokenizer:
         """Load the tokenizer, configured for whole texts without padding and for ``special_tokens``."""
-        tokenizer = bpe.load(self.folder)
-        prepare_tokenizer(tokenizer, self.special_tokens)
+        tokenizer = read_tokenizer(self.folder)
+        configure_tokenizer(tokenizer, self.special_tokens)
         return tokenizer
 
 
-def ready_vocabulary(
-    config: PrepareConfig, plan: Plan, work: Path, output: Path, progress: Progress
+def ensure_tokenizer(
+    config: PrepareConfig, plan: PreparationPlan, work: Path, output: Path, progress: Progress
 ) -> TokenizerInfo:
     """Install or train ``output/tokenizer`` unless it exists; it appears by one rename. Raises InputError."""
-    if not (output / bpe.FOLDER).is_dir():
+    if not (output / TOKENIZER_FOLDER).is_dir():
         temporary = work / "tokenizer.new"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         if config.tokenizer.path is None:
-            bpe.save(bpe.train_bpe(_sample(config, plan, progress), config.tokenizer.vocab_size), temporary)
+            save_tokenizer(train_bpe(_sample(config, plan, progress), config.tokenizer.vocab_size), temporary)
         else:
             end_of_text, tokenizer_path = config.tokenizer.end_of_text, config.tokenizer.path
-            tokenizer_copy.place(
+            install_tokenizer(
                 tokenizer_path,
                 end_of_text,
                 temporary,
@@ -66,13 +71,13 @@ def ready_vocabulary(
                 end_key="tokenizer.end_of_text",
                 trust_remote_code=config.tokenizer.trust_remote_code,
             )
-        (temporary / bpe.FOLDER).replace(output / bpe.FOLDER)
+        (temporary / TOKENIZER_FOLDER).replace(output / TOKENIZER_FOLDER)
         sync_folder(output)
-    return tokenizer_copy.info(output / bpe.FOLDER)
+    return read_tokenizer_info(output / TOKENIZER_FOLDER)
 
 
-def vocabulary(folder: Path, info: TokenizerInfo, plan: Plan) -> Vocabulary:
-    return Vocabulary(
+def tokenizer_spec(folder: Path, info: TokenizerInfo, plan: PreparationPlan) -> TokenizerSpec:
+    return TokenizerSpec(
         folder / info.folder,
         info.end_of_text,
         token_dtype(info.size),
@@ -80,21 +85,23 @@ def vocabulary(folder: Path, info: TokenizerInfo, plan: Plan) -> Vocabulary:
     )
 
 
-def _sample(config: PrepareConfig, plan: Plan, progress: Progress) -> Iterator[str]:
+def _sample(config: PrepareConfig, plan: PreparationPlan, progress: Progress) -> Iterator[str]:
     """Yield training documents from units spread evenly over the input, the same number of bytes from each."""
-    keys, sample_bytes = Keys.of(plan), config.tokenizer.sample_mib << 20
+    keys, sample_bytes = DocumentKeys.of(plan), config.tokenizer.sample_mib << 20
     whole_input = 0 < plan.bytes <= sample_bytes
     count = len(plan.units) if whole_input else min(len(plan.units), SAMPLED_UNITS)
     unit_bytes = sample_bytes if whole_input else -(-sample_bytes // count)
     total = 0
-    with progress.task("training the tokenizer", total=min(sample_bytes, plan.bytes) or None, unit="B") as task:
+    with progress.task(
+        "training the tokenizer", total=min(sample_bytes, plan.bytes) or None, unit="B"
+    ) as task:
         for number in range(count):
             taken = 0
-            for document in documents(plan, plan.units[number * len(plan.units) // count]):
+            for document in read_documents(plan, plan.units[number * len(plan.units) // count]):
                 if taken >= unit_bytes or total >= sample_bytes:
                     break
-                check_size(document, plan.path(document.source))
-                content, text = decoded(document.content)
+                check_memory(document, plan.path(document.source))
+                content, text = decode_document(document.content)
                 if content and not keys.is_validation(content):
                     yield text
                 taken += len(content)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from toolkit.config.schema import RunConfig
-from toolkit.data.evaluation import EvalSet, sample_batches
+from toolkit.data.evaluation import EvalSet, eval_sample_batches
 from toolkit.data.order.stream import Stream
-from toolkit.data.records.reader import RecordManifest, open_records, read_records, survey
+from toolkit.data.records.reader import RecordManifest, check_record_files, open_records, read_record_manifest
 from toolkit.data.registry import DataKind, RunData
-from toolkit.data.remote.cache import cache_of
+from toolkit.data.remote.cache import open_cache
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
@@ -18,17 +18,17 @@ from toolkit.progress import Progress
 IMAGE, LABEL = "image", "label"
 
 
-def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
-    manifest = read_records(config.data.path)
-    problems = list(record_problems(config, manifest))
+def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+    manifest = read_record_manifest(config.data.path)
+    problems = list(check_records(config, manifest))
     if problems:
         raise InputError(*problems)
-    survey(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
+    check_record_files(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
     return config.data.path
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
-    block_cache = cache_of(config.data.cache)
+    block_cache = open_cache(config.data.cache)
     training = open_records(folder, "train", cache=block_cache, surveyed=True)
     sets = {
         name: open_records(folder, name, cache=block_cache, surveyed=True)
@@ -40,14 +40,14 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     batches = {
         name: EvalSet(
             str(records.fingerprint()["data"]),
-            partial(sample_batches, records, config.eval.batches, batch, data_rank),
+            partial(eval_sample_batches, records, config.eval.batches, batch, data_rank),
         )
         for name, records in sets.items()
     }
     return RunData(stream, batches, tokenizer=None, unigram=lambda: None, records=training.manifest)
 
 
-def record_problems(config: RunConfig, manifest: RecordManifest) -> Iterator[Problem]:
+def check_records(config: RunConfig, manifest: RecordManifest) -> Iterator[Problem]:
     """Yield the requirements of the run that its records do not meet."""
     wanted = ["train", *(name for name in config.eval.sets if config.eval.every)]
     available = [name for name in wanted if name in manifest.splits]
@@ -85,9 +85,9 @@ def record_problems(config: RunConfig, manifest: RecordManifest) -> Iterator[Pro
             )
 
 
-def classes(manifest: RecordManifest) -> int:
+def count_classes(manifest: RecordManifest) -> int:
     """Return the number of classes that the labels of all splits need."""
     return 1 + int(max(split.statistics[LABEL].most for split in manifest.splits.values()))
 
 
-ARRAYS = DataKind(_ready, _open)
+ARRAYS = DataKind(_prepare, _open)

@@ -6,34 +6,34 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 from toolkit.config.schema import RunConfig
-from toolkit.data.evaluation import EvalSet, eval_batches, evaluation_targets, unigram_loss
+from toolkit.data.checks import check_data, ready
+from toolkit.data.evaluation import EvalSet, eval_batches, eval_targets, unigram_loss
 from toolkit.data.manifest import read_manifest
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream
 from toolkit.data.registry import DataKind, RunData
-from toolkit.data.remote.cache import cache_of
-from toolkit.data.remote.tokens import survey
-from toolkit.data.sources import data_problems, ready
-from toolkit.data.tokens.documents import waste_of
+from toolkit.data.remote.cache import open_cache
+from toolkit.data.remote.tokens import check_remote_files
+from toolkit.data.tokens.documents import estimate_waste
 from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
 
 
-def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
     manifest = ready(config.data, progress)
-    problems = data_problems(config, manifest, vocab_size)
+    problems = check_data(config, manifest, vocab_size)
     if problems:
         raise InputError(*problems)
     if manifest.url is not None:
-        survey(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
+        check_remote_files(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
     return manifest.place
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
     manifest = read_manifest(folder)
-    block_cache = cache_of(config.data.cache)
+    block_cache = open_cache(config.data.cache)
     training = open_split(manifest.place, "train", cache=block_cache, surveyed=True)
     sets = {
         name: open_split(manifest.place, name, cache=block_cache, repeated=True, surveyed=True)
@@ -45,15 +45,15 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     end_of_text = manifest.tokenizer.end_of_text
     return RunData(
         stream,
-        text_sets(sets, config, batch, data_rank),
+        build_eval_sets(sets, config, batch, data_rank),
         manifest.tokenizer_folder,
-        cache(lambda: unigram(config, batch, training, sets)),
+        cache(lambda: unigram_baseline(config, batch, training, sets)),
         end_of_text=end_of_text,
-        waste=lambda: {"train": waste_of(training, end_of_text, config.train.sequence_length)},
+        waste=lambda: {"train": estimate_waste(training, end_of_text, config.train.sequence_length)},
     )
 
 
-def text_sets(
+def build_eval_sets(
     sources: Mapping[str, TokenSource], config: RunConfig, batch: BatchPlan, data_rank: int
 ) -> dict[str, EvalSet]:
     length, batches = config.train.sequence_length, config.eval.batches
@@ -63,16 +63,14 @@ def text_sets(
     }
 
 
-def unigram(
+def unigram_baseline(
     config: RunConfig, batch: BatchPlan, training: TokenSource, sets: Mapping[str, TokenSource]
 ) -> float | None:
     """Compute ``RunData.unigram``."""
     for source in sets.values():
-        targets = evaluation_targets(
-            source, config.train.sequence_length, config.eval.batches, batch.global_batch
-        )
+        targets = eval_targets(source, config.train.sequence_length, config.eval.batches, batch.global_batch)
         return unigram_loss(training, targets)
     return None
 
 
-TEXT = DataKind(_ready, _open)
+TEXT = DataKind(_prepare, _open)

@@ -26,14 +26,14 @@ Texts = tuple[bytes | memoryview, Ints]
 Encoded = list[npt.NDArray[Any]]  # tokens of each document, uint16 or uint32
 Fetch = Callable[[], Texts]
 
-MODULE = "toolkit.data.dataset.worker"
+MODULE = "toolkit.data.dataset.tokenizer_worker"
 
 
 class WorkerDied(RuntimeError):
     """A tokenizer process ended unexpectedly. Not a user error: the same start may succeed."""
 
 
-class Encoders:
+class TokenizerPool:
     """``count`` tokenizer processes, each served by a thread that handles one request at a time: read, send, receive.
 
     A process is idle while its thread reads the next texts, which takes a hundredth of the tokenising time.

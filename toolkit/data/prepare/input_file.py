@@ -12,8 +12,53 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import IO, Any, cast
 
-from toolkit.data.prepare.formats import compression, hidden
+from toolkit.config.prepare import InputFormat
 from toolkit.errors import InputError, Problem
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+ARCHIVES = (".zip", ".tar", ".tgz", ".tbz2", ".txz")
+FORMATS = {
+    ".jsonl": InputFormat.jsonl,
+    ".ndjson": InputFormat.jsonl,
+    ".json": InputFormat.json,
+    ".parquet": InputFormat.parquet,
+    ".csv": InputFormat.csv,
+    ".tsv": InputFormat.tsv,
+}
+# Formats of lines: several processes can read ranges of one file.
+BY_LINES = (InputFormat.lines.name, InputFormat.jsonl.name)
+
+
+def compression(name: str | PurePath) -> str | None:
+    """Return the compression suffix, one of COMPRESSED, or None."""
+    suffix = PurePath(name).suffix
+    suffix_ = {".tgz": ".gz", ".tbz2": ".bz2", ".txz": ".xz"}.get(suffix, suffix)
+    return suffix_ if suffix_ in COMPRESSED else None
+
+
+def is_archive(name: str | PurePath) -> bool:
+    """Return whether the file is an archive, whose members are read like files of the input."""
+    file = PurePath(name)
+    return (file.with_suffix("") if file.suffix in COMPRESSED else file).suffix in ARCHIVES
+
+
+def detect_format(name: str | PurePath, requested: InputFormat) -> InputFormat:
+    """Return the format of a file; ``auto`` for an archive, whose files have formats of their own."""
+    if requested is not InputFormat.auto or is_archive(name):
+        return requested
+    file = PurePath(name)
+    uncompressed_name = file.with_suffix("") if file.suffix in COMPRESSED else file
+    return FORMATS.get(uncompressed_name.suffix, InputFormat.text)
+
+
+def is_splittable(name: str | PurePath, kind: str) -> bool:
+    """Return whether ranges of the file's bytes can be read separately."""
+    return kind in BY_LINES and compression(name) is None and not is_archive(name)
+
+
+def is_hidden(path: PurePath) -> bool:
+    return any(part.startswith((".", "__pycache__", "__MACOSX")) for part in path.parts)
+
 
 BUFFER_BYTES = 1 << 20
 HEAD_BYTES = 4096
@@ -32,7 +77,7 @@ UNREADABLE = (
 )
 
 # First bytes of files that are not text -> their kind.
-KINDS = (
+FILE_SIGNATURES = (
     (b"\x89PNG", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
     (b"GIF87a", "a GIF image"),
@@ -57,7 +102,7 @@ KINDS = (
 )
 
 
-class Opened:
+class InputReader:
     """An opened file of the input. ``bytes_read`` is the number of its own bytes read so far."""
 
     def __init__(self, path: Path) -> None:
@@ -70,20 +115,20 @@ class Opened:
 
     def text(self) -> IO[bytes]:
         """Return its uncompressed bytes. Raises InputError if they are not text."""
-        return as_text(uncompressed(self._raw, self._path), str(self._path))
+        return skip_byte_order_mark(decompress(self._raw, self._path), str(self._path))
 
     def members(self) -> Iterator[tuple[str, IO[bytes]]]:
         """Yield (name, bytes) of each file of an archive, in order. Raises InputError if one is not text."""
         members = (
             _zipped(self._raw, self._path)
             if self._path.suffix == ".zip"
-            else _tarred(uncompressed(self._raw, self._path))
+            else _tarred(decompress(self._raw, self._path))
         )
         for name, file in members:
-            if not hidden(PurePath(name)):
-                yield name, as_text(uncompressed(file, name), f"{self._path}, its file {name}")
+            if not is_hidden(PurePath(name)):
+                yield name, skip_byte_order_mark(decompress(file, name), f"{self._path}, its file {name}")
 
-    def __enter__(self) -> Opened:
+    def __enter__(self) -> InputReader:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -91,7 +136,7 @@ class Opened:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def convert_read_errors(path: Path) -> Iterator[None]:
     """Convert the exceptions of a damaged file to an InputError that names it."""
     try:
         yield
@@ -104,7 +149,7 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def uncompressed(file: IO[bytes], name: str | PurePath) -> IO[bytes]:
+def decompress(file: IO[bytes], name: str | PurePath) -> IO[bytes]:
     """Decompress ``file`` according to the suffix of ``name``."""
     method = compression(name)
     if method in (".bz2", ".xz"):
@@ -117,11 +162,13 @@ def uncompressed(file: IO[bytes], name: str | PurePath) -> IO[bytes]:
 
     return cast(
         IO[bytes],
-        pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "gzip" if method == ".gz" else "zstd"),
+        pyarrow.CompressedInputStream(
+            pyarrow.PythonFile(file, mode="r"), "gzip" if method == ".gz" else "zstd"
+        ),
     )
 
 
-def as_text(file: IO[bytes], name_: str) -> IO[bytes]:
+def skip_byte_order_mark(file: IO[bytes], name_: str) -> IO[bytes]:
     """Skip the byte-order mark of ``file``. Raises InputError if its first bytes are not UTF-8 text."""
     buffered = io.BufferedReader(cast(Any, file), BUFFER_BYTES)
     head = buffered.peek(HEAD_BYTES)[:HEAD_BYTES]
@@ -133,16 +180,16 @@ def as_text(file: IO[bytes], name_: str) -> IO[bytes]:
 
 def check_text(head: bytes, name_: str) -> None:
     """Raise InputError if a file that begins with ``head`` is not UTF-8 text."""
-    kind = not_text(head)
+    kind = detect_non_text(head)
     if kind is not None:
         rule = "a document is text in UTF-8, in files with the suffix of their compression"
         remedy = "convert it, or remove it from the input: input='FOLDER/*.txt' names some files of a folder"
         raise InputError(Problem("input", f"{name_}: it is {kind}", rule, remedy))
 
 
-def not_text(head: bytes) -> str | None:
+def detect_non_text(head: bytes) -> str | None:
     """Return the kind of a file that begins with ``head`` if it is not UTF-8 text, else None."""
-    for start, kind in KINDS:
+    for start, kind in FILE_SIGNATURES:
         if head.startswith(start):
             return kind
     if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":

@@ -1,9 +1,9 @@
 """``import=PATH``: write a manifest for existing Megatron ``.bin`` and ``.idx`` files, which are used in place.
 
-    FOLDER/NAME.bin NAME.idx ...     unchanged
-    FOLDER/NAME.sums                 block checksums, with which training verifies what it reads
-    FOLDER/tokenizer/                a copy of tokenizer.path
-    FOLDER/manifest.json             written last
+FOLDER/NAME.bin NAME.idx ...     unchanged
+FOLDER/NAME.sums                 block checksums, with which training verifies what it reads
+FOLDER/tokenizer/                a copy of tokenizer.path
+FOLDER/manifest.json             written last
 """
 
 from __future__ import annotations
@@ -19,15 +19,27 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.digest import Digest, digest
-from toolkit.data.manifest import NAME, DataManifest, Origin, Shard, Split, TokenizerInfo, write_manifest
+from toolkit.data.checksums import CHECKSUM_SUFFIX, ChecksumBuilder
+from toolkit.data.digest import FileDigest, hash_file
+from toolkit.data.manifest import (
+    MANIFEST_NAME,
+    DataManifest,
+    DataOrigin,
+    TokenizerInfo,
+    TokenShard,
+    TokenSplit,
+    write_manifest,
+)
 from toolkit.data.prepare.parts import SPLITS
-from toolkit.data.prepare.report import versions
-from toolkit.data.sums import ENDING, SumsOfStream
-from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.prepare.report import package_versions
 from toolkit.data.tokens.index import IndexFile
-from toolkit.data.tokens.tokenizer import FILE, FOLDER
-from toolkit.data.tokens.writer import write_sums
+from toolkit.data.tokens.tokenizer import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    TOKENIZER_FOLDER,
+    install_tokenizer,
+)
+from toolkit.data.tokens.writer import write_checksums
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder
 from toolkit.progress import Progress, Task
@@ -37,7 +49,7 @@ TOKENS_AT_ONCE = 8 << 20
 NEW = ".import"  # temporary folder next to the files for the tokenizer
 
 
-def import_shards(config: PrepareConfig, progress: Progress) -> DataManifest:
+def import_megatron(config: PrepareConfig, progress: Progress) -> DataManifest:
     """Read every token once, for hashes and to check it against the tokenizer.
 
     Raises:
@@ -60,11 +72,11 @@ def import_shards(config: PrepareConfig, progress: Progress) -> DataManifest:
             splits, ends_documents, sums = _splits(indexes_by_split, info, progress)
             manifest = _manifest(config, folder, dtype, replace(info, ends_documents=ends_documents), splits)
             for path, content in sums.items():
-                write_sums(path, content)
+                write_checksums(path, content)
             _move_tokenizer(temporary, folder, info)
             files = {
-                path.relative_to(folder).as_posix(): digest(path)
-                for path in sorted((folder / FOLDER).iterdir())
+                path.relative_to(folder).as_posix(): hash_file(path)
+                for path in sorted((folder / TOKENIZER_FOLDER).iterdir())
             }
             manifest = replace(manifest, files=files)
             write_manifest(manifest, folder)
@@ -115,17 +127,17 @@ def _check_folder(config: PrepareConfig, folder: Path, paths: Sequence[Path]) ->
             Problem(
                 "import_validation",
                 f"import={config.import_path} import_validation={config.import_validation}",
-                    "a file belongs to one split",
+                "a file belongs to one split",
                 "name the training files alone: import='FOLDER/train*'",
             )
         )
-    if (folder / NAME).exists():
+    if (folder / MANIFEST_NAME).exists():
         raise InputError(
             Problem(
                 "import",
-                f"{folder} has a {NAME}",
+                f"{folder} has a {MANIFEST_NAME}",
                 "import makes a manifest for files that have none",
-                f"train on it: data=prepared data.path={folder}; or remove its {NAME}",
+                f"train on it: data=prepared data.path={folder}; or remove its {MANIFEST_NAME}",
             )
         )
     if config.tokenizer.path is None:
@@ -175,7 +187,7 @@ def _dtype(indexes: Sequence[IndexFile]) -> str:
 
 def _tokenizer(config: PrepareConfig, temporary: Path) -> TokenizerInfo:
     assert config.tokenizer.path is not None
-    return tokenizer_copy.place(
+    return install_tokenizer(
         config.tokenizer.path,
         config.tokenizer.end_of_text,
         temporary,
@@ -186,15 +198,15 @@ def _tokenizer(config: PrepareConfig, temporary: Path) -> TokenizerInfo:
 
 def _move_tokenizer(temporary: Path, folder: Path, info: TokenizerInfo) -> None:
     """Rename the tokenizer's folder, unless the same tokenizer is already there."""
-    target = folder / FOLDER
+    target = folder / TOKENIZER_FOLDER
     if not target.exists():
-        (temporary / FOLDER).replace(target)
+        (temporary / TOKENIZER_FOLDER).replace(target)
         sync_folder(folder)
         return
     if (
-        not (target / FILE).is_file()
-        or digest(target / FILE).xxh3_128 != info.hash
-        or not (target / tokenizer_copy.CONFIG).is_file()
+        not (target / TOKENIZER_FILE).is_file()
+        or hash_file(target / TOKENIZER_FILE).xxh3_128 != info.hash
+        or not (target / TOKENIZER_CONFIG).is_file()
     ):
         seen = f"{target} exists and contains another tokenizer"
         raise InputError(
@@ -204,7 +216,7 @@ def _move_tokenizer(temporary: Path, folder: Path, info: TokenizerInfo) -> None:
 
 def _splits(
     indexes_by_split: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress
-) -> tuple[dict[str, Split], bool, dict[Path, bytes]]:
+) -> tuple[dict[str, TokenSplit], bool, dict[Path, bytes]]:
     """Return the splits, whether end-of-text is the last token of every document and no other, and .sums contents."""
     ends_documents, splits, sums = True, {}, {}
     total = sum(index.bin_bytes for indexes in indexes_by_split.values() for index in indexes)
@@ -216,7 +228,7 @@ def _splits(
                 shards.append(shard)
                 sums[index.path.with_suffix(".bin")] = content
                 ends_documents = ends_documents and shard_ends
-            splits[split] = Split(tuple(shards))
+            splits[split] = TokenSplit(tuple(shards))
     if not splits[SPLITS[0]].tokens:
         raise InputError(
             Problem(
@@ -229,12 +241,12 @@ def _splits(
     return splits, ends_documents, sums
 
 
-def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bool, bytes]:
+def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[TokenShard, bool, bytes]:
     path = index.path.with_suffix(".bin")
     tokens: npt.NDArray[np.integer] = (
         np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)
     )
-    hasher, sums, end_of_text_count = xxhash.xxh3_128(), SumsOfStream(), 0
+    hasher, sums, end_of_text_count = xxhash.xxh3_128(), ChecksumBuilder(), 0
     for start in range(0, len(tokens), TOKENS_AT_ONCE):
         chunk = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
         hasher.update(chunk.data)
@@ -257,23 +269,25 @@ def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bo
     last = token_offsets[index.documents[1:]] - 1  # each document's last token
     lengths = np.diff(token_offsets[index.documents])
     is_terminated = (
-        bool((lengths > 0).all()) and end_of_text_count == len(last) and bool((tokens[last] == info.end_of_text).all())
+        bool((lengths > 0).all())
+        and end_of_text_count == len(last)
+        and bool((tokens[last] == info.end_of_text).all())
     )
     content = sums.content()
-    shard = Shard(
+    shard = TokenShard(
         index.path.stem,
         len(index.documents) - 1,
         len(tokens),
-        Digest(index.bin_bytes, hasher.hexdigest()),
-        digest(index.path),
+        FileDigest(index.bin_bytes, hasher.hexdigest()),
+        hash_file(index.path),
         _checked_sums(path, content),
     )
     return shard, is_terminated, content
 
 
-def _checked_sums(path: Path, content: bytes) -> Digest:
+def _checked_sums(path: Path, content: bytes) -> FileDigest:
     """Describe the checksums of ``path``, to be written later. Raises InputError if another file has their name."""
-    existing = path.with_suffix(ENDING)
+    existing = path.with_suffix(CHECKSUM_SUFFIX)
     if existing.exists() and existing.read_bytes() != content:
         raise InputError(
             Problem(
@@ -283,16 +297,16 @@ def _checked_sums(path: Path, content: bytes) -> Digest:
                 f"rename {existing}",
             )
         )
-    return Digest(len(content), xxhash.xxh3_128_hexdigest(content))
+    return FileDigest(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 def _manifest(
-    config: PrepareConfig, folder: Path, dtype: str, info: TokenizerInfo, splits: dict[str, Split]
+    config: PrepareConfig, folder: Path, dtype: str, info: TokenizerInfo, splits: dict[str, TokenSplit]
 ) -> DataManifest:
     shards = [shard for split in splits.values() for shard in split.shards]
     hashes = xxhash.xxh3_128_hexdigest("".join(split.data_hash for split in splits.values()).encode())
     size = sum(shard.bin.bytes for shard in shards)
-    origin = Origin(
+    origin = DataOrigin(
         f"Megatron files made elsewhere, import={config.import_path}",
         config.licence,
         len(shards),
@@ -300,5 +314,5 @@ def _manifest(
         hashes,
     )
     return DataManifest(
-        folder=folder, dtype=dtype, origin=origin, tokenizer=info, splits=splits, versions=versions()
+        folder=folder, dtype=dtype, origin=origin, tokenizer=info, splits=splits, versions=package_versions()
     )

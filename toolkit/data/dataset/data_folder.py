@@ -21,37 +21,40 @@ import xxhash
 from toolkit.config.data import DatasetConfig
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.dataset import source as sources
-from toolkit.data.dataset.documents import ArrowDocuments, as_texts, text_of
-from toolkit.data.dataset.encode import Texts
-from toolkit.data.dataset.worker import is_held_out
+from toolkit.data.dataset.documents import ArrowDocuments, join_columns, to_texts
+from toolkit.data.dataset.source import DatasetSource, check_columns, check_split_exists, open_source
+from toolkit.data.dataset.tokenizer_pool import Texts
+from toolkit.data.dataset.tokenizer_worker import is_held_out
 from toolkit.data.manifest import (
-    NAME,
+    MANIFEST_NAME,
     DataManifest,
-    Origin,
-    Split,
+    DataOrigin,
     TokenizerInfo,
+    TokenSplit,
     read_manifest,
     write_manifest,
 )
-from toolkit.data.tokens import tokenizer as tokenizers
-from toolkit.data.tokens import tokenizercopy
 from toolkit.data.tokens.index import token_dtype
-from toolkit.data.tokens.special_tokens import SpecialStrings
+from toolkit.data.tokens.special_tokens import SpecialTokenFinder
+from toolkit.data.tokens.tokenizer import TOKENIZER_FILE, encode_texts, install_tokenizer
 from toolkit.data.tokens.writer import SplitWriter
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder, write_whole
 from toolkit.progress import Progress
 
 SOURCE = "source.json"
-TOKENIZER = "data.dataset.tokenizer"
-HELD_OUT = "validation"  # the evaluation set of the documents that data.dataset.validation holds out of training
-NAMED_FILES = 16  # up to this number of files, each has its hash in the fingerprint, so that a changed file is named
+TOKENIZER_KEY = "data.dataset.tokenizer"
+HELD_OUT = (
+    "validation"  # the evaluation set of the documents that data.dataset.validation holds out of training
+)
+NAMED_FILES = (
+    16  # up to this number of files, each has its hash in the fingerprint, so that a changed file is named
+)
 RECIPE = 1  # increase it if the same settings would give other evaluation sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class TrainingSource:
     """Content of ``source.json``: what a rank needs to read the training split without the hub.
 
     Attributes:
@@ -65,14 +68,14 @@ class Opened:
     fingerprint: Mapping[str, str | int]
 
     @staticmethod
-    def read(folder: str | Path) -> Opened:
+    def read(folder: str | Path) -> TrainingSource:
         content = json.loads((Path(folder) / SOURCE).read_text(encoding="utf-8"))
-        return Opened(
+        return TrainingSource(
             files=tuple(content["files"]), revision=content["revision"], fingerprint=content["fingerprint"]
         )
 
 
-def ensure(config: RunConfig, progress: Progress) -> DataManifest:
+def ensure_dataset_folder(config: RunConfig, progress: Progress) -> DataManifest:
     """Find or make the data folder of the run in ``data.path``.
 
     Any number of processes may call this function at once; the first that finishes names the folder.
@@ -90,18 +93,18 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
                 "leave out data.dataset.streaming or train.batch_ramp",
             )
         )
-    source = sources.find(data)
-    sources.check(source, data, data.split, "data.dataset.split")
+    source = open_source(data)
+    check_split_exists(source, data, data.split, "data.dataset.split")
     wanted = list(config.eval.sets) if config.eval.every else []
     held_out = [HELD_OUT] if data.validation and HELD_OUT in wanted else []
     for name in wanted:
         if name not in held_out:
-            _check_set(source, data, name)
+            _check_eval_set(source, data, name)
     partial = path / f".{os.urandom(4).hex()}.partial"
     try:
         partial.mkdir(parents=True)
         try:
-            return _make(
+            return _write_folder(
                 config, source, [name for name in wanted if name not in held_out], held_out, partial, progress
             )
         finally:
@@ -117,9 +120,9 @@ def ensure(config: RunConfig, progress: Progress) -> DataManifest:
         ) from error
 
 
-def _make(
+def _write_folder(
     config: RunConfig,
-    source: sources.Source,
+    source: DatasetSource,
     named: list[str],
     held_out: list[str],
     partial: Path,
@@ -129,23 +132,25 @@ def _make(
     if data.tokenizer is None:
         raise InputError(
             Problem(
-                TOKENIZER,
-                f"{TOKENIZER} is null",
+                TOKENIZER_KEY,
+                f"{TOKENIZER_KEY} is null",
                 "data=dataset tokenises text during training",
-                f"write {TOKENIZER}=FOLDER, tokenizer.json or NAME/ON-THE-HUB",
+                f"write {TOKENIZER_KEY}=FOLDER, tokenizer.json or NAME/ON-THE-HUB",
             )
         )
-    info = tokenizercopy.place(
+    info = install_tokenizer(
         data.tokenizer,
         data.end_of_text,
         partial,
-        key=TOKENIZER,
+        key=TOKENIZER_KEY,
         end_key="data.dataset.end_of_text",
         trust_remote_code=data.trust_remote_code,
     )
     with progress.task(f"opening {data.path}", unit="splits") as task:
         digests = {split: source.digests(split) for split in {data.split, *named}}
-        training = _opened(source, data, data.split, digests[data.split], info, config.data.special_tokens)
+        training = _training_source(
+            source, data, data.split, digests[data.split], info, config.data.special_tokens
+        )
         task.advance()
         evaluated = {name: _documents(source, data, name, config.data.shuffle_seed) for name in named}
         task.advance(len(named))
@@ -160,24 +165,27 @@ def _make(
         held_out,
     ]
     if special_tokens is not SpecialTokens.text:
-        fingerprint_parts.append(special_tokens.name)  # so that sets made with `text` are not reused for `refuse`
+        fingerprint_parts.append(
+            special_tokens.name
+        )  # so that sets made with `text` are not reused for `refuse`
     generation = (
-        partial.parent / xxhash.xxh3_128_hexdigest(json.dumps(fingerprint_parts, sort_keys=True).encode())[:12]
+        partial.parent
+        / xxhash.xxh3_128_hexdigest(json.dumps(fingerprint_parts, sort_keys=True).encode())[:12]
     )
-    if not (generation / NAME).is_file():
+    if not (generation / MANIFEST_NAME).is_file():
         splits = {
-            name: _write(
+            name: _write_split(
                 partial, name, documents.in_file_order(), info, tokens, special_tokens, progress, share=None
             )
             for name, documents in evaluated.items()
         }
         for name in held_out:
             texts = _training_texts(source, data, training, config.data.shuffle_seed)
-            splits[name] = _write(
+            splits[name] = _write_split(
                 partial, name, texts, info, tokens, special_tokens, progress, share=data.validation
             )
         write_whole(partial / SOURCE, json.dumps(asdict(training), indent=1) + "\n")
-        origin = Origin(
+        origin = DataOrigin(
             f"the dataset {data.path}, read while training",
             "not stated",
             len(digests[data.split]),
@@ -188,12 +196,12 @@ def _make(
             folder=partial, dtype=token_dtype(info.size).name, origin=origin, tokenizer=info, splits=splits
         )
         write_manifest(manifest, partial)
-        if (partial.parent / generation.name).exists() and not (generation / NAME).is_file():
+        if (partial.parent / generation.name).exists() and not (generation / MANIFEST_NAME).is_file():
             shutil.rmtree(generation)  # incomplete: its manifest was deleted
         try:
             partial.replace(generation)
         except OSError:
-            if not (generation / NAME).is_file():
+            if not (generation / MANIFEST_NAME).is_file():
                 raise
         sync_folder(generation.parent)
     # As in every data folder, the manifest at the top points to the newest generation.
@@ -201,14 +209,14 @@ def _make(
     return read_manifest(generation)
 
 
-def _opened(
-    source: sources.Source,
+def _training_source(
+    source: DatasetSource,
     data: DatasetConfig,
     split: str,
     digests: dict[str, str],
     info: TokenizerInfo,
     special_tokens: SpecialTokens,
-) -> Opened:
+) -> TrainingSource:
     """Describe the training split: fetch it and convert it to arrow files, or open it as a stream."""
     fingerprint: dict[str, str | int] = {
         "data": xxhash.xxh3_128_hexdigest(
@@ -228,14 +236,14 @@ def _opened(
     if data.streaming:
         stream = source.stream(split)
         features = stream.features or stream._resolve_features().features
-        sources.check_columns(data, features)
-        return Opened(files=(), revision=source.revision, fingerprint=fingerprint)
+        check_columns(data, features)
+        return TrainingSource(files=(), revision=source.revision, fingerprint=fingerprint)
     arrow = source.arrow(split)
-    sources.check_columns(data, arrow.features)
-    return Opened(files=arrow.files, revision=source.revision, fingerprint=fingerprint)
+    check_columns(data, arrow.features)
+    return TrainingSource(files=arrow.files, revision=source.revision, fingerprint=fingerprint)
 
 
-def _check_set(source: sources.Source, data: DatasetConfig, name: str) -> None:
+def _check_eval_set(source: DatasetSource, data: DatasetConfig, name: str) -> None:
     if name in source.splits:
         return
     remedy = f"available: {', '.join(source.splits)}"
@@ -245,14 +253,14 @@ def _check_set(source: sources.Source, data: DatasetConfig, name: str) -> None:
     raise InputError(Problem("eval.sets", f"eval.sets={name} is absent from {data.path}", rule, remedy))
 
 
-def _documents(source: sources.Source, data: DatasetConfig, split: str, seed: int) -> ArrowDocuments:
+def _documents(source: DatasetSource, data: DatasetConfig, split: str, seed: int) -> ArrowDocuments:
     arrow = source.arrow(split)
-    sources.check_columns(data, arrow.features)
+    check_columns(data, arrow.features)
     return ArrowDocuments(arrow.files, data.text, seed)
 
 
 def _training_texts(
-    source: sources.Source, data: DatasetConfig, training: Opened, seed: int
+    source: DatasetSource, data: DatasetConfig, training: TrainingSource, seed: int
 ) -> Iterator[Texts]:
     if training.files:
         yield from ArrowDocuments(training.files, data.text, seed).in_file_order()
@@ -260,10 +268,10 @@ def _training_texts(
     for table in (
         source.stream(data.split).select_columns(list(data.text)).with_format("arrow").iter(batch_size=1000)
     ):
-        yield as_texts(text_of(table.combine_chunks().to_batches()[0]))
+        yield to_texts(join_columns(table.combine_chunks().to_batches()[0]))
 
 
-def _write(
+def _write_split(
     folder: Path,
     name: str,
     batches: Iterator[Texts],
@@ -273,12 +281,12 @@ def _write(
     progress: Progress,
     *,
     share: float | None,
-) -> Split:
+) -> TokenSplit:
     """Write the first ``tokens`` tokens of a set in whole documents; with ``share`` only held-out documents."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / info.folder / tokenizers.FILE))
-    strings, written = SpecialStrings(tokenizer), 0
+    tokenizer = Tokenizer.from_file(str(folder / info.folder / TOKENIZER_FILE))
+    strings, written = SpecialTokenFinder(tokenizer), 0
     dtype = token_dtype(info.size)
     with (
         progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task,
@@ -294,12 +302,14 @@ def _write(
             if special_tokens is SpecialTokens.refuse:
                 for document in texts:
                     strings.check(
-                        document, where=f"a document of the evaluation set {name}", key="data.special_tokens"
+                        document,
+                        location=f"a document of the evaluation set {name}",
+                        key="data.special_tokens",
                     )
-            for document in tokenizers.encode(tokenizer, texts, info.end_of_text, special_tokens):
+            for document_tokens in encode_texts(tokenizer, texts, info.end_of_text, special_tokens):
                 if written < tokens:
-                    writer.add(document)
-                    written += len(document)
+                    writer.add(document_tokens)
+                    written += len(document_tokens)
             task.advance(min(written, tokens) - task.done)
             if written >= tokens:
                 break

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 64
 
 
-def ranges(path: str, config: DatasetConfig, target_bytes: int) -> Iterator[tuple[int, int, int]]:
+def row_ranges(path: str, config: DatasetConfig, target_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Yield ranges [start, end) of rows of about ``aim`` bytes, with their bytes.
 
     For a streamed dataset the ranges are its shards, of unknown size.
@@ -33,7 +33,9 @@ def ranges(path: str, config: DatasetConfig, target_bytes: int) -> Iterator[tupl
         yield start, end, opened.data.nbytes * (end - start) // opened.num_rows
 
 
-def records(path: str, config: DatasetConfig, column: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
+def read_range(
+    path: str, config: DatasetConfig, column: str, start: int, end: int
+) -> Iterator[tuple[int, Any]]:
     """Yield (number, {column: value}) of a range from ``row_ranges``; numbers of a streamed dataset count in its shard.
 
     For ``meta.body`` the column is ``meta``, unless a column has that whole name.
