@@ -37,7 +37,7 @@ class Counted(DataFolder):
     """A folder in memory that counts what is asked of it, after some time."""
 
     def __init__(self, files: dict[str, bytes], seconds: float = 0.0) -> None:
-        self.place = Path("memory")
+        self.location = Path("memory")
         self.files, self.seconds = files, seconds
         self.asked: list[ByteRange] = []
 

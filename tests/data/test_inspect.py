@@ -51,7 +51,7 @@ def test_what_a_folder_is(made: DataManifest) -> None:
     text = shown(made.folder, sequence_length=32, samples=2)
     train = made.split("train")
     for told in (
-        "every file is what the manifest says", f"{train.documents:,} documents, {train.tokens:,} tokens", "CC0-1.0", "deduplicate=true",
+        "every file matches the manifest", f"{train.documents:,} documents, {train.tokens:,} tokens", "CC0-1.0", "deduplicate=true",
         "400 read, 400 kept", "books.jsonl: 400 documents", "in windows of 32:", "of documents are cut", "chi2/df", "tokenizers 0.",
     ):  # fmt: skip
         assert told in text, told

@@ -94,7 +94,7 @@ def test_several_files_and_a_validation_split(
     assert [shard.name for shard in manifest.splits["train"].shards] == ["train-0", "train-1"]
     assert (manifest.splits["train"].tokens, manifest.splits["validation"].documents) == (len(tokens), 5)
     assert main([f"inspect={tmp_path}"]) == 0
-    assert "every file is what the manifest says" in capsys.readouterr().out
+    assert "every file matches the manifest" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"has a manifest\.json"):
         import_megatron(config(tmp_path, tokenizer), Progress.silent())
 

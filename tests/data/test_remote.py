@@ -379,14 +379,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda folder: shard(folder, ".idx").unlink(), r"train-00001\.idx: absent"),
     "cut shard": (
         lambda folder: cut(shard(folder, ".bin")),
-        r"train-00001\.bin: \d+ bytes\n.*the manifest says \d+ bytes",
+        r"train-00001\.bin: \d+ bytes\n.*the manifest has \d+ bytes",
     ),
     "cut index": (
         lambda folder: cut(shard(folder, ".idx")),
-        r"train-00001\.idx: \d+ bytes\n.*the manifest says \d+ bytes",
+        r"train-00001\.idx: \d+ bytes\n.*the manifest has \d+ bytes",
     ),
     "empty shard": (nothing, r"train-00001\.bin: ends before the bytes"),
-    "other index": (header, r"train-00001\.idx: dtype int32, .*\n.*the manifest says dtype uint16"),
+    "other index": (header, r"train-00001\.idx: dtype int32, .*\n.*the manifest has dtype uint16"),
     "no JSON": (
         lambda folder: (folder / "manifest.json").write_text("{"),
         r"manifest\.json: .*\n.*the manifest is JSON",
@@ -428,7 +428,7 @@ def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
         opened = read_manifest(store.s3)
-        assert opened.place == f"{store.s3}/inner"
+        assert opened.location == f"{store.s3}/inner"
         assert dataclasses.replace(opened, folder=manifest.folder, url=None) == manifest
         assert (opened.tokenizer_folder / "tokenizer.json").read_text() == "{}"
         check_remote_files(opened, ["train"])

@@ -1,1 +1,1 @@
-"""Data for training: token and record folders, deterministic sample order, remote stores, and data preparation."""
+"""Data for training: token and record folders, sample order, remote stores, and data preparation."""

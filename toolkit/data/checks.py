@@ -31,7 +31,7 @@ def ready(data: DataConfig, progress: Progress) -> DataManifest:
 
 
 def tokenizer_folder(data: DataConfig) -> str:
-    """Return the folder whose tokenizer encoded a run's text; for a mixture any source's, since all are equal."""
+    """Return the folder of the tokenizer that encoded a run's text; sources of a mixture have the same."""
     return sources_of(data.sources)[min(data.sources)].path if data.sources else data.path
 
 
@@ -39,7 +39,8 @@ def special_tokens_mode(data: DataConfig, folder: str | Path) -> SpecialTokens:
     """Return how special tokens in a run's text were encoded, so that prompts are encoded alike.
 
     Args:
-        folder: the data folder of the tokenizer; not read for data=dataset, where the run encodes text itself.
+        folder: the data folder of the tokenizer; not read for data=dataset, where the run encodes text
+            itself.
     """
     if data.name == "dataset":
         return data.special_tokens
@@ -50,7 +51,8 @@ def check_data(config: RunConfig, manifest: DataManifest, vocab_size: int | None
     """Return the requirements of the run that its data folder does not meet.
 
     Args:
-        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size`` (``model.pretrained``).
+        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size``
+            (``model.pretrained``).
     """
     path = config.data.path
     problems = [
@@ -86,7 +88,7 @@ def check_vocabulary(
 
 
 def check_documents(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
-    """Check that documents in the folder ``path`` can be separated: their boundaries are end-of-text tokens."""
+    """Check that documents in the folder ``path`` can be separated at end-of-text tokens."""
     if config.data.documents is Documents.joined or manifest.tokenizer.ends_documents:
         return None
     return Problem(

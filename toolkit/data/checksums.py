@@ -1,10 +1,10 @@
-"""Checksums of a data file's blocks, which let a reader verify what it reads: ``<name>.sums`` next to ``<name>.bin``
-or ``<name>.records``.
+"""Checksums of a data file's blocks, which let a reader verify what it reads: ``<name>.sums`` next to
+``<name>.bin`` or ``<name>.records``.
 
     block 0: bytes 0 .. 4096 -> xxh3-64, 8 bytes, little endian; block 1; ... the last block may be shorter
 
-Checksums take 0.2% of the data's size. Training verifies a mapped file in units of 32 KiB, each once per process, when a
-sample first touches it. Data in a store are verified whenever they come over the network.
+Checksums take 0.2% of the data's size. Training verifies a mapped file in units of 32 KiB, each once per
+process, when a sample first touches it. Data in a store are verified whenever they come over the network.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class MappedFile:
 
 
 def map_checksums(path: Path, expected: FileDigest | None) -> Checksums | None:
-    """Map the checksums in ``path``. Returns None if ``expected`` is None. Raises InputError if the size differs."""
+    """Map the checksums in ``path``.
+
+    Returns None if ``expected`` is None. Raises InputError if the size differs.
+    """
     if expected is None:
         return None
     return (
@@ -119,12 +122,15 @@ class FirstReadVerifier:
         self._left = int(np.count_nonzero(~self._checked))
         self._lock = threading.Lock()
 
-    def units(self, files: Ints, places: Ints) -> Ints:
+    def units(self, files: Ints, offsets: Ints) -> Ints:
         """Return the unit of each byte offset ``places`` [n] in the files ``files`` [n]."""
-        return np.asarray(self._firsts[files] + places // UNIT, dtype=np.int64)
+        return np.asarray(self._firsts[files] + offsets // UNIT, dtype=np.int64)
 
     def check(self, first: Ints, last: Ints) -> None:
-        """Verify the units ``first[j] .. last[j]``, both included. Raises InputError naming file and bytes."""
+        """Verify the units ``first[j] .. last[j]``, both included.
+
+        Raises InputError naming file and bytes.
+        """
         if not self._left or not len(first):
             return
         wanted = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
@@ -186,18 +192,20 @@ def merge_ranges(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int
 
 
 class CheckedReader:
-    """Reads ranges from a store and verifies them: widens a range to whole blocks and fetches their checksums with it.
+    """Reads ranges from a store and verifies them: widens a range to whole blocks and fetches their checksums
+    with it.
 
-    A block that does not match is fetched once more with its checksums, since it may have been damaged in transit.
+    A block that does not match is fetched once more with its checksums, since it may have been damaged in
+    transit.
     """
 
-    def __init__(self, folder: RangeReader, place: Location, sizes: Mapping[str, int]) -> None:
+    def __init__(self, folder: RangeReader, location: Location, sizes: Mapping[str, int]) -> None:
         """
         Args:
             sizes: bytes of each file with checksums, by name. Other files are read without verification.
         """
         self._folder = folder
-        self._place = place
+        self._location = location
         self._sizes = sizes
         self._cached_pages: dict[ByteRange, Checksums] = {}  # in the order in which pages were fetched
         self._lock = threading.Lock()
@@ -217,7 +225,7 @@ class CheckedReader:
             if at is not None:
                 name, end = whole[number].name, min(at + BLOCK, self._sizes[whole[number].name])
                 raise data_path_error(
-                    f"{self._place / name}: bytes {at} to {end} came twice with another hash",
+                    f"{self._location / name}: bytes {at} to {end} came twice with another hash",
                     f"a block has the hash in {_sums_name(name)}",
                     "restore the file, or prepare the data again",
                 )
@@ -249,7 +257,9 @@ class CheckedReader:
     def _read(
         self, whole: Sequence[ByteRange], *, fresh: bool
     ) -> tuple[list[Buffer], dict[ByteRange, Checksums]]:
-        """Read ranges of whole blocks and their checksum pages; with ``fresh`` fetch pages even if they are cached."""
+        """Read ranges of whole blocks and their checksum pages; with ``fresh`` fetch pages even if they are
+        cached.
+        """
         if not whole:
             return [], {}
         wanted = dict.fromkeys(page for item in whole for page in self._pages(item))
@@ -294,7 +304,7 @@ def make_checked_reader(folder: StoreFolder, files: Mapping[str, FileDigest]) ->
         for name, expected in files.items()
         if not name.endswith(CHECKSUM_SUFFIX) and _sums_name(name) in files
     }
-    return CheckedReader(folder, folder.place, sizes)
+    return CheckedReader(folder, folder.location, sizes)
 
 
 def _sums_name(name: str) -> str:

@@ -12,7 +12,8 @@ from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
 CHUNK_BYTES = 1 << 22
-# Opening a split hashes it whole up to this size (well under a second). Blocks of larger splits are checked when read.
+# Opening a split hashes it whole up to this size (well under a second). Blocks of larger splits are checked
+# when read.
 HASHED_AT_OPENING_BYTES = 256 << 20
 
 
@@ -38,13 +39,16 @@ def check_file_size(file: Path, expected: FileDigest) -> Path:
     size = file.stat().st_size if file.is_file() else None
     if size != expected.bytes:
         raise damaged_file(
-            file, "absent" if size is None else f"{size} bytes", f"the manifest says {expected.bytes} bytes"
+            file, "absent" if size is None else f"{size} bytes", f"the manifest has {expected.bytes} bytes"
         )
     return file
 
 
 def check_file_hashes(files: Sequence[tuple[Path, FileDigest]], progress: Progress) -> None:
-    """Read every byte of ``files`` and compare hashes. Raises InputError naming the first file that differs."""
+    """Read every byte of ``files`` and compare hashes.
+
+    Raises InputError naming the first file that differs.
+    """
     with progress.task(
         "verifying data", total=sum(expected.bytes for _, expected in files), unit="B"
     ) as task:
@@ -52,7 +56,7 @@ def check_file_hashes(files: Sequence[tuple[Path, FileDigest]], progress: Progre
             found = hash_file(check_file_size(file, expected))
             if found != expected:
                 raise damaged_file(
-                    file, f"xxh3 {found.xxh3_128}", f"the manifest says xxh3 {expected.xxh3_128}"
+                    file, f"xxh3 {found.xxh3_128}", f"the manifest has xxh3 {expected.xxh3_128}"
                 )
             task.advance(expected.bytes, note=file.name)
 

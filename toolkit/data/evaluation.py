@@ -1,4 +1,6 @@
-"""Evaluation batches: the first samples of a split, always the same; and the unigram model as a baseline on them."""
+"""Evaluation batches: the first samples of a split, always the same; and the unigram model as a baseline on
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
 
-# Marks positions after the end of a split: no input, no target. The default ignore_index of torch's cross-entropy.
+# Marks positions after the end of a split: no input, no target. The default ignore_index of torch's
+# cross-entropy.
 IGNORE_INDEX = -100
-# Enough to estimate the frequencies of 10^5 tokens; counting all tokens of a large data set would take minutes.
+# Enough to estimate the frequencies of 10^5 tokens; counting all tokens of a large data set would take
+# minutes.
 COUNTED_TOKENS = 100_000_000
 
 
@@ -39,13 +43,17 @@ class EvalSet:
 def inputs_and_labels(tokens: Ints) -> tuple[Ints, Ints]:
     """Split windows [..., length + 1] into inputs and labels, both [..., length].
 
-    Labels are shifted by one and keep IGNORE_INDEX. Inputs have token 0 there; no label that counts depends on it.
+    Labels are shifted by one and keep IGNORE_INDEX. Inputs have token 0 there; no label that counts depends
+    on it.
     """
     return np.maximum(tokens[..., :-1], 0), tokens[..., 1:]
 
 
 def count_eval_windows(source: TokenSource, sequence_length: int, batches: int, global_batch: int) -> int:
-    """Return the number of windows to evaluate: the first windows of the split. The last may be partly filled."""
+    """Return the number of windows to evaluate: the first windows of the split.
+
+    The last may be partly filled.
+    """
     return min(batches * global_batch, max(0, -(-(source.tokens - 1) // sequence_length)))
 
 
@@ -54,9 +62,9 @@ def eval_batches(
 ) -> Iterator[list[Ints]]:
     """Yield global batches of the split's first windows, each as a list of this rank's micro-batches.
 
-    A micro-batch is int64 [micro_batch, sequence_length + 1]. A split with fewer windows than ``batches`` global
-    batches yields fewer batches. The last batch is padded with IGNORE_INDEX, so that all ranks have the same number
-    of micro-batches, at least one.
+    A micro-batch is int64 [micro_batch, sequence_length + 1]. A split with fewer windows than ``batches``
+    global batches yields fewer batches. The last batch is padded with IGNORE_INDEX, so that all ranks have
+    the same number of micro-batches, at least one.
     """
     samples = count_eval_windows(source, sequence_length, batches, batch.global_batch)
     accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
@@ -69,7 +77,8 @@ def _read_windows(source: TokenSource, windows: Ints, samples: int, sequence_len
     batch = np.full((len(windows), sequence_length + 1), IGNORE_INDEX, dtype=np.int64)
     starts = windows * sequence_length
     lengths = np.where(windows < samples, np.minimum(sequence_length + 1, source.tokens - starts), 0)
-    # One read for each length (whole windows and perhaps a last one), so that a store gets all requests at once.
+    # One read for each length (whole windows and perhaps a last one), so that a store gets all requests at
+    # once.
     for length in np.unique(lengths[lengths > 0]).tolist():
         selected = np.flatnonzero(lengths == length)
         tokens = np.empty((len(selected), length), dtype=np.int64)
@@ -83,8 +92,8 @@ def eval_sample_batches(
 ) -> Iterator[list[npt.NDArray[Any]]]:
     """Yield evaluation batches of samples of any kind, in the manner of ``eval_batches``.
 
-    If the last global batch is incomplete, its last micro-batches are shorter or empty; all ranks still have the same
-    number of them.
+    If the last global batch is incomplete, its last micro-batches are shorter or empty; all ranks still have
+    the same number of them.
     """
     count = min(batches * batch.global_batch, samples.count)
     accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
@@ -105,8 +114,8 @@ def eval_targets(source: TokenSource, sequence_length: int, batches: int, global
 def unigram_loss(train: TokenSource, targets: Ints) -> float:
     """Return the loss of a unigram model on ``targets`` in nats per token.
 
-    The model is the add-one estimate from the training split, so it has seen the same text as the trained model. (The
-    entropy of the targets themselves would be lower than any model fitted beforehand can reach.)
+    The model is the add-one estimate from the training split, so it has seen the same text as the trained
+    model. (The entropy of the targets themselves would be lower than any model fitted beforehand can reach.)
     """
     counts = count_tokens(train) + 1
     log_probabilities = np.log(counts) - math.log(counts.sum())

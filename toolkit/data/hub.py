@@ -1,4 +1,7 @@
-"""Availability of the Hugging Face hub, checked once with a time limit. Without the hub, files fetched before are used."""
+"""Availability of the Hugging Face hub, checked once with a time limit.
+
+Without the hub, files fetched before are used.
+"""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ TOKENS_KIND = "tokens"  # the kind of a manifest that has no "kind"
 READ_WITH = {TOKENS_KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
 # Kind of a folder -> how to make such a folder.
 MAKE_WITH = {
-    TOKENS_KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for "
-    "Megatron's files) and name it with data.path=FOLDER",
+    TOKENS_KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or "
+    "import=FOLDER for Megatron's files) and name it with data.path=FOLDER",
     "records": "make a folder of records: python -m toolkit.data.tiles FOLDER, or your own with "
     "toolkit.data.records.writer (docs/data.md)",
 }
@@ -40,7 +40,9 @@ MAKE_WITH = {
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """The files ``<name>.bin``, ``<name>.idx`` and, from format 3 on, ``<name>.sums`` (toolkit/data/checksums.py)."""
+    """The files ``<name>.bin``, ``<name>.idx`` and, from format 3 on, ``<name>.sums``
+    (toolkit/data/checksums.py).
+    """
 
     name: str
     documents: int
@@ -83,7 +85,10 @@ class TokenSplit:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """The tokenizer that encoded the text. Its folder is stored with the shards; transformers' AutoTokenizer opens it."""
+    """The tokenizer that encoded the text.
+
+    Its folder is stored with the shards; transformers' AutoTokenizer opens it.
+    """
 
     folder: str
     hash: str  # xxh3-128 of tokenizer.json
@@ -105,7 +110,8 @@ class DataOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataManifest:
-    folder: Path  # local folder of the files (not written); for data in a store, the local copy of their tokenizer
+    # Local folder of the files (not written); for data in a store, the local copy of their tokenizer.
+    folder: Path
     url: Url | None = None  # the folder's URL for data in a store (not written)
     dtype: str  # dtype of a token in .bin: uint16 or int32
     origin: DataOrigin
@@ -116,7 +122,8 @@ class DataManifest:
     # The settings of launch/prepare.py that determine the bytes.
     recipe: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that wrote the data
-    # String of a special token -> its number of occurrences in the documents, as counted by launch/prepare.py.
+    # String of a special token -> its number of occurrences in the documents, as counted by
+    # launch/prepare.py.
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     # Rows that were skipped: their number "count", and descriptions of the "first" of them.
     bad_rows: Mapping[str, Any] = field(default_factory=dict)
@@ -130,7 +137,7 @@ class DataManifest:
         return resolve_file(self.folder, name)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The folder as ``data.path`` names it."""
         return str(self.url or self.folder)
 
@@ -138,7 +145,9 @@ class DataManifest:
         """Raises InputError naming the available splits if there is no split ``name``."""
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise data_path_error(f"split {name} of {self.place}", "the data folder holds the split", remedy)
+            raise data_path_error(
+                f"split {name} of {self.location}", "the data folder holds the split", remedy
+            )
         return self.splits[name]
 
 
@@ -165,7 +174,10 @@ def hash_content(content: Mapping[str, Any]) -> str:
 
 
 def resolve_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a data folder. Raises InputError if its name or a link leads out of the folder."""
+    """Return the path of a file of a data folder.
+
+    Raises InputError if its name or a link leads out of the folder.
+    """
     try:
         return inside(folder, name)
     except UnsafePath as error:
@@ -221,8 +233,8 @@ def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tupl
 
 
 def _content(path: str | Path, remedy: str = MAKE_WITH[TOKENS_KIND]) -> tuple[Location, dict[str, Any]]:
-    place = parse_location(path)
-    file = place / MANIFEST_NAME
+    location = parse_location(path)
+    file = location / MANIFEST_NAME
     try:
         text = open_folder(path).read_bytes(MANIFEST_NAME) if isinstance(file, Url) else file.read_bytes()
     except OSError as error:
@@ -262,15 +274,20 @@ def read_manifest(path: str | Path) -> DataManifest:
     return manifest
 
 
-def _root(place: Location, root: object) -> Location:
+def _root(location: Location, root: object) -> Location:
     """Resolve the manifest's ``root`` relative to ``place``; ``.`` is ``place`` itself."""
     if root == ".":
-        return place
-    return place / relative_name(root) if isinstance(place, Url) else resolve_file(place, relative_name(root))
+        return location
+    return (
+        location / relative_name(root)
+        if isinstance(location, Url)
+        else resolve_file(location, relative_name(root))
+    )
 
 
 def _fetch_tokenizer(manifest: DataManifest) -> None:
-    """Copy the tokenizer's files from the store to ``manifest.folder``, which is named after their hash, if needed.
+    """Copy the tokenizer's files from the store to ``manifest.folder``, which is named after their hash, if
+    needed.
 
     Raises InputError if a file is absent or differs, or if the copy cannot be written.
     """
@@ -289,7 +306,7 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
         expected = manifest.tokenizer.hash if name == below + TOKENIZER_FILE else None
         expected = manifest.files[name].xxh3_128 if name in manifest.files else expected
         if expected not in (None, seen):
-            rule = f"the tokenizer stored with the tokens is the one that encoded them: xxh3 {expected}"
+            rule = f"the stored tokenizer is the one that encoded the tokens: xxh3 {expected}"
             remedy = "put back the tokenizer that encoded the tokens, or prepare the data again"
             raise data_path_error(f"{manifest.url / name}: xxh3 {seen}", rule, remedy)
     try:
@@ -332,7 +349,7 @@ def find_generation(path: str | Path, tokenizer: str) -> DataManifest:
     )
 
 
-def _parse_manifest(content: dict[str, Any], place: Location) -> DataManifest:
+def _parse_manifest(content: dict[str, Any], location: Location) -> DataManifest:
     splits = {
         name: TokenSplit(tuple(parse_shard(shard) for shard in split["shards"]))
         for name, split in content["splits"].items()
@@ -342,8 +359,8 @@ def _parse_manifest(content: dict[str, Any], place: Location) -> DataManifest:
     if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # the hash names a folder of the cache
         raise TypeError(f"the tokenizer's hash is {tokenizer.hash!r:.80}, not 32 hexadecimal digits")
     files = {relative_name(name): FileDigest(**seen) for name, seen in content.get("files", {}).items()}
-    url = place if isinstance(place, Url) else None
-    folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
+    url = location if isinstance(location, Url) else None
+    folder = location if isinstance(location, Path) else user_cache() / "tokenizers" / tokenizer.hash
     return DataManifest(
         folder=folder,
         url=url,
@@ -382,7 +399,8 @@ def describe_manifest(manifest: DataManifest) -> list[str]:
     for name, split in manifest.splits.items():
         size = f"{sum(shard.bin.bytes for shard in split.shards):,} bytes of {manifest.dtype}"
         lines.append(
-            f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}"
+            f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, "
+            f"xxh3 {split.data_hash}"
         )
     if manifest.special_tokens:
         counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())

@@ -31,25 +31,33 @@ class SampleStream(Protocol):
     """The samples of one data rank. The global batch of a step does not depend on the number of ranks."""
 
     def steps(self, first_step: int) -> Iterator[list[np.ndarray]]:
-        """Yield this rank's micro-batches [micro_batch, ...], one list per step from ``first_step`` on, without end."""
+        """Yield this rank's micro-batches [micro_batch, ...], one list per step from ``first_step`` on,
+        without end.
+        """
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
         """Return the samples and epochs that the first ``step`` steps use of each source, by its name."""
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Return everything except the step that determines the samples: plain JSON types, equal on all ranks."""
+        """Return everything except the step that determines the samples: plain JSON types, equal on all
+        ranks.
+        """
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
         """Raise CheckpointError naming every difference between the saved stream and this one."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint after ``step`` steps stores with the fingerprint: plain JSON types, often empty.
+        """Return what a checkpoint after ``step`` steps stores with the fingerprint: plain JSON types, often
+        empty.
 
         Called on all ranks at the same step; the state of rank 0 is saved.
         """
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the ``state`` of the step at which the run resumes. Called before the first ``steps``."""
+        """Continue from the ``state`` of the step at which the run resumes.
+
+        Called before the first ``steps``.
+        """
 
     def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
         """Continue like ``restore`` from another run, whose batch size and data may differ."""
@@ -64,7 +72,8 @@ class RunData:
     Attributes:
         sets: the evaluation sets of ``eval.sets``; empty if the run does not evaluate.
         tokenizer: the folder to store with exported weights; None if samples are not text.
-        unigram: returns the unigram model's loss on the first evaluation set in nats per token, or None. Slow.
+        unigram: returns the unigram model's loss on the first evaluation set in nats per token, or None.
+            Slow.
         records: the manifest of samples that are not text.
         end_of_text: the token that ends every document and occurs nowhere else; None if samples are not text.
         waste: returns how windows cut the documents of each source, if its documents are known in advance.
@@ -84,11 +93,11 @@ class DataKind:
     """How a run prepares and opens one kind of data.
 
     Attributes:
-        prepare: (configuration, embedding rows if the plan determines them, progress) -> the folder to open. Called by
-            one process per machine before ranks start. Makes the data if needed. Raises InputError with everything
-            that the run needs and the data lacks.
-        open: (configuration, batch, data rank, folder) -> the run's data. Called by every rank. Raises InputError if
-            a file is absent or does not match its manifest.
+        prepare: (configuration, embedding rows if the plan determines them, progress) -> the folder to open.
+            Called by one process per machine before ranks start. Makes the data if needed. Raises InputError
+            with everything that the run needs and the data lacks.
+        open: (configuration, batch, data rank, folder) -> the run's data. Called by every rank. Raises
+            InputError if a file is absent or does not match its manifest.
     """
 
     prepare: Callable[[RunConfig, int | None, Progress], str]
@@ -110,7 +119,8 @@ def prepare_data(config: RunConfig, vocab_size: int | None, progress: Progress) 
     """Make or find the data of a run and check that they fit it.
 
     Args:
-        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size`` (``model.pretrained``).
+        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size``
+            (``model.pretrained``).
 
     Returns:
         The folder to open. ``data.path`` itself may point to another generation of the data later.
@@ -151,7 +161,8 @@ class DataReadCheck:
 
 
 def check_data_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> DataReadCheck:
-    """Read the first step's samples of data rank 0, without making data or fetching data that would have to be stored.
+    """Read the first step's samples of data rank 0, without making data or fetching data that would have to
+    be stored.
 
     Args:
         vocab_size: as for ``prepare_data``.

@@ -3,9 +3,9 @@
     python -m toolkit.data.tiles data/tiles
     python -m toolkit.data.tiles data/large --train 100000 --validation 2000 --bands 4 --size 128
 
-The class determines the spectrum of the ground and the direction and width of its stripes. Each tile has its own
-brightness, phase and noise, and is mixed with the ground of another class, so that no single pixel identifies the
-class. The same arguments give the same bytes.
+The class determines the spectrum of the ground and the direction and width of its stripes. Each tile has its
+own brightness, phase and noise, and is mixed with the ground of another class, so that no single pixel
+identifies the class. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def make_tiles(
     classes: int = CLASSES,
     progress: Progress | None = None,
 ) -> RecordManifest:
-    """Write ``splits`` (name -> number of records) with ``image`` uint16 [bands, size, size] and ``label`` int64.
+    """Write ``splits`` (name -> number of records) with ``image`` uint16 [bands, size, size] and ``label``
+    int64.
 
     Raises InputError.
     """

@@ -1,7 +1,7 @@
 """PyTorch datasets over a stream, for a training loop of your own; docs/data.md shows a complete one.
 
     loader = DataLoader(StepDataset(stream, steps=1000), batch_size=None, num_workers=2)   # iterable-style
-    loader = DataLoader(SampleDataset(stream, count), batch_size=8)                         # map-style, unshuffled
+    loader = DataLoader(SampleDataset(stream, count), batch_size=8)        # map-style, unshuffled
 
 Worker processes are forked and share the mapped files. Streams read with threads, so text needs no workers.
 """
@@ -47,10 +47,11 @@ class SampleDataset(Dataset[Array]):
 class StepDataset(IterableDataset[Array]):
     """One item per step: this rank's micro-batches as one array [accumulation, micro_batch, ...].
 
-    Each of ``n`` workers produces every ``n``-th step, and PyTorch restores their order. The state is the next step
-    (in a worker: the next step of that worker, as ``torchdata.stateful_dataloader`` stores it). It fits any number of
-    ranks and any micro-batch size. Because workers read ahead, the object in the main process does not know which
-    steps were used: call ``state_at(step)`` there, which fits any number of workers too.
+    Each of ``n`` workers produces every ``n``-th step, and PyTorch restores their order. The state is the
+    next step (in a worker: the next step of that worker, as ``torchdata.stateful_dataloader`` stores it). It
+    fits any number of ranks and any micro-batch size. Because workers read ahead, the object in the main
+    process does not know which steps were used: call ``state_at(step)`` there, which fits any number of
+    workers too.
     """
 
     def __init__(self, stream: Stream, steps: int, first_step: int = 0) -> None:
@@ -60,7 +61,8 @@ class StepDataset(IterableDataset[Array]):
 
     def __iter__(self) -> Iterator[Array]:
         worker = get_worker_info()
-        # A state saved in a worker is that worker's own step; any other state is the first step of all workers.
+        # A state saved in a worker is that worker's own step; any other state is the first step of all
+        # workers.
         number, stride = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if not self._resumed:
             self._next += number

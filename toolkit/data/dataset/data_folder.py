@@ -1,9 +1,9 @@
 """Prepare a run on a dataset: the dataset itself, the tokenizer, and the evaluation sets.
 
-    data/dataset/<fingerprint>/    source.json: what training reads; tokenizer/; manifest.json and evaluation shards
+    data/dataset/<fingerprint>/  source.json: what training reads; tokenizer/; evaluation shards; manifest.json
 
-The folder has the form of launch/prepare.py's without a training split, so evaluation, export and generation use it like
-any other data folder. It is small: evaluation sets have only the tokens that an evaluation reads.
+The folder has the form of launch/prepare.py's without a training split, so evaluation, export and generation
+use it like any other data folder. It is small: evaluation sets have only the tokens that an evaluation reads.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def ensure_dataset_folder(config: RunConfig, progress: Progress) -> DataManifest
             Problem(
                 "train.batch_ramp",
                 f"train.batch_ramp.start={config.train.batch_ramp.start}, data.dataset.streaming=true",
-                "the lanes into which a batch grows wait for their documents, which a stream would store in memory",
+                "lanes that a batch grows into wait for documents, which a stream would store in memory",
                 "leave out data.dataset.streaming or train.batch_ramp",
             )
         )
@@ -282,7 +282,7 @@ def _write_split(
     *,
     share: float | None,
 ) -> TokenSplit:
-    """Write the first ``tokens`` tokens of a set in whole documents; with ``share`` only held-out documents."""
+    """Write the first ``tokens`` tokens of a set as whole documents; with ``share`` only held-out ones."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / info.folder / TOKENIZER_FILE))

@@ -1,6 +1,4 @@
-"""The documents of a run by their number in its endless order; after the last one of an epoch the next epoch begins.
-
-    map-style    mapped arrow files: random access, in an order that is a pure function of the number (order/permutation.py)
+"""The documents of a run by their number in its endless order, epoch after epoch.
     streaming    one after another in the source's order, resumed through a state of `datasets`
 
 Both return text from arrow columns and never convert a row to a Python object.
@@ -40,20 +38,23 @@ class DocumentSource(Protocol):
 
     count: int | None
 
-    def texts(self, numbers: Ints) -> Texts:
-        """Return the documents at ``numbers`` [n] of the run's order, in this order. A null is the empty text.
+    def read(self, numbers: Ints) -> Texts:
+        """Return the documents at ``numbers`` [n] of the run's order, in this order. A null is the empty
+        text.
 
         A streaming source returns each document once, and those of each lane in rising order.
         """
 
-    def passed(self, least: int) -> None:
-        """Declare that no document before ``least`` will be requested again, in this process or after a resume."""
+    def release(self, least: int) -> None:
+        """Declare that no document before ``least`` will be requested again, in this process or after a
+        resume.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return the state from which ``restore`` can read every document not yet released: plain JSON types.
 
-        It is empty or contains ``number``, the first document that can be read. The state of the rank with the least
-        number is valid for all ranks.
+        It is empty or contains ``number``, the first document that can be read. The state of the rank with
+        the least number is valid for all ranks.
         """
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -61,7 +62,10 @@ class DocumentSource(Protocol):
 
 
 class ArrowDocuments(DocumentSource):
-    """Local arrow files in the stream format of ``datasets``. Opening maps them; ranks share the page cache."""
+    """Local arrow files in the stream format of ``datasets``.
+
+    Opening maps them; ranks share the page cache.
+    """
 
     def __init__(self, files: Sequence[str], columns: Sequence[str], seed: int) -> None:
         """Raises InputError if a file is absent or truncated."""
@@ -70,7 +74,7 @@ class ArrowDocuments(DocumentSource):
         self.count = int(self._ends[-1])
         self._order = SampleOrder(self.count, block_samples=BLOCK_DOCUMENTS, seed=seed)
 
-    def texts(self, numbers: Ints) -> Texts:
+    def read(self, numbers: Ints) -> Texts:
         _, rows = self._order(numbers)
         return self.rows(rows)
 
@@ -95,7 +99,7 @@ class ArrowDocuments(DocumentSource):
         for batch in self._batches:
             yield to_texts(join_columns(batch))
 
-    def passed(self, least: int) -> None:
+    def release(self, least: int) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
@@ -113,7 +117,8 @@ class _StreamPosition(NamedTuple):
 
 
 class StreamedDocuments(DocumentSource):
-    """A ``datasets`` stream that is repeated without end. Every rank reads the whole stream and skips other ranks' lanes.
+    """A ``datasets`` stream that is repeated without end. Every rank reads the whole stream and skips other
+    ranks' lanes.
 
     Lanes need documents at different times; documents that are not needed yet are stored here as text.
     """
@@ -137,7 +142,7 @@ class StreamedDocuments(DocumentSource):
         self._batches: Iterator[pa.Array] | None = None
         self._next = 0
 
-    def texts(self, numbers: Ints) -> Texts:
+    def read(self, numbers: Ints) -> Texts:
         with self._lock:
             for number in numbers.tolist():
                 while number not in self._pending:
@@ -145,7 +150,7 @@ class StreamedDocuments(DocumentSource):
             documents = [self._pending.pop(number) for number in numbers.tolist()]
         return b"".join(documents), np.cumsum([len(text) for text in documents], dtype=np.int64)
 
-    def passed(self, least: int) -> None:
+    def release(self, least: int) -> None:
         with self._lock:
             while len(self._positions) > 1 and self._positions[1].number <= least:
                 self._positions.popleft()

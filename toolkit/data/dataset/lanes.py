@@ -1,14 +1,16 @@
-"""Pack documents into windows lane by lane: exact on any number of ranks although token counts are not known in advance.
+"""Pack documents into windows lane by lane: exact on any number of ranks although token counts are not known
+in advance.
 
-The number of tokens of a text is known only after tokenising it, so in one row of all documents a sample could be located
-only by tokenising everything before it. Instead each index of the global batch is a *lane* with its own endless row of
-documents: of ``lanes`` lanes, lane ``i`` has the documents at positions ``i, i + lanes, i + 2 lanes ...`` of the run's
-order, and sample ``n`` of the lane begins at its token ``n * sequence_length``. The rank of a lane depends on the layout,
-its content does not. So ranks need no communication, no document is tokenised twice, and every document is in one lane,
-once per epoch.
+The number of tokens of a text is known only after tokenising it, so in one row of all documents a sample
+could be located only by tokenising everything before it. Instead each index of the global batch is a *lane*
+with its own endless row of documents: of ``lanes`` lanes, lane ``i`` has the documents at positions ``i, i +
+lanes, i + 2 lanes ...`` of the run's order, and sample ``n`` of the lane begins at its token ``n *
+sequence_length``. The rank of a lane depends on the layout, its content does not. So ranks need no
+communication, no document is tokenised twice, and every document is in one lane, once per epoch.
 
-The state of a lane is two numbers: the document in which its next sample begins, and the token within it. Resuming
-tokenises that document again and nothing before it. While the batch grows (``train.batch_ramp``) later lanes wait.
+The state of a lane is two numbers: the document in which its next sample begins, and the token within it.
+Resuming tokenises that document again and nothing before it. While the batch grows (``train.batch_ramp``)
+later lanes wait.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Tokens = npt.NDArray[Any]  # uint16 or uint32
 
 
 def rank_lanes(batch: BatchPlan, data_rank: int) -> Ints:
-    """Return the lanes of a data rank in the order of its indices in a global batch after the ramp: int64 [lanes].
+    """Return the lanes of a data rank in the order of its indices in a global batch after the ramp: int64
+    [lanes].
 
     A smaller batch of the ramp has the first indices, so the same lanes serve every earlier batch.
     """
@@ -40,9 +43,9 @@ def rank_lanes(batch: BatchPlan, data_rank: int) -> Ints:
 def fork_positions(documents: Sequence[int], offsets: Sequence[int], lanes: int) -> Ints:
     """Return where ``lanes`` new lanes continue from the positions of ``len(documents)`` old lanes.
 
-    No unread document is skipped. If ``lanes`` is a multiple of the old number, none is read twice either, since each
-    new lane's documents then belong to one old lane. Otherwise all lanes begin with the first unread document, and
-    documents that faster lanes had already read are repeated.
+    No unread document is skipped. If ``lanes`` is a multiple of the old number, none is read twice either,
+    since each new lane's documents then belong to one old lane. Otherwise all lanes begin with the first
+    unread document, and documents that faster lanes had already read are repeated.
 
     Returns:
         Document and offset of each lane, int64 [lanes, 2].
@@ -67,7 +70,8 @@ class Lane:
         offset: the token of that document at which the sample begins.
         asked: the next document to request.
         parts: the tokens of the documents received so far, from ``document`` on.
-        tokens: number of tokens in ``parts`` from ``offset`` on; negative before the first document is received.
+        tokens: number of tokens in ``parts`` from ``offset`` on; negative before the first document is
+            received.
     """
 
     document: int
@@ -103,14 +107,17 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class DocumentRequest:
-    """Documents to tokenise next: document ``numbers[i]`` of lane ``lanes[i]`` of this rank, both int64 [documents]."""
+    """Documents to tokenise next: document ``numbers[i]`` of lane ``lanes[i]`` of this rank, both int64
+    [documents].
+    """
 
     lanes: Ints
     numbers: Ints
 
 
 def plan_requests(lanes: Sequence[Lane], mean_tokens: float, target: int) -> DocumentRequest:
-    """Choose requests that give each lane about ``target`` tokens: the next document of every lane, then the second, ...
+    """Choose requests that give each lane about ``target`` tokens: the next document of every lane, then the
+    second, ...
 
     Args:
         mean_tokens: mean length of the documents seen so far.
@@ -120,6 +127,6 @@ def plan_requests(lanes: Sequence[Lane], mean_tokens: float, target: int) -> Doc
     )
     counts = np.ceil(np.maximum(target - expected, 0) / mean_tokens).astype(np.int64)
     rounds = np.arange(int(counts.max(initial=0)))
-    rounds_, chosen = np.nonzero(rounds[:, None] < counts[None, :])
+    round_numbers, chosen = np.nonzero(rounds[:, None] < counts[None, :])
     firsts = np.array([lane.next_request for lane in lanes], dtype=np.int64)
-    return DocumentRequest(chosen.astype(np.int64), firsts[chosen] + rounds_)
+    return DocumentRequest(chosen.astype(np.int64), firsts[chosen] + round_numbers)

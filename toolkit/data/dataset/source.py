@@ -36,9 +36,10 @@ READERS = {
     ".txt": "text",
 }
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-# Up to this total size the files of a split are hashed whole, which takes a second; of larger files, samples are hashed.
+# Up to this total size the files of a split are hashed whole, which takes a second; of larger files, samples
+# are hashed.
 HASHED_BYTES = 1 << 30
-PLACES, PLACE_BYTES = 64, 1 << 16
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ class DatasetSource(Protocol):
     revision: str | None
 
     def digests(self, split: str) -> dict[str, str]:
-        """Return what determines the split's bytes: a hash per file name, or the commit of a dataset on the hub."""
+        """Return what determines the split's bytes: a hash per file name, or the commit of a dataset on the
+        hub.
+        """
 
     def arrow(self, split: str) -> ArrowSplit:
         """Fetch the split and convert it to arrow files, unless that was done before."""
@@ -69,7 +72,10 @@ class DatasetSource(Protocol):
 
 
 def open_source(data: DatasetConfig) -> DatasetSource:
-    """Open the configured dataset. Raises InputError if there is no such dataset, configuration or revision."""
+    """Open the configured dataset.
+
+    Raises InputError if there is no such dataset, configuration or revision.
+    """
     path = data.path
     if path is None:
         raise InputError(
@@ -257,7 +263,8 @@ def _no_rows(data: DatasetConfig, split: str) -> InputError:
 def hash_files(files: Sequence[Path]) -> dict[str, str]:
     """Hash files, by their path below their common folder: a moved or copied dataset has the same hashes.
 
-    Of large files, size and evenly spread samples are hashed: another change that keeps the size is not detected.
+    Of large files, size and evenly spread samples are hashed: another change that keeps the size is not
+    detected.
     """
     if not files:
         return {}
@@ -270,13 +277,13 @@ def _hash(file: Path, whole: bool) -> str:
     size = file.stat().st_size
     hasher = xxhash.xxh3_128(str(size).encode())
     with file.open("rb") as content:
-        if whole or size <= PLACES * PLACE_BYTES:
+        if whole or size <= SAMPLES * SAMPLE_BYTES:
             while chunk := content.read(CHUNK_BYTES):
                 hasher.update(chunk)
         else:
-            for number in range(PLACES):
-                content.seek((size - PLACE_BYTES) * number // (PLACES - 1))
-                hasher.update(content.read(PLACE_BYTES))
+            for number in range(SAMPLES):
+                content.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                hasher.update(content.read(SAMPLE_BYTES))
     return hasher.hexdigest()
 
 

@@ -1,4 +1,6 @@
-"""Samples of one data rank from a ``datasets`` source: its lanes' documents are tokenised by processes and packed."""
+"""Samples of one data rank from a ``datasets`` source: its lanes' documents are tokenised by processes and
+packed.
+"""
 
 from __future__ import annotations
 
@@ -102,10 +104,11 @@ class DatasetStream:
         self._prefetch: Prefetch[tuple[list[Ints], Ints]] | None = None
 
     def steps(self, first_step: int) -> Iterator[list[Ints]]:
-        """Iterate over this rank's micro-batches, one list per step, each int64 [micro_batch, sequence_length + 1].
+        """Iterate over this rank's micro-batches, one list per step, each int64 [micro_batch, sequence_length
+        + 1].
 
-        ``next`` raises errors. Without ``restore`` or ``fork`` the first step has the first documents, whatever its
-        number.
+        ``next`` raises errors. Without ``restore`` or ``fork`` the first step has the first documents,
+        whatever its number.
         """
         assert self._encoders is None, "a stream is read once: open the data again"
         self._encoders = self._open_encoders()
@@ -115,7 +118,9 @@ class DatasetStream:
         return _Steps(self, first_step, self._prefetch)
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
-        """Return samples and epochs; epochs are the mean of this rank's lanes, nan if not known or for a stream."""
+        """Return samples and epochs; epochs are the mean of this rank's lanes, nan if not known or for a
+        stream.
+        """
         count = self._documents.count
         epochs = (
             float(self._positions[:, 0].mean()) * self._batch.global_batch / count
@@ -140,7 +145,9 @@ class DatasetStream:
         )
 
     def state(self, step: int) -> State:
-        """Return the state of all lanes, valid on any number of ranks: ten bytes per lane, and the source's own state."""
+        """Return the state of all lanes, valid on any number of ranks: ten bytes per lane, and the source's
+        own state.
+        """
         return merge_states(self._gather(self.rank_state(step)), self._batch.global_batch)
 
     def rank_state(self, step: int) -> State:
@@ -148,7 +155,7 @@ class DatasetStream:
         assert step == self._step_done, (
             f"the state after {step} steps was requested, but {self._step_done} steps were taken"
         )
-        self._documents.passed(self._first_needed_document())
+        self._documents.release(self._first_needed_document())
         return {
             "lanes": self._lanes.tolist(),
             "places": self._positions.tolist(),
@@ -171,7 +178,9 @@ class DatasetStream:
         self._documents.restore(state.get("source", {}))
 
     def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
-        """Continue at the lane positions of a run that read the same documents; otherwise begin with the first document."""
+        """Continue at the lane positions of a run that read the same documents; otherwise begin with the
+        first document.
+        """
         if any(
             self._fingerprint.get(name) != fingerprint.get(name)
             for name in (self._fingerprint.keys() | fingerprint.keys()) - {"lanes", "sequence_length"}
@@ -191,7 +200,7 @@ class DatasetStream:
     def _advance(self, step: int, positions: Ints) -> None:
         self._step_done, self._positions = step, positions
         if step % PASSED_EVERY == 0:
-            self._documents.passed(self._first_needed_document())
+            self._documents.release(self._first_needed_document())
 
     def _first_needed_document(self) -> int:
         """Return the first document that a lane of this rank still needs."""
@@ -272,7 +281,7 @@ class _Packer:
         return np.array([(lane.document, lane.offset) for lane in self._lanes], dtype=np.int64)
 
     def _submit_requests(self) -> None:
-        """Request what the lanes lack in requests of a worthwhile size; smaller ones only if none is pending."""
+        """Request what the lanes lack in requests of full size, or a smaller one if none is pending."""
         mean = self._seen_tokens / self._seen_documents
         request = plan_requests(self._lanes, mean, self._target)
         max_documents = max(1, round(REQUEST_TOKENS / mean))
@@ -289,7 +298,7 @@ class _Packer:
                 return
             numbers = chunk.numbers * self._all_lanes + self._numbers[chunk.lanes]
             self._pending_requests.append(
-                (chunk, self._encoders.submit(partial(self._documents.texts, numbers)))
+                (chunk, self._encoders.submit(partial(self._documents.read, numbers)))
             )
             for lane in chunk.lanes.tolist():
                 self._lanes[lane].next_request += 1

@@ -34,7 +34,8 @@ class WorkerDied(RuntimeError):
 
 
 class TokenizerPool:
-    """``count`` tokenizer processes, each served by a thread that handles one request at a time: read, send, receive.
+    """``count`` tokenizer processes, each served by a thread that handles one request at a time: read, send,
+    receive.
 
     A process is idle while its thread reads the next texts, which takes a hundredth of the tokenising time.
     """
@@ -71,8 +72,8 @@ class TokenizerPool:
     def submit(self, fetch: Fetch) -> Future[Encoded]:
         """Tokenise the texts that ``fetch`` returns; another thread calls it.
 
-        The future raises what ``fetch`` raises, InputError for a text that ``special_tokens`` refuses, WorkerDied, or
-        CancelledError after ``close``.
+        The future raises what ``fetch`` raises, InputError for a text that ``special_tokens`` refuses,
+        WorkerDied, or CancelledError after ``close``.
         """
         future: Future[Encoded] = Future()
         if self._closed:
@@ -116,7 +117,8 @@ class _Worker:
 
     def __init__(self, arguments: list[str]) -> None:
         parent_socket, worker_socket = socket.socketpair()
-        # One core each: `data.dataset.workers` is their number. A new program inherits none of the parent's threads.
+        # One core each: `data.dataset.workers` is their number. A new program inherits none of the parent's
+        # threads.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", MODULE, str(worker_socket.fileno()), *arguments]
         self.process = subprocess.Popen(

@@ -1,9 +1,10 @@
 """A tokenizer process: receives texts and sends tokens until its parent ends.
 
-    python -m toolkit.data.dataset.tokenizer_worker SOCKET TOKENIZER END_OF_TEXT DTYPE SHARE_HELD_OUT SPECIAL_TOKENS
+    python -m toolkit.data.dataset.tokenizer_worker SOCKET TOKENIZER END_OF_TEXT DTYPE HELD_OUT SPECIAL_TOKENS
 
-It is a separate program rather than a child of multiprocessing: it imports neither the parent's main module nor torch, so
-it starts in a quarter of a second and needs 60 MB. It ends when its socket closes, which the kernel does for a dead parent.
+It is a separate program rather than a child of multiprocessing: it imports neither the parent's main module
+nor torch, so it starts in a quarter of a second and needs 60 MB. It ends when its socket closes, which the
+kernel does for a dead parent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WATCH_SECONDS = (
 
 
 def is_held_out(text: bytes, share: float) -> bool:
-    """Decide by the document's hash: equal documents are in the same split, whatever else the data contain."""
+    """Decide by the document's hash, so that equal documents are in the same split in all data."""
     return xxhash.xxh3_64_intdigest(text) < share * 2**64
 
 
@@ -43,9 +44,9 @@ def serve(
 ) -> None:
     """Answer each (text, ends) with (tokens, lengths), the InputError of a refused text, or a traceback.
 
-    ``text`` is the UTF-8 of all documents, concatenated, and ``ends`` int64 [documents]. ``tokens`` are those of all
-    documents and ``lengths`` int64 [documents]. A document that is held out of training has no tokens; every other ends
-    with ``end_of_text``.
+    ``text`` is the UTF-8 of all documents, concatenated, and ``ends`` int64 [documents]. ``tokens`` are those
+    of all documents and ``lengths`` int64 [documents]. A document that is held out of training has no tokens;
+    every other ends with ``end_of_text``.
     """
     from tokenizers import Tokenizer
 

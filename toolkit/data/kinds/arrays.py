@@ -29,9 +29,9 @@ def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> s
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
     block_cache = open_cache(config.data.cache)
-    training = open_records(folder, "train", cache=block_cache, surveyed=True)
+    training = open_records(folder, "train", cache=block_cache, files_checked=True)
     sets = {
-        name: open_records(folder, name, cache=block_cache, surveyed=True)
+        name: open_records(folder, name, cache=block_cache, files_checked=True)
         for name in (config.eval.sets if config.eval.every else [])
     }
     stream = Stream(
@@ -58,7 +58,7 @@ def check_records(config: RunConfig, manifest: RecordManifest) -> Iterator[Probl
                 key,
                 f"{key}={config.data.path if name == 'train' else config.eval.sets}, no split {name}",
                 "the data folder holds the training split and every evaluation set",
-                f"available: {', '.join(sorted(manifest.splits))}; choose among them, or write the records again",
+                f"available: {', '.join(sorted(manifest.splits))}; use these, or write the records again",
             )
     fields = {field.name: field for field in manifest.fields}
     for name, ndim, kinds, description in (

@@ -23,7 +23,9 @@ from toolkit.progress import Progress
 
 
 def build_mixture(config: RunConfig, batch: BatchPlan) -> Mixture:
-    """Build the mixture of ``data.sources``, sorted by name, and ``data.phases``, whose steps become sample numbers."""
+    """Build the mixture of ``data.sources``, sorted by name, and ``data.phases``, whose steps become sample
+    numbers.
+    """
     phases = phases_of(config.data.sources, config.data.phases)
     table = [
         MixturePhase(batch.at(phase.from_step).first_sample, tuple(phase.weights.values()))
@@ -60,7 +62,7 @@ def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> s
                 if config.eval.every and set_name.partition("/")[0] == name
             ]
             check_remote_files(manifest, ["train", *sets])
-    return next(iter(manifests.values())).place
+    return next(iter(manifests.values())).location
 
 
 def _check_sources(
@@ -114,7 +116,7 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     manifests = {name: read_manifest(source.path) for name, source in sources.items()}
     block_cache = open_cache(config.data.cache)
     training = {
-        name: open_split(manifest.place, "train", cache=block_cache, surveyed=True)
+        name: open_split(manifest.location, "train", cache=block_cache, files_checked=True)
         for name, manifest in manifests.items()
     }
     windows = {
@@ -126,7 +128,7 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
     for name in config.eval.sets if config.eval.every else []:
         source, _, split = name.partition("/")
         sets[name] = open_split(
-            manifests[source].place, split, cache=block_cache, repeated=True, surveyed=True
+            manifests[source].location, split, cache=block_cache, repeated=True, files_checked=True
         )
     text = training[next(iter(sets)).partition("/")[0]] if sets else next(iter(training.values()))
     first = next(iter(manifests.values()))  # all sources have the same tokenizer

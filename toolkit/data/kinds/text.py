@@ -28,15 +28,15 @@ def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> s
         raise InputError(*problems)
     if manifest.url is not None:
         check_remote_files(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
-    return manifest.place
+    return manifest.location
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
     manifest = read_manifest(folder)
     block_cache = open_cache(config.data.cache)
-    training = open_split(manifest.place, "train", cache=block_cache, surveyed=True)
+    training = open_split(manifest.location, "train", cache=block_cache, files_checked=True)
     sets = {
-        name: open_split(manifest.place, name, cache=block_cache, repeated=True, surveyed=True)
+        name: open_split(manifest.location, name, cache=block_cache, repeated=True, files_checked=True)
         for name in (config.eval.sets if config.eval.every else [])
     }
     seed = config.data.shuffle_seed

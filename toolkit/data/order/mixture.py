@@ -1,19 +1,21 @@
-"""Mix several sources: position -> (source, index in that source), a pure function with O(1) seek and O(sources) state.
+"""Mix several sources: position -> (source, index in that source), a pure function with O(1) seek and
+O(sources) state.
 
-Weights are valid from a phase's first sample on. A phase is cut into blocks of ``BLOCK`` slots. Of the first ``x``
-samples of a phase, ``floor(x * W_s)`` go to the sources up to and including ``s``, where ``W_s`` is the exact share of
-these sources. So the number of samples that each source contributes before a block is known without counting and never
-off by more than one. Within a block a keyed permutation spreads the sources over the slots, so every batch has nearly
-its share of each. The slots of a source within a block use its samples in order, so that the epochs of a source follow
-one another however small it is.
+Weights are valid from a phase's first sample on. A phase is cut into blocks of ``BLOCK`` slots. Of the first
+``x`` samples of a phase, ``floor(x * W_s)`` go to the sources up to and including ``s``, where ``W_s`` is the
+exact share of these sources. So the number of samples that each source contributes before a block is known
+without counting and never off by more than one. Within a block a keyed permutation spreads the sources over
+the slots, so every batch has nearly its share of each. The slots of a source within a block use its samples
+in order, so that the epochs of a source follow one another however small it is.
 
-Worked example: weights 3 and 1, blocks of 4 slots. Source 0 contributes 3n and source 1 n samples before block n. In
-block 0 the permutation may send slots 0, 1, 2, 3 to 2, 3, 1, 0: then slot 1 is sample 0 of source 1, and slots 0, 2 and
-3 are samples 0, 1 and 2 of source 0.
+Worked example: weights 3 and 1, blocks of 4 slots. Source 0 contributes 3n and source 1 n samples before
+block n. In block 0 the permutation may send slots 0, 1, 2, 3 to 2, 3, 1, 0: then slot 1 is sample 0 of source
+1, and slots 0, 2 and 3 are samples 0, 1 and 2 of source 0.
 
-A block is long enough for the rarest source to occur in it once; shorter blocks could ask a source for a negative
-number. The last block of a phase also contains the remainder, up to twice the length: the phase then ends with every
-source at a whole prefix of its samples, and the next phase continues from there. A source of weight 0 is not used.
+A block is long enough for the rarest source to occur in it once; shorter blocks could ask a source for a
+negative number. The last block of a phase also contains the remainder, up to twice the length: the phase then
+ends with every source at a whole prefix of its samples, and the next phase continues from there. A source of
+weight 0 is not used.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from toolkit.data.order.permutation import derive_key, permute, root_key
 
 Ints = npt.NDArray[np.int64]
 
-# Names of this mapping, constants included: a run continues under the name with which it began. In blocks-1 the
-# permutation also determined the index within the source, so within a block the epochs of a small source were mixed.
+# Names of this mapping, constants included: a run continues under the name with which it began. In blocks-1
+# the permutation also determined the index within the source, so within a block the epochs of a small source
+# were mixed.
 MIXTURE_VERSIONS = ("blocks-1", "blocks-2")
 MIXTURE_VERSION = MIXTURE_VERSIONS[-1]
 
@@ -44,7 +47,9 @@ BLOCK = 4096  # slots; more if a source is rarer than that, up to 2^20
 
 @dataclass(frozen=True, slots=True)
 class MixturePhase:
-    """From ``first_sample`` on, sources are sampled in proportion to ``weights``, at least one of which is above 0."""
+    """From ``first_sample`` on, sources are sampled in proportion to ``weights``, at least one of which is
+    above 0.
+    """
 
     first_sample: int
     weights: tuple[Fraction, ...]
@@ -89,7 +94,9 @@ class Mixture:
         return self if version == self.version else Mixture(self.phases, self._seed, version)
 
     def __call__(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Map positions since the start of training [n], in any order, to sources [n] and indices in them [n]."""
+        """Map positions since the start of training [n], in any order, to sources [n] and indices in them
+        [n].
+        """
         numbers = np.searchsorted(self._firsts, positions, side="right") - 1
         sources, indices = np.empty_like(positions), np.empty_like(positions)
         for phase_index in np.unique(numbers).tolist():
@@ -129,7 +136,8 @@ class _PhaseTable:
         self._block = max(BLOCK, 1 << math.ceil(1 / rarest - 1).bit_length())
         self._samples = samples
         self._blocks = None if samples is None else max(1, samples // self._block)
-        # Exact for all weights: Python integers, stored as numpy objects. There are few per chunk of positions.
+        # Exact for all weights: Python integers, stored as numpy objects. There are few per chunk of
+        # positions.
         shares = [part / total for part in accumulate(weights)]
         self._denominator = math.lcm(*(share.denominator for share in shares))
         self._numerators = np.array([int(share * self._denominator) for share in shares], dtype=object)
@@ -139,7 +147,9 @@ class _PhaseTable:
         self._block_sources = lru_cache(maxsize=2)(self._sources_of_block)
 
     def ends(self, samples: Ints) -> Ints:
-        """Count the first ``samples`` [n] of the phase that go to each source or to one before it: [n, sources]."""
+        """Count the first ``samples`` [n] of the phase that go to each source or to one before it: [n,
+        sources].
+        """
         return (samples.astype(object)[:, None] * self._numerators // self._denominator).astype(np.int64)
 
     def before(self, samples: Ints) -> Ints:
@@ -164,7 +174,9 @@ class _PhaseTable:
         return source_of, indices
 
     def _sources_of_block(self, block: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int32]]:
-        """Return the source of each slot of a block, and how many earlier slots of the block have the same source."""
+        """Return the source of each slot of a block, and how many earlier slots of the block have the same
+        source.
+        """
         numbers = np.array([block], dtype=np.int64)
         end = int(self._end(numbers)[0])
         slots = np.arange(block * self._block, end, dtype=np.int64)
@@ -176,7 +188,9 @@ class _PhaseTable:
         return source_of, ranks
 
     def _permuted_places(self, slots: Ints, blocks: Ints) -> tuple[Ints, Ints]:
-        """Return the target of each slot under the permutation of its block: (source, index since the phase began)."""
+        """Return the target of each slot under the permutation of its block: (source, index since the phase
+        began).
+        """
         present, inverse = np.unique(blocks, return_inverse=True)
         first = self.ends(present * self._block)
         edges = self.ends(self._end(present)) - first  # of the sources' ranges in the permuted block
@@ -188,7 +202,9 @@ class _PhaseTable:
         return source_of, before_block[inverse, source_of] + permuted - start
 
     def counts(self, slots: int) -> tuple[Ints, Ints]:
-        """Count each source's samples in the blocks before slot ``slots``, and in its block before it: [sources] each."""
+        """Count each source's samples in the blocks before slot ``slots``, and in its block before it:
+        [sources] each.
+        """
         block = slots // self._block if self._blocks is None else min(slots // self._block, self._blocks - 1)
         first = block * self._block
         inside = self._block_sources(block)[0][: slots - first]

@@ -3,17 +3,19 @@
     position -> epoch and index in it -> lane -> group of blocks -> keyed permutation within the group
              -> index in the row of shuffled blocks -> keyed permutation of blocks -> window
 
-Windows are stored in blocks of 32 KiB. Each epoch permutes the blocks and cuts the row of shuffled blocks into ``LANES``
-lanes, and each lane into groups of at most ``GROUP_BLOCKS`` blocks. Position ``p`` of an epoch belongs to lane
-``p % LANES``, and samples are permuted one by one within its group. So at any moment samples come from 4,096 blocks
-(128 MiB). That is enough to mix a corpus sorted by domain: a batch of 1,024 samples comes from about as many blocks as it
-has samples (with 128 blocks of 1 MiB the variance of its domain counts is 7 times as large). It is also local enough for
-object storage: a rank whose indices in the batch fall on few lanes reads only their blocks. A data set of at most that
-size is one lane with one group: a full permutation.
+Windows are stored in blocks of 32 KiB. Each epoch permutes the blocks and cuts the row of shuffled blocks
+into ``LANES`` lanes, and each lane into groups of at most ``GROUP_BLOCKS`` blocks. Position ``p`` of an epoch
+belongs to lane ``p % LANES``, and samples are permuted one by one within its group. So at any moment samples
+come from 4,096 blocks (128 MiB). That is enough to mix a corpus sorted by domain: a batch of 1,024 samples
+comes from about as many blocks as it has samples (with 128 blocks of 1 MiB the variance of its domain counts
+is 7 times as large). It is also local enough for object storage: a rank whose indices in the batch fall on
+few lanes reads only their blocks. A data set of at most that size is one lane with one group: a full
+permutation.
 
-Lanes and groups are cut evenly and need not end at a block boundary, so every window occurs in an epoch exactly once.
-Permutations are alternating Feistel networks on the next power of two; a result outside the range is permuted again
-until it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+Lanes and groups are cut evenly and need not end at a block boundary, so every window occurs in an epoch
+exactly once. Permutations are alternating Feistel networks on the next power of two; a result outside the
+range is permuted again until it is inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+domains", 2002).
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def _scramble(values: UInt64s, key: UInt64s) -> UInt64s:
 
 
 def permute(values: Ints, size: int, key: UInt64s, *, inverse: bool = False) -> Ints:
-    """Apply a keyed bijection of ``0 .. size`` element by element; ``key`` has one entry per value, or one for all."""
+    """Apply a keyed bijection of ``0 .. size`` element by element; ``key`` has one entry per value, or one
+    for all.
+    """
     bits = max(size - 1, 0).bit_length()
     if bits == 0:
         return values.copy()
@@ -99,7 +103,8 @@ def permute(values: Ints, size: int, key: UInt64s, *, inverse: bool = False) -> 
 
 
 def _cut(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ``total`` indices into ``parts`` contiguous parts whose sizes differ by at most one, the larger ones first.
+    """Cut ``total`` indices into ``parts`` contiguous parts whose sizes differ by at most one, the larger
+    ones first.
 
     Returns for each index: the number of its part, its index in the part, the size of the part.
     """
@@ -113,7 +118,9 @@ def _cut(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def epoch_shifts(seed: int, epochs: Ints, tokens: int) -> Ints:
-    """Return the offset of each epoch's first window from the corpus's first token, so that windows do not repeat."""
+    """Return the offset of each epoch's first window from the corpus's first token, so that windows do not
+    repeat.
+    """
     return (derive_key(derive_key(root_key(seed), -2), epochs) % np.uint64(tokens)).astype(np.int64)
 
 
@@ -159,7 +166,10 @@ class SampleOrder:
         return epochs, self._window(row, key, inverse)
 
     def _window(self, row: Ints, key: UInt64s, inverse: npt.NDArray[np.intp]) -> Ints:
-        """Map indices in the epoch's row of shuffled blocks to windows. The corpus's last block may be short."""
+        """Map indices in the epoch's row of shuffled blocks to windows.
+
+        The corpus's last block may be short.
+        """
         blocks = -(-self.samples // self._block)
         shortfall = blocks * self._block - self.samples
         key = derive_key(key, -1)

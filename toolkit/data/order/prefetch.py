@@ -1,4 +1,7 @@
-"""Prefetch items with a thread. Items cross over in chunks: waking a thread costs more than reading a short sample."""
+"""Prefetch items with a thread.
+
+Items cross over in chunks: waking a thread costs more than reading a short sample.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ JOIN_SECONDS = 10.0  # a thread ends after its current chunk
 
 
 class _Buffer(Generic[T]):
-    """State shared by producer and consumer. The thread refers to this and not to `Prefetch`, which can then be freed."""
+    """State shared by producer and consumer.
+
+    The thread refers to this and not to `Prefetch`, which can then be freed.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -87,11 +93,12 @@ def _produce(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
 
 
 class Prefetch(Iterator[T]):
-    """Iterates over the items of ``chunks``; from the first ``next`` on, up to ``depth`` chunks are prefetched.
+    """Iterates over the items of ``chunks``; from the first ``next`` on, up to ``depth`` chunks are
+    prefetched.
 
-    ``finish`` is applied by the consuming thread: its result is in that core's cache and is not stored in advance. An
-    error of ``chunks`` is raised after the items before it. ``close`` (or freeing the object) ends the thread; a closed
-    iterator has no more items.
+    ``finish`` is applied by the consuming thread: its result is in that core's cache and is not stored in
+    advance. An error of ``chunks`` is raised after the items before it. ``close`` (or freeing the object)
+    ends the thread; a closed iterator has no more items.
     """
 
     def __init__(
@@ -118,7 +125,9 @@ class Prefetch(Iterator[T]):
             self._chunk = iter(self._buffer.get() if self._chunks is None else self._first(self._chunks))
 
     def _first(self, chunks: Iterator[Sequence[T]]) -> Sequence[T]:
-        """Produce the first chunk here: a busy thread yields the interpreter only after 5 ms; the chunk takes less."""
+        """Produce the first chunk here: a busy thread yields the interpreter only after 5 ms; the chunk takes
+        less.
+        """
         self._chunks = None
         try:
             return next(chunks, ())

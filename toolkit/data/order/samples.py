@@ -32,15 +32,15 @@ class SampleSource(Protocol):
         """Dtype of samples as delivered."""
 
     @property
-    def stored(self) -> np.dtype[Any]:
-        """Dtype of samples as stored and prefetched: ``dtype`` or narrower integers, which need less memory."""
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Dtype of samples as stored and prefetched: ``dtype`` or narrower integers."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
 
     def buffers(self, epochs: Ints, indices: Ints) -> Sequence[Buffer]:
-        """Return the bytes of samples ``numbers`` [n], each in ``0 .. count``, in the epochs ``epochs`` [n]."""
+        """Return the bytes of samples ``indices`` [n], each below ``count``, in the epochs ``epochs`` [n]."""
 
     def read(self, epochs: Ints, indices: Ints) -> npt.NDArray[Any]:
         """Return the same samples as an array [n, *shape] of ``stored``, which may be read-only."""
@@ -55,7 +55,8 @@ class SampleSource(Protocol):
 class TokenWindows:
     """Windows of ``sequence_length + 1`` tokens; the last token of a window is the first of the next.
 
-    Each epoch shifts its windows by another amount, wrapping around the end of the row, so that they do not repeat.
+    Each epoch shifts its windows by another amount, wrapping around the end of the row, so that they do not
+    repeat.
     """
 
     dtype = np.dtype(np.int64)
@@ -67,7 +68,7 @@ class TokenWindows:
         self.source = source
         self.count = source.tokens // sequence_length
         self.block = block_samples(sequence_length, source.token_bytes)
-        self.stored, self.shape = source.dtype, (sequence_length + 1,)
+        self.stored_dtype, self.shape = source.dtype, (sequence_length + 1,)
         self._length = sequence_length
         self._seed = seed
 
@@ -100,7 +101,7 @@ class TokenWindows:
 
     def read(self, epochs: Ints, indices: Ints) -> npt.NDArray[Any]:
         """Return windows [n, sequence_length + 1] of the source's dtype."""
-        return stack_buffers(self.buffers(epochs, indices), self.stored, self.shape)
+        return stack_buffers(self.buffers(epochs, indices), self.stored_dtype, self.shape)
 
     def fingerprint(self) -> dict[str, str | int]:
         return {

@@ -1,7 +1,9 @@
-"""The sample stream of one data rank: a step's global batch has the same samples in the same order under any layout.
+"""The sample stream of one data rank: a step's global batch has the same samples in the same order under any
+layout.
 
-A stream is stateless. Step -> positions in the run's order -> (source, index in it) -> (epoch, number) -> samples. So it
-starts at any step at the same cost, and a checkpoint needs only the step and a fingerprint of the data.
+A stream is stateless. Step -> positions in the run's order -> (source, index in it) -> (epoch, number) ->
+samples. So it starts at any step at the same cost, and a checkpoint needs only the step and a fingerprint of
+the data.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def compare_fingerprints(
         remedy = remedies.get(name.partition(" ")[0], default)
         if remedy is None or saved.get(name) == mine.get(name):
             continue
-        seen = f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}{(details or {}).get(name, '')}"
+        detail = (details or {}).get(name, "")
+        seen = f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}{detail}"
         key, text = (part.format(key=name, saved=saved.get(name)) for part in remedy)
         problems.append(
             Problem(key, seen, "a run continues on the samples and in the order with which it began", text)
@@ -85,8 +88,8 @@ _DEFAULT_REMEDY = ("data.{key}", f"restore what the run began with, {FORK}")
 def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
     """Return the samples of one data rank in optimizer step ``step``: int64 [accumulation, micro_batch].
 
-    Micro-batch ``m`` of rank ``r`` begins at sample ``(m * data_parallel + r) * micro_batch`` of the global batch.
-    Ordered by micro-batch and then by rank, samples have the same order under any layout.
+    Micro-batch ``m`` of rank ``r`` begins at sample ``(m * data_parallel + r) * micro_batch`` of the global
+    batch. Ordered by micro-batch and then by rank, samples have the same order under any layout.
     """
     stage = batch.at(step)
     return stage.first_sample + rank_batch_indices(
@@ -96,7 +99,9 @@ def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
 
 @lru_cache(maxsize=64)
 def rank_batch_indices(accumulation: int, data_parallel: int, micro_batch: int, data_rank: int) -> Ints:
-    """Return one data rank's indices in a global batch of ``accumulation * data_parallel * micro_batch`` (read-only)."""
+    """Return one data rank's indices in a global batch of ``accumulation * data_parallel * micro_batch``
+    (read-only).
+    """
     firsts = (np.arange(accumulation, dtype=np.int64) * data_parallel + data_rank) * micro_batch
     indices = firsts[:, None] + np.arange(micro_batch)
     indices.flags.writeable = False
@@ -104,7 +109,9 @@ def rank_batch_indices(accumulation: int, data_parallel: int, micro_batch: int, 
 
 
 def source_seed(seed: int, name: str | None) -> int:
-    """Return the seed of one source of a mixture, independent of the others; ``name`` is None for a single source."""
+    """Return the seed of one source of a mixture, independent of the others; ``name`` is None for a single
+    source.
+    """
     return (
         seed
         if name is None
@@ -115,8 +122,8 @@ def source_seed(seed: int, name: str | None) -> int:
 class Stream:
     """The endless samples of one data rank.
 
-    Worked example: ``BatchPlan(micro_batch=2, global_batch=8, data_parallel=2)``. In step 0 rank 0 reads samples
-    ``[0, 1]`` and ``[4, 5]``, rank 1 reads ``[2, 3]`` and ``[6, 7]``.
+    Worked example: ``BatchPlan(micro_batch=2, global_batch=8, data_parallel=2)``. In step 0 rank 0 reads
+    samples ``[0, 1]`` and ``[4, 5]``, rank 1 reads ``[2, 3]`` and ``[6, 7]``.
     """
 
     def __init__(
@@ -153,10 +160,11 @@ class Stream:
         self._open: weakref.WeakSet[Prefetch[list[Array]]] = weakref.WeakSet()
 
     def steps(self, first_step: int, stride: int = 1) -> Prefetch[list[Array]]:
-        """Iterate over this rank's micro-batches, one list per step, each [micro_batch, ...] of ``SampleSource.dtype``.
+        """Iterate over this rank's micro-batches, one list per step, each [micro_batch, ...] of
+        ``SampleSource.dtype``.
 
-        The steps are ``first_step`` and every ``stride``-th after it. Prefetching begins with the first ``next``, which
-        also raises its errors. Closing the iterator or the stream ends it.
+        The steps are ``first_step`` and every ``stride``-th after it. Prefetching begins with the first
+        ``next``, which also raises its errors. Closing the iterator or the stream ends it.
         """
         dtype = self._dtype  # not self: the thread would keep it alive
 
@@ -187,7 +195,8 @@ class Stream:
         """Return ``locate(positions)``, faster for callers that need a few positions at a time.
 
         A hundred numpy calls for 8 samples cost more than reading them. All but shuffling samplers use rising
-        positions, so a run of ORDERED_AT_ONCE positions is computed and cached when it is used twice in a row.
+        positions, so a run of ORDERED_AT_ONCE positions is computed and cached when it is used twice in a
+        row.
         """
         first = int(positions.min()) // ORDERED_AT_ONCE if positions.size else 0
         if not positions.size or int(positions.max()) // ORDERED_AT_ONCE != first:
@@ -256,7 +265,9 @@ class Stream:
             steps.close()
 
     def _chunks(self, first_step: int, stride: int) -> Iterator[list[list[Array]]]:
-        """Yield chunks of steps: at first single steps, so that the first batch is quick, then up to READ_AT_ONCE bytes."""
+        """Yield chunks of steps: at first single steps, so that the first batch is quick, then up to
+        READ_AT_ONCE bytes.
+        """
         step = first_step
         at_once, ordered = 1, ORDERED_AT_FIRST
         while True:
@@ -274,7 +285,8 @@ class Stream:
             ordered = min(2 * ordered, ORDERED_AT_ONCE)
 
     def _positions(self, step: int, stride: int, samples: int) -> Ints:
-        """Return the positions of every ``stride``-th step from ``step`` on: [steps, accumulation, micro_batch].
+        """Return the positions of every ``stride``-th step from ``step`` on: [steps, accumulation,
+        micro_batch].
 
         There are enough steps for ``samples``, or as many as precede a change of the global batch.
         """
@@ -300,4 +312,4 @@ class Stream:
                 rows.tolist(), self._samples[source].buffers(epochs[rows], numbers[rows]), strict=True
             ):
                 buffers[row] = buffer
-        return stack_buffers(buffers, first_source.stored, first_source.shape)
+        return stack_buffers(buffers, first_source.stored_dtype, first_source.shape)

@@ -1,7 +1,8 @@
-"""From text to a data folder: in parallel, in bounded memory, with the same bytes however often it is killed and resumed.
+"""From text to a data folder: in parallel, in bounded memory, with the same bytes however often it is killed
+and resumed.
 
     input_store.py     copies an input from a store to this machine
-    plan.py            lists the input and cuts it into work units; the recipe: the settings that determine the bytes
+    plan.py            lists the input and cuts it into work units; the recipe: settings that determine bytes
     input_file.py, rows.py, hf_dataset.py, read.py
                        a work unit of any format -> documents, in order
     tokenizer.py       the tokenizer: installed, or trained on a sample
@@ -16,7 +17,7 @@
     import_megatron.py a manifest for existing Megatron files
     inspect.py         verifies and describes a data folder
 
-A document's key is a hash of its content and, unless duplicates are removed, of its source and position. Shards contain
-documents by ascending key. So neither units, parts, memory nor processes affect the order of documents, and equal keys
-are equal documents.
+A document's key is a hash of its content and, unless duplicates are removed, of its source and position.
+Shards contain documents by ascending key. So neither units, parts, memory nor processes affect the order of
+documents, and equal keys are equal documents.
 """

@@ -14,8 +14,8 @@ from toolkit.progress import Progress
 def split_hash(content: bytes) -> int:
     """Return the hash in [0, 2^64) that determines a document's split.
 
-    It depends on the content alone, so a document has the same split in every preparation, and a larger validation
-    share contains the documents of a smaller one.
+    It depends on the content alone, so a document has the same split in every preparation, and a larger
+    validation share contains the documents of a smaller one.
     """
     return int.from_bytes(xxhash.xxh3_128_digest(content)[:8])
 
@@ -29,10 +29,8 @@ class DocumentKeys:
     """Computes sort keys and splits from 128-bit hashes, so that equal keys are equal documents."""
 
     def __init__(self, *, seed: int, validation_below: int, by_content: bool) -> None:
-        """
-        Args:
-            validation_below: documents with a smaller ``split_hash`` are for validation.
-            by_content: equal documents get equal keys; otherwise source and position are hashed too, which spreads them.
+        """Args: validation_below: documents with a smaller ``split_hash`` are for validation. by_content:
+        equal documents get equal keys; otherwise source and position are hashed too, which spreads them.
         """
         self._seed = seed
         self._threshold = validation_below
@@ -65,10 +63,12 @@ def first_of_equal_keys(high: npt.NDArray[np.uint64], low: npt.NDArray[np.uint64
 
 
 def find_validation_threshold(plan: PreparationPlan, progress: Progress) -> int:
-    """Return the value of ``PreparationPlan.validation_below`` that gives validation at least one document of two.
+    """Return the value of ``PreparationPlan.validation_below`` that gives validation at least one document of
+    two.
 
-    Reads documents until one is for validation; of a small input that may be all of them. If the configured share
-    selects none, the document with the smallest hash is used, provided that another one is left for training.
+    Reads documents until one is for validation; of a small input that may be all of them. If the configured
+    share selects none, the document with the smallest hash is used, provided that another one is left for
+    training.
     """
     threshold = split_threshold(plan.recipe["validation"])
     if not threshold:

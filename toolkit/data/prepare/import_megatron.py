@@ -1,4 +1,5 @@
-"""``import=PATH``: write a manifest for existing Megatron ``.bin`` and ``.idx`` files, which are used in place.
+"""``import=PATH``: write a manifest for existing Megatron ``.bin`` and ``.idx`` files, which are used in
+place.
 
 FOLDER/NAME.bin NAME.idx ...     unchanged
 FOLDER/NAME.sums                 block checksums, with which training verifies what it reads
@@ -53,7 +54,8 @@ def import_megatron(config: PrepareConfig, progress: Progress) -> DataManifest:
     """Read every token once, for hashes and to check it against the tokenizer.
 
     Raises:
-        InputError: the files are incomplete, not Megatron's, or have tokens outside the tokenizer's vocabulary.
+        InputError: the files are incomplete, not Megatron's, or have tokens outside the tokenizer's
+            vocabulary.
     """
     assert config.import_path is not None
     indexes = {SPLITS[0]: _indexes(config.import_path, "import")}
@@ -93,11 +95,11 @@ def import_megatron(config: PrepareConfig, progress: Progress) -> DataManifest:
 
 def _indexes(path: str, key: str) -> list[Path]:
     """Find the .idx files of ``path``: a folder with pairs, a pair with or without suffix, or a pattern."""
-    path_ = Path(path).expanduser()
-    if path_.is_dir():
-        found = sorted(path_.glob("*.idx"))
+    location = Path(path).expanduser()
+    if location.is_dir():
+        found = sorted(location.glob("*.idx"))
     else:
-        name = str(path_).removesuffix(".bin").removesuffix(".idx")
+        name = str(location).removesuffix(".bin").removesuffix(".idx")
         found = sorted(Path(file) for file in glob.glob(f"{name}.idx"))  # noqa: PTH207 - Path.glob takes no absolute pattern
     for file in found:
         if not file.with_suffix(".bin").is_file():
@@ -217,7 +219,9 @@ def _move_tokenizer(temporary: Path, folder: Path, info: TokenizerInfo) -> None:
 def _splits(
     indexes_by_split: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress
 ) -> tuple[dict[str, TokenSplit], bool, dict[Path, bytes]]:
-    """Return the splits, whether end-of-text is the last token of every document and no other, and .sums contents."""
+    """Return the splits, whether end-of-text is the last token of every document and no other, and .sums
+    contents.
+    """
     ends_documents, splits, sums = True, {}, {}
     total = sum(index.bin_bytes for indexes in indexes_by_split.values() for index in indexes)
     with progress.task("reading tokens", total=total, unit="B") as task:
@@ -286,7 +290,10 @@ def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[TokenShar
 
 
 def _checked_sums(path: Path, content: bytes) -> FileDigest:
-    """Describe the checksums of ``path``, to be written later. Raises InputError if another file has their name."""
+    """Describe the checksums of ``path``, to be written later.
+
+    Raises InputError if another file has their name.
+    """
     existing = path.with_suffix(CHECKSUM_SUFFIX)
     if existing.exists() and existing.read_bytes() != content:
         raise InputError(

@@ -1,6 +1,7 @@
 """Update a preparation whose input changed: tokens of unchanged files are reused, other files are read again.
 
-The result equals a preparation of the changed input from scratch, except for a tokenizer that was trained before.
+The result equals a preparation of the changed input from scratch, except for a tokenizer that was trained
+before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class InputChanges:
 
 
 def find_changes(plan: PreparationPlan, listed: InputListing) -> InputChanges:
-    """Compare names, sizes and modification times; a file with only another time is read and its hash compared."""
+    """Compare names, sizes and modification times; a file with only another time is read and its hash
+    compared.
+    """
     planned = {source.name: source for source in plan.present}
     current = _as_now(listed)
     differing = {

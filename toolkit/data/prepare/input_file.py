@@ -1,4 +1,6 @@
-"""Files of the input: their format by name, and their content as uncompressed UTF-8 text without byte-order mark."""
+"""Files of the input: their format by name, and their content as uncompressed UTF-8 text without byte-order
+mark.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ BY_LINES = (InputFormat.lines.name, InputFormat.jsonl.name)
 def compression(name: str | PurePath) -> str | None:
     """Return the compression suffix, one of COMPRESSED, or None."""
     suffix = PurePath(name).suffix
-    suffix_ = {".tgz": ".gz", ".tbz2": ".bz2", ".txz": ".xz"}.get(suffix, suffix)
-    return suffix_ if suffix_ in COMPRESSED else None
+    compression_suffix = {".tgz": ".gz", ".tbz2": ".bz2", ".txz": ".xz"}.get(suffix, suffix)
+    return compression_suffix if compression_suffix in COMPRESSED else None
 
 
 def is_archive(name: str | PurePath) -> bool:
@@ -141,10 +143,13 @@ def convert_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        name_ = f"{path}: {error or type(error).__name__}"
+        description = f"{path}: {error or type(error).__name__}"
         raise InputError(
             Problem(
-                "input", name_, "every file of the input can be read to its end", "restore or remove the file"
+                "input",
+                description,
+                "every file of the input can be read to its end",
+                "restore or remove the file",
             )
         ) from error
 
@@ -168,23 +173,23 @@ def decompress(file: IO[bytes], name: str | PurePath) -> IO[bytes]:
     )
 
 
-def skip_byte_order_mark(file: IO[bytes], name_: str) -> IO[bytes]:
+def skip_byte_order_mark(file: IO[bytes], description: str) -> IO[bytes]:
     """Skip the byte-order mark of ``file``. Raises InputError if its first bytes are not UTF-8 text."""
     buffered = io.BufferedReader(cast(Any, file), BUFFER_BYTES)
     head = buffered.peek(HEAD_BYTES)[:HEAD_BYTES]
-    check_text(head, name_)
+    check_text(head, description)
     if head.startswith(BYTE_ORDER_MARK):
         buffered.read(len(BYTE_ORDER_MARK))
     return cast(IO[bytes], buffered)
 
 
-def check_text(head: bytes, name_: str) -> None:
+def check_text(head: bytes, description: str) -> None:
     """Raise InputError if a file that begins with ``head`` is not UTF-8 text."""
     kind = detect_non_text(head)
     if kind is not None:
         rule = "a document is text in UTF-8, in files with the suffix of their compression"
         remedy = "convert it, or remove it from the input: input='FOLDER/*.txt' names some files of a folder"
-        raise InputError(Problem("input", f"{name_}: it is {kind}", rule, remedy))
+        raise InputError(Problem("input", f"{description}: it is {kind}", rule, remedy))
 
 
 def detect_non_text(head: bytes) -> str | None:
@@ -208,11 +213,11 @@ def _zipped(file: IO[bytes], path: Path) -> Iterator[tuple[str, IO[bytes]]]:
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.flag_bits & 1:
-                name_ = f"{path}, its file {entry.filename}: it is encrypted"
+                description = f"{path}, its file {entry.filename}: it is encrypted"
                 raise InputError(
                     Problem(
                         "input",
-                        name_,
+                        description,
                         "every file of the input can be read",
                         "decrypt it, or remove it from the archive",
                     )

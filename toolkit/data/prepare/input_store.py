@@ -1,4 +1,5 @@
-"""An input in a store (``input=s3://bucket/texts``): its files are first copied to this machine and then read locally.
+"""An input in a store (``input=s3://bucket/texts``): its files are first copied to this machine and then read
+locally.
 
     OUTPUT/.work/input/    the copies with their names and the store's modification times; removed with .work
 
@@ -35,25 +36,25 @@ def list_store(config: PrepareConfig, work: Path) -> InputListing:
         InputError: the store does not answer, or there are no files.
     """
     assert config.input is not None
-    place = parse_location(config.input, "input")
-    assert isinstance(place, Url)
-    if place.partition("://")[0] not in LISTED:
+    location = parse_location(config.input, "input")
+    assert isinstance(location, Url)
+    if location.partition("://")[0] not in LISTED:
         schemes = ", ".join(f"{kind}://" for kind in LISTED)
         raise InputError(
             Problem(
                 "input",
-                f"input={place}",
+                f"input={location}",
                 f"an input in a store is a folder of {schemes}: other stores cannot list their files",
                 "copy its files to this machine, and name their folder",
             )
         )
     with _errors_about_input():
-        stored = [file for file in _folder(place).listing() if not is_hidden(PurePosixPath(file.name))]
+        stored = [file for file in _folder(location).listing() if not is_hidden(PurePosixPath(file.name))]
     if not stored:
         raise InputError(
             Problem(
                 "input",
-                f"input={place}: no file below it",
+                f"input={location}: no file below it",
                 "an input in a store is a folder with files",
                 "correct the URL: it names a folder, not a file or a pattern",
             )
@@ -63,11 +64,13 @@ def list_store(config: PrepareConfig, work: Path) -> InputListing:
             relative_name(file.name)
         except UnsafePath as error:
             rule = "the name of a file in a store becomes the name of its copy on this machine"
-            raise InputError(Problem("input", f"{place}: {error}", rule, "rename it in the store")) from error
+            raise InputError(
+                Problem("input", f"{location}: {error}", rule, "rename it in the store")
+            ) from error
     files = tuple(
         (file.name, detect_format(file.name, config.format), file.bytes, file.modified) for file in stored
     )
-    return InputListing(str(work / INPUT), files, url=place)
+    return InputListing(str(work / INPUT), files, url=location)
 
 
 def fetch_input(listed: InputListing, progress: Progress) -> None:
@@ -127,8 +130,8 @@ def _contents(listed: InputListing, sizes: dict[str, int]) -> Iterator[tuple[Byt
         yield from zip(batch, folder.read_ranges(batch), strict=True)
 
 
-def _folder(place: Url) -> StoreFolder:
-    folder = open_folder(place)
+def _folder(location: Url) -> StoreFolder:
+    folder = open_folder(location)
     assert isinstance(folder, StoreFolder)
     return folder
 

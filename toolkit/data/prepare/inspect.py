@@ -44,7 +44,7 @@ def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
         return [f"data       {found.folder}: every file matches the manifest", *describe_records(found)]
     manifest = verify_folder(config.inspect, progress)
     folder = open_folder(str(manifest.url or manifest.folder))
-    lines = [f"data       {manifest.place}: every file matches the manifest", *describe_manifest(manifest)]
+    lines = [f"data       {manifest.location}: every file matches the manifest", *describe_manifest(manifest)]
     if manifest.recipe:
         lines.append(
             "recipe     "
@@ -83,10 +83,10 @@ def verify_folder(path: str, progress: Progress) -> DataManifest:
                 task.advance(len(content), note=name)
             seen = FileDigest(size, hasher.hexdigest())
             if seen != expected:
-                rule = f"the manifest says {expected.bytes} bytes, xxh3 {expected.xxh3_128}"
-                seen_ = f"{manifest.place}/{name}: {seen.bytes} bytes, xxh3 {seen.xxh3_128}"
+                rule = f"the manifest has {expected.bytes} bytes, xxh3 {expected.xxh3_128}"
+                message = f"{manifest.location}/{name}: {seen.bytes} bytes, xxh3 {seen.xxh3_128}"
                 raise InputError(
-                    Problem("inspect", seen_, rule, "restore the file, or prepare the data again")
+                    Problem("inspect", message, rule, "restore the file, or prepare the data again")
                 )
     return manifest
 
@@ -116,20 +116,22 @@ def _splits(manifest: DataManifest, folder: DataFolder, sequence_length: int) ->
             continue
         median, quantile = (int(value) for value in np.quantile(lengths, (0.5, 0.99)))
         lines.append(
-            f"{name:<10} lengths: median {median:,}, 99% up to {quantile:,}, longest {int(lengths.max()):,} tokens"
+            f"{name:<10} lengths: median {median:,}, 99% up to {quantile:,}, "
+            f"longest {int(lengths.max()):,} tokens"
         )
         window_waste = compute_waste(lengths, sequence_length)
         lines.append(
             f"           in windows of {sequence_length:,}: {window_waste.cut:.1%} of documents are cut "
-            f"({window_waste.longer:.1%} are longer), {window_waste.lost:.1%} of tokens do not see their document's beginning"
+            f"({window_waste.longer:.1%} are longer), {window_waste.lost:.1%} of tokens do not see their "
+            "document's beginning"
         )
         quality = shuffle_quality(lengths)
-        seen_ = (
+        message = (
             "too few documents"
             if quality is None
             else f"chi2/df {quality:.2f} of lengths over positions (1: well shuffled)"
         )
-        lines.append(f"           shuffle: {seen_}")
+        lines.append(f"           shuffle: {message}")
     return lines
 
 
@@ -150,7 +152,8 @@ def read_document_lengths(folder: DataFolder, split: TokenSplit) -> Lengths:
 
 
 def shuffle_quality(lengths: Lengths) -> float | None:
-    """Return chi2/df for the counts of DOMAINS ranges of document length in up to SEGMENTS segments of the data.
+    """Return chi2/df for the counts of DOMAINS ranges of document length in up to SEGMENTS segments of the
+    data.
 
     About 1 if length and position are independent; far above 1 if files or sources of one kind are adjacent.
     Differences that do not affect lengths are not detected. None if there are too few documents.

@@ -1,7 +1,7 @@
 """Second pass: each shard gets the documents of its key range from all parts, by ascending key.
 
-The number of shards of a split follows from its tokens; keys are hashes, so shards are about equally large. Memory of a
-process: the tokens of a slice of the range (``memory_mib``), and twice one document.
+The number of shards of a split follows from its tokens; keys are hashes, so shards are about equally large.
+Memory of a process: the tokens of a slice of the range (``memory_mib``), and twice one document.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class ShardReceipt:
 
 def plan_shards(receipts: Sequence[PartReceipt], token_bytes: int, shard_bytes: int) -> list[ShardPlan]:
     """Plan every shard of every split, from the token counts before duplicates are dropped."""
-    shards_ = []
+    plans = []
     for split in range(len(SPLITS)):
         size = sum(receipt.tokens[split] for receipt in receipts) * token_bytes
         count = -(-size // shard_bytes)
-        shards_ += [ShardPlan(split, number, count, size // count) for number in range(count)]
-    return shards_
+        plans += [ShardPlan(split, number, count, size // count) for number in range(count)]
+    return plans
 
 
 def start_merging(
@@ -72,7 +72,9 @@ def start_merging(
     memory_bytes: int,
     deduplicate: bool,
 ) -> Callable[[int, Callable[[int], None]], None]:
-    """Start a process: return a function that writes a shard by number and reports the bytes of tokens written."""
+    """Start a process: return a function that writes a shard by number and reports the bytes of tokens
+    written.
+    """
     receipts = read_receipts(work / PARTS)
 
     def merge_shard(number: int, advance: Callable[[int], None]) -> None:
@@ -125,12 +127,12 @@ def _slice(
 
 def read_shard_receipts(work: Path, shards: Sequence[ShardPlan]) -> dict[int, ShardReceipt]:
     """Read the receipts of finished shards, by shard number."""
-    shards_ = {}
+    plans = {}
     for number, planned in enumerate(shards):
         path = work / SHARDS / f"{planned.name}.json"
         if path.is_file():
             content = json.loads(path.read_bytes())
             shard = content["shard"]
-            shard_ = parse_shard(shard) if shard else None
-            shards_[number] = ShardReceipt(shard_, content["equal"])
-    return shards_
+            parsed_shard = parse_shard(shard) if shard else None
+            plans[number] = ShardReceipt(parsed_shard, content["equal"])
+    return plans

@@ -1,7 +1,9 @@
-"""A part: documents of a work unit as tokens, sorted by key. A part exists once its receipt, the last of three files, does.
+"""A part: documents of a work unit as tokens, sorted by key. A part exists once its receipt, the last of
+three files, does.
 
     UUUUUU-PPPPP.tokens   concatenated tokens of the documents, in the manifest's dtype
-    UUUUUU-PPPPP.keys     u64 [documents] high words of the keys, u64 [documents] low words, i64 [documents + 1] starts
+    UUUUUU-PPPPP.keys     u64 [documents] high words of the keys, u64 [documents] low words,
+                          i64 [documents + 1] first token of each document
     UUUUUU-PPPPP.json     the receipt: counts, and how far the unit was read
 
 Training documents precede validation documents; both are sorted by key.
@@ -34,7 +36,8 @@ class PartReceipt:
         read: documents of the unit read up to the end of this part, including empty ones.
         last: this is the unit's last part.
         kept: documents in the files, for each of SPLITS.
-        tokens: for each of SPLITS, including dropped duplicates, so that the sum does not depend on the parts.
+        tokens: for each of SPLITS, including dropped duplicates, so that the sum does not depend on the
+            parts.
         text_bytes: UTF-8 bytes of all documents that are not empty.
         equal: documents dropped as duplicates of an earlier one in the part.
         replaced: documents with bytes that are not UTF-8, which became U+FFFD.
@@ -94,7 +97,10 @@ def read_unit_receipts(folder: Path, unit: int) -> list[PartReceipt]:
 
 
 def remove_parts(folder: Path, unit: int) -> None:
-    """Remove the parts of a unit. The last receipt goes first, so that after a kill the remaining ones are contiguous."""
+    """Remove the parts of a unit.
+
+    The last receipt goes first, so that after a kill the remaining ones are contiguous.
+    """
     for path in sorted(folder.glob(f"{unit:06}-*.json"), reverse=True):
         path.unlink()
     for path in folder.glob(f"{unit:06}-*"):
@@ -114,13 +120,13 @@ def _receipt(path: Path) -> PartReceipt:
         content[name] = tuple(content[name])
     for name in ("special", "sources"):
         content[name] = tuple((key, count) for key, count in content[name])
-    content["first_bad"] = tuple((source, place, seen) for source, place, seen in content["first_bad"])
+    content["first_bad"] = tuple((source, position, seen) for source, position, seen in content["first_bad"])
     return PartReceipt(**content)
 
 
 @dataclass(frozen=True, slots=True)
 class PartSlice:
-    """Documents of a part in a key range: tokens [tokens], keys [documents], starts [documents + 1] from 0."""
+    """Documents of a part in a key range: tokens [tokens], keys [documents], starts [documents + 1]."""
 
     tokens: npt.NDArray[Any]
     high: UInt64s
@@ -131,7 +137,7 @@ class PartSlice:
 def read_part_slice(
     folder: Path, receipt: PartReceipt, split: int, low: int, high: int, dtype: np.dtype[Any]
 ) -> PartSlice:
-    """Read the documents of SPLITS[``split``] whose key's high word is in [low, high), and only their bytes."""
+    """Read only the documents of SPLITS[``split``] whose key's high word is in [low, high)."""
     documents = sum(receipt.kept)
     first = sum(receipt.kept[:split])
     count = receipt.kept[split]

@@ -19,7 +19,8 @@ from toolkit.progress import Progress
 
 VERSION = 2  # of the recipe: increase it if the same settings and input would give other bytes
 PLAN_NAME = "plan.json"
-# Units are small enough to occupy every process to the end and large enough to be few. They do not affect the bytes.
+# Units are small enough to occupy every process to the end and large enough to be few. They do not affect the
+# bytes.
 LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 1 << 20, 32 << 20, 64
 
 
@@ -44,10 +45,11 @@ class InputSource:
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """What one process reads at a time: the whole sources ``first`` to ``last`` - 1, or a range of one source.
+    """What one process reads at a time: the whole sources ``first`` to ``last`` - 1, or a range of one
+    source.
 
-    ``start`` and ``end`` count bytes of lines and jsonl, row groups of parquet, rows or shards of a dataset. ``end`` is
-    0 for whole files.
+    ``start`` and ``end`` count bytes of lines and jsonl, row groups of parquet, rows or shards of a dataset.
+    ``end`` is 0 for whole files.
     """
 
     first: int
@@ -145,7 +147,7 @@ def hash_sources(root: str, sources: Sequence[InputSource], progress: Progress) 
 
 
 def build_recipe(config: PrepareConfig) -> dict[str, Any]:
-    """Return key -> value, as the user writes them, of everything except the input that determines the bytes."""
+    """Return the settings that, with the input, determine the bytes: key -> value as the user writes them."""
     tokenizer_path = config.tokenizer.path
     tokenizer: dict[str, Any] = {"tokenizer.end_of_text": config.tokenizer.end_of_text}
     if tokenizer_path is None:
@@ -317,7 +319,9 @@ def row_group_ranges(path: Path, target_bytes: int) -> Iterator[tuple[int, int, 
 
 
 def group_neighbours(sizes: Sequence[int], total: int, target_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges [start, end) of neighbours of about ``aim`` bytes, where all have ``total`` bytes in ratios ``sizes``."""
+    """Yield ranges [start, end) of neighbours of about ``aim`` bytes, where all have ``total`` bytes in
+    ratios ``sizes``.
+    """
     scale = total / max(1, sum(sizes))
     start, size = 0, 0.0
     for number, group_size in enumerate(sizes):

@@ -1,6 +1,7 @@
 """The documents of a work unit in a fixed order, in memory bounded by one document (for Parquet: by a page).
 
-After a kill a unit is read from its start again and finished documents are dropped: reading is a hundredth of the work.
+After a kill a unit is read from its start again and finished documents are dropped: reading is a hundredth of
+the work.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def read_documents(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocum
 
 
 def decode_document(content: bytes) -> tuple[bytes, str]:
-    """Return a document as UTF-8 and as text. Invalid UTF-8 becomes U+FFFD; valid bytes are returned unchanged."""
+    """Return a document as UTF-8 and as text.
+
+    Invalid UTF-8 becomes U+FFFD; valid bytes are returned unchanged.
+    """
     try:
         return content, content.decode()
     except UnicodeDecodeError:
@@ -110,9 +114,9 @@ def _file(
 def _archive(
     plan: PreparationPlan, source: int, opened: InputReader
 ) -> Iterator[tuple[int, bytes | BadRow, str]]:
-    format_ = InputFormat[plan.sources[source].format]
+    archive_format = InputFormat[plan.sources[source].format]
     for member, (name, file) in enumerate(opened.members()):
-        kind = detect_format(name, format_).name
+        kind = detect_format(name, archive_format).name
         for number, result in _rows(plan, source, kind, file, f"its file {name}, "):
             yield member << MEMBER_BITS | number, result, f"its file {name}, {_location_in(kind, number)}"
 
@@ -244,7 +248,9 @@ TOKENISER_MEMORY = 150
 
 
 def check_memory(document: InputDocument, path: Path) -> None:
-    """Raise InputError if this machine lacks the memory to tokenise the document; the library would abort the process."""
+    """Raise InputError if this machine lacks the memory to tokenise the document; the library would abort the
+    process.
+    """
     size = len(document.content)
     if size < LARGE_BYTES:
         return
@@ -269,7 +275,8 @@ MAX_PROBLEMS = 20
 
 
 def check_first_rows(plan: PreparationPlan, sources: Sequence[int], progress: Progress) -> None:
-    """Read the first rows of ``sources``, which need no units or hashes yet, so that wrong input is found at once.
+    """Read the first rows of ``sources``, which need no units or hashes yet, so that wrong input is found at
+    once.
 
     Raises InputError with a problem for each file that has one, up to MAX_PROBLEMS.
     """

@@ -1,4 +1,6 @@
-"""The results of a preparation: counts, document lengths and their histogram; and the manifest, which is written last."""
+"""The results of a preparation: counts, document lengths and their histogram; and the manifest, which is
+written last.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class PreparationStatistics:
         empty: dropped because they have no text.
         replaced: documents (duplicates included) with bytes that are not UTF-8, written as U+FFFD.
         bad: rows skipped because no document could be read (``on_bad_row=skip``).
-        text_bytes: UTF-8 bytes of all documents that are not empty; bytes_per_token is over the same documents.
+        text_bytes: UTF-8 bytes of all documents that are not empty; bytes_per_token is over the same
+            documents.
         histogram: [shortest, documents] of each bin of lengths in tokens; a bin ends where the next begins.
     """
 
@@ -67,7 +70,7 @@ def write_results(
     shards: Sequence[ShardPlan],
     shard_receipts: Mapping[int, ShardReceipt],
 ) -> DataManifest:
-    """Write sources, report, histogram and manifest into ``output``; equal input and recipe give equal bytes."""
+    """Write sources, report, histogram and manifest; equal input and recipe give equal bytes."""
     shards_by_split: dict[str, list[Any]] = {name: [] for name in SPLITS}
     for number, piece in enumerate(shards):
         if (shard := shard_receipts[number].shard) is not None:
@@ -102,14 +105,16 @@ def write_results(
 
 
 def _bad_rows(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> dict[str, Any]:
-    """Return number and first examples of bad rows by file and position, independent of how the work was split."""
+    """Return number and first examples of bad rows by file and position, independent of how the work was
+    split.
+    """
     count = sum(receipt.bad for receipt in receipts)
     if not count:
         return {}
     first = sorted(
-        (plan.sources[source].name, place, statistics)
+        (plan.sources[source].name, position, statistics)
         for receipt in receipts
-        for source, place, statistics in receipt.first_bad
+        for source, position, statistics in receipt.first_bad
     )
     return {"count": count, "first": [f"{name}, {statistics}" for name, _, statistics in first[:FIRST_BAD]]}
 
@@ -127,7 +132,9 @@ def package_versions() -> dict[str, str]:
 
 
 def _sources(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> list[dict[str, Any]]:
-    """Describe the sources, with the number of documents that are not empty; files of a dataset have no number."""
+    """Describe the sources, with the number of documents that are not empty; files of a dataset have no
+    number.
+    """
     documents: Counter[int] = Counter()
     for receipt in receipts:
         documents.update(dict(receipt.sources))
@@ -165,7 +172,8 @@ def _statistics(
         read=sum(receipt.empty + receipt.bad + receipt.equal + sum(receipt.kept) for receipt in receipts),
         documents=documents,
         tokens=tokens,
-        equal=sum(receipt.equal for receipt in receipts) + sum(receipt_.equal for receipt_ in shard_receipts),
+        equal=sum(receipt.equal for receipt in receipts)
+        + sum(shard_receipt.equal for shard_receipt in shard_receipts),
         empty=sum(receipt.empty for receipt in receipts),
         replaced=sum(receipt.replaced for receipt in receipts),
         text_bytes=text_bytes,
@@ -179,7 +187,7 @@ def _statistics(
 
 
 def describe_preparation(manifest: DataManifest) -> list[str]:
-    """Format results that the manifest lacks; the report's lines only if launch/prepare.py wrote the folder."""
+    """Format the results that the manifest lacks, from the report if launch/prepare.py wrote one."""
     lines, file = [], manifest.folder / REPORT
     if SPLITS[1] not in manifest.splits:
         lines.append(
@@ -197,7 +205,8 @@ def describe_report(content: bytes) -> list[str]:
     statistics = PreparationStatistics(**json.loads(content))
     lengths = f"{statistics.shortest:,} to {statistics.longest:,} tokens, mean {statistics.mean:,.0f}"
     lines = [
-        f"documents  {statistics.read:,} read, {statistics.documents:,} kept; dropped: {statistics.equal:,} duplicates, {statistics.empty:,} empty",
+        f"documents  {statistics.read:,} read, {statistics.documents:,} kept; "
+        f"dropped: {statistics.equal:,} duplicates, {statistics.empty:,} empty",
         f"           {lengths}; {statistics.bytes_per_token:.2f} bytes per token",
     ]
     if statistics.replaced:

@@ -55,7 +55,10 @@ def parse_line(kind: str, line: bytes, name: str) -> bytes:
 
 
 def extract_text(record: Any, name: str) -> bytes:
-    """Return the field ``name`` of an object. ``meta.body`` is a nested field, unless a field has that whole name."""
+    """Return the field ``name`` of an object.
+
+    ``meta.body`` is a nested field, unless a field has that whole name.
+    """
     try:
         value = get_field(record, name)
     except KeyError:
@@ -68,7 +71,10 @@ def extract_text(record: Any, name: str) -> bytes:
 
 
 def get_field(record: Any, name: str) -> Any:
-    """Get a possibly nested field. Below a null, the value is null. Raises KeyError if there is no such field."""
+    """Get a possibly nested field.
+
+    Below a null, the value is null. Raises KeyError if there is no such field.
+    """
     if isinstance(record, dict) and name in record:
         return record[name]
     for part in name.split("."):

@@ -1,9 +1,9 @@
 """``launch/prepare.py``: make a folder of tokenised shards from text. After a kill it continues where it was.
 
 OUTPUT/train-00000.bin .idx ..., validation-00000 ..., tokenizer/, sources.json, report.json, lengths.png
-OUTPUT/manifest.json      written last: without it the folder is not data
-OUTPUT/.work/             plan, parts and receipts of an unfinished preparation, about as large as the shards, and
-                          a copy of an input from a store
+OUTPUT/manifest.json      written last: without it the folder is not data OUTPUT/.work/             plan,
+parts and receipts of an unfinished preparation, about as large as the shards, and a copy of an input from a
+store
 """
 
 from __future__ import annotations
@@ -193,22 +193,22 @@ def _write_shards(
 
 
 def _plan(config: PrepareConfig, listed: InputListing, work: Path, progress: Progress) -> PreparationPlan:
-    """Return the unfinished plan of this recipe, updated to the input, or a new one if no tokens exist yet."""
+    """Return the unfinished plan of this recipe updated to the input, or a new one if no tokens exist yet."""
     previous = read_plan(work)
     if previous is not None:
         plan = relax_recipe(previous, config)
-        problems, changes_ = (
+        problems, changed_files = (
             _differences(plan.recipe, config, work.parent, "is being prepared"),
             find_changes(plan, listed),
         )
-        if not problems and not changes_:
+        if not problems and not changed_files:
             if plan != previous:
                 plan.write(work)
             return plan
         if any((work / tokenise.PARTS).glob("*.json")):
             if problems:
                 raise InputError(*problems)
-            plan = update_plan(plan, changes_, config, listed, work, progress)
+            plan = update_plan(plan, changed_files, config, listed, work, progress)
             plan.write(work)
             return plan
         # The tokenizer of a recipe or an input that was given by mistake.
@@ -258,7 +258,8 @@ def _differences(made_recipe: Any, config: PrepareConfig, output: Path, origin: 
     return [
         Problem(
             key,
-            f"{key}={format_value(requested.get(key))}, and output={output} {origin} with {key}={format_value(made_recipe.get(key))}",
+            f"{key}={format_value(requested.get(key))}, and output={output} {origin} with "
+            f"{key}={format_value(made_recipe.get(key))}",
             "an output has one recipe and is not overwritten",
             f"write {key}={format_value(made_recipe.get(key))}, or name another output: output=FOLDER",
         )

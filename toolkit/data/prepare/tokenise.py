@@ -1,6 +1,7 @@
 """First pass: tokenise a work unit into parts, each committed when it is complete.
 
-Memory of a process: the tokens of one part (PART_BYTES of text), the tokenizer's results for TEXT_AT_ONCE, and one document.
+Memory of a process: the tokens of one part (PART_BYTES of text), the tokenizer's results for TEXT_AT_ONCE,
+and one document.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ SHOWN = 240  # characters of an error about a row
 
 
 def start_tokenising(work: Path, vocabulary: TokenizerSpec) -> Callable[[int, Callable[[int], None]], None]:
-    """Start a process: return a function that tokenises a unit by number and reports the input bytes processed."""
+    """Start a process: return a function that tokenises a unit by number and reports the input bytes
+    processed.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel
     plan = read_plan(work)
     assert plan is not None
@@ -75,10 +78,10 @@ def _tokenise_unit(
     part.commit(folder, last=True)
 
 
-def _batches(documents_: Iterator[InputDocument]) -> Iterator[list[InputDocument]]:
+def _batches(documents: Iterator[InputDocument]) -> Iterator[list[InputDocument]]:
     batch: list[InputDocument] = []
     size = 0
-    for document in documents_:
+    for document in documents:
         batch.append(document)
         size += len(document.content)
         if size >= TEXT_AT_ONCE:

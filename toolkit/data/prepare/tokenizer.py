@@ -1,4 +1,6 @@
-"""The tokenizer of a preparation: installed from transformers or tokenizers, or trained on a sample of the input."""
+"""The tokenizer of a preparation: installed from transformers or tokenizers, or trained on a sample of the
+input.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def tokenizer_spec(folder: Path, info: TokenizerInfo, plan: PreparationPlan) -> 
 
 
 def _sample(config: PrepareConfig, plan: PreparationPlan, progress: Progress) -> Iterator[str]:
-    """Yield training documents from units spread evenly over the input, the same number of bytes from each."""
+    """Yield training documents from units spread evenly over the input, equally many bytes from each."""
     keys, sample_bytes = DocumentKeys.of(plan), config.tokenizer.sample_mib << 20
     whole_input = 0 < plan.bytes <= sample_bytes
     count = len(plan.units) if whole_input else min(len(plan.units), SAMPLED_UNITS)

@@ -1,17 +1,19 @@
-"""Fixed-size records that are not tokens (image tiles with a label, boards, spectra), read at random by number.
+"""Fixed-size records that are not tokens (image tiles with a label, boards, spectra), read at random by
+number.
 
     records = open_records("data/tiles", "train")
     records.read(np.zeros(2, np.int64), np.array([7, 3]))["image"]      # uint16 [2, 12, 64, 64]
 
 A folder of records, written by ``RecordWriter`` (toolkit/data/records/writer.py):
 
-    manifest.json              fields, splits, counts, size and hash of every file, field statistics, origin, licence
+    manifest.json              fields, splits, size and hash of every file, statistics, origin, licence
     train-00000.records, ...   records without gaps; none crosses the end of a file
     train-00000.sums, ...      block checksums of each file (toolkit/data/checksums.py)
 
-A record is a C struct: its fields in order, little endian, aligned as by a C compiler, padded with zeros to a multiple of
-its largest alignment (the manifest has every offset and the size). So record ``n`` is bytes ``n * record_bytes`` to
-``(n + 1) * record_bytes`` of its split: one contiguous range of one file, on disk or in an object store.
+A record is a C struct: its fields in order, little endian, aligned as by a C compiler, padded with zeros to a
+multiple of its largest alignment (the manifest has every offset and the size). So record ``n`` is bytes ``n *
+record_bytes`` to ``(n + 1) * record_bytes`` of its split: one contiguous range of one file, on disk or in an
+object store.
 """
 
 from __future__ import annotations
@@ -77,8 +79,8 @@ class FieldStatistics:
     """Statistics of one field over all records of a split.
 
     Attributes:
-        mean, std: of each index of the field's first dimension (each band of an image [bands, height, width]), or of
-            the number itself. ``std`` is that of the population.
+        mean, std: of each index of the field's first dimension (each band of an image [bands, height,
+            width]), or of the number itself. ``std`` is that of the population.
         least, most: minimum and maximum of all values.
     """
 
@@ -162,10 +164,12 @@ class RecordManifest:
         return self.splits[name]
 
     def data_hash(self, name: str) -> str:
-        """Hash everything that determines a run's view of a split: bytes, fields, statistics. 32 hex digits."""
+        """Hash what determines a run's view of a split: bytes, fields, statistics. 32 hex digits."""
         split = self.split(name)
         shards = [(shard.records, shard.file.xxh3_128) for shard in split.shards]
-        statistics = {field: asdict(statistics_) for field, statistics_ in sorted(split.statistics.items())}
+        statistics = {
+            field: asdict(field_statistics) for field, field_statistics in sorted(split.statistics.items())
+        }
         parts = [[asdict(field) for field in self.fields], self.record_bytes, shards, statistics]
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
@@ -179,7 +183,7 @@ class RecordSamples:
         self.dtype = manifest.dtype
         self.count = self.split.records
         self.block = max(1, BLOCK_BYTES // manifest.record_bytes)
-        self.stored, self.shape = self.dtype, ()
+        self.stored_dtype, self.shape = self.dtype, ()
         self._name = split
         self._rows = rows
 
@@ -198,17 +202,18 @@ class RecordSamples:
 
 
 def open_records(
-    path: str | Path, split: str, *, cache: BlockCache | None = None, surveyed: bool = False
+    path: str | Path, split: str, *, cache: BlockCache | None = None, files_checked: bool = False
 ) -> RecordSamples:
     """Open the records of ``split`` of the data folder ``path``, which may be a URL.
 
-    Sizes are always checked. All bytes of a local split of up to 256 MiB are verified at once. Blocks of a larger split
-    and of data in a store are verified when read, if the folder has checksums (manifest format 2).
+    Sizes are always checked. All bytes of a local split of up to 256 MiB are verified at once. Blocks of a
+    larger split and of data in a store are verified when read, if the folder has checksums (manifest format
+    2).
 
     Args:
         cache: for records in a store, see ``StoreRows``.
-        surveyed: another process has called ``check_record_files`` at this start, so ranks need not query the store
-            for every shard again.
+        surveyed: another process has called ``check_record_files`` at this start, so ranks need not query the
+            store for every shard again.
 
     Raises:
         InputError: no such folder or split, or a file does not match the manifest.
@@ -216,7 +221,7 @@ def open_records(
     manifest = read_record_manifest(path)
     chosen = manifest.split(split)
     if isinstance(manifest.folder, Url):
-        if not surveyed:
+        if not files_checked:
             check_record_files(manifest, [split])
         return RecordSamples(
             manifest, split, StoreRows(manifest.folder, chosen.files, manifest.record_bytes, cache=cache)
@@ -241,7 +246,10 @@ def check_record_files(manifest: RecordManifest, splits: Sequence[str]) -> None:
 
 
 def verify_records(path: str | Path, progress: Progress) -> RecordManifest:
-    """Read and verify every byte of a local data folder. Raises InputError naming the first file that differs."""
+    """Read and verify every byte of a local data folder.
+
+    Raises InputError naming the first file that differs.
+    """
     manifest = read_record_manifest(path)
     if isinstance(manifest.folder, Url):
         raise InputError(
@@ -312,16 +320,17 @@ def describe_records(manifest: RecordManifest) -> list[str]:
         lines.append(f"field      {field.name}: {field.dtype} {list(field.shape)}")
     for name, split in manifest.splits.items():
         lines.append(
-            f"{name:<10} {split.records:,} records in {len(split.shards)} files, xxh3 {manifest.data_hash(name)}"
+            f"{name:<10} {split.records:,} records in {len(split.shards)} files, "
+            f"xxh3 {manifest.data_hash(name)}"
         )
-        for field_name, statistics_ in split.statistics.items():
+        for field_name, field_statistics in split.statistics.items():
             means = ", ".join(
                 f"{mean:.4g} ± {std:.4g}"
-                for mean, std in zip(statistics_.mean[:16], statistics_.std[:16], strict=True)
+                for mean, std in zip(field_statistics.mean[:16], field_statistics.std[:16], strict=True)
             )
             lines.append(
-                f"{'':<10} {field_name} in {statistics_.least:g} .. {statistics_.most:g}; "
-                f"mean ± std {means}{' ...' * (len(statistics_.mean) > 16)}"
+                f"{'':<10} {field_name} in {field_statistics.least:g} .. {field_statistics.most:g}; "
+                f"mean ± std {means}{' ...' * (len(field_statistics.mean) > 16)}"
             )
     return lines
 
@@ -336,13 +345,13 @@ def _split(content: Mapping[str, Any]) -> RecordSplit:
         )
         for shard in content["shards"]
     )
-    statistics_ = content["statistics"].items()
+    field_statistics = content["statistics"].items()
     return RecordSplit(
         shards,
         {
             name: FieldStatistics(
                 tuple(field_name["mean"]), tuple(field_name["std"]), field_name["least"], field_name["most"]
             )
-            for name, field_name in statistics_
+            for name, field_name in field_statistics
         },
     )

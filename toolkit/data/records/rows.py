@@ -43,15 +43,16 @@ class MappedRows:
     def __init__(
         self, folder: Path, shards: Sequence[RecordShard], row_bytes: int, *, checked: bool = False
     ) -> None:
-        """
-        Args:
-            checked: all bytes of the split were already verified; otherwise each block is when it is first read.
+        """Args: checked: all bytes of the split were already verified; otherwise each block is when it is
+        first read.
 
         Raises:
-            InputError: a file is absent or its size differs from the manifest's. Reading raises it for a damaged block.
+            InputError: a file is absent or its size differs from the manifest's. Reading raises it for a
+                damaged block.
         """
         files = [(resolve_file(folder, shard.file_name), shard.file) for shard in shards]
-        # Bytes rather than structs, which numpy may copy field by field; plain arrays, which are faster than memmap.
+        # Bytes rather than structs, which numpy may copy field by field; plain arrays, which are faster than
+        # memmap.
         self._shards = [
             np.asarray(
                 np.memmap(
@@ -102,13 +103,18 @@ class MappedRows:
         return rows
 
 
-def check_store_sizes(place: Url, files: Files) -> None:
-    """Check the sizes of ``files`` with one small request each, all at once. Raises InputError naming the first mismatch."""
-    for (name, expected), size in zip(files, _folder(place).sizes([name for name, _ in files]), strict=True):
+def check_store_sizes(location: Url, files: Files) -> None:
+    """Check the sizes of ``files`` with one small request each, all at once.
+
+    Raises InputError naming the first mismatch.
+    """
+    for (name, expected), size in zip(
+        files, _folder(location).sizes([name for name, _ in files]), strict=True
+    ):
         if size != expected.bytes:
             raise data_path_error(
-                f"{place / name}: {size} bytes",
-                f"the manifest says {expected.bytes} bytes",
+                f"{location / name}: {size} bytes",
+                f"the manifest has {expected.bytes} bytes",
                 "restore the file, or write the records again",
             )
 
@@ -118,7 +124,7 @@ class StoreRows:
 
     def __init__(
         self,
-        place: Url,
+        location: Url,
         files: Mapping[str, FileDigest],
         row_bytes: int,
         *,
@@ -130,7 +136,7 @@ class StoreRows:
             files: size and hash of each file, by name: the records in their order, and their checksums.
             cache: stores blocks of 32 KiB; None: records are fetched exactly whenever they are read.
         """
-        self.folder = _folder(place, limits).for_reading(
+        self.folder = _folder(location, limits).for_reading(
             {name: expected.bytes for name, expected in files.items()}
         )
         self._reader = make_checked_reader(self.folder, files)
@@ -160,7 +166,7 @@ class StoreRows:
         return rows
 
 
-def _folder(place: Url, limits: RequestLimits | None = None) -> StoreFolder:
-    folder = open_folder(place, limits)
+def _folder(location: Url, limits: RequestLimits | None = None) -> StoreFolder:
+    folder = open_folder(location, limits)
     assert isinstance(folder, StoreFolder)
     return folder

@@ -1,7 +1,7 @@
 """Write a folder of records; toolkit/data/records/reader.py describes the format.
 
     fields = {"image": ("uint16", (12, 64, 64)), "label": ("int64", ())}
-    with RecordWriter("data/tiles", fields, description="tiles of a field campaign", licence="CC-BY-4.0") as writer:
+    with RecordWriter("data/tiles", fields, description="field campaign", licence="CC-BY-4.0") as writer:
         for image, label in tiles:
             writer.add("train", image=image, label=label)
 
@@ -41,7 +41,8 @@ BUFFER_BYTES = 1 << 20
 class RecordWriter:
     """Writes a folder of records; a context manager.
 
-    Memory: 1 MiB per split, or one record if that is larger, and up to eight times as much for the statistics.
+    Memory: 1 MiB per split, or one record if that is larger, and up to eight times as much for the
+    statistics.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class RecordWriter:
         """Add one record at the end of ``split``, with a value of the right shape for every field.
 
         Raises:
-            InputError: a field is missing or of another shape, or a number does not fit its dtype or is not finite.
+            InputError: a field is missing or of another shape, or a number does not fit its dtype or is not
+                finite.
         """
         if split not in self._splits:
             if not split.isidentifier():
@@ -100,7 +102,10 @@ class RecordWriter:
         return self._manifest
 
     def close(self) -> None:
-        """Finish the folder and rename it. Closing again has no effect. Raises InputError if there is no record."""
+        """Finish the folder and rename it.
+
+        Closing again has no effect. Raises InputError if there is no record.
+        """
         if self._manifest is not None:
             return
         if not self._splits:
@@ -139,7 +144,7 @@ class RecordWriter:
 
 
 class _SplitWriter:
-    """Writes the shards ``<split>-00000``, ``<split>-00001`` ... and computes the statistics of their fields."""
+    """Writes the shards ``<split>-00000``, ``<split>-00001`` ... and computes their field statistics."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[np.void], shard_bytes: int) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
@@ -238,7 +243,9 @@ class _SplitWriter:
 
 
 class _RunningStatistics:
-    """Mean and variance updated batch by batch (Chan, Golub, LeVeque 1983), without the cancellation of summed squares."""
+    """Mean and variance updated batch by batch (Chan, Golub, LeVeque 1983), without the cancellation of
+    summed squares.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -271,15 +278,15 @@ def _layout(
     """Return the struct of the fields, aligned as in C, little endian."""
     parts = []
     for name, (kind, shape) in fields.items():
-        dtype_ = np.dtype(kind)
-        if dtype_.name not in DTYPES or not name.isidentifier() or any(size < 1 for size in shape):
+        field_dtype = np.dtype(kind)
+        if field_dtype.name not in DTYPES or not name.isidentifier() or any(size < 1 for size in shape):
             raise _problem(
-                f"field {name!r} of dtype {dtype_} and shape {list(shape)}",
+                f"field {name!r} of dtype {field_dtype} and shape {list(shape)}",
                 f"a field has a name of letters, digits and '_', one of the dtypes {', '.join(DTYPES)}, "
                 "and no empty dimension",
                 "describe it like this: image=('uint16', (12, 64, 64))",
             )
-        parts.append((name, dtype_.newbyteorder("<"), tuple(shape)))
+        parts.append((name, field_dtype.newbyteorder("<"), tuple(shape)))
     if not parts:
         raise _problem(
             "no field", "a record has a field", "describe it like this: image=('uint16', (12, 64, 64))"

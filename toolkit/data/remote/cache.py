@@ -1,13 +1,15 @@
-"""A bounded cache of blocks on a local disk for data in a store: each block comes over the network once per node.
+"""A bounded cache of blocks on a local disk for data in a store: each block comes over the network once per
+node.
 
     <folder>/32KiB-<slots>.blocks    the slots, 32 KiB each; grows up to its bound
     <folder>/32KiB-<slots>.index     one record per slot: key of its block, length, hash, time
     <folder>/32KiB-<slots>.claims    empty; its bytes are locked while a process fetches the block of a slot
 
-A block may be in one of WAYS slots, computed from its file and number, so opening takes constant time and needs no list.
-If all of them are used, the oldest block is replaced. Ranks share the files without communication: a block is valid only
-if its bytes have the record's hash. So a process killed while it writes, two processes that write one slot, or a machine
-that stops leave a missing block, never a wrong one. With a folder under /dev/shm the cache is in memory.
+A block may be in one of WAYS slots, computed from its file and number, so opening takes constant time and
+needs no list. If all of them are used, the oldest block is replaced. Ranks share the files without
+communication: a block is valid only if its bytes have the record's hash. So a process killed while it writes,
+two processes that write one slot, or a machine that stops leave a missing block, never a wrong one. With a
+folder under /dev/shm the cache is in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ RECORD = np.dtype([("key", "<u8", 2), ("check", "<u8", 2), ("length", "<u8"), ("
 
 
 class BlockCache:
-    """Blocks of up to 32 KiB by (file, number), where ``file`` identifies the content and not the location."""
+    """Blocks of up to 32 KiB by (file, number), where ``file`` identifies the content, not the location."""
 
     def __init__(self, folder: Path, gib: float) -> None:
         """Raises InputError if the folder cannot be written or has no room."""
@@ -102,7 +104,10 @@ class BlockCache:
         self._index[slot] = (key, _check(key, content), len(content), time.time_ns())
 
     def claim(self, file: str, number: int) -> bool:
-        """Return whether this process shall fetch the block; no other will. The kernel ends the claim with the process."""
+        """Return whether this process shall fetch the block; no other will.
+
+        The kernel ends the claim with the process.
+        """
         try:
             fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._claimed(file, number))
             return True
@@ -118,7 +123,10 @@ class BlockCache:
         return self._slots_of(file, number)[0][0] >> 2  # an offset in a file has 63 bits
 
     def _slots_of(self, file: str, number: int) -> tuple[tuple[int, int], int]:
-        """Return a block's key and its first slot. Blocks of a file are in consecutive sets, which fill evenly."""
+        """Return a block's key and its first slot.
+
+        Blocks of a file are in consecutive sets, which fill evenly.
+        """
         key = xxhash.xxh3_128_intdigest(f"{file} {number}".encode())
         sets = self.slots // WAYS
         # A record of zeros is an empty slot, so no key may be zero.
@@ -142,7 +150,10 @@ class BlockCache:
             raise InputError(Problem("data.cache.gib", seen, "the whole cache has room", remedy))
 
     def _drop_others(self, name: str) -> None:
-        """Remove caches of other sizes from the folder, which has one bound. Processes that use them keep open files."""
+        """Remove caches of other sizes from the folder, which has one bound.
+
+        Processes that use them keep open files.
+        """
         for ending in ("blocks", "index", "claims"):
             for file in self.folder.glob(f"{BLOCK_BYTES >> 10}KiB-*.{ending}"):
                 if file.stem != name:
@@ -150,7 +161,7 @@ class BlockCache:
 
 
 def _check(key: tuple[int, int], content: Buffer) -> tuple[int, int]:
-    """Hash the bytes together with the block's key, so that another block's bytes in this slot do not match."""
+    """Hash the bytes with the block's key, so that another block's bytes in this slot do not match."""
     whole = xxhash.xxh3_128_intdigest(content, seed=key[1])
     return whole >> 64, whole & (2**64 - 1)
 

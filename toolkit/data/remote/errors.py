@@ -1,4 +1,4 @@
-"""Errors of stores: exceptions of obstore translated without quoting it, since its texts may contain secrets."""
+"""Translation of obstore's exceptions without quoting them, since their texts may contain secrets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def data_path_error(seen: str, rule: str, remedy: str) -> InputError:
     return InputError(Problem("data.path", seen, rule, remedy))
 
 
-def translate_error(error: Exception, place: str) -> InputError | TransientError:
+def translate_error(error: Exception, location: str) -> InputError | TransientError:
     """Translate an exception of obstore without quoting it.
 
-    obstore has one exception class for most failures and distinguishes them only in its text, which is searched here.
+    obstore has one exception class for most failures and distinguishes them only in its text, which is
+    searched here.
     """
     from obstore import exceptions
 
@@ -32,35 +33,35 @@ def translate_error(error: Exception, place: str) -> InputError | TransientError
     if any(word in text for word in _INSTANCE):
         return TransientError("no credentials in the environment, and this machine's instance provides none")
     if "redirect without LOCATION" in text or "AuthorizationHeaderMalformed" in text:
-        return _another_region(text, place)
+        return _another_region(text, location)
     if isinstance(error, FileNotFoundError) or status == 404:  # listings do not raise FileNotFoundError
         what = "no such bucket" if "NoSuchBucket" in text or "NoSuchContainer" in text else "absent"
         return data_path_error(
-            f"{place}: {what}",
+            f"{location}: {what}",
             "the store holds the data folder with every file of its manifest",
             "check data.path, or copy the missing files there",
         )
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
         rule = "the store lets this machine read the data (some answer 403 for a file that is absent, too)"
         return data_path_error(
-            f"{place}: refused with status {status or 403}", rule, credentials_remedy(place)
+            f"{location}: refused with status {status or 403}", rule, credentials_remedy(location)
         )
     if isinstance(error, exceptions.NotSupportedError) or "non-partial response" in text:
         return data_path_error(
-            f"{place}: the whole file came where a range was asked for",
+            f"{location}: the whole file came where a range was asked for",
             "the server answers requests for ranges",
             "serve the folder with a server that does, or copy it to this machine",
         )
     if status == 416:
         return data_path_error(
-            f"{place}: ends before the requested bytes",
+            f"{location}: ends before the requested bytes",
             "the file is as long as its manifest says",
             RESTORE_REMEDY,
         )
     if status is not None and 300 <= status < 500 and status not in (408, 429):
-        remedy = f"check the address, the region (AWS_REGION) and the clock; {credentials_remedy(place)}"
+        remedy = f"check the address, the region (AWS_REGION) and the clock; {credentials_remedy(location)}"
         return data_path_error(
-            f"{place}: refused with status {status}", "the store answers with the file", remedy
+            f"{location}: refused with status {status}", "the store answers with the file", remedy
         )
     if status is not None:
         return TransientError(f"status {status}")
@@ -69,10 +70,12 @@ def translate_error(error: Exception, place: str) -> InputError | TransientError
     return TransientError("the connection failed or broke off")
 
 
-def _another_region(text: str, place: str) -> InputError:
-    """Return the error for a bucket in another region than the one signed for: S3 answers 301 without address, or 400.
+def _another_region(text: str, location: str) -> InputError:
+    """Return the error for a bucket in another region than the one signed for: S3 answers 301 without
+    address, or 400.
 
-    The body of a 400 names the region. A 301 names it in a header, which obstore hides; an unsigned request shows it.
+    The body of a 400 names the region. A 301 names it in a header, which obstore hides; an unsigned request
+    shows it.
     """
     region_match, address = (
         re.search(r"<Region>([a-z0-9-]{1,40})</Region>", text),
@@ -81,9 +84,9 @@ def _another_region(text: str, place: str) -> InputError:
     region = region_match[1] if region_match else _bucket_region(address[1]) if address else None
     environment = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     seen = (
-        f"{place}: the bucket is in the region {region}"
+        f"{location}: the bucket is in the region {region}"
         if region
-        else f"{place}: the bucket is in another region"
+        else f"{location}: the bucket is in another region"
     )
     seen += f", AWS_REGION={environment}" if environment else ", and AWS_REGION is not set"
     remedy = f"write AWS_REGION={region or 'THE_REGION'} before the command"

@@ -1,11 +1,12 @@
-"""Concurrent requests, each with retries after failures and silence, within bounded time and a bounded number of attempts.
+"""Concurrent requests, each with retries after failures and silence, within bounded time and a bounded number
+of attempts.
 
-A failed attempt is repeated after exponential backoff. If an attempt takes much longer than usual, a second attempt
-starts in parallel and the first answer counts (a hedged request). In a store that stalls every twentieth request a read
-then takes a fraction of a second longer, not the time limit of a request.
+A failed attempt is repeated after exponential backoff. If an attempt takes much longer than usual, a second
+attempt starts in parallel and the first answer counts (a hedged request). In a store that stalls every
+twentieth request a read then takes a fraction of a second longer, not the time limit of a request.
 
-Attempts run in threads, which Python joins at exit. obstore's asynchronous functions would need fewer threads, but a
-library thread that calls into Python during interpreter shutdown aborts the process.
+Attempts run in threads, which Python joins at exit. obstore's asynchronous functions would need fewer
+threads, but a library thread that calls into Python during interpreter shutdown aborts the process.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class RequestLimits:
     """Bounds of requests to a store."""
 
     in_flight: int = 64
-    """Concurrent requests of one read; fewer while the store is overloaded. Abandoned attempts are not counted; there are
-    at most THREADS in all."""
+    """Concurrent requests of one read; fewer while the store is overloaded. Abandoned attempts are not
+    counted; there are at most THREADS in all.
+    """
     part_bytes: int = 1 << 20
     """The largest request; longer ranges are split."""
     connect_seconds: float = 5.0
@@ -45,9 +47,13 @@ class RequestLimits:
     """An attempt fails if it is incomplete after this time."""
     first_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
-    """A failed attempt is repeated after the first backoff, doubled each time up to the maximum, times a random 0.5 to 1."""
+    """A failed attempt is repeated after the first backoff, doubled each time up to the maximum, times a
+    random 0.5 to 1.
+    """
     opening_seconds: float = 20.0
-    """While data are opened, no attempt starts later than this after the first: a wrong address is reported soon."""
+    """While data are opened, no attempt starts later than this after the first: a wrong address is reported
+    soon.
+    """
     reading_seconds: float = 300.0
     """The same while training reads: a store may be unavailable for some minutes without ending a run."""
     hedge_after: float = 4.0
@@ -56,7 +62,9 @@ class RequestLimits:
     hedge_max_seconds: float = 1.0
     """... within these bounds, and never before twice the usual answer time."""
     hedge_share: float = 1 / 8
-    """At most this share of all requests, and 8 more, are hedged, so that a slow store gets little extra load. 0: none."""
+    """At most this share of all requests, and 8 more, are hedged, so that a slow store gets little extra
+    load. 0: none.
+    """
 
 
 class TransientError(Exception):
@@ -64,7 +72,10 @@ class TransientError(Exception):
 
 
 class RequestTimeout(TransientError):
-    """An attempt exceeded a time limit. Repeating many of them at once would slow down an overloaded store further."""
+    """An attempt exceeded a time limit.
+
+    Repeating many of them at once would slow down an overloaded store further.
+    """
 
 
 class RetriesExhausted(Exception):
@@ -76,10 +87,12 @@ class RetriesExhausted(Exception):
 
 
 class RequestPacing:
-    """Statistics of a store: its usual answer time, request counts, and how many concurrent requests it can serve.
+    """Statistics of a store: its usual answer time, request counts, and how many concurrent requests it can
+    serve.
 
-    The concurrency is adapted as in TCP: a timeout halves it, each answer increases it slightly. Otherwise 64 requests
-    that wait for one another would time out together and be repeated together without end. Shared by reading threads.
+    The concurrency is adapted as in TCP: a timeout halves it, each answer increases it slightly. Otherwise 64
+    requests that wait for one another would time out together and be repeated together without end. Shared by
+    reading threads.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -109,7 +122,7 @@ class RequestPacing:
         return int(self._at_once)
 
     def too_slow(self, started: float) -> None:
-        """Count a timeout of an attempt that started at ``began``, unless that was before the last halving."""
+        """Count a timeout of an attempt, unless the attempt started before the last halving."""
         with self._lock:
             if started > self._halved_at:
                 self._at_once, self._halved_at = max(1.0, self._at_once / 2), time.monotonic()
@@ -119,7 +132,7 @@ class RequestPacing:
             self.repeated += 1
 
     def hedge_due(self, waited_seconds: float) -> bool:
-        """Return whether a request that has waited this long gets a parallel attempt, and count the attempt."""
+        """Return whether a request that has waited this long gets a parallel attempt, and count it."""
         limits = self._limits
         with self._lock:
             expected = (
@@ -262,6 +275,9 @@ def fetch_all(
 
 
 def _backoff_seconds(failures: int, limits: RequestLimits) -> float:
-    """Return a random backoff, so that ranks that failed together do not retry together. It affects no result."""
+    """Return a random backoff, so that ranks that failed together do not retry together.
+
+    It affects no result.
+    """
     longest = min(limits.max_backoff_seconds, limits.first_backoff_seconds * 2**failures)
     return longest * random.uniform(0.5, 1.0)

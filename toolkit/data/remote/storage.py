@@ -1,12 +1,13 @@
-"""Folders from which data are read: local, or in a store by URL (``s3://``, ``gs://``, ``az://``, ``http(s)://``).
+"""Folders from which data are read: local, or in a store by URL (``s3://``, ``gs://``, ``az://``,
+``http(s)://``).
 
     folder = open_folder("s3://bucket/corpus")
     folder.read_bytes("manifest.json")
     folder.read_range("train-00000.bin", 4096, 8192)
 
-The package obstore accesses stores, with credentials from the environment or the instance. Error texts of this module
-never quote a library or a server, since these may name keys, signatures and tokens. They contain a status, a kind of
-failure and a location.
+The package obstore accesses stores, with credentials from the environment or the instance. Error texts of
+this module never quote a library or a server, since these may name keys, signatures and tokens. They contain
+a status, a kind of failure and a location.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ Location = Path | Url
 
 
 class StorageError(OSError):
-    """A store did not answer while training read from it. Starting again may help, so it is not a user error."""
+    """A store did not answer while training read from it.
+
+    Starting again may help, so it is not a user error.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,11 @@ class ByteRange:
 class DataFolder(Protocol):
     """A folder of files. Reading is safe in several threads.
 
-    Every method raises InputError if a file is absent, may not be read, has changed since its first use, or is shorter
-    than a requested range; and StorageError if a store does not answer.
+    Every method raises InputError if a file is absent, may not be read, has changed since its first use, or
+    is shorter than a requested range; and StorageError if a store does not answer.
     """
 
-    place: Location
+    location: Location
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return the size of each file in bytes."""
@@ -125,18 +129,18 @@ def parse_location(path: str | Path, key: str = "data.path") -> Location:
 
 def open_folder(path: str | Path, limits: RequestLimits | None = None) -> DataFolder:
     """Create a folder without accessing it. Raises InputError like ``parse_location``."""
-    place, limits = parse_location(path), limits or RequestLimits()
-    if isinstance(place, Path):
-        return LocalFolder(place)
+    location, limits = parse_location(path), limits or RequestLimits()
+    if isinstance(location, Path):
+        return LocalFolder(location)
     environment = frozenset(item for item in os.environ.items() if item[0].startswith(_STORE_VARIABLES))
-    return StoreFolder(_store(place, limits, environment), place, limits)
+    return StoreFolder(_store(location, limits, environment), location, limits)
 
 
 class LocalFolder(DataFolder):
-    place: Path
+    location: Path
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, location: Path) -> None:
+        self.location = location
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return [self._access(name, lambda file: file.stat().st_size) for name in names]
@@ -149,13 +153,13 @@ class LocalFolder(DataFolder):
 
     def _access(self, name: str, read: Any) -> Any:
         try:
-            return read(inside(self.place, name))
+            return read(inside(self.location, name))
         except UnsafePath as error:
-            seen, remedy = f"{self.place}: {error}", "put the file itself there, or prepare the data again"
+            seen, remedy = f"{self.location}: {error}", "put the file itself there, or prepare the data again"
             raise data_path_error(seen, "the files of a data folder lie in it", remedy) from error
         except OSError as error:
             seen, remedy = (
-                f"{self.place / name}: {error.strerror or error}",
+                f"{self.location / name}: {error.strerror or error}",
                 "restore it, or prepare the data again",
             )
             raise data_path_error(seen, "the file is there and can be read", remedy) from error
@@ -170,19 +174,20 @@ def _pread(file: Path, range: ByteRange) -> bytes:
 
 
 class StoreFolder(DataFolder):
-    """A prefix of a store. Every answer must have the size and entity tag of the first answer about that file."""
+    """A prefix of a store.
 
-    place: Url
+    Every answer must have the size and entity tag of the first answer about that file.
+    """
+
+    location: Url
 
     def __init__(
-        self, store: ObjectStore, place: Url, limits: RequestLimits, sizes: Mapping[str, int] | None = None
+        self, store: ObjectStore, location: Url, limits: RequestLimits, sizes: Mapping[str, int] | None = None
     ) -> None:
+        """Args: store: a store whose root is the folder. sizes: the expected size of each file. With it the
+        folder waits for a store as long as training does.
         """
-        Args:
-            store: a store whose root is the folder.
-            sizes: the expected size of each file. With it the folder waits for a store as long as training does.
-        """
-        self.place = place
+        self.location = location
         self.limits = limits
         self.pace = RequestPacing(limits)
         self._store = store
@@ -192,7 +197,7 @@ class StoreFolder(DataFolder):
         self._reading = sizes is not None
 
     def for_reading(self, sizes: Mapping[str, int]) -> StoreFolder:
-        return StoreFolder(self._store, self.place, self.limits, sizes)
+        return StoreFolder(self._store, self.location, self.limits, sizes)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return sizes; files that were read before need no request, since every answer has the size."""
@@ -229,7 +234,10 @@ class StoreFolder(DataFolder):
         ]
 
     def listing(self) -> list[StoredFile]:
-        """List every file below the folder by name; empty if there is no such folder. HTTP stores cannot list."""
+        """List every file below the folder by name; empty if there is no such folder.
+
+        HTTP stores cannot list.
+        """
         (match,) = self._fetch([self._list])
         return match
 
@@ -238,16 +246,16 @@ class StoreFolder(DataFolder):
         try:
             return fetch_all(calls, self.pace, self.limits, seconds)
         except RetriesExhausted as error:
-            seen = f"{self.place}: {error}"
+            seen = f"{self.location}: {error}"
         except ForkedProcess:
             rule = (
                 "a store is read by the process that opened it, or by a process that was started without fork"
             )
             remedy = "leave out workers (num_workers=0): a stream reads ahead with threads"
-            raise data_path_error(f"{self.place} in a forked process", rule, remedy) from None
+            raise data_path_error(f"{self.location} in a forked process", rule, remedy) from None
         if self._reading:
             raise StorageError(seen)
-        remedy = f"check the address and the network; {credentials_remedy(self.place)}"
+        remedy = f"check the address and the network; {credentials_remedy(self.location)}"
         raise data_path_error(seen, "the store answers", remedy)
 
     def _head(self, name: str) -> int:
@@ -278,7 +286,9 @@ class StoreFolder(DataFolder):
         size = self._check_identity(name, meta)
         if whole and end > size:
             raise data_path_error(
-                f"{self.place / name}: {size} bytes", f"it has the bytes {start} to {end}", "restore the file"
+                f"{self.location / name}: {size} bytes",
+                f"it has the bytes {start} to {end}",
+                "restore the file",
             )
         if seen != (start, min(end, size)) or len(content) != seen[1] - seen[0]:
             raise TransientError(
@@ -290,7 +300,7 @@ class StoreFolder(DataFolder):
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - translate_error distinguishes them
-            translated = translate_error(error, self.place / name)
+            translated = translate_error(error, self.location / name)
         raise translated  # outside the handler, so that it does not carry the library's error
 
     def _check_identity(self, name: str, meta: Any) -> int:
@@ -300,13 +310,15 @@ class StoreFolder(DataFolder):
             self._seen[name] = (first_size, tag)
         elif tag is not None and tag != first_tag:
             raise data_path_error(
-                f"{self.place / name} changed while it was read: tag {first_tag}, now {tag}",
+                f"{self.location / name} changed while it was read: tag {first_tag}, now {tag}",
                 UNCHANGED_RULE,
                 RESTORE_REMEDY,
             )
         if size != first_size:
             raise data_path_error(
-                f"{self.place / name}: {size} bytes instead of {first_size}", UNCHANGED_RULE, RESTORE_REMEDY
+                f"{self.location / name}: {size} bytes instead of {first_size}",
+                UNCHANGED_RULE,
+                RESTORE_REMEDY,
             )
         return size
 
@@ -317,7 +329,8 @@ def _nanoseconds(time: datetime) -> int:
 
 @lru_cache(maxsize=32)
 def _store(url: Url, limits: RequestLimits, environment: frozenset[tuple[str, str]]) -> ObjectStore:
-    """Create one store per URL so that its connections stay open, or another if the ``told`` variables change.
+    """Create one store per URL so that its connections stay open, or another if the ``told`` variables
+    change.
 
     Retries are done in fetch.py, which measures how long requests take and may start a second attempt early.
     """

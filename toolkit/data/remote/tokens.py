@@ -1,8 +1,10 @@
-"""Tokens in a store. All windows of one read are requested at once by their bytes; nothing else of a shard is fetched.
+"""Tokens in a store. All windows of one read are requested at once by their bytes; nothing else of a shard is
+fetched.
 
-Without a cache a read fetches its windows (adjacent windows as one request), widened to whole blocks of 4 KiB if the
-data have checksums. With a cache (``data.cache.folder``) whole blocks of 32 KiB are fetched and stored: more bytes at
-first, and then each byte at most once per node while the cache has it, for all ranks and for later epochs and runs.
+Without a cache a read fetches its windows (adjacent windows as one request), widened to whole blocks of 4 KiB
+if the data have checksums. With a cache (``data.cache.folder``) whole blocks of 32 KiB are fetched and
+stored: more bytes at first, and then each byte at most once per node while the cache has it, for all ranks
+and for later epochs and runs.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class WindowPart:
 
 
 def split_windows(starts: Ints, length: int, ends: Ints, token_bytes: int) -> list[WindowPart]:
-    """Split the windows ``starts[j] .. starts[j] + length`` at shard boundaries; shards end at token ``ends``."""
+    """Split the windows ``starts[j] .. starts[j] + length`` at shard boundaries; shards end at token
+    ``ends``.
+    """
     parts: list[WindowPart] = []
     for row, (start, first) in enumerate(
         zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)
@@ -77,14 +81,16 @@ def merge_spans(parts: Sequence[WindowPart], token_bytes: int, longest: int) -> 
 
 
 def check_remote_files(manifest: DataManifest, names: Sequence[str]) -> None:
-    """Check sizes and headers of every file of the splits ``names``: three small requests per shard, all at once.
+    """Check sizes and headers of every file of the splits ``names``: three small requests per shard, all at
+    once.
 
     Raises InputError naming the first file that is absent or does not match the manifest.
     """
     shards = [shard for name in names for shard in _filled(manifest.split(name))]
     folder = _folder(manifest)
     heads = [ByteRange(f"{shard.name}.idx", 0, HEADER.size) for shard in shards]
-    # Any bytes of a file reveal its size. Not one byte alone: some servers answer "bytes=0-0" with the whole file.
+    # Any bytes of a file reveal its size. Not one byte alone: some servers answer "bytes=0-0" with the whole
+    # file.
     files = TokenSplit(tuple(shards)).files
     heads_of_files = [
         ByteRange(name, 0, min(HEADER.size, expected.bytes))
@@ -95,16 +101,16 @@ def check_remote_files(manifest: DataManifest, names: Sequence[str]) -> None:
     for name, expected in files.items():
         size = folder.size(name)
         if size != expected.bytes:
-            raise _broken(folder.place / name, f"{size} bytes", f"the manifest says {expected.bytes} bytes")
+            raise _broken(folder.location / name, f"{size} bytes", f"the manifest has {expected.bytes} bytes")
     for shard, head in zip(shards, contents, strict=False):
-        _check_header(folder.place / f"{shard.name}.idx", bytes(head), manifest, shard)
+        _check_header(folder.location / f"{shard.name}.idx", bytes(head), manifest, shard)
 
 
-def _check_header(place: Url, head: bytes, manifest: DataManifest, shard: TokenShard) -> None:
+def _check_header(location: Url, head: bytes, manifest: DataManifest, shard: TokenShard) -> None:
     magic, version, code, sequences, ends = HEADER.unpack(head)
     if magic != MAGIC or version != 1 or code not in DTYPE_CODES:
         raise _broken(
-            place,
+            location,
             f"starting with {magic!r}, version={version}, dtype code={code}",
             "an .idx file starts with Megatron's header",
         )
@@ -112,7 +118,7 @@ def _check_header(place: Url, head: bytes, manifest: DataManifest, shard: TokenS
     expected = (manifest.dtype, shard.documents, shard.idx.bytes)
     if seen != expected:
         template = "dtype {}, {} documents, {} bytes"
-        raise _broken(place, template.format(*seen), f"the manifest says {template.format(*expected)}")
+        raise _broken(location, template.format(*seen), f"the manifest has {template.format(*expected)}")
 
 
 def _filled(split: TokenSplit) -> list[TokenShard]:
@@ -126,12 +132,15 @@ def _folder(manifest: DataManifest, limits: RequestLimits | None = None) -> Stor
     return folder
 
 
-def _broken(place: Url, seen: str, rule: str) -> InputError:
-    return data_path_error(f"{place}: {seen}", rule, "restore the file, or prepare the data again")
+def _broken(location: Url, seen: str, rule: str) -> InputError:
+    return data_path_error(f"{location}: {seen}", rule, "restore the file, or prepare the data again")
 
 
 class RemoteTokens:
-    """A split in a store: a ``TokenSource``. Raises InputError if a file's size differs from the manifest's."""
+    """A split in a store: a ``TokenSource``.
+
+    Raises InputError if a file's size differs from the manifest's.
+    """
 
     def __init__(
         self,
@@ -142,10 +151,8 @@ class RemoteTokens:
         repeated: bool = False,
         limits: RequestLimits | None = None,
     ) -> None:
-        """
-        Args:
-            cache: stores blocks of 32 KiB; None: windows are fetched exactly.
-            repeated: the same windows are read repeatedly (an evaluation): up to KEPT_BYTES of them stay in memory.
+        """Args: cache: stores blocks of 32 KiB; None: windows are fetched exactly. repeated: the same
+        windows are read repeatedly (an evaluation): up to KEPT_BYTES of them stay in memory.
         """
         self.manifest = manifest
         self.split = manifest.split(split)

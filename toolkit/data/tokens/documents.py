@@ -1,6 +1,7 @@
 """Document boundaries in windows cut from one long row of tokens, and how often windows cut documents.
 
-Every document ends with the tokenizer's end-of-text token, so a window's tokens alone determine the boundaries.
+Every document ends with the tokenizer's end-of-text token, so a window's tokens alone determine the
+boundaries.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ SAMPLED_TOKENS = 1 << 20
 
 
 def position_ids(tokens: Ints, end_of_text: int) -> Ints:
-    """Return the position of each input token in its document, or in the window if the document began before it.
+    """Return the position of each input token in its document, or in the window if the document began before
+    it.
 
     Args:
         tokens: windows int64 [n, length + 1]; the last token of each is only a label.
 
     Returns:
-        int64 [n, length]: 0 at the start of a window and after each end-of-text, which is the last token of its document.
+        int64 [n, length]: 0 at the start of a window and after each end-of-text, which is the last token of
+        its document.
     """
     rows, length = len(tokens), tokens.shape[1] - 1
     row, column = np.divmod(np.flatnonzero(tokens == end_of_text), length + 1)
     followed = column < length - 1
     first = np.sort(np.concatenate([np.arange(rows) * length, (row * length + column + 1)[followed]]))
-    # A running sum of ones, reset to 0 at each first token: one pass, and documents are few compared with tokens.
+    # A running sum of ones, reset to 0 at each first token: one pass, and documents are few compared with
+    # tokens.
     steps = np.ones(rows * length, dtype=np.int64)
     steps[first[:1]] = 0
     steps[first[1:]] = 1 - np.diff(first)
@@ -59,8 +63,9 @@ class WindowWaste:
 
     def __str__(self) -> str:
         return (
-            f"of {self.documents:,} documents {self.cut:.1%} are cut ({self.longer:.1%} are longer than a window), "
-            f"so that {self.lost:.1%} of tokens do not see where their document begins"
+            f"of {self.documents:,} documents {self.cut:.1%} are cut "
+            f"({self.longer:.1%} are longer than a window), so that {self.lost:.1%} of tokens do not see "
+            "where their document begins"
         )
 
 
@@ -83,9 +88,9 @@ def compute_waste(lengths: npt.NDArray[Any], sequence_length: int) -> WindowWast
     Args:
         lengths: tokens of each document, end-of-text included, integers [documents].
 
-    Takes O(documents) time and bounded additional memory. A window edge ``j`` tokens after a document's first token
-    (``1 <= j < length``) separates ``length - j`` tokens from it; all ``sequence_length`` positions of the first edge
-    are equally frequent.
+    Takes O(documents) time and bounded additional memory. A window edge ``j`` tokens after a document's first
+    token (``1 <= j < length``) separates ``length - j`` tokens from it; all ``sequence_length`` positions of
+    the first edge are equally frequent.
     """
     size = sequence_length
     tokens = cut = longer = lost = 0

@@ -1,6 +1,8 @@
-"""Megatron's indexed token files: ``<name>.bin`` stores tokens, ``<name>.idx`` the bounds of sequences and documents.
+"""Megatron's indexed token files: ``<name>.bin`` stores tokens, ``<name>.idx`` the bounds of sequences and
+documents.
 
-Layout of ``.idx`` (little endian; ``IndexedDataset`` of megatron-core 0.16, ``core/datasets/indexed_dataset.py``):
+Layout of ``.idx`` (little endian; ``IndexedDataset`` of megatron-core 0.16,
+``core/datasets/indexed_dataset.py``):
 
     9 bytes        magic
     u64            version, 1
@@ -11,7 +13,8 @@ Layout of ``.idx`` (little endian; ``IndexedDataset`` of megatron-core 0.16, ``c
     i64[sequences] byte offset of each sequence in .bin
     i64[documents + 1] first sequence of each document, and the end
 
-This toolkit writes one sequence per document and reads any file whose sequences follow one another without gaps.
+This toolkit writes one sequence per document and reads any file whose sequences follow one another without
+gaps.
 """
 
 from __future__ import annotations
@@ -100,7 +103,10 @@ class IndexFile:
         )
 
     def check_contiguous(self) -> None:
-        """Raise InputError unless every sequence starts where the one before ends. Takes O(sequences) time."""
+        """Raise InputError unless every sequence starts where the one before ends.
+
+        Takes O(sequences) time.
+        """
         ends = self.pointers + self.lengths.astype(np.int64) * self.dtype.itemsize
         gaps = np.flatnonzero(ends[:-1] != self.pointers[1:])
         if len(self.lengths) and (self.pointers[0] != 0 or gaps.size):

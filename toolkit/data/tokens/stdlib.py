@@ -1,12 +1,13 @@
-"""The embedded data set: the source files of the running Python's standard library, available on every machine.
+"""The embedded data set: the source files of the running Python's standard library, available on every
+machine.
 
     ensure_stdlib("data/stdlib", vocab_size=4096, progress=progress)
 
     data/stdlib/manifest.json          points to the newest generation
     data/stdlib/<fingerprint>/         one generation: manifest.json, shards, tokenizer/
 
-The fingerprint covers the files' names and bytes and the recipe. A generation appears by one rename and never changes,
-so runs can continue to use an older one (another vocabulary, another Python).
+The fingerprint covers the files' names and bytes and the recipe. A generation appears by one rename and never
+changes, so runs can continue to use an older one (another vocabulary, another Python).
 """
 
 from __future__ import annotations
@@ -45,17 +46,20 @@ Texts = Sequence[tuple[str, bytes]]  # relative path, content
 def ensure_stdlib(
     path: str | Path, vocab_size: int, progress: Progress | None = None, *, root: Path | None = None
 ) -> DataManifest:
-    """Make the data folder ``path`` unless it has the current generation; finding it takes a fraction of a second.
+    """Make the data folder ``path`` unless it has the current generation; finding it takes a fraction of a
+    second.
 
-    Any number of processes may call this function at once: one makes the data, the others wait. A killed process
-    leaves nothing that could be mistaken for data. The same files give the same bytes on every machine.
+    Any number of processes may call this function at once: one makes the data, the others wait. A killed
+    process leaves nothing that could be mistaken for data. The same files give the same bytes on every
+    machine.
 
     Args:
         vocab_size: the requested size of the vocabulary; a small text may give fewer tokens.
         root: the folder whose ``.py`` files are the text; the standard library by default.
 
     Raises:
-        InputError: there are no such files, ``path`` cannot be written, or another process does not finish in time.
+        InputError: there are no such files, ``path`` cannot be written, or another process does not finish in
+            time.
     """
     path, progress = Path(path), progress or Progress.silent()
     texts = read_source_texts(root or Path(sysconfig.get_path("stdlib")))
@@ -77,13 +81,19 @@ def ensure_stdlib(
 
 
 def read_source_texts(root: Path) -> Texts:
-    """Read every ``.py`` file under ``root`` except SKIPPED folders, sorted by path. Raises InputError if there is none."""
+    """Read every ``.py`` file under ``root`` except SKIPPED folders, sorted by path.
+
+    Raises InputError if there is none.
+    """
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        remedy = "install a Python that has its library as files, or train on your own text: data=prepared data.path=FOLDER"
+        remedy = (
+            "install a Python that has its library as files, "
+            "or train on your own text: data=prepared data.path=FOLDER"
+        )
         raise InputError(
             Problem(
                 "data.name",
@@ -105,7 +115,7 @@ def hash_texts(texts: Texts, vocab_size: int) -> str:
 
 
 def is_validation(content: bytes) -> bool:
-    """Decide by the document's hash: equal documents are in the same split, whatever else the data contain."""
+    """Decide by the document's hash, so that equal documents are in the same split in all data."""
     return xxhash.xxh3_64_intdigest(content) % 1000 < VALIDATION_PERMILLE
 
 

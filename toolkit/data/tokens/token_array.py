@@ -53,19 +53,22 @@ class TokenSource(Protocol):
         """
 
     def windows(self, starts: Ints, length: int) -> list[Buffer]:
-        """Return the bytes of the windows of ``length`` tokens from ``starts`` [n], in this order. All must exist."""
+        """Return the bytes of the windows of ``length`` tokens from ``starts`` [n], in this order.
+
+        All must exist.
+        """
 
 
 class MappedTokens:
     """A split in mapped local files. Opening takes constant time, and all ranks share the page cache."""
 
     def __init__(self, manifest: DataManifest, split: str, *, checked: bool = False) -> None:
-        """
-        Args:
-            checked: all bytes of the split were already verified; otherwise each block is when it is first read.
+        """Args: checked: all bytes of the split were already verified; otherwise each block is when it is
+        first read.
 
         Raises:
-            InputError: a file is absent or does not match the manifest. Reading raises it for a damaged block.
+            InputError: a file is absent or does not match the manifest. Reading raises it for a damaged
+                block.
         """
         self.manifest = manifest
         self.split = manifest.split(split)
@@ -144,18 +147,18 @@ def open_split(
     *,
     cache: BlockCache | None = None,
     repeated: bool = False,
-    surveyed: bool = False,
+    files_checked: bool = False,
 ) -> TokenSource:
     """Open the tokens of ``split`` of the data folder ``path``, which may be a URL.
 
-    Sizes, headers and the tokenizer are always checked. All bytes of a local split of up to 256 MiB are verified at
-    once. Blocks of a larger split and of data in a store are verified when read, if the folder has checksums
-    (manifest format 3).
+    Sizes, headers and the tokenizer are always checked. All bytes of a local split of up to 256 MiB are
+    verified at once. Blocks of a larger split and of data in a store are verified when read, if the folder
+    has checksums (manifest format 3).
 
     Args:
         cache, repeated: for data in a store, see ``RemoteTokens``.
-        surveyed: another process has called ``check_remote_files`` at this start, so ranks need not query the store
-            for every shard again.
+        surveyed: another process has called ``check_remote_files`` at this start, so ranks need not query the
+            store for every shard again.
 
     Raises:
         InputError: no such folder or split, or a file does not match the manifest.
@@ -166,7 +169,7 @@ def open_split(
     if manifest.url is not None:
         from toolkit.data.remote.tokens import RemoteTokens, check_remote_files
 
-        if not surveyed:
+        if not files_checked:
             check_remote_files(manifest, [split])
         return RemoteTokens(manifest, split, cache=cache, repeated=repeated)
     whole = sum(expected.bytes for expected in chosen.files.values()) <= HASHED_AT_OPENING_BYTES
@@ -176,7 +179,10 @@ def open_split(
 
 
 def verify_tokens(path: str | Path, progress: Progress) -> DataManifest:
-    """Read every byte of the data folder and verify it. Raises InputError naming the first file that differs."""
+    """Read every byte of the data folder and verify it.
+
+    Raises InputError naming the first file that differs.
+    """
     manifest = read_manifest(path)
     _check_tokenizer(manifest)
     check_file_hashes(
@@ -194,7 +200,7 @@ def _check_tokenizer(manifest: DataManifest) -> None:
     seen = hash_file(file).xxh3_128 if file.is_file() else "absent"
     if seen != manifest.tokenizer.hash:
         remedy = "put back the tokenizer that encoded the tokens, or prepare the data again"
-        rule = f"the tokenizer stored with the tokens is the one that encoded them: xxh3 {manifest.tokenizer.hash}"
+        rule = f"the stored tokenizer is the one that encoded the tokens: xxh3 {manifest.tokenizer.hash}"
         raise InputError(Problem(str(file), f"{file}: {seen}", rule, remedy))
 
 
@@ -214,13 +220,15 @@ def _open_index(manifest: DataManifest, shard: TokenShard) -> IndexFile:
     if seen != expected:
         template = "dtype {}, {} documents, {} tokens, {} bytes"
         raise damaged_file(
-            index.path, template.format(*seen), f"the manifest says {template.format(*expected)}"
+            index.path, template.format(*seen), f"the manifest has {template.format(*expected)}"
         )
     return index
 
 
 def _map_shard(manifest: DataManifest, shard: TokenShard) -> npt.NDArray[Any]:
-    """Map the tokens of one shard as a plain array: slicing a memmap object is slower than reading a short window."""
+    """Map the tokens of one shard as a plain array: slicing a memmap object is slower than reading a short
+    window.
+    """
     dtype = _open_index(manifest, shard).dtype
     return np.asarray(
         np.memmap(check_file_size(manifest.file(f"{shard.name}.bin"), shard.bin), dtype=dtype, mode="r")

@@ -32,7 +32,8 @@ TOKENIZER_FOLDER = "tokenizer"
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens.
 
-    The tokens are END_OF_TEXT (id 0), the 256 bytes, then merges by frequency. The same texts give the same tokenizer.
+    The tokens are END_OF_TEXT (id 0), the 256 bytes, then merges by frequency. The same texts give the same
+    tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -89,8 +90,12 @@ def encode_texts(
     end_of_text: int,
     special_tokens: SpecialTokens = SpecialTokens.text,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the tokens of each text followed by ``end_of_text``. The caller checks text that must be refused."""
-    # The library's own threads encode. Without this setting it prints a warning in every later fork of this process.
+    """Yield the tokens of each text followed by ``end_of_text``.
+
+    The caller checks text that must be refused.
+    """
+    # The library's own threads encode. Without this setting it prints a warning in every later fork of this
+    # process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     configure_tokenizer(tokenizer, special_tokens)
     for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
@@ -119,7 +124,8 @@ def install_tokenizer(
         trust_remote_code: allow Python code that comes with the tokenizer to run.
 
     Raises:
-        InputError: there is no such tokenizer, it is of another kind, or the token that ends a text is unknown.
+        InputError: there is no such tokenizer, it is of another kind, or the token that ends a text is
+            unknown.
     """
     target = folder / TOKENIZER_FOLDER
     target.mkdir()
@@ -202,7 +208,9 @@ def _load(file: Path, seen: str, key: str = "tokenizer") -> Any:
 
 
 def _fetch_tokenizer(name: str, target: Path, key: str, *, trust_remote_code: bool) -> None:
-    """Fetch with transformers: from the hub, or from a folder with a vocabulary of another form, which it converts."""
+    """Fetch with transformers: from the hub, or from a folder with a vocabulary of another form, which it
+    converts.
+    """
     is_local = Path(name).exists()
     if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         remedy = f"correct it; {Path(name).absolute()} is absent"

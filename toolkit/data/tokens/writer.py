@@ -21,7 +21,7 @@ SHARD_BYTES = 2 << 30
 
 
 class HashedFile:
-    """A file that is hashed while written and appears under its name when closed, after its ``.sums`` file."""
+    """A file that is hashed while written; it appears under its name when closed, after its ``.sums``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
