@@ -173,13 +173,13 @@ from pathlib import Path
 from tests.data.test_cache import Counted, block
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
 from toolkit.data.order.permutation import BLOCK_BYTES
-from toolkit.data.remote.storage import Range
+from toolkit.data.remote.storage import ByteRange
 content = block(0, 64 * BLOCK_BYTES)
 folder, cache = Counted({"a.bin": content}, seconds=0.5), BlockCache(Path(sys.argv[1]), 4 * 2**-10)
 print("ready", flush=True)
 time.sleep(max(0, float(sys.stdin.readline()) - time.time()))
 start = int(sys.argv[2]) * BLOCK_BYTES
-got = read_cached(cache, folder, {"a.bin": CachedFile("a.bin", "hash", len(content))}, [Range("a.bin", start, start + 40 * BLOCK_BYTES)])
+got = read_cached(cache, folder, {"a.bin": CachedFile("a.bin", "hash", len(content))}, [ByteRange("a.bin", start, start + 40 * BLOCK_BYTES)])
 assert bytes(got[0]) == content[start : start + 40 * BLOCK_BYTES]
 print(sum(one.end - one.start for one in folder.asked) // BLOCK_BYTES)
 """

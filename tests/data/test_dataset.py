@@ -87,7 +87,7 @@ class Ranks:
         return taken
 
     def state(self) -> State:
-        return merge_states([stream.part(self.step) for stream in self.streams], BATCH)
+        return merge_states([stream.rank_state(self.step) for stream in self.streams], BATCH)
 
     def __enter__(self) -> Ranks:
         return self
@@ -226,7 +226,7 @@ def test_a_changed_file_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> No
 
 def test_large_files_are_hashed_at_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "HASHED_BYTES", 1000)
-    monkeypatch.setattr(sources, "PLACE_BYTES", 8)
+    monkeypatch.setattr(sources, "SAMPLE_BYTES", 8)
     a, b = tmp_path / "part" / "a", tmp_path / "b"
     a.parent.mkdir()
     a.write_bytes(bytes(5000))
@@ -269,10 +269,10 @@ def test_a_killed_worker_is_an_error_and_leaves_nobody(corpus: Corpus) -> None:
 
 def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus) -> None:
     code = (
-        "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.tokenizer_pool import Encoders\n"
+        "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.tokenizer_pool import TokenizerPool\n"
         "from toolkit.config.special_tokens import SpecialTokens\n"
         f"file = Path({str(corpus.tokenizer / 'tokenizer.json')!r})\n"
-        "encoders = Encoders(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, special_tokens=SpecialTokens.refuse, count=2)\n"
+        "encoders = TokenizerPool(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, special_tokens=SpecialTokens.refuse, count=2)\n"
         "ask = lambda: encoders.submit(lambda: (b'ab', np.array([1, 2]))).result()\n"
         "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline(); print(len(ask()), flush=True); time.sleep(600)\n"
     )

@@ -58,12 +58,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "absent pattern": ({"path": "absent-*.jsonl"}, ("data.dataset.path=absent-*.jsonl", "no file matches it")),
     "another ending": ({"path": "FOLDER/second/tokenizer/tokenizer.json.bak"}, ("tokenizer.json.bak", ".jsonl")),
     "empty folder": ({"path": "FOLDER/empty"}, ("data.dataset.path=", "empty")),
-    "split": ({"split": "dev"}, ("data.dataset.split=dev", "there are: train")),
-    "part of a split": ({"split": "train[:10%]"}, ("data.dataset.split=train[:10%]", "name a whole split; there are: train")),
+    "split": ({"split": "dev"}, ("data.dataset.split=dev", "available: train")),
+    "part of a split": ({"split": "train[:10%]"}, ("data.dataset.split=train[:10%]", "name a whole split; available: train")),
     "configuration": ({"path": "FOLDER/splits", "name": "en"}, ("data.dataset.name=en", "not found")),
     "revision": ({"revision": "main"}, ("data.dataset.revision=main", "leave out data.dataset.revision")),
-    "column": ({"text": ["text", "body"]}, ("body (absent)", "write data.dataset.text=[title]; of text are: title, text")),
-    "no text": ({"text": ["number"]}, ("number (int64)", "holds text")),
+    "column": ({"text": ["text", "body"]}, ("body (absent)", "write data.dataset.text=[title]; columns of text: title, text")),
+    "no text": ({"text": ["number"]}, ("number (int64)", "with text")),
     "no column": ({"text": []}, ("no column", "write data.dataset.text=[title]")),
     "broken rows": ({"path": "FOLDER/broken.jsonl"}, ("broken.jsonl", "can be opened")),
     "no rows": ({"path": "FOLDER/none"}, ("0 rows", "name another split")),
@@ -119,7 +119,7 @@ def test_what_the_run_asks_of_its_data(corpus: Corpus) -> None:
     config.eval.every = 1
     told = refusal(config)
     assert "eval.sets=validation" in told
-    assert "there are: train; or hold documents out of training: data.dataset.validation=0.005" in told
+    assert "available: train; or hold documents out of training: data.dataset.validation=0.005" in told
     config.eval.sets = ["test"]
     assert "eval.sets=test" in refusal(config)
     config = config_of(corpus, streaming=True)

@@ -113,7 +113,7 @@ def test_silence_is_passed_by_another_attempt() -> None:
             [silent_once(released, 1), *(failing(0, n) for n in range(2, 20))], pace, QUICK, seconds=30
         ) == list(range(1, 20))
         assert time.monotonic() - begin < 2
-        assert pace.others == 1
+        assert pace.hedges == 1
         alone = RequestLimits(hedge_share=0)
         begin = time.monotonic()
         threading.Timer(1.5, released.set).start()
@@ -128,10 +128,10 @@ def test_other_attempts_are_few() -> None:
     limits = RequestLimits(hedge_share=1 / 16)
     pace = RequestPacing(limits)
     pace.answered(0.01)
-    pace.begin(1600)
+    pace.count_requests(1600)
     assert sum(pace.hedge_due(60.0) for _ in range(1600)) == 8 + 100
     assert not RequestPacing(limits).hedge_due(0.09)  # nothing is known of the store: it gets its time
-    pace.begin(160)
+    pace.count_requests(160)
     assert not pace.hedge_due(0.099)
     assert pace.hedge_due(0.11)
 

@@ -66,7 +66,7 @@ def test_a_folder_that_is_absent_or_not_made_yet(tmp_path: Path) -> None:
     absent = read(str(tmp_path / "nothing"))
     assert "manifest.json" in absent.problems[0].rule
     later = read(str(tmp_path / "nothing"), "stdlib")
-    assert (later.problems, later.note) == ((), f"{tmp_path / 'nothing'} is made when the first run starts")
+    assert (later.problems, later.note) == ((), f"the first run makes {tmp_path / 'nothing'} when it starts")
     assert not (tmp_path / "nothing").exists()
 
 

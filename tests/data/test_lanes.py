@@ -147,7 +147,7 @@ class Run:
         return [self.next() for _ in range(count)]
 
     def state(self) -> State:
-        return merge_states([stream.part(self.step) for stream in self._streams], self._lanes)
+        return merge_states([stream.rank_state(self.step) for stream in self._streams], self._lanes)
 
     def parent(self) -> State:
         return {"fingerprint": self._streams[0].fingerprint(), "state": self.state()}
@@ -252,7 +252,7 @@ def test_lanes_counted_per_rank_are_another_order(monkeypatch: pytest.MonkeyPatc
         share = batch.global_batch // batch.data_parallel
         return data_rank * share + np.arange(share)
 
-    monkeypatch.setattr(stream_module, "lanes_of", per_rank)
+    monkeypatch.setattr(stream_module, "rank_lanes", per_rank)
     with Run(plan_of(2, 1, flat(8))) as one, Run(plan_of(2, 2, flat(8))) as two:
         assert not same(one.take(3), two.take(3))
 
@@ -297,7 +297,7 @@ def test_a_growing_batch() -> None:
 def test_what_is_asked_for() -> None:
     lanes = [Lane(0, 0), Lane(3, 2), Lane(0, 0)]
     lanes[2].add(np.zeros(30))
-    lanes[2].asked = 1
+    lanes[2].next_request = 1
     wanted = plan_requests(lanes, 10.0, 20)
     assert wanted.lanes.tolist() == [0, 1, 0, 1, 1]  # the next one of each first
     assert wanted.numbers.tolist() == [0, 3, 1, 4, 5]

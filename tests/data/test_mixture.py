@@ -268,9 +268,9 @@ def test_up_to_1024_ranks_that_change_at_every_stop(
                 [rank_positions(plan, step, rank) for rank in range(plan.data_parallel)]
             )  # [rank, micro-batch, sample]
             by_rank = [
-                part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.places(split.ravel())
+                part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.locate(split.ravel())
             ]
-            alone = stream.places(step * size + np.arange(size))
+            alone = stream.locate(step * size + np.arange(size))
             assert all(np.array_equal(a, b) for a, b in zip(by_rank, alone, strict=True))
             step += 1
         drawn = [
@@ -299,7 +299,7 @@ def test_every_sample_stands_once_in_each_epoch_of_its_source(
     sizes: list[int], seed: int, weights: list[float]
 ) -> None:
     stream = mixed(sizes, phases((0, weights[: len(sizes)]), (1000, weights[-len(sizes) :])), seed)
-    sources, epochs, numbers = stream.places(np.arange(1000 + 2 * BLOCK))
+    sources, epochs, numbers = stream.locate(np.arange(1000 + 2 * BLOCK))
     for number, (samples, (count, taken)) in enumerate(
         zip(sizes, stream.consumed(1000 + 2 * BLOCK).values(), strict=True)
     ):
@@ -328,7 +328,7 @@ def test_a_batch_ramp_and_a_phase_in_it() -> None:
 def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
     source = TokenWindows(Counting(10**6), LENGTH, 5)
     alone = Stream({"train": source}, None, seed=5, batch=batch_plan(1, 1, 1), data_rank=0)
-    ids, epochs, numbers = alone.places(np.arange(500))
+    ids, epochs, numbers = alone.locate(np.arange(500))
     assert not ids.any()
     assert len({(e, n) for e, n in zip(epochs.tolist(), numbers.tolist(), strict=True)}) == 500
     assert "mixture" not in alone.fingerprint()
@@ -385,7 +385,7 @@ def test_passes_of_a_small_source_follow_one_another() -> None:
                 "mixture": str(stream.fingerprint()["mixture"]).replace(MIXTURE_VERSION, version),
             }
         )
-        which, passes, numbers = stream.places(np.arange(1000))
+        which, passes, numbers = stream.locate(np.arange(1000))
         small, taken = passes[which == 0], numbers[which == 0]
         for number in np.unique(small).tolist()[:-1]:
             assert sorted(taken[small == number].tolist()) == sorted(set(taken[small == number].tolist()))
@@ -410,7 +410,7 @@ def test_a_run_begun_under_an_older_version_goes_on_under_it() -> None:
     assert resumed.fingerprint() == saved
     old = Mixture(HALF_AND_MORE, 3, "blocks-1")
     positions = np.arange(200)
-    assert np.array_equal(resumed.places(positions)[0], old(positions)[0])
+    assert np.array_equal(resumed.locate(positions)[0], old(positions)[0])
     assert not np.array_equal(old(positions)[1], Mixture(HALF_AND_MORE, 3)(positions)[1]), (
         "the versions differ"
     )

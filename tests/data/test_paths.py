@@ -159,7 +159,7 @@ def test_a_listing_of_a_store_stays_in_its_folder(
             return [StoredFile(HOSTILE[kind], 3, 0)]
 
     monkeypatch.setattr(store, "_folder", lambda place: Folder())
-    monkeypatch.setattr(store, "hidden", lambda path: False)
+    monkeypatch.setattr(store, "is_hidden", lambda path: False)
     with pytest.raises(InputError, match="rename it in the store"):
         store.list_store(PrepareConfig(input="s3://bucket/texts"), tmp_path)
 

@@ -348,7 +348,8 @@ def test_a_tokenizer_is_trained_here_on_what_trains(
     seen: list[str] = []
     train = bpe.train_bpe
     monkeypatch.setattr(
-        bpe, "train_bpe", lambda texts, size: train((seen.append(text) or text for text in texts), size)
+        "toolkit.data.prepare.tokenizer.train_bpe",
+        lambda texts, size: train((seen.append(text) or text for text in texts), size),
     )
     manifest = prepare(config, Progress.silent())
     assert manifest.tokenizer.size == 300

@@ -84,9 +84,9 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
     (source / "a.jsonl").touch()  # the same content
     change(source)
     read: list[str] = []
-    whole = tokenise.documents
+    whole = tokenise.read_documents
     monkeypatch.setattr(
-        tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+        tokenise, "read_documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
     )
     monkeypatch.setattr(run.shutil, "rmtree", lambda *_, **__: None)  # the parts stay, to be looked at
     prepared(source, tmp_path / "data", tokenizer, workers=workers)
@@ -119,7 +119,7 @@ def test_a_change_after_the_first_pass_is_taken_in(
     small_units(monkeypatch)
     source = make_input(tmp_path / "in")
     removed(source)
-    monkeypatch.setattr(run.report, "finish", interrupted)
+    monkeypatch.setattr(run.report, "write_results", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepared(source, tmp_path / "data", tokenizer)
     monkeypatch.undo()
@@ -140,7 +140,7 @@ def test_documents_change_sides_when_a_change_moves_the_border(
     """Of few documents one is chosen for validation: another one, when that one is gone."""
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:6]).parent
     write_jsonl(source / "b.jsonl", TEXTS[6:12])
-    monkeypatch.setattr(run.merge, "pieces", interrupted)
+    monkeypatch.setattr(run.merge, "plan_shards", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepared(source, tmp_path / "data", tokenizer, validation=1e-9)
     monkeypatch.undo()
@@ -191,7 +191,7 @@ def test_bad_rows_are_left_out_and_counted(
     report = json.loads((manifest.folder / "report.json").read_text())
     assert (report["bad"], report["read"], report["documents"]) == (32, 112, 80)
     lines = "\n".join(inspect(PrepareConfig(inspect=str(manifest.folder)), Progress.silent()))
-    assert "bad rows   32 were left out" in lines
+    assert "bad rows   32 were skipped" in lines
     assert first[9] in lines
 
 
@@ -204,9 +204,9 @@ def test_a_refused_preparation_continues_with_skip(
     with pytest.raises(InputError, match="or write on_bad_row=skip"):
         prepared(source, tmp_path / "data", tokenizer)
     read: list[str] = []
-    whole = tokenise.documents
+    whole = tokenise.read_documents
     monkeypatch.setattr(
-        tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+        tokenise, "read_documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
     )
     assert prepared(source, tmp_path / "data", tokenizer, on_bad_row=OnBadRow.skip).bad_rows["count"] == 1
     assert "a.jsonl" not in read
@@ -264,7 +264,7 @@ def test_a_changed_file_is_checked_too(
         prepared(source, tmp_path / "data", tokenizer)
     write_jsonl(source / "b.jsonl", TEXTS[:20], "body")
     before = files_of(tmp_path / "data")
-    monkeypatch.setattr(changes, "hashed", interrupted)
+    monkeypatch.setattr(changes, "hash_sources", interrupted)
     with pytest.raises(InputError, match=r"text=text, no such field"):
         prepared(source, tmp_path / "data", tokenizer)
     assert files_of(tmp_path / "data") == before

@@ -177,7 +177,7 @@ REFUSED = {
     "a cut bz2": ("a.jsonl.bz2", bz2.compress(JSONL)[:-9], "a.jsonl.bz2: "),
     "a cut xz": ("a.jsonl.xz", lzma.compress(JSONL)[:-9], "a.jsonl.xz: "),
     "a cut array": ("a.json", array()[:-30], "a.json, json: element 41: "),
-    "no comma in an array": ("a.json", b'[{"text": "a"} {"text": "b"}]', "element 1: '{' in place of a comma"),
+    "no comma in an array": ("a.json", b'[{"text": "a"} {"text": "b"}]', "element 1: '{' instead of a comma"),
     "one object": ("a.json", json.dumps({"text": "a"}, indent=1).encode(), "row 1: "),
     "too deep": ("a.json", b"[" * 100_000, "element 0: "),
     "no column": ("a.csv", b"id,body\n1,a\n", "text=text, no such column"),

@@ -137,7 +137,7 @@ def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(tokenizer: Path,
     with pytest.raises(InputError, match=r"import without tokenizer\.path"):
         import_megatron(PrepareConfig(import_path=str(tmp_path / "good")), Progress.silent())
     (tmp_path / "good" / "tokenizer").mkdir()
-    with pytest.raises(InputError, match="holds another tokenizer"):
+    with pytest.raises(InputError, match="contains another tokenizer"):
         import_megatron(config(tmp_path / "good", tokenizer), Progress.silent())
     (tmp_path / "good" / "tokenizer").rmdir()
     import_megatron(config(tmp_path / "good", tokenizer), Progress.silent())  # the control

@@ -50,7 +50,7 @@ def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: P
     assert "seed=0" in caught.value.problems[1].remedy + caught.value.problems[0].remedy
     content = (source / "a.jsonl").read_bytes()
     changes: dict[str, Callable[[], object]] = {
-        "a.jsonl has another content": lambda: (source / "a.jsonl").write_bytes(
+        "a.jsonl has different content": lambda: (source / "a.jsonl").write_bytes(
             content.replace(b"data", b"DATA")
         ),
         "a.jsonl has": lambda: (source / "a.jsonl").write_bytes(content[:-1]),
@@ -81,7 +81,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
     units = tokenise.find_unfinished_units
     monkeypatch.setattr(
-        tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1]
+        tokenise, "find_unfinished_units", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1]
     )
     with pytest.raises(InputError, match=r"a\.jsonl changed since the preparation began"):
         prepared(source, tmp_path / "data", tokenizer)

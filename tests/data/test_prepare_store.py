@@ -101,7 +101,7 @@ def test_prepared_again_it_is_found_and_a_change_is_refused(
     assert bucket.requests["texts/a.jsonl"]
     file.write_bytes(file.read_bytes().replace(b"river", b"RIVER"))
     os.utime(file, (later + 1, later + 1))
-    with pytest.raises(InputError, match=r"a\.jsonl has another content"):
+    with pytest.raises(InputError, match=r"a\.jsonl has different content"):
         of_store(tmp_path / "data", tokenizer)
     file.unlink()
     with pytest.raises(InputError, match=r"a\.jsonl is gone"):
@@ -113,7 +113,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(run.merge, "pieces", interrupted)
+        patch.setattr(run.merge, "plan_shards", interrupted)
         with pytest.raises(KeyboardInterrupt):
             of_store(tmp_path / "data", tokenizer)
     write_jsonl(bucket.root / "texts" / "a.jsonl", TEXTS[:3])

@@ -202,7 +202,7 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     stream.close()
     assert [batch.shape for batch in micro_batches] == [(4, 10), (4, 10)]
     assert all(batch.dtype == np.int64 and batch.flags.c_contiguous for batch in micro_batches)
-    _, epochs, numbers = stream.places(np.arange(8))
+    _, epochs, numbers = stream.locate(np.arange(8))
     begins = TokenWindows(open_split(tmp_path / "data", "train"), 9, 1).starts(epochs, numbers)
     assert np.array_equal(np.concatenate(micro_batches), row[(begins[:, None] + np.arange(10)) % len(row)])
 

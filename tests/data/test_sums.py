@@ -102,7 +102,7 @@ def test_only_blocks_that_are_read_are_checked_and_each_once(
 ) -> None:
     hashed: list[int] = []
     monkeypatch.setattr(
-        sums, "block_sums", lambda content: hashed.append(len(content)) or block_checksums(content)
+        sums, "block_checksums", lambda content: hashed.append(len(content)) or block_checksums(content)
     )
     source = open_split(folder, "train")
     assert isinstance(source, MappedTokens)
@@ -274,7 +274,7 @@ def test_kept_sums_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         (found,) = reader.read_ranges([ByteRange("a.bin", 0, 5_000_001)])
         assert bytes(found) == content
-    assert len(reader._kept) == 1
+    assert len(reader._cached_pages) == 1
 
 
 def test_a_written_manifest_names_every_file(folder: Path) -> None:

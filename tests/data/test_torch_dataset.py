@@ -117,7 +117,7 @@ def test_positions_asked_for_in_order_are_ordered_together() -> None:
     class Counted(Stream):
         def places(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
             calls.append(len(positions))
-            return super().places(positions)
+            return super().locate(positions)
 
     stream = Counted(
         {"train": TokenWindows(Counting(70_000), 7, 0)}, None, seed=0, batch=batch_plan(1, 1, 1), data_rank=0
