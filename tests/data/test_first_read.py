@@ -32,15 +32,15 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_can_be_read_is_read(
-    folder: Path, stored_dtype: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
-        found = read(store.s3 if stored_dtype else str(folder))
+        found = read(store.s3 if stored else str(folder))
         asked = sum(store.requests.values())
     assert (found.problems, found.note) == ((), None)
     assert found.read_seconds is not None
-    assert (asked > 0) is stored_dtype
+    assert (asked > 0) is stored
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("hash_sources", [True, False])
+@pytest.mark.parametrize("hashed", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, hashed: bool

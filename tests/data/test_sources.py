@@ -14,8 +14,8 @@ import pytest
 from tests.data.made import make_folder
 from toolkit.config.data import DataConfig, Documents
 from toolkit.config.schema import EvalConfig, ModelConfig, RunConfig, TrainConfig
-from toolkit.data.checks import check_data, ready
-from toolkit.data.manifest import DataManifest
+from toolkit.data.kinds.text import check_data
+from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.registry import prepare_data
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -49,7 +49,6 @@ def test_nothing_wrong(manifest: DataManifest) -> None:
     assert check_data(run_config(manifest), manifest) == []
     assert check_data(run_config(manifest, vocab_size=None), manifest) == []
     assert check_data(run_config(manifest, every=0, sets=["absent"]), manifest) == []
-    assert ready(run_config(manifest).data, Progress.silent()) == manifest
     assert prepare_data(run_config(manifest), None, Progress.silent()) == str(manifest.folder)
 
 
@@ -98,4 +97,4 @@ def test_no_training_split(tmp_path: Path) -> None:
 
 def test_a_folder_without_data(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"manifest\.json"):
-        ready(DataConfig(name="prepared", path=str(tmp_path)), Progress.silent())
+        read_manifest(tmp_path)

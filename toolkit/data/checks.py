@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.config.data import DataConfig, Documents
@@ -11,23 +10,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.order.samples import split_too_short
-from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import Problem
-from toolkit.progress import Progress
-
-_READY: dict[str, Callable[[DataConfig, Progress], DataManifest]] = {
-    "stdlib": lambda data, progress: ensure_stdlib(data.path, data.vocab_size, progress),
-    "prepared": lambda data, progress: read_manifest(data.path),
-}
-
-
-def ready(data: DataConfig, progress: Progress) -> DataManifest:
-    """The data of a run, made first where it is the embedded set. Read its splits from ``manifest.folder``.
-
-    Raises:
-        InputError: the folder is absent or cannot be read.
-    """
-    return _READY[data.name](data, progress)
 
 
 def tokenizer_folder(data: DataConfig) -> str:
@@ -45,28 +28,6 @@ def special_tokens_mode(data: DataConfig, folder: str | Path) -> SpecialTokens:
     if data.name == "dataset":
         return data.special_tokens
     return SpecialTokens[read_manifest(folder).recipe.get("special_tokens", SpecialTokens.text.name)]
-
-
-def check_data(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:
-    """Return the requirements of the run that its data folder does not meet.
-
-    Args:
-        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size``
-            (``model.pretrained``).
-    """
-    path = config.data.path
-    problems = [
-        check_vocabulary(config, manifest, path, vocab_size),
-        check_documents(config, manifest, "data.path", path),
-        check_split(config, manifest, "train", "data.path", path),
-    ]
-    problems += [
-        check_split(config, manifest, name, "eval.sets", path)
-        for name in config.eval.sets
-        if config.eval.every
-    ]
-    problems.append(check_special_tokens(config, manifest, path))
-    return [problem for problem in problems if problem is not None]
 
 
 def check_vocabulary(

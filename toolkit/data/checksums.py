@@ -1,5 +1,4 @@
-"""Checksums of a data file's blocks, which let a reader verify what it reads: ``<name>.sums`` next to
-``<name>.bin`` or ``<name>.records``.
+"""Block checksums of data files, which let a reader verify what it reads (``<name>.sums`` next to the data).
 
     block 0: bytes 0 .. 4096 -> xxh3-64, 8 bytes, little endian; block 1; ... the last block may be shorter
 
@@ -133,8 +132,8 @@ class FirstReadVerifier:
         """
         if not self._left or not len(first):
             return
-        wanted = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
-        unchecked = np.unique(wanted[~self._checked[wanted]])
+        requested = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
+        unchecked = np.unique(requested[~self._checked[requested]])
         for unit in unchecked.tolist():
             self._compare(unit)
             with self._lock:  # another thread may have verified the unit in the meantime
@@ -192,8 +191,7 @@ def merge_ranges(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int
 
 
 class CheckedReader:
-    """Reads ranges from a store and verifies them: widens a range to whole blocks and fetches their checksums
-    with it.
+    """Reads and verifies ranges from a store: widens them to whole blocks and fetches their checksums too.
 
     A block that does not match is fetched once more with its checksums, since it may have been damaged in
     transit.
@@ -219,8 +217,8 @@ class CheckedReader:
             for number, item in enumerate(whole)
             if self._damaged(item, contents[number], sums) is not None
         ]
-        again, sums = self._read([whole[number] for number in wrong], fresh=True)
-        for number, content in zip(wrong, again, strict=True):
+        reread, sums = self._read([whole[number] for number in wrong], fresh=True)
+        for number, content in zip(wrong, reread, strict=True):
             at = self._damaged(whole[number], content, sums)
             if at is not None:
                 name, end = whole[number].name, min(at + BLOCK, self._sizes[whole[number].name])
@@ -257,19 +255,17 @@ class CheckedReader:
     def _read(
         self, whole: Sequence[ByteRange], *, fresh: bool
     ) -> tuple[list[Buffer], dict[ByteRange, Checksums]]:
-        """Read ranges of whole blocks and their checksum pages; with ``fresh`` fetch pages even if they are
-        cached.
-        """
+        """Read whole blocks and their checksum pages; ``fresh`` ignores cached pages."""
         if not whole:
             return [], {}
-        wanted = dict.fromkeys(page for item in whole for page in self._pages(item))
+        requested = dict.fromkeys(page for item in whole for page in self._pages(item))
         with self._lock:
             merged = (
                 {}
                 if fresh
-                else {page: self._cached_pages[page] for page in wanted if page in self._cached_pages}
+                else {page: self._cached_pages[page] for page in requested if page in self._cached_pages}
             )
-        missing = [page for page in wanted if page not in merged]
+        missing = [page for page in requested if page not in merged]
         contents = self._folder.read_ranges([*whole, *missing])
         merged |= {
             page: np.frombuffer(content, dtype=SUM)

@@ -1,6 +1,4 @@
-"""Evaluation batches: the first samples of a split, always the same; and the unigram model as a baseline on
-them.
-"""
+"""Evaluation batches (always a split's first samples), and the unigram model as a baseline."""
 
 from __future__ import annotations
 

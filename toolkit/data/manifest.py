@@ -40,9 +40,7 @@ MAKE_WITH = {
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """The files ``<name>.bin``, ``<name>.idx`` and, from format 3 on, ``<name>.sums``
-    (toolkit/data/checksums.py).
-    """
+    """The files ``<name>.bin``, ``<name>.idx`` and, from format 3 on, ``<name>.sums`` (checksums.py)."""
 
     name: str
     documents: int
@@ -286,8 +284,7 @@ def _root(location: Location, root: object) -> Location:
 
 
 def _fetch_tokenizer(manifest: DataManifest) -> None:
-    """Copy the tokenizer's files from the store to ``manifest.folder``, which is named after their hash, if
-    needed.
+    """Copy the tokenizer's files from the store to ``manifest.folder``, unless they are there.
 
     Raises InputError if a file is absent or differs, or if the copy cannot be written.
     """

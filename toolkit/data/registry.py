@@ -31,24 +31,19 @@ class SampleStream(Protocol):
     """The samples of one data rank. The global batch of a step does not depend on the number of ranks."""
 
     def steps(self, first_step: int) -> Iterator[list[np.ndarray]]:
-        """Yield this rank's micro-batches [micro_batch, ...], one list per step from ``first_step`` on,
-        without end.
-        """
+        """Yield this rank's micro-batches [micro_batch, ...], one list per step from ``first_step`` on."""
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
         """Return the samples and epochs that the first ``step`` steps use of each source, by its name."""
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Return everything except the step that determines the samples: plain JSON types, equal on all
-        ranks.
-        """
+        """Return what, apart from the step, determines the samples: plain JSON types, equal on all ranks."""
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
         """Raise CheckpointError naming every difference between the saved stream and this one."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint after ``step`` steps stores with the fingerprint: plain JSON types, often
-        empty.
+        """Return what a checkpoint after ``step`` steps stores besides the fingerprint: plain JSON types.
 
         Called on all ranks at the same step; the state of rank 0 is saved.
         """
@@ -161,8 +156,7 @@ class DataReadCheck:
 
 
 def check_data_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> DataReadCheck:
-    """Read the first step's samples of data rank 0, without making data or fetching data that would have to
-    be stored.
+    """Read the first step's samples of data rank 0, without making or downloading data.
 
     Args:
         vocab_size: as for ``prepare_data``.

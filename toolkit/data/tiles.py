@@ -35,8 +35,7 @@ def make_tiles(
     classes: int = CLASSES,
     progress: Progress | None = None,
 ) -> RecordManifest:
-    """Write ``splits`` (name -> number of records) with ``image`` uint16 [bands, size, size] and ``label``
-    int64.
+    """Write ``splits`` (name -> records) of ``image`` uint16 [bands, size, size] and ``label`` int64.
 
     Raises InputError.
     """

@@ -1,6 +1,6 @@
 """Prepare a run on a dataset: the dataset itself, the tokenizer, and the evaluation sets.
 
-    data/dataset/<fingerprint>/  source.json: what training reads; tokenizer/; evaluation shards; manifest.json
+    data/dataset/<fingerprint>/  source.json: training data; tokenizer/; evaluation shards; manifest.json
 
 The folder has the form of launch/prepare.py's without a training split, so evaluation, export and generation
 use it like any other data folder. It is small: evaluation sets have only the tokens that an evaluation reads.
@@ -95,9 +95,9 @@ def ensure_dataset_folder(config: RunConfig, progress: Progress) -> DataManifest
         )
     source = open_source(data)
     check_split_exists(source, data, data.split, "data.dataset.split")
-    wanted = list(config.eval.sets) if config.eval.every else []
-    held_out = [HELD_OUT] if data.validation and HELD_OUT in wanted else []
-    for name in wanted:
+    eval_sets = list(config.eval.sets) if config.eval.every else []
+    held_out = [HELD_OUT] if data.validation and HELD_OUT in eval_sets else []
+    for name in eval_sets:
         if name not in held_out:
             _check_eval_set(source, data, name)
     partial = path / f".{os.urandom(4).hex()}.partial"
@@ -105,7 +105,12 @@ def ensure_dataset_folder(config: RunConfig, progress: Progress) -> DataManifest
         partial.mkdir(parents=True)
         try:
             return _write_folder(
-                config, source, [name for name in wanted if name not in held_out], held_out, partial, progress
+                config,
+                source,
+                [name for name in eval_sets if name not in held_out],
+                held_out,
+                partial,
+                progress,
             )
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -165,9 +170,8 @@ def _write_folder(
         held_out,
     ]
     if special_tokens is not SpecialTokens.text:
-        fingerprint_parts.append(
-            special_tokens.name
-        )  # so that sets made with `text` are not reused for `refuse`
+        # Evaluation sets made with `text` must not be reused for `refuse`.
+        fingerprint_parts.append(special_tokens.name)
     generation = (
         partial.parent
         / xxhash.xxh3_128_hexdigest(json.dumps(fingerprint_parts, sort_keys=True).encode())[:12]

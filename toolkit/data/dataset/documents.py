@@ -39,16 +39,13 @@ class DocumentSource(Protocol):
     count: int | None
 
     def read(self, numbers: Ints) -> Texts:
-        """Return the documents at ``numbers`` [n] of the run's order, in this order. A null is the empty
-        text.
+        """Return the documents at ``numbers`` [n] of the run's order; null is the empty text.
 
         A streaming source returns each document once, and those of each lane in rising order.
         """
 
-    def release(self, least: int) -> None:
-        """Declare that no document before ``least`` will be requested again, in this process or after a
-        resume.
-        """
+    def release(self, first_needed: int) -> None:
+        """Declare that no document before ``least`` will be requested again, also after a resume."""
 
     def state(self) -> dict[str, Any]:
         """Return the state from which ``restore`` can read every document not yet released: plain JSON types.
@@ -99,7 +96,7 @@ class ArrowDocuments(DocumentSource):
         for batch in self._batches:
             yield to_texts(join_columns(batch))
 
-    def release(self, least: int) -> None:
+    def release(self, first_needed: int) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
@@ -117,8 +114,7 @@ class _StreamPosition(NamedTuple):
 
 
 class StreamedDocuments(DocumentSource):
-    """A ``datasets`` stream that is repeated without end. Every rank reads the whole stream and skips other
-    ranks' lanes.
+    """An endlessly repeated ``datasets`` stream. Every rank reads all of it and skips other ranks' lanes.
 
     Lanes need documents at different times; documents that are not needed yet are stored here as text.
     """
@@ -150,9 +146,9 @@ class StreamedDocuments(DocumentSource):
             documents = [self._pending.pop(number) for number in numbers.tolist()]
         return b"".join(documents), np.cumsum([len(text) for text in documents], dtype=np.int64)
 
-    def release(self, least: int) -> None:
+    def release(self, first_needed: int) -> None:
         with self._lock:
-            while len(self._positions) > 1 and self._positions[1].number <= least:
+            while len(self._positions) > 1 and self._positions[1].number <= first_needed:
                 self._positions.popleft()
 
     def state(self) -> dict[str, Any]:

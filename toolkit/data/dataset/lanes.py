@@ -1,5 +1,4 @@
-"""Pack documents into windows lane by lane: exact on any number of ranks although token counts are not known
-in advance.
+"""Pack documents into windows lane by lane, reproducibly on any number of ranks without known token counts.
 
 The number of tokens of a text is known only after tokenising it, so in one row of all documents a sample
 could be located only by tokenising everything before it. Instead each index of the global batch is a *lane*
@@ -31,8 +30,7 @@ Tokens = npt.NDArray[Any]  # uint16 or uint32
 
 
 def rank_lanes(batch: BatchPlan, data_rank: int) -> Ints:
-    """Return the lanes of a data rank in the order of its indices in a global batch after the ramp: int64
-    [lanes].
+    """Return a data rank's lanes in the order of its indices in the final global batch: int64 [lanes].
 
     A smaller batch of the ramp has the first indices, so the same lanes serve every earlier batch.
     """
@@ -107,17 +105,14 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class DocumentRequest:
-    """Documents to tokenise next: document ``numbers[i]`` of lane ``lanes[i]`` of this rank, both int64
-    [documents].
-    """
+    """Documents to tokenise: number ``numbers[i]`` of this rank's lane ``lanes[i]``, int64 [documents]."""
 
     lanes: Ints
     numbers: Ints
 
 
 def plan_requests(lanes: Sequence[Lane], mean_tokens: float, target: int) -> DocumentRequest:
-    """Choose requests that give each lane about ``target`` tokens: the next document of every lane, then the
-    second, ...
+    """Choose requests that give each lane about ``target`` tokens: one document per lane, then the next.
 
     Args:
         mean_tokens: mean length of the documents seen so far.

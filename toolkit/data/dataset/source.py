@@ -61,9 +61,7 @@ class DatasetSource(Protocol):
     revision: str | None
 
     def digests(self, split: str) -> dict[str, str]:
-        """Return what determines the split's bytes: a hash per file name, or the commit of a dataset on the
-        hub.
-        """
+        """Return what determines the split's bytes: a hash per file, or the commit of a hub dataset."""
 
     def arrow(self, split: str) -> ArrowSplit:
         """Fetch the split and convert it to arrow files, unless that was done before."""

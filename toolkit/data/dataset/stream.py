@@ -1,6 +1,4 @@
-"""Samples of one data rank from a ``datasets`` source: its lanes' documents are tokenised by processes and
-packed.
-"""
+"""Samples of one data rank from a ``datasets`` source, tokenised by processes and packed into windows."""
 
 from __future__ import annotations
 
@@ -104,8 +102,7 @@ class DatasetStream:
         self._prefetch: Prefetch[tuple[list[Ints], Ints]] | None = None
 
     def steps(self, first_step: int) -> Iterator[list[Ints]]:
-        """Iterate over this rank's micro-batches, one list per step, each int64 [micro_batch, sequence_length
-        + 1].
+        """Iterate over steps: lists of this rank's micro-batches int64 [micro_batch, sequence_length + 1].
 
         ``next`` raises errors. Without ``restore`` or ``fork`` the first step has the first documents,
         whatever its number.
@@ -118,9 +115,7 @@ class DatasetStream:
         return _Steps(self, first_step, self._prefetch)
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
-        """Return samples and epochs; epochs are the mean of this rank's lanes, nan if not known or for a
-        stream.
-        """
+        """Return samples and epochs (the mean of this rank's lanes; nan for a stream or another step)."""
         count = self._documents.count
         epochs = (
             float(self._positions[:, 0].mean()) * self._batch.global_batch / count
@@ -134,20 +129,18 @@ class DatasetStream:
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
         """Raises CheckpointError naming every difference between the saved stream and this one."""
-        mine = self._fingerprint
+        current = self._fingerprint
         changed = [
             f"{name.removeprefix(FILE_PREFIX)} was {saved.get(name, 'absent')}"
-            for name in sorted(mine.keys() | saved.keys())
-            if name.startswith(FILE_PREFIX) and mine.get(name) != saved.get(name)
+            for name in sorted(current.keys() | saved.keys())
+            if name.startswith(FILE_PREFIX) and current.get(name) != saved.get(name)
         ]
         compare_fingerprints(
-            mine, saved, _REMEDIES, details={"data": f" ({', '.join(changed)})"} if changed else None
+            current, saved, _REMEDIES, details={"data": f" ({', '.join(changed)})"} if changed else None
         )
 
     def state(self, step: int) -> State:
-        """Return the state of all lanes, valid on any number of ranks: ten bytes per lane, and the source's
-        own state.
-        """
+        """Return the state of all lanes, valid on any number of ranks, and of the source."""
         return merge_states(self._gather(self.rank_state(step)), self._batch.global_batch)
 
     def rank_state(self, step: int) -> State:
@@ -178,9 +171,7 @@ class DatasetStream:
         self._documents.restore(state.get("source", {}))
 
     def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
-        """Continue at the lane positions of a run that read the same documents; otherwise begin with the
-        first document.
-        """
+        """Continue at the positions of a run that read the same documents; otherwise begin at the first."""
         if any(
             self._fingerprint.get(name) != fingerprint.get(name)
             for name in (self._fingerprint.keys() | fingerprint.keys()) - {"lanes", "sequence_length"}

@@ -34,8 +34,7 @@ class WorkerDied(RuntimeError):
 
 
 class TokenizerPool:
-    """``count`` tokenizer processes, each served by a thread that handles one request at a time: read, send,
-    receive.
+    """``count`` tokenizer processes, each served by a thread: read texts, send, receive tokens.
 
     A process is idle while its thread reads the next texts, which takes a hundredth of the tokenising time.
     """

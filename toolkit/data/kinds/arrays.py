@@ -49,9 +49,9 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
 
 def check_records(config: RunConfig, manifest: RecordManifest) -> Iterator[Problem]:
     """Yield the requirements of the run that its records do not meet."""
-    wanted = ["train", *(name for name in config.eval.sets if config.eval.every)]
-    available = [name for name in wanted if name in manifest.splits]
-    for name in dict.fromkeys(wanted):
+    required = ["train", *(name for name in config.eval.sets if config.eval.every)]
+    available = [name for name in required if name in manifest.splits]
+    for name in dict.fromkeys(required):
         if name not in available:
             key = "data.path" if name == "train" else "eval.sets"
             yield Problem(

@@ -23,9 +23,7 @@ from toolkit.progress import Progress
 
 
 def build_mixture(config: RunConfig, batch: BatchPlan) -> Mixture:
-    """Build the mixture of ``data.sources``, sorted by name, and ``data.phases``, whose steps become sample
-    numbers.
-    """
+    """Build the mixture of ``data.sources``, sorted by name, with the phases of ``data.phases``."""
     phases = phases_of(config.data.sources, config.data.phases)
     table = [
         MixturePhase(batch.at(phase.from_step).first_sample, tuple(phase.weights.values()))

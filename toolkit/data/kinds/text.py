@@ -6,29 +6,56 @@ from collections.abc import Mapping
 from functools import cache, partial
 
 from toolkit.config.schema import RunConfig
-from toolkit.data.checks import check_data, ready
+from toolkit.data.checks import check_documents, check_special_tokens, check_split, check_vocabulary
 from toolkit.data.evaluation import EvalSet, eval_batches, eval_targets, unigram_loss
-from toolkit.data.manifest import read_manifest
+from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream
 from toolkit.data.registry import DataKind, RunData
 from toolkit.data.remote.cache import open_cache
 from toolkit.data.remote.tokens import check_remote_files
 from toolkit.data.tokens.documents import estimate_waste
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.data.tokens.token_array import TokenSource, open_split
-from toolkit.errors import InputError
+from toolkit.errors import InputError, Problem
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
 
 
 def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
-    manifest = ready(config.data, progress)
+    data = config.data
+    if data.name == "stdlib":
+        manifest = ensure_stdlib(data.path, data.vocab_size, progress)
+    else:
+        manifest = read_manifest(data.path)
     problems = check_data(config, manifest, vocab_size)
     if problems:
         raise InputError(*problems)
     if manifest.url is not None:
         check_remote_files(manifest, ["train", *(config.eval.sets if config.eval.every else [])])
     return manifest.location
+
+
+def check_data(config: RunConfig, manifest: DataManifest, vocab_size: int | None = None) -> list[Problem]:
+    """Return the requirements of the run that its data folder does not meet.
+
+    Args:
+        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size``
+            (``model.pretrained``).
+    """
+    path = config.data.path
+    problems = [
+        check_vocabulary(config, manifest, path, vocab_size),
+        check_documents(config, manifest, "data.path", path),
+        check_split(config, manifest, "train", "data.path", path),
+    ]
+    problems += [
+        check_split(config, manifest, name, "eval.sets", path)
+        for name in config.eval.sets
+        if config.eval.every
+    ]
+    problems.append(check_special_tokens(config, manifest, path))
+    return [problem for problem in problems if problem is not None]
 
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:

@@ -1,5 +1,4 @@
-"""Mix several sources: position -> (source, index in that source), a pure function with O(1) seek and
-O(sources) state.
+"""Mix several sources: position -> (source, index in it), with O(1) seek and O(sources) state.
 
 Weights are valid from a phase's first sample on. A phase is cut into blocks of ``BLOCK`` slots. Of the first
 ``x`` samples of a phase, ``floor(x * W_s)`` go to the sources up to and including ``s``, where ``W_s`` is the
@@ -47,9 +46,7 @@ BLOCK = 4096  # slots; more if a source is rarer than that, up to 2^20
 
 @dataclass(frozen=True, slots=True)
 class MixturePhase:
-    """From ``first_sample`` on, sources are sampled in proportion to ``weights``, at least one of which is
-    above 0.
-    """
+    """The mixture from ``first_sample`` on, in proportion to ``weights`` (at least one is above 0)."""
 
     first_sample: int
     weights: tuple[Fraction, ...]
@@ -94,9 +91,7 @@ class Mixture:
         return self if version == self.version else Mixture(self.phases, self._seed, version)
 
     def __call__(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Map positions since the start of training [n], in any order, to sources [n] and indices in them
-        [n].
-        """
+        """Map positions since the start of training [n] to sources [n] and indices in them [n]."""
         numbers = np.searchsorted(self._firsts, positions, side="right") - 1
         sources, indices = np.empty_like(positions), np.empty_like(positions)
         for phase_index in np.unique(numbers).tolist():
@@ -147,9 +142,7 @@ class _PhaseTable:
         self._block_sources = lru_cache(maxsize=2)(self._sources_of_block)
 
     def ends(self, samples: Ints) -> Ints:
-        """Count the first ``samples`` [n] of the phase that go to each source or to one before it: [n,
-        sources].
-        """
+        """Count the phase's first ``samples`` [n] that go to each source or an earlier one: [n, sources]."""
         return (samples.astype(object)[:, None] * self._numerators // self._denominator).astype(np.int64)
 
     def before(self, samples: Ints) -> Ints:
@@ -174,9 +167,7 @@ class _PhaseTable:
         return source_of, indices
 
     def _sources_of_block(self, block: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int32]]:
-        """Return the source of each slot of a block, and how many earlier slots of the block have the same
-        source.
-        """
+        """Return each slot's source in a block, and its rank among the block's slots of that source."""
         numbers = np.array([block], dtype=np.int64)
         end = int(self._end(numbers)[0])
         slots = np.arange(block * self._block, end, dtype=np.int64)
@@ -188,9 +179,7 @@ class _PhaseTable:
         return source_of, ranks
 
     def _permuted_places(self, slots: Ints, blocks: Ints) -> tuple[Ints, Ints]:
-        """Return the target of each slot under the permutation of its block: (source, index since the phase
-        began).
-        """
+        """Apply the permutation of each slot's block: (source, index since the phase began)."""
         present, inverse = np.unique(blocks, return_inverse=True)
         first = self.ends(present * self._block)
         edges = self.ends(self._end(present)) - first  # of the sources' ranges in the permuted block
@@ -202,9 +191,7 @@ class _PhaseTable:
         return source_of, before_block[inverse, source_of] + permuted - start
 
     def counts(self, slots: int) -> tuple[Ints, Ints]:
-        """Count each source's samples in the blocks before slot ``slots``, and in its block before it:
-        [sources] each.
-        """
+        """Count samples before slot ``slots``, in earlier blocks and in its block: [sources] each."""
         block = slots // self._block if self._blocks is None else min(slots // self._block, self._blocks - 1)
         first = block * self._block
         inside = self._block_sources(block)[0][: slots - first]

@@ -66,9 +66,7 @@ def _scramble(values: UInt64s, key: UInt64s) -> UInt64s:
 
 
 def permute(values: Ints, size: int, key: UInt64s, *, inverse: bool = False) -> Ints:
-    """Apply a keyed bijection of ``0 .. size`` element by element; ``key`` has one entry per value, or one
-    for all.
-    """
+    """Apply a keyed bijection of ``0 .. size`` element by element, with one key per value or one for all."""
     bits = max(size - 1, 0).bit_length()
     if bits == 0:
         return values.copy()
@@ -103,8 +101,7 @@ def permute(values: Ints, size: int, key: UInt64s, *, inverse: bool = False) -> 
 
 
 def _cut(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ``total`` indices into ``parts`` contiguous parts whose sizes differ by at most one, the larger
-    ones first.
+    """Cut ``total`` indices into ``parts`` contiguous parts; the first ones may be larger by one.
 
     Returns for each index: the number of its part, its index in the part, the size of the part.
     """
@@ -118,9 +115,7 @@ def _cut(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def epoch_shifts(seed: int, epochs: Ints, tokens: int) -> Ints:
-    """Return the offset of each epoch's first window from the corpus's first token, so that windows do not
-    repeat.
-    """
+    """Return the token at which each epoch's first window starts, so that windows do not repeat."""
     return (derive_key(derive_key(root_key(seed), -2), epochs) % np.uint64(tokens)).astype(np.int64)
 
 

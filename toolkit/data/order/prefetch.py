@@ -93,8 +93,7 @@ def _produce(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
 
 
 class Prefetch(Iterator[T]):
-    """Iterates over the items of ``chunks``; from the first ``next`` on, up to ``depth`` chunks are
-    prefetched.
+    """Iterates over the items of ``chunks``; after the first ``next`` up to ``depth`` chunks are prefetched.
 
     ``finish`` is applied by the consuming thread: its result is in that core's cache and is not stored in
     advance. An error of ``chunks`` is raised after the items before it. ``close`` (or freeing the object)
@@ -125,9 +124,7 @@ class Prefetch(Iterator[T]):
             self._chunk = iter(self._buffer.get() if self._chunks is None else self._first(self._chunks))
 
     def _first(self, chunks: Iterator[Sequence[T]]) -> Sequence[T]:
-        """Produce the first chunk here: a busy thread yields the interpreter only after 5 ms; the chunk takes
-        less.
-        """
+        """Produce the first chunk here: a busy thread would hold the interpreter longer than that takes."""
         self._chunks = None
         try:
             return next(chunks, ())

@@ -1,5 +1,4 @@
-"""The sample stream of one data rank: a step's global batch has the same samples in the same order under any
-layout.
+"""The sample stream of one data rank; the global batch of a step is the same under any layout.
 
 A stream is stateless. Step -> positions in the run's order -> (source, index in it) -> (epoch, number) ->
 samples. So it starts at any step at the same cost, and a checkpoint needs only the step and a fingerprint of
@@ -30,7 +29,7 @@ Remedy = tuple[str, str]
 
 
 def compare_fingerprints(
-    mine: Mapping[str, object],
+    current: Mapping[str, object],
     saved: Mapping[str, object],
     remedies: Mapping[str, Remedy],
     *,
@@ -48,12 +47,12 @@ def compare_fingerprints(
         CheckpointError: names everything that differs.
     """
     problems = []
-    for name in sorted(mine.keys() | saved.keys()):
+    for name in sorted(current.keys() | saved.keys()):
         remedy = remedies.get(name.partition(" ")[0], default)
-        if remedy is None or saved.get(name) == mine.get(name):
+        if remedy is None or saved.get(name) == current.get(name):
             continue
         detail = (details or {}).get(name, "")
-        seen = f"{name}={mine.get(name)}, the checkpoint has {name}={saved.get(name)}{detail}"
+        seen = f"{name}={current.get(name)}, the checkpoint has {name}={saved.get(name)}{detail}"
         key, text = (part.format(key=name, saved=saved.get(name)) for part in remedy)
         problems.append(
             Problem(key, seen, "a run continues on the samples and in the order with which it began", text)
@@ -67,9 +66,8 @@ Array = npt.NDArray[Any]
 
 # Steps are ordered, read and delivered in chunks: a permutation is a hundred numpy calls, whatever its size.
 ORDERED_AT_ONCE = 4096  # samples
-ORDERED_AT_FIRST = (
-    64  # samples, doubled each time: with many ranks, each one's samples are few and spread over many blocks
-)
+# Samples at first, doubled each time: with many ranks, a rank's samples are spread over many blocks.
+ORDERED_AT_FIRST = 64
 READ_AT_ONCE = 1 << 21  # bytes for which numpy's calls per source are paid once
 CHUNKS_AHEAD = 3  # of at least one step
 
@@ -99,9 +97,7 @@ def rank_positions(batch: BatchPlan, step: int, data_rank: int) -> Ints:
 
 @lru_cache(maxsize=64)
 def rank_batch_indices(accumulation: int, data_parallel: int, micro_batch: int, data_rank: int) -> Ints:
-    """Return one data rank's indices in a global batch of ``accumulation * data_parallel * micro_batch``
-    (read-only).
-    """
+    """Return one data rank's indices in a global batch: int64 [accumulation, micro_batch], read-only."""
     firsts = (np.arange(accumulation, dtype=np.int64) * data_parallel + data_rank) * micro_batch
     indices = firsts[:, None] + np.arange(micro_batch)
     indices.flags.writeable = False
@@ -109,9 +105,7 @@ def rank_batch_indices(accumulation: int, data_parallel: int, micro_batch: int, 
 
 
 def source_seed(seed: int, name: str | None) -> int:
-    """Return the seed of one source of a mixture, independent of the others; ``name`` is None for a single
-    source.
-    """
+    """Return the seed of one source of a mixture; ``name`` is None for a single source."""
     return (
         seed
         if name is None
@@ -160,8 +154,7 @@ class Stream:
         self._open: weakref.WeakSet[Prefetch[list[Array]]] = weakref.WeakSet()
 
     def steps(self, first_step: int, stride: int = 1) -> Prefetch[list[Array]]:
-        """Iterate over this rank's micro-batches, one list per step, each [micro_batch, ...] of
-        ``SampleSource.dtype``.
+        """Iterate over steps: lists of this rank's micro-batches [micro_batch, ...].
 
         The steps are ``first_step`` and every ``stride``-th after it. Prefetching begins with the first
         ``next``, which also raises its errors. Closing the iterator or the stream ends it.
@@ -265,9 +258,7 @@ class Stream:
             steps.close()
 
     def _chunks(self, first_step: int, stride: int) -> Iterator[list[list[Array]]]:
-        """Yield chunks of steps: at first single steps, so that the first batch is quick, then up to
-        READ_AT_ONCE bytes.
-        """
+        """Yield chunks of steps: single steps at first, for a quick start, then up to READ_AT_ONCE bytes."""
         step = first_step
         at_once, ordered = 1, ORDERED_AT_FIRST
         while True:
@@ -285,8 +276,7 @@ class Stream:
             ordered = min(2 * ordered, ORDERED_AT_ONCE)
 
     def _positions(self, step: int, stride: int, samples: int) -> Ints:
-        """Return the positions of every ``stride``-th step from ``step`` on: [steps, accumulation,
-        micro_batch].
+        """Return positions of every ``stride``-th step from ``step`` on: [steps, accumulation, micro_batch].
 
         There are enough steps for ``samples``, or as many as precede a change of the global batch.
         """

@@ -63,8 +63,7 @@ def first_of_equal_keys(high: npt.NDArray[np.uint64], low: npt.NDArray[np.uint64
 
 
 def find_validation_threshold(plan: PreparationPlan, progress: Progress) -> int:
-    """Return the value of ``PreparationPlan.validation_below`` that gives validation at least one document of
-    two.
+    """Return the threshold of ``split_hash`` that gives validation at least one of two documents.
 
     Reads documents until one is for validation; of a small input that may be all of them. If the configured
     share selects none, the document with the smallest hash is used, provided that another one is left for

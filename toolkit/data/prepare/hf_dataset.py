@@ -1,6 +1,4 @@
-"""Rows of a ``datasets`` source: a folder written by ``save_to_disk``, or a folder or hub id that
-``load_dataset`` streams.
-"""
+"""Rows of a ``datasets`` source: a folder of ``save_to_disk``, or a folder or hub id to stream."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def row_ranges(path: str, config: DatasetConfig, target_bytes: int) -> Iterator[
 def read_range(
     path: str, config: DatasetConfig, column: str, start: int, end: int
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number, {column: value}) of a range from ``row_ranges``; numbers of a streamed dataset count in
-    its shard.
+    """Yield (number, {column: value}) of a range; numbers of a streamed dataset count in its shard.
 
     For ``meta.body`` the column is ``meta``, unless a column has that whole name.
     """

@@ -1,5 +1,4 @@
-"""``import=PATH``: write a manifest for existing Megatron ``.bin`` and ``.idx`` files, which are used in
-place.
+"""``import=PATH``: write a manifest for existing Megatron ``.bin`` and ``.idx`` files, used in place.
 
 FOLDER/NAME.bin NAME.idx ...     unchanged
 FOLDER/NAME.sums                 block checksums, with which training verifies what it reads
@@ -219,9 +218,7 @@ def _move_tokenizer(temporary: Path, folder: Path, info: TokenizerInfo) -> None:
 def _splits(
     indexes_by_split: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress
 ) -> tuple[dict[str, TokenSplit], bool, dict[Path, bytes]]:
-    """Return the splits, whether end-of-text is the last token of every document and no other, and .sums
-    contents.
-    """
+    """Return the splits, whether end-of-text ends every document and nothing else, and .sums contents."""
     ends_documents, splits, sums = True, {}, {}
     total = sum(index.bin_bytes for indexes in indexes_by_split.values() for index in indexes)
     with progress.task("reading tokens", total=total, unit="B") as task:

@@ -58,9 +58,7 @@ class InputChanges:
 
 
 def find_changes(plan: PreparationPlan, listed: InputListing) -> InputChanges:
-    """Compare names, sizes and modification times; a file with only another time is read and its hash
-    compared.
-    """
+    """Compare names, sizes and times; read and compare files of which only the time differs."""
     planned = {source.name: source for source in plan.present}
     current = _as_now(listed)
     differing = {
@@ -84,8 +82,8 @@ def find_changes(plan: PreparationPlan, listed: InputListing) -> InputChanges:
 
 def relax_recipe(plan: PreparationPlan, config: PrepareConfig) -> PreparationPlan:
     """Update ``special_tokens`` and ``on_bad_row`` in the plan if their planned values only refuse input."""
-    wanted = build_recipe(config)
-    changed = {key: wanted[key] for key, refusing in REFUSING.items() if plan.recipe.get(key) == refusing}
+    requested = build_recipe(config)
+    changed = {key: requested[key] for key, refusing in REFUSING.items() if plan.recipe.get(key) == refusing}
     return replace(plan, recipe={**plan.recipe, **changed})
 
 

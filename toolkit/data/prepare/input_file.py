@@ -1,6 +1,4 @@
-"""Files of the input: their format by name, and their content as uncompressed UTF-8 text without byte-order
-mark.
-"""
+"""Files of the input: format by name, and content as uncompressed UTF-8 without byte-order mark."""
 
 from __future__ import annotations
 

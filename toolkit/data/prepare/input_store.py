@@ -1,5 +1,4 @@
-"""An input in a store (``input=s3://bucket/texts``): its files are first copied to this machine and then read
-locally.
+"""An input in a store (``input=s3://bucket/texts``), copied to this machine and read locally.
 
     OUTPUT/.work/input/    the copies with their names and the store's modification times; removed with .work
 

@@ -152,8 +152,7 @@ def read_document_lengths(folder: DataFolder, split: TokenSplit) -> Lengths:
 
 
 def shuffle_quality(lengths: Lengths) -> float | None:
-    """Return chi2/df for the counts of DOMAINS ranges of document length in up to SEGMENTS segments of the
-    data.
+    """Return chi2/df for counts of DOMAINS ranges of length in up to SEGMENTS segments of the data.
 
     About 1 if length and position are independent; far above 1 if files or sources of one kind are adjacent.
     Differences that do not affect lengths are not detected. None if there are too few documents.

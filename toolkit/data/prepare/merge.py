@@ -72,9 +72,7 @@ def start_merging(
     memory_bytes: int,
     deduplicate: bool,
 ) -> Callable[[int, Callable[[int], None]], None]:
-    """Start a process: return a function that writes a shard by number and reports the bytes of tokens
-    written.
-    """
+    """Return a function that writes a shard by number and reports the bytes of tokens written."""
     receipts = read_receipts(work / PARTS)
 
     def merge_shard(number: int, advance: Callable[[int], None]) -> None:

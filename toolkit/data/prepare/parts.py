@@ -1,5 +1,4 @@
-"""A part: documents of a work unit as tokens, sorted by key. A part exists once its receipt, the last of
-three files, does.
+"""A part: documents of a work unit as tokens, sorted by key; it exists once its receipt does.
 
     UUUUUU-PPPPP.tokens   concatenated tokens of the documents, in the manifest's dtype
     UUUUUU-PPPPP.keys     u64 [documents] high words of the keys, u64 [documents] low words,

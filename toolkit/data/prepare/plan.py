@@ -45,8 +45,7 @@ class InputSource:
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """What one process reads at a time: the whole sources ``first`` to ``last`` - 1, or a range of one
-    source.
+    """What one process reads at a time: sources ``first`` to ``last`` - 1, or a range of one source.
 
     ``start`` and ``end`` count bytes of lines and jsonl, row groups of parquet, rows or shards of a dataset.
     ``end`` is 0 for whole files.
@@ -319,9 +318,7 @@ def row_group_ranges(path: Path, target_bytes: int) -> Iterator[tuple[int, int, 
 
 
 def group_neighbours(sizes: Sequence[int], total: int, target_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges [start, end) of neighbours of about ``aim`` bytes, where all have ``total`` bytes in
-    ratios ``sizes``.
-    """
+    """Yield ranges [start, end) of about ``aim`` bytes of neighbours with sizes in the ratio ``sizes``."""
     scale = total / max(1, sum(sizes))
     start, size = 0, 0.0
     for number, group_size in enumerate(sizes):

@@ -248,9 +248,7 @@ TOKENISER_MEMORY = 150
 
 
 def check_memory(document: InputDocument, path: Path) -> None:
-    """Raise InputError if this machine lacks the memory to tokenise the document; the library would abort the
-    process.
-    """
+    """Raise InputError if memory does not suffice to tokenise the document; the library would abort."""
     size = len(document.content)
     if size < LARGE_BYTES:
         return
@@ -275,8 +273,7 @@ MAX_PROBLEMS = 20
 
 
 def check_first_rows(plan: PreparationPlan, sources: Sequence[int], progress: Progress) -> None:
-    """Read the first rows of ``sources``, which need no units or hashes yet, so that wrong input is found at
-    once.
+    """Read the first rows of ``sources``, which need no units or hashes yet, to find wrong input at once.
 
     Raises InputError with a problem for each file that has one, up to MAX_PROBLEMS.
     """

@@ -1,6 +1,4 @@
-"""The results of a preparation: counts, document lengths and their histogram; and the manifest, which is
-written last.
-"""
+"""The results of a preparation: counts, the histogram of document lengths, and the manifest."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ def write_results(
 
 
 def _bad_rows(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> dict[str, Any]:
-    """Return number and first examples of bad rows by file and position, independent of how the work was
-    split.
-    """
+    """Return number and examples of bad rows by file and position, however the work was split."""
     count = sum(receipt.bad for receipt in receipts)
     if not count:
         return {}
@@ -132,9 +128,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _sources(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> list[dict[str, Any]]:
-    """Describe the sources, with the number of documents that are not empty; files of a dataset have no
-    number.
-    """
+    """Describe the sources, with their numbers of documents that are not empty, except for datasets."""
     documents: Counter[int] = Counter()
     for receipt in receipts:
         documents.update(dict(receipt.sources))

@@ -29,17 +29,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PART_BYTES = 16 << 20  # of text: what each process can lose in a kill
-TEXT_AT_ONCE = (
-    256 << 10
-)  # encoded in one call: the library's results need a hundred times the memory of the text
+# Bytes of text encoded in one call: the library's results need a hundred times the memory of the text.
+TEXT_AT_ONCE = 256 << 10
 PARTS = "parts"
 SHOWN = 240  # characters of an error about a row
 
 
 def start_tokenising(work: Path, vocabulary: TokenizerSpec) -> Callable[[int, Callable[[int], None]], None]:
-    """Start a process: return a function that tokenises a unit by number and reports the input bytes
-    processed.
-    """
+    """Return a function that tokenises a unit by number and reports the input bytes processed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel
     plan = read_plan(work)
     assert plan is not None

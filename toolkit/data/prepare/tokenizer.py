@@ -1,6 +1,4 @@
-"""The tokenizer of a preparation: installed from transformers or tokenizers, or trained on a sample of the
-input.
-"""
+"""The tokenizer of a preparation: an existing one, or one trained on a sample of the input."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Run tasks in processes: each process takes the next number when it is free. Results are on disk; pipes
-carry progress.
+"""Run tasks in processes that take the next number when free. Results are on disk.
 
 A process ends with its parent, even after ``kill -9``, so that none runs on when the parent is started again.
 """
@@ -26,8 +25,7 @@ POLL_SECONDS = 0.2
 def run_tasks(
     start_task: Callable[[], NumberedTask], numbers: Sequence[int], workers: int, task: Task
 ) -> None:
-    """Run the task of every one of ``numbers``; ``begin()`` in each process returns the task. One worker runs
-    in this process.
+    """Run the task of every one of ``numbers``; ``start_task()`` in each process returns the task.
 
     Raises:
         InputError: a task raised it, or a process was killed (finished tasks stay finished).

@@ -1,5 +1,4 @@
-"""Fixed-size records that are not tokens (image tiles with a label, boards, spectra), read at random by
-number.
+"""Fixed-size records other than tokens (image tiles with a label, spectra), read at random by number.
 
     records = open_records("data/tiles", "train")
     records.read(np.zeros(2, np.int64), np.array([7, 3]))["image"]      # uint16 [2, 12, 64, 64]

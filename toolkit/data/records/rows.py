@@ -43,8 +43,9 @@ class MappedRows:
     def __init__(
         self, folder: Path, shards: Sequence[RecordShard], row_bytes: int, *, checked: bool = False
     ) -> None:
-        """Args: checked: all bytes of the split were already verified; otherwise each block is when it is
-        first read.
+        """
+        Args:
+            checked: all bytes of the split were already verified; otherwise each block is when first read.
 
         Raises:
             InputError: a file is absent or its size differs from the manifest's. Reading raises it for a

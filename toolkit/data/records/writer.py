@@ -243,18 +243,19 @@ class _SplitWriter:
 
 
 class _RunningStatistics:
-    """Mean and variance updated batch by batch (Chan, Golub, LeVeque 1983), without the cancellation of
-    summed squares.
-    """
+    """Mean and variance updated batch by batch (Chan, Golub, LeVeque 1983), without cancellation."""
 
     def __init__(self) -> None:
         self._count = 0
         self._mean = self._squares = np.zeros(1)
-        self._least, self._most = np.inf, -np.inf
+        self._minimum, self._maximum = np.inf, -np.inf
 
     def add(self, values: npt.NDArray[np.generic]) -> None:
         """Add values [records, *shape]."""
-        self._least, self._most = min(self._least, values.min().item()), max(self._most, values.max().item())
+        self._minimum, self._maximum = (
+            min(self._minimum, values.min().item()),
+            max(self._maximum, values.max().item()),
+        )
         bands = values.shape[1] if values.ndim > 1 else 1
         parts = values.reshape(len(values), bands, -1).astype(np.float64)
         count = len(values) * parts.shape[2]
@@ -269,7 +270,7 @@ class _RunningStatistics:
 
     def statistics(self) -> FieldStatistics:
         std = np.sqrt(self._squares / self._count)
-        return FieldStatistics(tuple(self._mean.tolist()), tuple(std.tolist()), self._least, self._most)
+        return FieldStatistics(tuple(self._mean.tolist()), tuple(std.tolist()), self._minimum, self._maximum)
 
 
 def _layout(

@@ -1,5 +1,4 @@
-"""A bounded cache of blocks on a local disk for data in a store: each block comes over the network once per
-node.
+"""A bounded cache on a local disk for data in a store: each block is fetched once per node.
 
     <folder>/32KiB-<slots>.blocks    the slots, 32 KiB each; grows up to its bound
     <folder>/32KiB-<slots>.index     one record per slot: key of its block, length, hash, time
@@ -203,9 +202,8 @@ def read_cached(
         if block not in contents and cache.claim(files[block[0]].content, block[1])
     ]
     try:
-        _look_up(
-            cache, files, claimed, contents
-        )  # another process may have stored it and released the claim in between
+        # Another process may have stored it and released the claim in between.
+        _look_up(cache, files, claimed, contents)
         _fetch(cache, folder, files, [block for block in claimed if block not in contents], contents)
     finally:
         for name, number in claimed:

@@ -71,8 +71,7 @@ def translate_error(error: Exception, location: str) -> InputError | TransientEr
 
 
 def _another_region(text: str, location: str) -> InputError:
-    """Return the error for a bucket in another region than the one signed for: S3 answers 301 without
-    address, or 400.
+    """Return the error for a bucket in another region than requests are signed for (status 301 or 400).
 
     The body of a 400 names the region. A 301 names it in a header, which obstore hides; an unsigned request
     shows it.

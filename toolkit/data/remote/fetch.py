@@ -1,5 +1,4 @@
-"""Concurrent requests, each with retries after failures and silence, within bounded time and a bounded number
-of attempts.
+"""Concurrent requests with retries after failures and silence, in bounded time and attempts.
 
 A failed attempt is repeated after exponential backoff. If an attempt takes much longer than usual, a second
 attempt starts in parallel and the first answer counts (a hedged request). In a store that stalls every
@@ -47,13 +46,9 @@ class RequestLimits:
     """An attempt fails if it is incomplete after this time."""
     first_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
-    """A failed attempt is repeated after the first backoff, doubled each time up to the maximum, times a
-    random 0.5 to 1.
-    """
+    """A failed attempt is repeated after the first backoff, doubled up to the maximum, times 0.5 to 1."""
     opening_seconds: float = 20.0
-    """While data are opened, no attempt starts later than this after the first: a wrong address is reported
-    soon.
-    """
+    """While data are opened, no attempt starts later than this after the first."""
     reading_seconds: float = 300.0
     """The same while training reads: a store may be unavailable for some minutes without ending a run."""
     hedge_after: float = 4.0
@@ -62,9 +57,7 @@ class RequestLimits:
     hedge_max_seconds: float = 1.0
     """... within these bounds, and never before twice the usual answer time."""
     hedge_share: float = 1 / 8
-    """At most this share of all requests, and 8 more, are hedged, so that a slow store gets little extra
-    load. 0: none.
-    """
+    """At most this share of all requests, and 8 more, are hedged; 0: none."""
 
 
 class TransientError(Exception):
@@ -87,8 +80,7 @@ class RetriesExhausted(Exception):
 
 
 class RequestPacing:
-    """Statistics of a store: its usual answer time, request counts, and how many concurrent requests it can
-    serve.
+    """A store's usual answer time, request counts, and the concurrent requests that it can serve.
 
     The concurrency is adapted as in TCP: a timeout halves it, each answer increases it slightly. Otherwise 64
     requests that wait for one another would time out together and be repeated together without end. Shared by

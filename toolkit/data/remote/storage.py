@@ -1,5 +1,4 @@
-"""Folders from which data are read: local, or in a store by URL (``s3://``, ``gs://``, ``az://``,
-``http(s)://``).
+"""Folders from which data are read: local, or in a store by URL (s3, gs, az, http, https).
 
     folder = open_folder("s3://bucket/corpus")
     folder.read_bytes("manifest.json")
@@ -266,23 +265,23 @@ class StoreFolder(DataFolder):
     def _list(self) -> list[StoredFile]:
         import obstore
 
-        def ask() -> list[StoredFile]:
+        def request() -> list[StoredFile]:
             match = (meta for page in obstore.list(self._store) for meta in page)
             return [
                 StoredFile(meta["path"], meta["size"], _nanoseconds(meta["last_modified"])) for meta in match
             ]
 
-        return sorted(self._call("", ask), key=lambda file: file.name)
+        return sorted(self._call("", request), key=lambda file: file.name)
 
     def _get(self, name: str, start: int, end: int, *, whole: bool = True) -> Buffer:
         """Make one attempt. ``whole``: the range must be inside the file."""
         import obstore
 
-        def ask() -> tuple[Any, tuple[int, int], memoryview]:
+        def request() -> tuple[Any, tuple[int, int], memoryview]:
             result = obstore.get(self._store, name, options={"range": (start, end)})
             return result.meta, result.range, memoryview(result.bytes())
 
-        meta, seen, content = self._call(name, ask)
+        meta, seen, content = self._call(name, request)
         size = self._check_identity(name, meta)
         if whole and end > size:
             raise data_path_error(
@@ -329,8 +328,7 @@ def _nanoseconds(time: datetime) -> int:
 
 @lru_cache(maxsize=32)
 def _store(url: Url, limits: RequestLimits, environment: frozenset[tuple[str, str]]) -> ObjectStore:
-    """Create one store per URL so that its connections stay open, or another if the ``told`` variables
-    change.
+    """Create one store per URL so that connections stay open; ``environment`` is part of the cache key.
 
     Retries are done in fetch.py, which measures how long requests take and may start a second attempt early.
     """

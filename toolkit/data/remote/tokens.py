@@ -1,5 +1,4 @@
-"""Tokens in a store. All windows of one read are requested at once by their bytes; nothing else of a shard is
-fetched.
+"""Tokens in a store. All windows of one read are requested at once, and nothing else of a shard.
 
 Without a cache a read fetches its windows (adjacent windows as one request), widened to whole blocks of 4 KiB
 if the data have checksums. With a cache (``data.cache.folder``) whole blocks of 32 KiB are fetched and
@@ -43,9 +42,7 @@ class WindowPart:
 
 
 def split_windows(starts: Ints, length: int, ends: Ints, token_bytes: int) -> list[WindowPart]:
-    """Split the windows ``starts[j] .. starts[j] + length`` at shard boundaries; shards end at token
-    ``ends``.
-    """
+    """Split the windows ``starts[j] .. starts[j] + length`` at the shard ends ``ends`` (in tokens)."""
     parts: list[WindowPart] = []
     for row, (start, first) in enumerate(
         zip(starts.tolist(), np.searchsorted(ends, starts, side="right").tolist(), strict=True)
@@ -81,8 +78,7 @@ def merge_spans(parts: Sequence[WindowPart], token_bytes: int, longest: int) -> 
 
 
 def check_remote_files(manifest: DataManifest, names: Sequence[str]) -> None:
-    """Check sizes and headers of every file of the splits ``names``: three small requests per shard, all at
-    once.
+    """Check sizes and headers of every file of the splits ``names`` with three small requests per shard.
 
     Raises InputError naming the first file that is absent or does not match the manifest.
     """

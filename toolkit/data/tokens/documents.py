@@ -21,8 +21,7 @@ SAMPLED_TOKENS = 1 << 20
 
 
 def position_ids(tokens: Ints, end_of_text: int) -> Ints:
-    """Return the position of each input token in its document, or in the window if the document began before
-    it.
+    """Return each input token's position in its document, or in the window if that began earlier.
 
     Args:
         tokens: windows int64 [n, length + 1]; the last token of each is only a label.
@@ -77,9 +76,8 @@ def estimate_waste(source: TokenSource, end_of_text: int, sequence_length: int) 
     tokens = np.empty((1, min(SAMPLED_TOKENS, source.tokens)), dtype=np.int64)
     source.read(np.zeros(1, dtype=np.int64), tokens)
     lengths = np.diff(np.flatnonzero(tokens[0] == end_of_text), prepend=-1)
-    return compute_waste(
-        lengths if len(lengths) else np.array([tokens.size]), sequence_length
-    )  # without a complete document the incomplete one counts
+    # Without a complete document, the incomplete one counts.
+    return compute_waste(lengths if len(lengths) else np.array([tokens.size]), sequence_length)
 
 
 def compute_waste(lengths: npt.NDArray[Any], sequence_length: int) -> WindowWaste:

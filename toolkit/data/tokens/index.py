@@ -1,5 +1,4 @@
-"""Megatron's indexed token files: ``<name>.bin`` stores tokens, ``<name>.idx`` the bounds of sequences and
-documents.
+"""Megatron's indexed token files: ``<name>.bin`` (tokens) and ``<name>.idx`` (sequences, documents).
 
 Layout of ``.idx`` (little endian; ``IndexedDataset`` of megatron-core 0.16,
 ``core/datasets/indexed_dataset.py``):

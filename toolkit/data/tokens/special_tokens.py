@@ -57,9 +57,7 @@ class SpecialTokenFinder:
 
 
 def configure_tokenizer(tokenizer: Tokenizer, mode: SpecialTokens) -> None:
-    """Configure the tokenizer to encode whole texts without padding, and special tokens according to
-    ``mode``.
-    """
+    """Configure the tokenizer for whole texts without padding, and special tokens as in ``mode``."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = mode is not SpecialTokens.parse

@@ -1,5 +1,4 @@
-"""The embedded data set: the source files of the running Python's standard library, available on every
-machine.
+"""The embedded data set: the source files of the running Python's standard library.
 
     ensure_stdlib("data/stdlib", vocab_size=4096, progress=progress)
 
@@ -46,8 +45,7 @@ Texts = Sequence[tuple[str, bytes]]  # relative path, content
 def ensure_stdlib(
     path: str | Path, vocab_size: int, progress: Progress | None = None, *, root: Path | None = None
 ) -> DataManifest:
-    """Make the data folder ``path`` unless it has the current generation; finding it takes a fraction of a
-    second.
+    """Make the data folder ``path``, unless it already has the current generation.
 
     Any number of processes may call this function at once: one makes the data, the others wait. A killed
     process leaves nothing that could be mistaken for data. The same files give the same bytes on every

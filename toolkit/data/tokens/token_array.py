@@ -63,8 +63,9 @@ class MappedTokens:
     """A split in mapped local files. Opening takes constant time, and all ranks share the page cache."""
 
     def __init__(self, manifest: DataManifest, split: str, *, checked: bool = False) -> None:
-        """Args: checked: all bytes of the split were already verified; otherwise each block is when it is
-        first read.
+        """
+        Args:
+            checked: all bytes of the split were already verified; otherwise each block is when first read.
 
         Raises:
             InputError: a file is absent or does not match the manifest. Reading raises it for a damaged
@@ -226,9 +227,7 @@ def _open_index(manifest: DataManifest, shard: TokenShard) -> IndexFile:
 
 
 def _map_shard(manifest: DataManifest, shard: TokenShard) -> npt.NDArray[Any]:
-    """Map the tokens of one shard as a plain array: slicing a memmap object is slower than reading a short
-    window.
-    """
+    """Map the tokens of one shard as a plain array, which is faster to slice than a memmap object."""
     dtype = _open_index(manifest, shard).dtype
     return np.asarray(
         np.memmap(check_file_size(manifest.file(f"{shard.name}.bin"), shard.bin), dtype=dtype, mode="r")

@@ -208,9 +208,7 @@ def _load(file: Path, seen: str, key: str = "tokenizer") -> Any:
 
 
 def _fetch_tokenizer(name: str, target: Path, key: str, *, trust_remote_code: bool) -> None:
-    """Fetch with transformers: from the hub, or from a folder with a vocabulary of another form, which it
-    converts.
-    """
+    """Fetch with transformers from the hub, or convert a local folder with a vocabulary of another form."""
     is_local = Path(name).exists()
     if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         remedy = f"correct it; {Path(name).absolute()} is absent"
