@@ -127,7 +127,7 @@ def test_what_the_run_asks_of_its_data(corpus: Corpus) -> None:
     assert "leave out data.dataset.streaming or train.batch_ramp" in refusal(config)
     config = config_of(corpus)
     config.data.path = str(corpus.folder / "corpus.jsonl")
-    assert "can be kept there" in refusal(config)
+    assert "can be written there" in refusal(config)
 
 
 @pytest.mark.parametrize(("key", "value"), [("workers", 0), ("validation", 0.7)])

@@ -58,11 +58,11 @@ class Numbered:
         self.count: int | None = count
         self.order = SampleOrder(count, block_samples=4, seed=seed)
 
-    def texts(self, numbers: Ints) -> Texts:
+    def read(self, numbers: Ints) -> Texts:
         texts = [str(document).encode() for document in self.order(numbers)[1].tolist()]
         return b"".join(texts), np.cumsum([len(text) for text in texts], dtype=np.int64)
 
-    def passed(self, least: int) -> None: ...
+    def release(self, first_needed: int) -> None: ...
 
     def state(self) -> State:
         return {}

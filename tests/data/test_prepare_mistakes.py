@@ -147,7 +147,7 @@ def test_a_mistake_in_a_worker_is_told_by_the_command(
 def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(InputError, match="it holds other files"):
+    with pytest.raises(InputError, match="it contains other files"):
         prepared(corpus, tmp_path / "mine", tokenizer)
     with pytest.raises(InputError, match="the output folder written"):
         prepared(corpus, tmp_path / "mine" / "letter.txt" / "data", tokenizer)
@@ -189,7 +189,7 @@ def test_a_killed_worker_is_told() -> None:
 def test_one_process_at_a_time(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     work = tmp_path / "data" / run.WORK
     work.mkdir(parents=True)
-    with run._alone(work), pytest.raises(InputError, match="is being prepared by another process"):
+    with run._lock(work), pytest.raises(InputError, match="is being prepared by another process"):
         prepared(corpus, tmp_path / "data", tokenizer)
     prepared(corpus, tmp_path / "data", tokenizer)
 

@@ -65,7 +65,7 @@ def test_what_is_here_is_not_fetched_again(
     """Killed while it tokenises: the copies stay, and one that was under way is fetched again."""
     output = tmp_path / "data"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "ready_vocabulary", interrupted)
+        patch.setattr(run, "ensure_tokenizer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             of_store(output, tokenizer)
     copies = output / ".work" / "input"
@@ -104,7 +104,7 @@ def test_prepared_again_it_is_found_and_a_change_is_refused(
     with pytest.raises(InputError, match=r"a\.jsonl has different content"):
         of_store(tmp_path / "data", tokenizer)
     file.unlink()
-    with pytest.raises(InputError, match=r"a\.jsonl is gone"):
+    with pytest.raises(InputError, match=r"a\.jsonl was removed"):
         of_store(tmp_path / "data", tokenizer)
     assert files_of(tmp_path / "data") == made
 
@@ -130,7 +130,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
     [
         ("s3://corpus/absent", "input=s3://corpus/absent: no file below it"),
         ("s3://other/texts", "no such bucket"),
-        ("https://127.0.0.1/texts", "cannot be listed"),
+        ("https://127.0.0.1/texts", "cannot list their files"),
         ("s3://name:secret@corpus/texts", "a URL has no user"),
         ("ftp://corpus/texts", "a folder is a path, or a URL of a known store"),
     ],

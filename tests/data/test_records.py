@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused(values: dict[str, Any], shows: str, tmp_pa
 
 def test_a_writer_takes_no_others_folder(tmp_path: Path) -> None:
     make(tmp_path / "records")
-    with pytest.raises(InputError, match="is there"):
+    with pytest.raises(InputError, match="exists"):
         make(tmp_path / "records")
     for fields in ({}, {"a": ("complex64", ())}, {"a b": ("uint8", ())}, {"a": ("uint8", (0,))}):
         with pytest.raises(InputError):

@@ -374,7 +374,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(),
         r"tokenizer/tokenizer\.json: absent",
     ),
-    "other tokenizer": (other_tokenizer, r"tokenizer\.json: xxh3 .*\n.*made them"),
+    "other tokenizer": (other_tokenizer, r"tokenizer\.json: xxh3 .*\n.*encoded the tokens"),
     "no shard": (lambda folder: shard(folder, ".bin").unlink(), r"train-00001\.bin: absent"),
     "no index": (lambda folder: shard(folder, ".idx").unlink(), r"train-00001\.idx: absent"),
     "cut shard": (
@@ -385,7 +385,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: cut(shard(folder, ".idx")),
         r"train-00001\.idx: \d+ bytes\n.*the manifest has \d+ bytes",
     ),
-    "empty shard": (nothing, r"train-00001\.bin: ends before the bytes"),
+    "empty shard": (nothing, r"train-00001\.bin: ends before the requested bytes"),
     "other index": (header, r"train-00001\.idx: dtype int32, .*\n.*the manifest has dtype uint16"),
     "no JSON": (
         lambda folder: (folder / "manifest.json").write_text("{"),

@@ -168,7 +168,7 @@ def test_a_file_that_changes_is_refused(files: Path, tmp_path: Path, monkeypatch
         with pytest.raises(InputError, match=r"large\.bin changed while it was read: tag"):
             folder.read_range("large.bin", 0, 10)
         assert isinstance(folder, StoreFolder)
-        with pytest.raises(InputError, match=r"large\.bin: 3000001 bytes, of 3000000"):
+        with pytest.raises(InputError, match=r"large\.bin: 3000001 bytes instead of 3000000"):
             folder.for_reading({"large.bin": 3_000_000}).read_range("large.bin", 0, 10)
 
 
@@ -298,9 +298,9 @@ READ = """
 import logging, sys, warnings
 logging.basicConfig(level=logging.DEBUG)
 warnings.simplefilter("always")
-from toolkit.data.remote.fetch import Limits
+from toolkit.data.remote.fetch import RequestLimits
 from toolkit.data.remote.storage import open_folder
-folder = open_folder(sys.argv[1], Limits(opening_seconds=0.3, silence_seconds=0.5))
+folder = open_folder(sys.argv[1], RequestLimits(opening_seconds=0.3, silence_seconds=0.5))
 print(folder, repr(folder), vars(folder))
 folder.read_files(["large.bin"])
 """

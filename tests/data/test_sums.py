@@ -148,7 +148,7 @@ def test_a_manifest_with_another_number_is_refused(folder: Path) -> None:
     assert "restore manifest.json" in caught.value.problems[0].remedy
     del content["manifest_xxh3_128"]
     (folder / MANIFEST_NAME).write_text(json.dumps(content))
-    with pytest.raises(InputError, match="manifest_xxh3_128 None"):
+    with pytest.raises(InputError, match="manifest_xxh3_128 is None"):
         read_manifest(folder)
     write_content(folder, content)  # the control
     assert read_manifest(folder).tokenizer.end_of_text == 7

@@ -86,7 +86,7 @@ def test_a_state_fits_other_ranks_and_stays_small() -> None:
 
 def test_a_state_of_something_else_is_refused() -> None:
     state = StepDataset(stream(), STEPS).state_at(3)
-    with pytest.raises(CheckpointError, match="sample 48, the state's at 24"):
+    with pytest.raises(CheckpointError, match="sample 48, in the saved state at 24"):
         StepDataset(mixed(batch=batch_plan(2, 16, 2)), STEPS).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"write data\.shuffle_seed=3"):
         StepDataset(stream(seed=4), STEPS).load_state_dict(state)
@@ -115,7 +115,7 @@ def test_positions_asked_for_in_order_are_ordered_together() -> None:
     calls = []
 
     class Counted(Stream):
-        def places(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
+        def locate(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
             calls.append(len(positions))
             return super().locate(positions)
 
