@@ -47,7 +47,7 @@ class Counted(DataFolder):
         return [memoryview(self.files[one.name])[one.start : one.end] for one in ranges]
 
 
-def test_what_was_put_is_there_for_others(tmp_path: Path) -> None:
+def test_cached_blocks_are_visible_to_other_processes(tmp_path: Path) -> None:
     mine, theirs = BlockCache(tmp_path, 4 * MIB), BlockCache(tmp_path, 4 * MIB)
     for number in range(100):
         mine.put("a", number, block(number))
@@ -73,7 +73,7 @@ def test_a_full_cache_drops_the_oldest_and_keeps_its_bound(tmp_path: Path) -> No
     assert cache.get("a", 0) is None
 
 
-def test_another_size_begins_anew(tmp_path: Path) -> None:
+def test_cache_of_another_size_starts_empty(tmp_path: Path) -> None:
     BlockCache(tmp_path, MIB).put("a", 1, block(1))
     assert BlockCache(tmp_path, MIB).get("a", 1) == block(1)
     larger = BlockCache(tmp_path, 2 * MIB)
@@ -84,7 +84,7 @@ def test_another_size_begins_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "other"])
-def test_a_torn_block_is_not_there(tmp_path: Path, damage: str) -> None:
+def test_partly_written_block_is_a_miss(tmp_path: Path, damage: str) -> None:
     cache = BlockCache(tmp_path, MIB)
     cache.put("a", 1, block(1))
     file = tmp_path / f"32KiB-{cache.slots}.blocks"
@@ -146,7 +146,7 @@ def _check_all(cache: BlockCache, seen: Counter[bool]) -> None:
         seen[content is not None] += 1
 
 
-def test_ranges_come_from_blocks_that_are_fetched_once(tmp_path: Path) -> None:
+def test_read_cached_fetches_each_block_once(tmp_path: Path) -> None:
     content = block(0, 10 * BLOCK_BYTES + 123)
     files = {"a.bin": CachedFile("a.bin", "hash", len(content))}
     folder, cache = Counted({"a.bin": content}), BlockCache(tmp_path, MIB)
@@ -205,7 +205,7 @@ def test_ranks_of_a_node_fetch_a_block_once(tmp_path: Path) -> None:
     assert sum(fetched) == 64
 
 
-def test_a_dead_claimant_is_not_waited_for(tmp_path: Path) -> None:
+def test_claim_of_a_dead_process_is_released(tmp_path: Path) -> None:
     script = "import os, sys\nfrom pathlib import Path\nfrom toolkit.data.remote.cache import BlockCache\n"
     script += "assert BlockCache(Path(sys.argv[1]), 2**-10).claim('hash', 0)\nos._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=60).returncode == 9

@@ -113,7 +113,7 @@ def texts_of(rows: list[Ints], corpus: Corpus) -> list[list[str]]:
     return lanes
 
 
-def test_an_epoch_is_every_text_of_the_files_once(corpus: Corpus) -> None:
+def test_epoch_contains_every_text_once(corpus: Corpus) -> None:
     """Two columns of two parquet files joined; null is left out; what looks like a special token is text."""
     config = config_of(corpus, path=str(corpus.folder / "parquet"), text=["title", "text"])
     with Ranks(config, ready(config)) as ranks:
@@ -131,7 +131,7 @@ def test_an_epoch_is_every_text_of_the_files_once(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_ranks_workers_and_stops_change_nothing(
+def test_samples_do_not_depend_on_ranks_workers_or_resumes(
     corpus: Corpus, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream is also read over its end, from a state in its middle."""
@@ -224,7 +224,7 @@ def test_a_changed_file_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> No
             stream(changed).check_fingerprint(saved)
 
 
-def test_large_files_are_hashed_at_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_hashed_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "HASHED_BYTES", 1000)
     monkeypatch.setattr(sources, "SAMPLE_BYTES", 8)
     a, b = tmp_path / "part" / "a", tmp_path / "b"
@@ -239,7 +239,7 @@ def test_large_files_are_hashed_at_places(tmp_path: Path, monkeypatch: pytest.Mo
     assert before["b"] != after["b"]
 
 
-def test_arrow_files_that_are_cut_short_or_gone_are_named(corpus: Corpus, tmp_path: Path) -> None:
+def test_truncated_or_missing_arrow_files_are_named(corpus: Corpus, tmp_path: Path) -> None:
     (whole,) = TrainingSource.read(ready(config_of(corpus))).files
     file = tmp_path / "cut.arrow"
     file.write_bytes(Path(whole).read_bytes()[:-2000])
@@ -251,7 +251,7 @@ def test_arrow_files_that_are_cut_short_or_gone_are_named(corpus: Corpus, tmp_pa
 # -- processes
 
 
-def test_a_killed_worker_is_an_error_and_leaves_nobody(corpus: Corpus) -> None:
+def test_killed_worker_raises_and_leaves_no_process(corpus: Corpus) -> None:
     config = config_of(corpus, workers=2)
     with Ranks(config, ready(config)) as ranks:
         (stream,) = ranks.streams
@@ -267,7 +267,7 @@ def test_a_killed_worker_is_an_error_and_leaves_nobody(corpus: Corpus) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus) -> None:
+def test_workers_end_with_their_parent_and_ignore_signals(corpus: Corpus) -> None:
     code = (
         "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.tokenizer_pool import TokenizerPool\n"
         "from toolkit.config.special_tokens import SpecialTokens\n"
@@ -295,7 +295,7 @@ def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus)
         assert len(gone) == 2
 
 
-def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) -> None:
+def test_errors_of_workers_and_readers_are_raised(corpus: Corpus) -> None:
     encoders = TokenizerPool(
         corpus.tokenizer / "tokenizer.json",
         end_of_text=0,

@@ -111,7 +111,7 @@ def test_the_tokenizer_of_a_data_folder_may_be_named(corpus: Corpus) -> None:
     assert prepare_data(config_of(corpus, tokenizer=first), None, Progress.silent()) == first
 
 
-def test_what_the_run_asks_of_its_data(corpus: Corpus) -> None:
+def test_unmet_requirements_of_a_run_are_refused(corpus: Corpus) -> None:
     told = refusal(config_of(corpus), vocab_size=200)
     assert "model.vocab_size=200" in told or "the tokenizer of" in told
     assert "has 300 tokens" in told
@@ -146,7 +146,7 @@ def test_a_hub_id_on_an_offline_machine(corpus: Corpus, offline: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_hub_that_does_not_answer_is_asked_once_and_not_for_long(
+def test_unreachable_hub_is_probed_once_with_a_time_limit(
     corpus: Corpus, offline: pytest.MonkeyPatch, answers: bool, free_port: Callable[[], socket.socket]
 ) -> None:
     """One port is closed; behind the other nobody says a word."""

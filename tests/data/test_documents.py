@@ -46,13 +46,13 @@ def rows_of(width: int) -> st.SearchStrategy[list[list[int]]]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 12).flatmap(rows_of))
-def test_positions_begin_anew_after_each_end(rows: list[list[int]]) -> None:
+def test_positions_restart_after_each_end_of_text(rows: list[list[int]]) -> None:
     found = position_ids(np.array(rows, dtype=np.int64), END)
     assert found.dtype == np.int64
     assert found.tolist() == [written_out(row) for row in rows]
 
 
-def test_positions_of_other_tokens_are_others() -> None:
+def test_positions_depend_on_the_end_token() -> None:
     """The control: another token as the end."""
     window = np.array([[5, END, 7, 8, END, 9]])
     assert position_ids(window, END).tolist() == [[0, 1, 0, 1, 2]]
@@ -116,7 +116,7 @@ def separate(data: Mapping[str, Any]) -> RunConfig:
     )
 
 
-def test_what_is_read_says_how_documents_end(manifest: DataManifest) -> None:
+def test_run_data_has_the_end_of_text_token(manifest: DataManifest) -> None:
     path = str(manifest.folder)
     for sources, data in (
         (["train"], {"name": "prepared", "path": path}),
@@ -129,7 +129,7 @@ def test_what_is_read_says_how_documents_end(manifest: DataManifest) -> None:
         assert dict(reads.waste()) == dict.fromkeys(sources, compute_waste(LENGTHS, 16))
 
 
-def test_a_source_whose_documents_do_not_end_is_named(manifest: DataManifest, tmp_path: Path) -> None:
+def test_source_without_document_ends_is_refused(manifest: DataManifest, tmp_path: Path) -> None:
     silent = make_folder(tmp_path / "silent", {"train": [np.ones(100, dtype=np.int64)]})
     write_manifest(replace(silent, tokenizer=replace(silent.tokenizer, ends_documents=False)), silent.folder)
     sources = {"good": {"path": str(manifest.folder)}, "bad": {"path": str(silent.folder)}}

@@ -54,7 +54,7 @@ def test_ranks_share_the_first_windows(
     assert np.array_equal(eval_targets(source, length, batches, 8), expected)
 
 
-def test_evaluation_repeats_itself() -> None:
+def test_evaluation_batches_are_reproducible() -> None:
     first, second = (
         np.stack([np.stack(batch) for batch in eval_batches(Counting(500), 7, 4, batch_plan(2, 8, 2), 1)])
         for _ in range(2)

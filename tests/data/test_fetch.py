@@ -48,20 +48,20 @@ def silent_once(released: threading.Event, answer: int) -> Callable[[], int]:
     return call
 
 
-def test_answers_stand_in_their_order_whatever_failed() -> None:
+def test_results_keep_their_order_despite_failures() -> None:
     calls = [failing(number % 4, number) for number in range(200)]
     pace = RequestPacing(QUICK)
     assert fetch_all(calls, pace, QUICK, seconds=30) == list(range(200))
     assert pace.repeated == sum(number % 4 for number in range(200))
 
 
-def test_without_time_to_repeat_one_failure_is_the_end() -> None:
+def test_one_failure_without_retry_time_raises() -> None:
     """The control: what carries requests through is the repetition."""
     with pytest.raises(RetriesExhausted, match=r"1 attempts .*status 503"):
         fetch_all([failing(0, 1), failing(1, 2)], RequestPacing(QUICK), QUICK, seconds=0)
 
 
-def test_failures_without_end_end() -> None:
+def test_endless_failures_exhaust_retries() -> None:
     begin = time.monotonic()
     with pytest.raises(RetriesExhausted) as caught:
         fetch_all([failing(1 << 30, 1)], RequestPacing(QUICK), QUICK, seconds=0.3)
@@ -69,7 +69,7 @@ def test_failures_without_end_end() -> None:
     assert 2 < caught.value.attempts < 300
 
 
-def test_a_definite_answer_ends_the_rest() -> None:
+def test_permanent_error_is_raised_at_once() -> None:
     def refused() -> int:
         raise KeyError("forbidden")
 
@@ -87,7 +87,7 @@ def test_a_definite_answer_ends_the_rest() -> None:
     assert len(started) <= QUICK.in_flight  # the others are left
 
 
-def test_so_many_and_no_more_at_once() -> None:
+def test_concurrent_requests_are_bounded() -> None:
     under_way, most = [0], [0]
     lock = threading.Lock()
 
@@ -105,7 +105,7 @@ def test_so_many_and_no_more_at_once() -> None:
     assert most[0] == 7
 
 
-def test_silence_is_passed_by_another_attempt() -> None:
+def test_silent_attempt_is_hedged() -> None:
     released, pace = threading.Event(), RequestPacing(QUICK)
     begin = time.monotonic()
     try:
@@ -123,7 +123,7 @@ def test_silence_is_passed_by_another_attempt() -> None:
         released.set()
 
 
-def test_other_attempts_are_few() -> None:
+def test_hedged_attempts_are_bounded() -> None:
     """A store that became slow all at once is not loaded twice."""
     limits = RequestLimits(hedge_share=1 / 16)
     pace = RequestPacing(limits)
@@ -153,7 +153,7 @@ class OneAtATime:
         return number
 
 
-def test_a_store_that_does_not_keep_up_is_asked_for_less_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overloaded_store_gets_fewer_concurrent_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = RequestLimits(first_backoff_seconds=0.01, max_backoff_seconds=0.05, hedge_share=0)
     store = OneAtATime()
     calls = [lambda number=number: store.call(number) for number in range(200)]

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_can_be_read_is_read(
+def test_readable_data_is_read(
     folder: Path, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(folder) as store:
@@ -47,7 +47,7 @@ def test_what_can_be_read_is_read(
     ("forbidden", "bucket", "said"),
     [(True, BUCKET, "refused with status 403"), (False, "corpse", "no such bucket")],
 )
-def test_a_store_that_refuses_is_told_in_its_own_words(
+def test_refusal_of_a_store_is_reported(
     folder: Path, forbidden: bool, bucket: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One problem, with the store's remedy: that its answer is no manifest is no news."""

@@ -55,7 +55,7 @@ def test_index_layout_byte_by_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [300, 70_000])
-def test_tokens_come_back(tmp_path: Path, vocab_size: int) -> None:
+def test_tokens_round_trip(tmp_path: Path, vocab_size: int) -> None:
     texts = documents(40, vocab_size)
     manifest = make_folder(tmp_path / "data", {"train": texts}, vocab_size)
     row = np.concatenate(texts)
@@ -95,7 +95,7 @@ def test_windows_over_shards(
     assert np.array_equal(out, np.lib.stride_tricks.sliding_window_view(row, length)[starts])
 
 
-def test_reading_past_the_end_is_our_own_mistake(tmp_path: Path) -> None:
+def test_reading_past_the_end_asserts(tmp_path: Path) -> None:
     make_folder(tmp_path / "data", {"train": [np.arange(10)]})
     source = open_split(tmp_path / "data", "train")
     for start in (-1, 6):
@@ -247,7 +247,7 @@ print(read.index.dtype.__name__, read.document_indices.tolist(), [text.tolist() 
 
 @pytest.mark.full
 @pytest.mark.parametrize("vocab_size", [300, 70_000])
-def test_megatron_opens_ours_and_writes_the_same(tmp_path: Path, vocab_size: int) -> None:
+def test_megatron_reads_and_writes_equal_files(tmp_path: Path, vocab_size: int) -> None:
     """Both ways through megatron-core's own reader and builder, in a process of its own: the import is heavy."""
     pytest.importorskip("megatron.core", reason="the extra `megatron` is not installed")
     texts = documents(30, vocab_size)

@@ -47,7 +47,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_what_a_folder_is(made: DataManifest) -> None:
+def test_inspect_describes_a_folder(made: DataManifest) -> None:
     text = shown(made.folder, sequence_length=32, samples=2)
     train = made.split("train")
     for told in (
@@ -148,7 +148,7 @@ def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> N
 
 @given(seed=st.integers(0, 10**6), kinds=st.integers(2, 6))
 @settings(max_examples=25, deadline=None)
-def test_shuffle_quality_tells_shuffled_from_sorted(seed: int, kinds: int) -> None:
+def test_shuffle_quality_separates_shuffled_from_sorted(seed: int, kinds: int) -> None:
     """Documents of several kinds, each four times as long as the one before on average; in order by kind, and shuffled."""
     random = np.random.default_rng(seed)
     lengths = np.concatenate([random.geometric(0.1 / 4**kind, 400) for kind in range(kinds)]).astype(np.int32)

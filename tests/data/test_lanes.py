@@ -184,7 +184,7 @@ def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) ->
     seed=st.integers(0, 2**40),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_a_lane_is_its_documents_one_after_another(
+def test_lane_concatenates_its_documents(
     lanes: int, documents: int, longest: int, length: int, seed: int
 ) -> None:
     """Window ``n`` of a lane begins at its token ``n * length``; nothing is left out, repeated or moved."""
@@ -209,7 +209,7 @@ def test_a_lane_is_its_documents_one_after_another(
     longest=st.integers(1, 40),
 )  # fmt: skip
 @settings(max_examples=20, deadline=None)
-def test_ranks_and_stops_change_nothing(
+def test_lanes_do_not_depend_on_ranks_or_resumes(
     data: st.DataObject, size: int, seed: int, length: int, longest: int
 ) -> None:
     """Any ranks and micro-batch that divide the batch, changed at each of three stops."""
@@ -294,7 +294,7 @@ def test_a_growing_batch() -> None:
     assert same(parts, whole)
 
 
-def test_what_is_asked_for() -> None:
+def test_plan_requests_fills_lanes_evenly() -> None:
     lanes = [Lane(0, 0), Lane(3, 2), Lane(0, 0)]
     lanes[2].add(np.zeros(30))
     lanes[2].next_request = 1
@@ -312,7 +312,7 @@ def test_documents_without_any_text_end_the_run() -> None:
         run.next()
 
 
-def test_the_state_of_another_batch_is_refused() -> None:
+def test_state_of_another_global_batch_is_refused() -> None:
     with Run(plan_of(2, 1, flat(4))) as run:
         run.next()
         state = run.state()
@@ -322,7 +322,7 @@ def test_the_state_of_another_batch_is_refused() -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 12))
 @settings(max_examples=100, deadline=None)
-def test_a_fork_with_other_lanes_leaves_no_document_out(read: list[int], lanes: int) -> None:
+def test_fork_with_other_lanes_skips_no_document(read: list[int], lanes: int) -> None:
     """``read``: how many documents each former lane has finished; each is in the middle of the next one."""
     former = len(read)
     unread = {number for number in range(former * 12) if number // former >= read[number % former]}
@@ -339,7 +339,7 @@ def test_a_fork_with_other_lanes_leaves_no_document_out(read: list[int], lanes: 
         )
 
 
-def test_a_fork_reads_on_where_its_parent_stopped() -> None:
+def test_fork_continues_where_its_parent_stopped() -> None:
     """With the same global batch it has the parent's next samples. Controls: other documents, and a state that is not handed over."""
     with Run(plan_of(4, 1, flat(4))) as parent:
         begun = parent.take(3)

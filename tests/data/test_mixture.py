@@ -92,7 +92,7 @@ def test_worked_example() -> None:
 
 @given(table=tables(), seed=SEEDS, more=st.integers(1, 2 * BLOCK), data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_each_phase_goes_on_where_the_last_one_left_every_source(
+def test_phases_continue_each_source(
     table: list[MixturePhase], seed: int, more: int, data: st.DataObject
 ) -> None:
     mixture = Mixture(table, seed)
@@ -129,7 +129,7 @@ def test_each_phase_goes_on_where_the_last_one_left_every_source(
     position=st.integers(0, 10**15),
 )
 @settings(max_examples=30, deadline=None)
-def test_anywhere_places_follow_the_shares(weights: list[float], seed: int, position: int) -> None:
+def test_source_counts_follow_weights_at_any_position(weights: list[float], seed: int, position: int) -> None:
     """At a position no run reaches step by step: counts are the exact shares but for one block, and places are near them."""
     table = phases((0, weights))
     mixture = Mixture(table, seed)
@@ -160,7 +160,7 @@ def test_batches_have_nearly_their_shares() -> None:
     assert spread(np.sort(sources.reshape(-1, BLOCK), axis=1).ravel()) > 20
 
 
-def test_sorted_corpora_come_out_mixed() -> None:
+def test_sorted_sources_are_mixed() -> None:
     """chi2/df of the domains of both sources a batch; one source alone: tests/data/test_order.py."""
     samples = 1_048_576
     sources, places = Mixture(phases((0, (7, 3))), 2)(np.arange(samples // 2))
@@ -214,7 +214,7 @@ def global_batches(streams: Sequence[Stream], first_step: int, steps: int) -> li
     stops=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 4)), min_size=1, max_size=4),
 )
 @settings(max_examples=15, deadline=None)
-def test_stopped_anywhere_and_gone_on_with_other_ranks(
+def test_resume_at_any_step_with_other_ranks(
     sizes: list[int], seed: int, stops: list[tuple[tuple[int, int], int]]
 ) -> None:
     """The samples of a run that changes its ranks at every stop are those of one rank that never stopped."""
@@ -253,7 +253,7 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
 
 @given(history=histories(), first_step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_up_to_1024_ranks_that_change_at_every_stop(
+def test_mixture_is_the_same_on_up_to_1024_changing_ranks(
     history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[MixturePhase], seed: int
 ) -> None:
     """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control, a counter and a draw of
@@ -295,7 +295,7 @@ def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
     weights=st.lists(st.sampled_from([1, 2, 0.3]), min_size=4, max_size=4),
 )
 @settings(max_examples=20, deadline=None)
-def test_every_sample_stands_once_in_each_epoch_of_its_source(
+def test_each_epoch_of_a_source_contains_every_sample_once(
     sizes: list[int], seed: int, weights: list[float]
 ) -> None:
     stream = mixed(sizes, phases((0, weights[: len(sizes)]), (1000, weights[-len(sizes) :])), seed)
@@ -341,7 +341,7 @@ def test_the_seed_of_a_source_is_its_own() -> None:
     assert len({source_seed(seed, name) for seed in range(3) for name in ("a", "b", "c")}) == 9
 
 
-def test_the_fingerprint_says_what_differs() -> None:
+def test_fingerprint_errors_name_differences() -> None:
     mine = mixed()
     assert len(str(mine.fingerprint())) < 500
     changes = {
@@ -374,7 +374,7 @@ def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> No
     assert MIXTURE_VERSION == "blocks-2"
 
 
-def test_passes_of_a_small_source_follow_one_another() -> None:
+def test_epochs_of_a_small_source_are_consecutive() -> None:
     """Each sample of a source of 10 is taken once before any is taken again; under blocks-1, the control, they are not."""
 
     def epochs(version: str) -> list[int]:
@@ -399,7 +399,7 @@ def test_passes_of_a_small_source_follow_one_another() -> None:
     assert old != sorted(old)
 
 
-def test_a_run_begun_under_an_older_version_goes_on_under_it() -> None:
+def test_resume_keeps_the_older_mixture_version() -> None:
     began = mixed()
     saved = {
         **began.fingerprint(),

@@ -87,7 +87,7 @@ def corpora(draw: st.DrawFn) -> tuple[int, int]:
 
 @given(corpus=corpora(), seed=SEEDS, epoch=st.integers(0, 10**6))
 @settings(max_examples=120, deadline=None)
-def test_every_sample_stands_in_each_epoch_once(corpus: tuple[int, int], seed: int, epoch: int) -> None:
+def test_epoch_contains_every_sample_once(corpus: tuple[int, int], seed: int, epoch: int) -> None:
     samples, block = corpus
     order = SampleOrder(samples, block_samples=block, seed=seed)
     epochs, windows = order(np.arange(samples) + epoch * samples)
@@ -95,7 +95,7 @@ def test_every_sample_stands_in_each_epoch_once(corpus: tuple[int, int], seed: i
     assert np.array_equal(np.sort(windows), np.arange(samples))
 
 
-def test_a_dropped_remainder_would_be_seen() -> None:
+def test_control_dropped_remainder_is_detected() -> None:
     """The control of the test above: whole groups only, as other loaders do it."""
     samples, block = 3 * IN_FLIGHT + 5, 1
     order = SampleOrder(samples, block_samples=block, seed=0)
@@ -111,7 +111,7 @@ def test_a_dropped_remainder_would_be_seen() -> None:
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_seek_anywhere(samples: int, block: int, seed: int, position: int, data: st.DataObject) -> None:
+def test_order_can_seek_to_any_position(samples: int, block: int, seed: int, position: int, data: st.DataObject) -> None:
     """A sample does not depend on how one came to it: alone, in a run of positions, or in any order."""
     order = SampleOrder(samples, block_samples=block, seed=seed)
     run = position + np.arange(50)
@@ -143,7 +143,7 @@ def domain_spread(windows: Ints, samples: int, batch: int = 1024, domains: int =
     return float(((counts - batch / domains) ** 2 / (batch / domains)).sum(axis=1).mean() / (domains - 1))
 
 
-def test_a_sorted_corpus_comes_out_mixed() -> None:
+def test_sorted_corpus_is_mixed() -> None:
     """At most 128 MiB in flight (4,096 blocks of 32 KiB), the corpus four times as large: beside a full permutation. The control is a
     shuffle buffer of 10,000 samples."""
     samples = 1_048_576

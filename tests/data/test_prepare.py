@@ -56,7 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_the_same_bytes_however_the_work_is_cut(
+def test_bytes_do_not_depend_on_work_units(
     deduplicate: bool, corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(corpus, tmp_path / "whole", tokenizer, deduplicate=deduplicate)
@@ -107,7 +107,7 @@ def test_shards_are_ranges_of_one_order(
         assert documents_of(tmp_path / "many", split) == documents_of(tmp_path / "one", split)
 
 
-def test_ranges_of_keys_meet_and_cover_all() -> None:
+def test_key_ranges_are_adjacent_and_complete() -> None:
     for of, slices in ((1, 1), (3, 1), (7, 5), (1000, 3)):
         found = [bounds for number in range(of) for bounds in merge.ShardPlan(0, number, of, 1).bounds(slices)]
         assert (found[0][0], found[-1][1]) == (0, 1 << 64)
@@ -117,7 +117,7 @@ def test_ranges_of_keys_meet_and_cover_all() -> None:
 # -- which documents, where
 
 
-def test_every_document_once_and_on_its_side(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_every_document_is_in_its_split_once(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     prepared(corpus, tmp_path / "all", tokenizer)
     wanted = Counter([*TEXTS, *TEXTS[:3]])
     found = {split: texts_of(tmp_path / "all", split) for split in ("train", "validation")}
@@ -148,7 +148,7 @@ def test_documents_are_shuffled_over_files(corpus: Path, tokenizer: Path, tmp_pa
     )  # 1 where they stand as they were read
 
 
-def test_equal_documents_are_kept_once_if_asked(
+def test_deduplication_removes_equal_documents(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a part and over parts; and a test of text bytes, not of tokens or names."""
@@ -162,7 +162,7 @@ def test_equal_documents_are_kept_once_if_asked(
 
 @given(st.data())
 @examples(max_examples=8, deadline=None)
-def test_dedup_and_split_do_not_depend_on_the_rest(
+def test_deduplication_and_split_depend_only_on_content(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, data: st.DataObject
 ) -> None:
     """Whatever stands before, after or beside it, however often and in however large parts: one of each, on the side of its content."""
@@ -228,7 +228,7 @@ def test_two_documents_are_enough_for_a_validation_split(
     assert chosen not in texts_of(tmp_path / "enough", "validation")
 
 
-def test_without_a_validation_split_the_command_says_what_to_write(tokenizer: Path, tmp_path: Path) -> None:
+def test_missing_validation_split_is_explained(tokenizer: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [TEXTS[0]] * 3)  # equal documents cannot be on both sides
     manifest = prepared(source, tmp_path / "data", tokenizer, validation=0.005)
     assert "validation" not in manifest.splits
@@ -320,7 +320,7 @@ def test_a_pattern_chooses_files(corpus: Path, tokenizer: Path, tmp_path: Path) 
     assert [source["name"] for source in sources] == ["b/c.jsonl"]
 
 
-def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "in" / "half.jsonl").write_text(
@@ -340,7 +340,7 @@ def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Pat
 # -- tokenizers
 
 
-def test_a_tokenizer_is_trained_here_on_what_trains(
+def test_tokenizer_is_trained_on_training_documents(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = PrepareConfig(input=str(corpus), output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300), workers=1,
@@ -380,7 +380,7 @@ def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: 
     assert (opened.eos_token_id, len(opened)) == (401, manifest.tokenizer.size)
 
 
-def test_a_document_that_makes_the_ending_token_is_told(tmp_path: Path) -> None:
+def test_inner_end_of_text_tokens_are_recorded(tmp_path: Path) -> None:
     """Whether documents end where the token stands is counted, not assumed."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

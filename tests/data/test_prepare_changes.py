@@ -112,7 +112,7 @@ def name_of(plan: object, unit: object) -> list[str]:
     return [plan.sources[number].name for number in range(unit.first, unit.last)]  # type: ignore[attr-defined]
 
 
-def test_a_change_after_the_first_pass_is_taken_in(
+def test_change_after_the_first_pass_is_included(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards were written already, one more than there will be."""
@@ -134,7 +134,7 @@ def interrupted(*arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_documents_change_sides_when_a_change_moves_the_border(
+def test_changed_input_can_move_the_validation_threshold(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of few documents one is chosen for validation: another one, when that one is gone."""
@@ -173,7 +173,7 @@ def make_bad(folder: Path, rows: int = 40) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_rows_are_left_out_and_counted(
+def test_bad_rows_are_skipped_and_counted(
     workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_bad(tmp_path / "in")

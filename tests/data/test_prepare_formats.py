@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_text_is_refused_by_name(name: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_input_that_is_not_text_is_refused(name: str, tokenizer: Path, tmp_path: Path) -> None:
     file, content, seen = REFUSED[name]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / file).write_bytes(zst(gzip.compress(JSONL), tmp_path) if content is None else content)
@@ -201,7 +201,7 @@ def test_what_is_no_text_is_refused_by_name(name: str, tokenizer: Path, tmp_path
     prepared(tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0)  # the control
 
 
-def test_bad_rows_of_csv_and_json_arrays_are_skipped_if_asked(tokenizer: Path, tmp_path: Path) -> None:
+def test_bad_rows_of_csv_and_json_arrays_are_skipped(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").write_bytes(b'id,text\n1,one\n2\n3,"two"x\n4,three\n')
     (tmp_path / "in" / "b.json").write_text('[{"text": "four"}, {"body": "x"}, 7, {"text": "five"}]')

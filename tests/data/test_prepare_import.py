@@ -99,12 +99,12 @@ def test_several_files_and_a_validation_split(
         import_megatron(config(tmp_path, tokenizer), Progress.silent())
 
 
-def test_without_ends_of_documents_the_manifest_says_so(tokenizer: Path, tmp_path: Path) -> None:
+def test_manifest_records_missing_document_ends(tokenizer: Path, tmp_path: Path) -> None:
     write_megatron(tmp_path, "a", encoded(tokenizer, TEXTS[:9], ends=False))
     assert not import_megatron(config(tmp_path, tokenizer), Progress.silent()).tokenizer.ends_documents
 
 
-def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_import_is_refused_without_writing(tokenizer: Path, tmp_path: Path) -> None:
     documents = encoded(tokenizer, TEXTS[:9])
     write_megatron(tmp_path / "large", "a", [[[5, 400, 0]]])
     write_megatron(tmp_path / "wide", "a", documents, "<i8")

@@ -80,7 +80,7 @@ class Case:
         return not self.killed_when(lambda: False)
 
 
-def test_killed_while_it_tokenises(tmp_path: Path) -> None:
+def test_resume_after_kill_during_tokenisation(tmp_path: Path) -> None:
     """Twice, at random parts of about sixty; then done by this process, which tokenises exactly the documents that are left."""
     case, seed = Case(tmp_path, workers=2), random.randrange(10**6)
     print(f"seed {seed}")
@@ -97,7 +97,7 @@ def test_killed_while_it_tokenises(tmp_path: Path) -> None:
     assert sum(encoded) == 2000 - read  # with receipts ignored it were 2000: see the control
 
 
-def test_control_without_receipts_all_is_done_again(tmp_path: Path) -> None:
+def test_control_without_receipts_everything_is_repeated(tmp_path: Path) -> None:
     case = Case(tmp_path, workers=2)
     assert case.killed_when(lambda: case.receipts >= 10)
     for path in (case.output / ".work" / tokenise.PARTS).glob("*.json"):
@@ -124,7 +124,7 @@ def in_this_process(case: Case) -> list[int]:
     return batches
 
 
-def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
+def test_resume_after_kill_while_writing_shards(tmp_path: Path) -> None:
     case = Case(tmp_path, workers=1)
     with (
         pytest.MonkeyPatch.context() as patch
@@ -152,7 +152,7 @@ def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_killed_at_any_time_many_times(tmp_path: Path) -> None:
+def test_resume_after_repeated_kills(tmp_path: Path) -> None:
     """After a part or after a random time from its start on, with another number of processes each time, until it is done."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")

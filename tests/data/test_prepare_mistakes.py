@@ -24,7 +24,7 @@ from toolkit.errors import InputError
 from toolkit.progress import Progress
 
 
-def test_prepared_again_it_is_found_and_nothing_is_written(
+def test_finished_preparation_is_found_without_writing(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepared(corpus, tmp_path / "data", tokenizer)
@@ -75,7 +75,7 @@ def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: P
         prepared(source, output, other)
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(
+def test_input_changed_during_preparation_is_read_again(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
@@ -134,7 +134,7 @@ def test_mistakes_are_named(mistake: str, tokenizer: Path, tmp_path: Path) -> No
     assert not (tmp_path / "data" / "manifest.json").exists()
 
 
-def test_a_mistake_in_a_worker_is_told_by_the_command(
+def test_error_in_a_worker_is_reported_by_the_command(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_units(monkeypatch, unit=100)
@@ -144,7 +144,7 @@ def test_a_mistake_in_a_worker_is_told_by_the_command(
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, workers=2)
 
 
-def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_outputs_and_tokenizers_are_refused(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(InputError, match="it contains other files"):
@@ -164,7 +164,7 @@ def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tm
         output_folder(PrepareConfig(input="corpora/*.jsonl"))
 
 
-def test_a_mistake_that_made_nothing_leaves_the_output_free(tokenizer: Path, tmp_path: Path) -> None:
+def test_failed_preparation_without_tokens_leaves_the_output_usable(tokenizer: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20], "body")
     for mistake in ({"seed": 1}, {"text": "bodi"}, {"format": InputFormat.parquet}):
         with pytest.raises(InputError):
@@ -177,7 +177,7 @@ def ends_itself() -> Callable[[int, Callable[[int], None]], None]:
     return lambda number, advance: advance(5) if number < 2 else os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_worker_is_told() -> None:
+def test_killed_worker_is_reported() -> None:
     with (
         Progress.silent().task("working") as task,
         pytest.raises(InputError, match=r"code -9 \(SIGKILL\)") as caught,
@@ -186,7 +186,7 @@ def test_a_killed_worker_is_told() -> None:
     assert caught.value.problems[0].key == "workers"
 
 
-def test_one_process_at_a_time(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_second_process_is_refused_by_the_lock(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     work = tmp_path / "data" / run.WORK
     work.mkdir(parents=True)
     with run._lock(work), pytest.raises(InputError, match="is being prepared by another process"):

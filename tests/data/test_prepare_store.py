@@ -43,7 +43,7 @@ def of_store(output: Path, tokenizer: Path, url: str = URL) -> None:
     prepared(url, output, tokenizer)
 
 
-def test_it_is_the_folder(
+def test_input_from_a_store_gives_the_same_folder(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(bucket.root / "texts", tmp_path / "here", tokenizer)
@@ -59,7 +59,7 @@ def test_it_is_the_folder(
     assert bucket.signed == sum(bucket.requests.values())
 
 
-def test_what_is_here_is_not_fetched_again(
+def test_complete_copies_are_not_fetched_again(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while it tokenises: the copies stay, and one that was under way is fetched again."""
@@ -85,7 +85,7 @@ def interrupted(*arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_prepared_again_it_is_found_and_a_change_is_refused(
+def test_finished_preparation_from_a_store_refuses_changed_input(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_store(tmp_path / "data", tokenizer)
@@ -145,5 +145,5 @@ def test_mistakes_name_the_input(bucket: Store, tokenizer: Path, tmp_path: Path,
     assert not (tmp_path / "data").exists()
 
 
-def test_its_folder_is_named_after_it() -> None:
+def test_output_folder_is_named_after_the_url() -> None:
     assert output_folder(PrepareConfig(input=URL)) == Path("data/texts")

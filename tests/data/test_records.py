@@ -69,7 +69,7 @@ def read(records: RecordSamples, *numbers: int) -> npt.NDArray[np.void]:
 
 @given(data=st.data(), shard_records=st.integers(1, 9), buffered=st.integers(1, 9), count=st.integers(1, 30))
 @settings(max_examples=25, deadline=None)
-def test_what_is_written_is_read(data: st.DataObject, shard_records: int, buffered: int, count: int) -> None:
+def test_records_round_trip(data: st.DataObject, shard_records: int, buffered: int, count: int) -> None:
     """Any fields, in any number of shards, whatever the writer holds back."""
     kinds = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3).map(tuple))
     fields = data.draw(st.dictionaries(st.sampled_from("abcdef"), kinds, min_size=1))
@@ -133,7 +133,7 @@ def test_statistics_are_exact_enough_for_large_offsets(tmp_path: Path) -> None:
     )
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     (code,) = (code for code in codes if "RecordWriter" in code)
     assert len(code.splitlines()) <= 16, "the page promises a short example"
@@ -147,7 +147,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- what goes wrong
 
 
-def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_writer_removes_files_after_an_error(tmp_path: Path) -> None:
     def interrupted() -> None:
         with RecordWriter(tmp_path / "a", FIELDS, description="", licence="") as writer:
             writer.add("train", **GOOD)
@@ -178,7 +178,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("values", "shows"), UNFIT.values(), ids=list(UNFIT))
-def test_what_does_not_fit_is_refused(values: dict[str, Any], shows: str, tmp_path: Path) -> None:
+def test_values_that_do_not_fit_are_refused(values: dict[str, Any], shows: str, tmp_path: Path) -> None:
     with (
         pytest.raises(InputError, match=shows),
         RecordWriter(tmp_path / "a", FIELDS, description="", licence="") as writer,
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused(values: dict[str, Any], shows: str, tmp_pa
         writer.add("train", **values)
 
 
-def test_a_writer_takes_no_others_folder(tmp_path: Path) -> None:
+def test_writer_refuses_an_existing_folder(tmp_path: Path) -> None:
     make(tmp_path / "records")
     with pytest.raises(InputError, match="exists"):
         make(tmp_path / "records")
@@ -239,7 +239,7 @@ def test_damage_is_refused_by_name(damage: Callable[[Path], object], shows: str,
         verify_records(tmp_path / "records", Progress.silent())
 
 
-def test_tokens_are_no_records_and_records_no_tokens(tmp_path: Path) -> None:
+def test_tokens_and_records_are_not_interchangeable(tmp_path: Path) -> None:
     make(tmp_path / "records")
     make_folder(tmp_path / "tokens", {"train": documents(3, 300)})
     with pytest.raises(InputError, match="holds records") as caught:
@@ -289,7 +289,7 @@ def test_any_layout_sees_the_same_global_batch(
     assert numbers(alone) != numbers(another), "another seed is another order"
 
 
-def test_every_record_stands_once_an_epoch(records: RecordSamples) -> None:
+def test_epoch_contains_every_record_once(records: RecordSamples) -> None:
     stream = stream_of(records, 5, 1, 0)
     epochs = [numbers(stream.samples(np.arange(first, first + 101))) for first in (0, 101)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(101))] * 2

@@ -105,7 +105,7 @@ def test_the_stream_is_that_of_the_local_folder(
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_trouble_loses_and_repeats_no_sample(
+def test_failures_lose_and_repeat_no_sample(
     folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all requests 5% fail and 5% stall, from the first look at the folder on."""
@@ -131,7 +131,7 @@ def test_trouble_loses_and_repeats_no_sample(
     token_bytes=st.sampled_from([2, 4]),
 )
 @settings(max_examples=100, deadline=None)
-def test_spans_hold_every_piece(seed: int, length: int, longest: int, token_bytes: int) -> None:
+def test_merged_spans_contain_every_part(seed: int, length: int, longest: int, token_bytes: int) -> None:
     random = np.random.default_rng(seed)
     ends = np.cumsum(random.integers(1, 200, 12))
     length = min(length, int(ends[-1]))
@@ -172,7 +172,7 @@ def first_batch_seconds(url: str) -> float:
     return seconds
 
 
-def test_the_first_batch_comes_soon(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_batch_needs_few_round_trips(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 30 ms added to each answer, from the URL to the first global batch: manifest, tokenizer, shards and windows are four answers
     one after another, so 0.12 s at least. The best of several, since the server is in this process and other work on this machine."""
     with served(folder, latency_seconds=0.03) as store:
@@ -192,7 +192,7 @@ def test_the_first_batch_comes_soon(folder: Path, tmp_path: Path, monkeypatch: p
         assert time.monotonic() - begin > 0.24
 
 
-def test_little_else_is_fetched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetched_bytes_are_close_to_bytes_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes served, with all that opening costs, / bytes of the samples that the stream read, over part of an epoch. What it has read
     ahead when it ends is bounded, and in a run is delivered next. From a folder without sums, whose windows are fetched as they are."""
     steps, folder = 60, Path(shutil.copytree(folder, tmp_path / "copy"))
@@ -291,7 +291,7 @@ def test_a_cache_fetches_each_block_once(
         assert 0.9 * corpus < 8 * 2**20  # it fits with room
 
 
-def test_a_torn_cache_is_fetched_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cache_blocks_are_fetched_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = taken(open_split(folder, "train"), 40)
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -396,7 +396,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_before_training(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_store_is_refused_before_training(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)}, shard_bytes=1000)
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -410,7 +410,7 @@ def test_damage_is_told_before_training(tmp_path: Path, damage: str, monkeypatch
     ("url", "said"),
     [("s3://corpus", "manifest.json: refused with status 403"), ("s3://corpse", "no such bucket")],
 )
-def test_a_store_that_refuses_is_told_before_training(
+def test_store_errors_are_reported_before_training(
     tmp_path: Path, url: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)})
@@ -437,7 +437,7 @@ def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert store.requests["inner/tokenizer/tokenizer.json"] == asked  # it is here now
 
 
-def test_a_server_that_misreads_a_range_of_one_byte_will_do(
+def test_server_that_ignores_one_byte_ranges_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)})
@@ -448,7 +448,7 @@ def test_a_server_that_misreads_a_range_of_one_byte_will_do(
             open_folder(store.s3).read_range("train-00000.bin", 0, 1)
 
 
-def test_a_shard_that_changes_under_way_ends_the_stream(
+def test_changed_shard_ends_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_folder(tmp_path / "data", {"train": documents(400, 300)})
@@ -523,7 +523,7 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
     assert losses["local"] == losses["store"]
 
 
-def test_a_secret_in_the_command_goes_nowhere(tmp_path: Path) -> None:
+def test_secret_in_the_command_is_not_written(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "launch/train.py",

@@ -57,7 +57,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("answer", ["y\n", "n\n", ""])
-def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(
+def test_remote_code_of_a_tokenizer_does_not_run_by_default(
     published: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -71,7 +71,7 @@ def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_key_allows_it(published: Path, tmp_path: Path) -> None:
+def test_trust_remote_code_allows_tokenizer_code(published: Path, tmp_path: Path) -> None:
     made = tokenizer.install_tokenizer(
         str(published),
         None,

@@ -45,7 +45,7 @@ def run_config(
     )  # fmt: skip
 
 
-def test_nothing_wrong(manifest: DataManifest) -> None:
+def test_fitting_data_has_no_problems(manifest: DataManifest) -> None:
     assert check_data(run_config(manifest), manifest) == []
     assert check_data(run_config(manifest, vocab_size=None), manifest) == []
     assert check_data(run_config(manifest, every=0, sets=["absent"]), manifest) == []
@@ -77,7 +77,7 @@ def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
     assert len(caught.value.problems) == 4
 
 
-def test_documents_are_kept_apart_where_a_token_ends_them(manifest: DataManifest) -> None:
+def test_separate_documents_need_end_of_text(manifest: DataManifest) -> None:
     config = run_config(manifest)
     config.data.documents = Documents.separate
     assert check_data(config, manifest) == []

@@ -167,7 +167,7 @@ def test_a_dataset_run_refuses_special_tokens_in_its_evaluation_set(corpus: Corp
         prepare_data(config, None, Progress.silent())
 
 
-def test_a_run_cannot_ask_of_prepared_data_what_it_was_not_prepared_with(
+def test_other_special_tokens_mode_of_prepared_data_is_refused(
     chat_tokenizer: TokenizerConfig, tmp_path: Path
 ) -> None:
     source = write_jsonl(tmp_path / "chats.jsonl", CHATS)

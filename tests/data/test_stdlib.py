@@ -75,7 +75,7 @@ def test_only_the_library_counts(root: Path) -> None:
     assert not any("no.py" in name for name, _ in texts)
 
 
-def test_every_document_once_and_on_its_side(root: Path, made: DataManifest) -> None:
+def test_every_document_is_in_its_split_once(root: Path, made: DataManifest) -> None:
     texts = dict(read_source_texts(root))
     expected = {
         side: sorted(text for text in texts.values() if is_validation(text) == side) for side in (False, True)
@@ -105,7 +105,7 @@ def test_documents_are_shuffled(root: Path, made: DataManifest) -> None:
     assert 0.3 < ascending < 0.7  # 1 where they stand by name
 
 
-def test_the_same_bytes_each_time_and_quick_to_repeat(root: Path, made: DataManifest, tmp_path: Path) -> None:
+def test_stdlib_data_is_reproducible_and_found_quickly(root: Path, made: DataManifest, tmp_path: Path) -> None:
     """In another process, where hashes are seeded differently."""
     command = [sys.executable, "-c", WORKER, str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120, check=True)
@@ -119,7 +119,7 @@ def test_the_same_bytes_each_time_and_quick_to_repeat(root: Path, made: DataMani
     assert verify_tokens(tmp_path / "data", Progress.silent()).splits == made.splits
 
 
-def test_another_vocabulary_leaves_runs_of_the_first_alone(root: Path, tmp_path: Path) -> None:
+def test_another_vocabulary_keeps_the_first_generation(root: Path, tmp_path: Path) -> None:
     first = ensure_stdlib(tmp_path, 300, root=root)
     tokens = open_split(tmp_path, "train").tokens
     second = ensure_stdlib(tmp_path, 350, root=root)
@@ -151,7 +151,7 @@ print(stdlib.ensure_stdlib(sys.argv[1], int(sys.argv[2]), root=Path(sys.argv[3])
 """
 
 
-def test_several_processes_make_it_once(root: Path, made: DataManifest, tmp_path: Path) -> None:
+def test_concurrent_processes_make_stdlib_data_once(root: Path, made: DataManifest, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WORKER, str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     lines = [line for worker in workers for line in worker.communicate(timeout=120)[0].splitlines()]
@@ -171,7 +171,7 @@ stdlib.ensure_stdlib(sys.argv[1], int(sys.argv[2]), root=Path(sys.argv[3]))
 """
 
 
-def test_a_killed_one_leaves_nothing_half(root: Path, made: DataManifest, tmp_path: Path) -> None:
+def test_killed_process_leaves_no_partial_generation(root: Path, made: DataManifest, tmp_path: Path) -> None:
     """Killed when every file but the manifest is written; another process waits for the lock meanwhile."""
     command = [str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     killed = subprocess.Popen([sys.executable, "-c", KILLED, *command], stdout=subprocess.PIPE, text=True)
@@ -188,7 +188,7 @@ def test_a_killed_one_leaves_nothing_half(root: Path, made: DataManifest, tmp_pa
     assert files_of(tmp_path / "data" / made.folder.name) == files_of(made.folder)
 
 
-def test_a_maker_that_hangs_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_hanging_process_is_reported(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdlib, "WAIT_SECONDS", 0.2)
     with (
         stdlib._lock(tmp_path / ".lock"),
@@ -197,7 +197,7 @@ def test_a_maker_that_hangs_is_named(root: Path, tmp_path: Path, monkeypatch: py
         ensure_stdlib(tmp_path, VOCAB_SIZE, root=root)
 
 
-def test_a_generation_that_was_emptied_is_made_anew(root: Path, tmp_path: Path) -> None:
+def test_emptied_generation_is_written_again(root: Path, tmp_path: Path) -> None:
     first = ensure_stdlib(tmp_path, 300, root=root)
     (first.folder / "manifest.json").unlink()
     assert ensure_stdlib(tmp_path, 300, root=root) == first

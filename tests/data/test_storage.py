@@ -55,7 +55,7 @@ def opened(place: str, store: Store, limits: RequestLimits | None = None) -> Dat
 
 
 @pytest.mark.parametrize("place", ["local", "file", "s3", "http"])
-def test_the_same_bytes_from_everywhere(
+def test_all_stores_return_the_same_bytes(
     files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = (files / "large.bin").read_bytes()
@@ -130,7 +130,7 @@ def test_a_wrong_region_is_refused_at_once_and_the_right_one_named(
         assert open_folder(store.s3).read_bytes("large.bin") == (files / "large.bin").read_bytes()
 
 
-def test_nobody_answers(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store_is_refused(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
     for place in ("s3", "http"):
@@ -172,7 +172,7 @@ def test_a_file_that_changes_is_refused(files: Path, tmp_path: Path, monkeypatch
             folder.for_reading({"large.bin": 3_000_000}).read_range("large.bin", 0, 10)
 
 
-def test_a_forked_process_is_told_and_does_not_hang(
+def test_forked_process_is_refused_without_hanging(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a fork only the thread that asked for it is there: what waits for the others waits for ever."""
@@ -199,7 +199,7 @@ def _read_in_a_fork(url: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["s3", "http"])
-def test_failing_and_stalled_requests_are_passed(
+def test_failing_and_stalled_requests_are_retried(
     files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = (files / "large.bin").read_bytes()
@@ -262,7 +262,7 @@ def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
         "+data.sources.a={path: 's3://u:hunter2@b/x', weight: 1}",
     ],
 )
-def test_words_that_cannot_be_read_are_shown_without_secrets(word: str) -> None:
+def test_malformed_urls_are_shown_without_secrets(word: str) -> None:
     """Before a URL is known to be one: mistakes of grammar, unknown keys."""
     with pytest.raises(ConfigError) as caught:
         compose([word])
@@ -328,7 +328,7 @@ def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str
     assert not [name for name, secret in SECRETS.items() if secret in said]
 
 
-def test_the_librarys_own_words_would_show_a_key(
+def test_control_library_errors_contain_a_key(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above: what is not passed on has the key in it."""

@@ -75,7 +75,7 @@ def test_worked_example() -> None:
     tokens=st.integers(200, 10**9), length=st.integers(1, 64), seed=st.integers(0, 2**40),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_the_global_batch_does_not_know_its_layout(
+def test_global_batch_does_not_depend_on_layout(
     power: int, micro_power: int, odd: int, step: int, tokens: int, length: int, seed: int
 ) -> None:
     """Up to 1,024 ranks: positions of all ranks are those of one; a control with counters per rank is not."""
@@ -106,7 +106,7 @@ def test_every_layout_reads_the_same_windows(micro: int, ranks: int, step: int) 
     )
 
 
-def test_an_old_checkpoint_goes_on_with_its_samples() -> None:
+def test_old_fingerprint_continues_with_the_same_samples() -> None:
     """First and last token of a rank's samples, as the stream gave them before there were mixtures (commit 28c2c24)."""
     plan = batch_plan(2, 8, 2)
     for tokens, length, seed, expected in (
@@ -161,7 +161,7 @@ def test_windows_differ_between_epochs() -> None:
     assert first != second
 
 
-def test_resume_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_at_any_step_gives_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the borders of the chunks that are ordered and read at once."""
     monkeypatch.setattr(stream_module, "ORDERED_AT_ONCE", 40)
     monkeypatch.setattr(stream_module, "READ_AT_ONCE", 1 << 10)  # bytes: 16 samples
@@ -246,7 +246,7 @@ def wait_until_no_threads() -> None:
     assert not threads()
 
 
-def test_an_error_comes_out_where_the_samples_are_used() -> None:
+def test_prefetch_error_is_raised_by_next() -> None:
     class Breaking(Counting):
         def read(self, starts: Ints, out: Ints) -> None:
             raise OSError("the disk is gone")
@@ -277,7 +277,7 @@ def test_an_iterator_that_ends() -> None:
     assert list(Prefetch([[1], [2, 3]], depth=2)) == [1, 2, 3]
 
 
-def test_reading_ahead_is_bounded() -> None:
+def test_prefetch_is_bounded() -> None:
     made = []
 
     def chunks() -> Iterator[list[int]]:
@@ -298,7 +298,7 @@ def test_reading_ahead_is_bounded() -> None:
     wait_until_no_threads()
 
 
-def test_closing_and_dropping_end_the_thread() -> None:
+def test_closing_or_freeing_ends_the_thread() -> None:
     stream = open_stream()
     first, second = stream.steps(0), stream.steps(5)
     next(first)

@@ -85,7 +85,7 @@ def test_a_state_continues_on_any_ranks(corpus: Any, name: str, ranks: int) -> N
         np.testing.assert_array_equal(np.concatenate([next(part).numpy() for part in parts]), expected)
 
 
-def test_verdicts_tell_right_from_wrong(benchmarks: None) -> None:
+def test_verdicts_detect_wrong_streams(benchmarks: None) -> None:
     from streaming import verdict
 
     numbers = np.arange(8 * 200, dtype=np.uint64).reshape(200, 8)

@@ -65,7 +65,7 @@ def change(file: Path, at: int, count: int = 1, *, zero: bool = False) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1], [4096], [4095, 2, 4095], [10_000] * 5, [1, 0, 3, 20_000, 7]])
-def test_sums_do_not_depend_on_how_the_bytes_arrive(sizes: list[int]) -> None:
+def test_checksums_do_not_depend_on_chunking(sizes: list[int]) -> None:
     content = np.random.default_rng(0).bytes(sum(sizes))
     made, start = ChecksumBuilder(), 0
     for size in sizes:
@@ -228,7 +228,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
-def test_a_block_damaged_on_the_way_is_fetched_once_more(tmp_path: Path, damaged: int) -> None:
+def test_block_damaged_in_transit_is_fetched_again(tmp_path: Path, damaged: int) -> None:
     content = np.random.default_rng(0).bytes(5_000_001)
     made = ChecksumBuilder()
     made.update(content)
@@ -251,7 +251,7 @@ def test_a_block_damaged_on_the_way_is_fetched_once_more(tmp_path: Path, damaged
     assert len([one for one in wire.asked if one.name == "a.sums"]) == pages  # they are kept
 
 
-def test_neighbours_are_one_request_and_come_once(tmp_path: Path) -> None:
+def test_adjacent_ranges_are_merged(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(100_000)
     made = ChecksumBuilder()
     made.update(content)
@@ -263,7 +263,7 @@ def test_neighbours_are_one_request_and_come_once(tmp_path: Path) -> None:
     assert [one for one in wire.asked if one.name == "a.bin"] == [ByteRange("a.bin", 0, 2 * BLOCK)]
 
 
-def test_kept_sums_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_checksums_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "CACHED_PAGES", 1)
     content = np.random.default_rng(0).bytes(5_000_001)
     made = ChecksumBuilder()

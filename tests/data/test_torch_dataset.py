@@ -49,7 +49,7 @@ def same(found: Iterable[torch.Tensor], expected: Iterable[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_torchs_own_loader(workers: int) -> None:
+def test_torch_dataloader(workers: int) -> None:
     loader = DataLoader(StepDataset(stream(), STEPS), batch_size=None, num_workers=workers)
     assert same(loader, straight())
     data = StepDataset(stream(), STEPS)
@@ -59,7 +59,7 @@ def test_torchs_own_loader(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("stop", [1, 4])
-def test_torchdatas_stateful_loader(workers: int, stop: int) -> None:
+def test_stateful_dataloader(workers: int, stop: int) -> None:
     loader = StatefulDataLoader(StepDataset(stream(), STEPS), batch_size=None, num_workers=workers)
     iterator = iter(loader)
     assert same(itertools.islice(iterator, stop), straight(stop))
@@ -109,7 +109,7 @@ def test_positions() -> None:
             data[beyond]
 
 
-def test_positions_asked_for_in_order_are_ordered_together() -> None:
+def test_consecutive_positions_are_located_once_per_run() -> None:
     """Ordering costs a hundred numpy calls for any number of positions: a loader that asks for 8 at a time pays them once in 4,096.
     Any other order of positions gives the same samples."""
     calls = []
@@ -134,7 +134,7 @@ def test_positions_asked_for_in_order_are_ordered_together() -> None:
     assert np.array_equal(shuffled, in_order[order])
 
 
-def test_the_guides_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The block of docs/data.md as it stands there; and the experiment of its curriculum."""
     guide = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     make_folder(tmp_path / "data" / "web", {"train": documents(100, 300), "validation": documents(9, 300)})
