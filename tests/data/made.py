@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Counting:
-    """A source whose tokens are their own positions: what a window holds tells where it came from."""
+    """A source whose tokens are their own positions, so that a window shows where it came from."""
 
     token_bytes = 2
     dtype = np.dtype(np.int64)
@@ -59,7 +59,7 @@ def make_folder(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str = "{}",
 ) -> DataManifest:
-    """A data folder of these documents, with a stand-in for a tokenizer."""
+    """Write a data folder of these documents with a placeholder for the tokenizer."""
     (folder / "tokenizer").mkdir(parents=True)
     file = folder / "tokenizer" / "tokenizer.json"
     file.write_text(tokenizer)
@@ -83,7 +83,7 @@ def make_folder(
 
 
 def without_sums(folder: Path, version: int = 2) -> None:
-    """As a folder that was made before the format had sums."""
+    """Change the folder to the format without checksums."""
     content = json.loads((folder / MANIFEST_NAME).read_text())
     del content["manifest_xxh3_128"]
     for split in content["splits"].values():

@@ -1,9 +1,10 @@
-"""Loopback stores: a folder as an S3 bucket or over HTTP, with the delays, failures and refusals that a test asks for.
+"""Loopback stores: a folder as an S3 bucket or over HTTP, with the delays, failures and refusals that a test
+asks for.
 
     python -m tests.data.served FOLDER --port 9000        by itself, until it is ended
 
-GET with Range, HEAD, entity tags and the listing of a bucket (ListObjectsV2) are all that reading needs; S3 and HTTP differ in the words
-of their refusals only.
+GET with Range, HEAD, entity tags and the listing of a bucket (ListObjectsV2) are all that reading needs; S3
+and HTTP differ in the words of their refusals only.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SECRETS = {
 
 @dataclass
 class Faults:
-    """What a store does wrong: shares of its requests, chosen at random under ``seed``."""
+    """Faults of a store: shares of its requests, chosen at random from ``seed``."""
 
     latency_seconds: float = 0.0
     failing: float = 0.0  # 500, 503, a reset connection or a body that breaks off, in turn
@@ -54,7 +55,7 @@ class Faults:
 
 @dataclass
 class Store:
-    """A folder that is served, and what was asked of it."""
+    """A served folder, and the requests that it received."""
 
     root: Path
     faults: Faults = field(default_factory=Faults)
@@ -240,7 +241,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def served(root: Path, *, address: str = "127.0.0.1", port: int = 0, **faults: Any) -> Iterator[Store]:
-    """``root`` as ``store.http``, and as ``store.s3`` for whoever has ``environment(store)``."""
+    """Serve ``root`` as ``store.http`` and, with ``environment(store)``, as ``store.s3``."""
     store = Store(root, Faults(**faults), address)
     server = _Server((address, port), _handler(store))
     store.port = server.server_address[1]
@@ -255,7 +256,7 @@ def served(root: Path, *, address: str = "127.0.0.1", port: int = 0, **faults: A
 
 
 def environment(store: Store) -> dict[str, str]:
-    """For a process that reads ``store.s3``."""
+    """Return the environment of a process that reads ``store.s3``."""
     return {
         **SECRETS,
         "AWS_ENDPOINT_URL": f"http://{store.address}:{store.port}",

@@ -1,4 +1,6 @@
-"""launch/prepare.py with units and parts of some kilobytes, in every process of it: little text is much work to be killed in."""
+"""launch/prepare.py with units and parts of some kilobytes, in every process of it: little text is much work
+to be killed in.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A cache of blocks: bounded, oldest first, shared by processes, and never wrong bytes, whatever a kill or a broken disk left.
+"""A cache of blocks: bounded, oldest first, shared by processes, and never wrong bytes, whatever a kill or a
+broken disk left.
 
 pytest tests/data/test_cache.py
 """
@@ -34,7 +35,7 @@ def block(number: int, size: int = BLOCK_BYTES) -> bytes:
 
 
 class Counted(DataFolder):
-    """A folder in memory that counts what is asked of it, after some time."""
+    """A folder in memory that counts requests and answers after a delay."""
 
     def __init__(self, files: dict[str, bytes], seconds: float = 0.0) -> None:
         self.location = Path("memory")
@@ -117,7 +118,7 @@ while True:
 
 
 def test_a_killed_writer_leaves_no_wrong_block(tmp_path: Path) -> None:
-    """64 blocks compete for 32 slots; two writers and a reader, and the writers are killed at some instant."""
+    """64 blocks compete for 32 slots among two writers and a reader; the writers are killed."""
     seen, cache = Counter[bool](), BlockCache(tmp_path, MIB)
     for turn in range(2):
         writers = [
@@ -186,7 +187,7 @@ print(sum(one.end - one.start for one in folder.asked) // BLOCK_BYTES)
 
 
 def test_ranks_of_a_node_fetch_a_block_once(tmp_path: Path) -> None:
-    """At the same instant two processes want blocks 0..40 and 24..64: they fetch 64 between them, and not 80."""
+    """Two processes that want blocks 0..40 and 24..64 at the same time fetch 64 blocks in all, not 80."""
     peers = [
         subprocess.Popen(
             [sys.executable, "-c", PEER, str(tmp_path), first],

@@ -57,7 +57,7 @@ def ready(config: RunConfig) -> str:
 
 
 class Ranks:
-    """All data ranks of a layout in this process."""
+    """Open all data ranks of a layout in this process."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ def same(a: list[Ints], b: list[Ints]) -> bool:
 
 
 def texts_of(rows: list[Ints], corpus: Corpus) -> list[list[str]]:
-    """Of each lane, the whole documents in the rows, but the last."""
+    """Return each lane's complete documents from its rows."""
     tokenizer = bpe.read_tokenizer(corpus.tokenizer)
     taken = np.stack(rows)
     lanes = []
@@ -114,7 +114,7 @@ def texts_of(rows: list[Ints], corpus: Corpus) -> list[list[str]]:
 
 
 def test_epoch_contains_every_text_once(corpus: Corpus) -> None:
-    """Two columns of two parquet files joined; null is left out; what looks like a special token is text."""
+    """Two columns of two parquet files are joined; nulls are skipped; strings of special tokens are text."""
     config = config_of(corpus, path=str(corpus.folder / "parquet"), text=["title", "text"])
     with Ranks(config, ready(config)) as ranks:
         lanes = texts_of(ranks.take(1200), corpus)
@@ -134,7 +134,7 @@ def test_epoch_contains_every_text_once(corpus: Corpus) -> None:
 def test_samples_do_not_depend_on_ranks_workers_or_resumes(
     corpus: Corpus, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream is also read over its end, from a state in its middle."""
+    """A stream is also read past its end and from a state in its middle."""
     monkeypatch.setattr(documents_module, "STREAM_ROWS", 50)
     config = config_of(corpus, streaming=streaming)
     folder = ready(config)

@@ -1,4 +1,5 @@
-"""What a run on a dataset is refused for, before it starts, and in bounded time where the hub does not answer.
+"""What a run on a dataset is refused for, before it starts, and in bounded time where the hub does not
+answer.
 
 pytest tests/data/test_dataset_mistakes.py
 """
@@ -39,7 +40,7 @@ def refusal(config: RunConfig, vocab_size: int | None = None) -> str:
 
 @pytest.fixture
 def offline() -> Iterator[pytest.MonkeyPatch]:
-    """As HF_HUB_OFFLINE=1 sets it."""
+    """Set what HF_HUB_OFFLINE=1 sets."""
     import datasets
     from huggingface_hub import constants
 
@@ -96,7 +97,7 @@ def test_mistakes(corpus: Corpus, name: str) -> None:
 
 
 def test_an_end_of_text_may_be_named(corpus: Corpus) -> None:
-    """A bare tokenizer.json does not say which it is."""
+    """A tokenizer.json alone does not name its end-of-text token."""
     from transformers import AutoTokenizer
 
     file = str(corpus.tokenizer / "tokenizer.json")
@@ -149,7 +150,7 @@ def test_a_hub_id_on_an_offline_machine(corpus: Corpus, offline: pytest.MonkeyPa
 def test_unreachable_hub_is_probed_once_with_a_time_limit(
     corpus: Corpus, offline: pytest.MonkeyPatch, answers: bool, free_port: Callable[[], socket.socket]
 ) -> None:
-    """One port is closed; behind the other nobody says a word."""
+    """One port is closed; the other accepts connections and never answers."""
     from huggingface_hub import constants
 
     silent = free_port()
@@ -168,7 +169,7 @@ def test_unreachable_hub_is_probed_once_with_a_time_limit(
 
 @pytest.fixture
 def free_port() -> Iterator[Callable[[], socket.socket]]:
-    """A bound port that does not listen yet."""
+    """Bind a port without listening."""
     opened: list[socket.socket] = []
 
     def bound() -> socket.socket:
@@ -184,7 +185,7 @@ def free_port() -> Iterator[Callable[[], socket.socket]]:
 def test_a_dataset_of_the_hub_that_was_fetched_before(
     corpus: Corpus, offline: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The cache is as `datasets` leaves it; no network."""
+    """The cache is in the state in which `datasets` leaves it; there is no network."""
     import datasets
 
     cache = tmp_path / "hub"

@@ -53,14 +53,14 @@ def test_positions_restart_after_each_end_of_text(rows: list[list[int]]) -> None
 
 
 def test_positions_depend_on_the_end_token() -> None:
-    """The control: another token as the end."""
+    """Control: another token as the end."""
     window = np.array([[5, END, 7, 8, END, 9]])
     assert position_ids(window, END).tolist() == [[0, 1, 0, 1, 2]]
     assert position_ids(window, 7).tolist() == [[0, 1, 2, 0, 1]]
 
 
 def counted(lengths: list[int], size: int) -> tuple[float, float]:
-    """Documents cut and tokens without their document's beginning, counted token by token over every first edge."""
+    """Count cut documents and tokens without their document's beginning over every first window position."""
     cut = lost = 0
     for shift in range(size):
         place = shift
@@ -97,7 +97,7 @@ LENGTHS = np.random.default_rng(3).integers(1, 40, 60)
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> DataManifest:
-    """Documents of LENGTHS tokens, each closed by END."""
+    """Write documents of LENGTHS tokens, each ending with END."""
     return make_folder(
         tmp_path / "data",
         {"train": [np.append(np.ones(length - 1, dtype=np.int64), END) for length in LENGTHS]},

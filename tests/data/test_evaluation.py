@@ -1,4 +1,5 @@
-"""Evaluation: always the same windows, shared by the ranks, short splits filled up; the unigram model on exactly their tokens.
+"""Evaluation: always the same windows, shared by the ranks, short splits filled up; the unigram model on
+exactly their tokens.
 
 pytest tests/data/test_evaluation.py
 """
@@ -33,7 +34,7 @@ LAYOUTS = st.sampled_from([(1, 1), (2, 2), (1, 4), (4, 1)])  # micro-batch, rank
 def test_ranks_share_the_first_windows(
     tokens: int, length: int, batches: int, layout: tuple[int, int]
 ) -> None:
-    """Whatever the split's length: equally many micro-batches on each rank, every label once, none invented."""
+    """For any length of the split, ranks have equally many micro-batches and every label occurs once."""
     micro, ranks = layout
     source, plan = Counting(tokens), batch_plan(micro, 8, ranks)
     of_ranks = [list(eval_batches(source, length, batches, plan, rank)) for rank in range(ranks)]

@@ -1,4 +1,5 @@
-"""Requests are carried through failures and silence, in bounded time and number. No network: attempts are functions.
+"""Requests are carried through failures and silence, in bounded time and number. No network: attempts are
+functions.
 
 pytest tests/data/test_fetch.py
 """
@@ -36,7 +37,7 @@ def failing(times: int, answer: int) -> Callable[[], int]:
 
 
 def silent_once(released: threading.Event, answer: int) -> Callable[[], int]:
-    """The first attempt waits until the test is over; others answer."""
+    """The first attempt waits until the test ends; later attempts answer."""
     first = threading.Lock()
 
     def call() -> int:
@@ -56,7 +57,7 @@ def test_results_keep_their_order_despite_failures() -> None:
 
 
 def test_one_failure_without_retry_time_raises() -> None:
-    """The control: what carries requests through is the repetition."""
+    """Control: without retries, one failure fails the read."""
     with pytest.raises(RetriesExhausted, match=r"1 attempts .*status 503"):
         fetch_all([failing(0, 1), failing(1, 2)], RequestPacing(QUICK), QUICK, seconds=0)
 
@@ -124,7 +125,7 @@ def test_silent_attempt_is_hedged() -> None:
 
 
 def test_hedged_attempts_are_bounded() -> None:
-    """A store that became slow all at once is not loaded twice."""
+    """A store that suddenly becomes slow does not get twice the load."""
     limits = RequestLimits(hedge_share=1 / 16)
     pace = RequestPacing(limits)
     pace.answered(0.01)
@@ -137,7 +138,7 @@ def test_hedged_attempts_are_bounded() -> None:
 
 
 class OneAtATime:
-    """A store that serves one request after the other, 5 ms each; whoever has waited for 60 ms gives up, and is served all the same."""
+    """A store that serves requests one after another, 5 ms each; clients give up after 60 ms."""
 
     def __init__(self) -> None:
         self.serving = threading.Lock()
@@ -159,6 +160,7 @@ def test_overloaded_store_gets_fewer_concurrent_requests(monkeypatch: pytest.Mon
     calls = [lambda number=number: store.call(number) for number in range(200)]
     assert fetch_all(calls, RequestPacing(limits), limits, seconds=60) == list(range(200))
     assert store.served < 500
-    monkeypatch.setattr(RequestPacing, "too_slow", lambda self, began: None)  # the control: always as many at once
+    # The control: always as many at once.
+    monkeypatch.setattr(RequestPacing, "too_slow", lambda self, began: None)
     with pytest.raises(RetriesExhausted, match="silent for too long"):
         fetch_all(calls, RequestPacing(limits), limits, seconds=3)

@@ -50,7 +50,7 @@ def test_readable_data_is_read(
 def test_refusal_of_a_store_is_reported(
     folder: Path, forbidden: bool, bucket: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One problem, with the store's remedy: that its answer is no manifest is no news."""
+    """A single problem with the store's remedy is reported."""
     with served(folder, forbidden=forbidden) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
         found = read(f"s3://{bucket}")

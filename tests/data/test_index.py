@@ -80,7 +80,7 @@ def test_tokens_round_trip(tmp_path: Path, vocab_size: int) -> None:
 def test_windows_over_shards(
     tmp_path_factory: pytest.TempPathFactory, seed: int, shard_bytes: int, length: int
 ) -> None:
-    """However the tokens are cut into files (a document is not cut), every window is that of the one long row."""
+    """Windows equal those of the one long row, however the tokens are split into files."""
     texts = documents(12, 300, seed)
     row = np.concatenate(texts)
     folder = tmp_path_factory.mktemp("shards") / "data"
@@ -190,7 +190,7 @@ DAMAGE = {
 def test_damage_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, hashed: bool
 ) -> None:
-    """Also where a split is too large to hash at opening: then flipped bytes are left to ``verify``, the rest is not."""
+    """Also for a split too large to hash at opening, where flipped bytes are found by ``verify``."""
     folder = tmp_path / "data"
     make_folder(folder, {"train": documents(50, 300)})
     do, named = DAMAGE[damage]
@@ -220,7 +220,7 @@ def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
 
 
 def test_opening_maps_and_does_not_read(tmp_path: Path) -> None:
-    """Ranks share the page cache: a split is mapped, not loaded."""
+    """A split is mapped and not loaded, so that ranks share the page cache."""
     manifest = make_folder(tmp_path / "data", {"train": documents(5, 300)})
     source = MappedTokens(manifest, "train")
     (view,) = source.windows(np.array([1]), 3)
@@ -248,7 +248,7 @@ print(read.index.dtype.__name__, read.document_indices.tolist(), [text.tolist() 
 @pytest.mark.full
 @pytest.mark.parametrize("vocab_size", [300, 70_000])
 def test_megatron_reads_and_writes_equal_files(tmp_path: Path, vocab_size: int) -> None:
-    """Both ways through megatron-core's own reader and builder, in a process of its own: the import is heavy."""
+    """Use megatron-core's own reader and builder in another process, since the import is slow."""
     pytest.importorskip("megatron.core", reason="the extra `megatron` is not installed")
     texts = documents(30, vocab_size)
     manifest = make_folder(tmp_path / "data", {"train": texts}, vocab_size)

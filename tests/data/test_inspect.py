@@ -63,7 +63,7 @@ def test_inspect_describes_a_folder(made: DataManifest) -> None:
 
 
 def test_the_command_shows_and_refuses(tmp_path: Path) -> None:
-    """A folder that something else made, too."""
+    """The command also describes a folder that other tools wrote."""
     folder = make_folder(tmp_path / "data", {"train": [np.arange(100)], "validation": [np.arange(3)]}).folder
     done = command(f"inspect={folder}", "samples=0")
     assert done.returncode == 0, done.stderr
@@ -131,7 +131,7 @@ def test_a_folder_in_a_store_is_the_same(
 
 
 def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> None:
-    """As Megatron's own tools may write them."""
+    """Megatron's own tools may write such files."""
     lengths = np.array([3, 1, 2, 5], dtype=np.int32)
     content = bytearray(encode_index(np.dtype("<u2"), lengths))
     kept = (
@@ -149,7 +149,7 @@ def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> N
 @given(seed=st.integers(0, 10**6), kinds=st.integers(2, 6))
 @settings(max_examples=25, deadline=None)
 def test_shuffle_quality_separates_shuffled_from_sorted(seed: int, kinds: int) -> None:
-    """Documents of several kinds, each four times as long as the one before on average; in order by kind, and shuffled."""
+    """Documents of several kinds, each four times as long on average as the one before, sorted by kind."""
     random = np.random.default_rng(seed)
     lengths = np.concatenate([random.geometric(0.1 / 4**kind, 400) for kind in range(kinds)]).astype(np.int32)
     by_kind, shuffled = shuffle_quality(lengths), shuffle_quality(random.permutation(lengths))

@@ -1,4 +1,5 @@
-"""Documents of unknown length in lanes: the same global batches for any ranks and any stops, every document once an epoch.
+"""Documents of unknown length in lanes: the same global batches for any ranks and any stops, every document
+once an epoch.
 
     pytest tests/data/test_lanes.py
 
@@ -33,7 +34,7 @@ State = dict[str, Any]
 
 @pytest.fixture(autouse=True, scope="module")
 def little_ahead() -> Iterator[None]:
-    """Also so that documents are asked for in many requests."""
+    """Patch request sizes so that documents are requested in many requests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_module, "AHEAD_TOKENS", 500)
         patch.setattr(stream_module, "REQUEST_TOKENS", 60)
@@ -42,7 +43,7 @@ def little_ahead() -> Iterator[None]:
 
 
 def length_of(document: int, longest: int) -> int:
-    """From 0 (held out) to ``longest``, and now and then ten times that."""
+    """Return lengths from 0 (held out) to ``longest``, and occasionally ten times that."""
     number = document * 2654435761 % 1009
     return number % (longest + 1) if number % 7 else 10 * longest
 
@@ -71,7 +72,7 @@ class Numbered:
 
 
 class Counting:
-    """A tokenizer process without a process."""
+    """A replacement for the tokenizer processes."""
 
     def __init__(self, longest: int, count: int = 2) -> None:
         self.longest, self.count = longest, count
@@ -99,7 +100,7 @@ def flat(size: int) -> tuple[RampStage, ...]:
 
 
 class Run:
-    """All ranks of a layout in this process, from ``state`` on."""
+    """Open all ranks of a layout in this process, from ``state`` on."""
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ def same(a: list[Ints], b: list[Ints]) -> bool:
 
 
 def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) -> list[Ints]:
-    """What each lane must hold, worked out the plain way: its documents one after another."""
+    """Compute directly what each lane must contain: its documents one after another."""
     order = SampleOrder(documents, block_samples=4, seed=seed)
     rows = []
     for lane in range(lanes):
@@ -187,7 +188,7 @@ def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) ->
 def test_lane_concatenates_its_documents(
     lanes: int, documents: int, longest: int, length: int, seed: int
 ) -> None:
-    """Window ``n`` of a lane begins at its token ``n * length``; nothing is left out, repeated or moved."""
+    """Window ``n`` of a lane begins at its token ``n * length``; no token is skipped, repeated or moved."""
     if not any(length_of(document, longest) for document in range(documents)):
         documents += 10  # some have text
     with Run(
@@ -212,7 +213,7 @@ def test_lane_concatenates_its_documents(
 def test_lanes_do_not_depend_on_ranks_or_resumes(
     data: st.DataObject, size: int, seed: int, length: int, longest: int
 ) -> None:
-    """Any ranks and micro-batch that divide the batch, changed at each of three stops."""
+    """Any ranks and micro-batch that divide the batch, changed at each of three resumes."""
 
     def layout() -> BatchPlan:
         ranks = data.draw(st.sampled_from([ranks for ranks in range(1, size + 1) if size % ranks == 0]))
@@ -236,7 +237,7 @@ def test_lanes_do_not_depend_on_ranks_or_resumes(
 
 
 def test_many_ranks() -> None:
-    """1,024 lanes on 1 rank and on 256; the state is 10 bytes a lane."""
+    """1,024 lanes on 1 rank and on 256; the state takes 10 bytes per lane."""
     with Run(plan_of(1024, 1, flat(1024)), documents=5000) as run:
         whole, state = run.take(4), run.state()
     with Run(plan_of(2, 256, flat(1024)), documents=5000) as run:
@@ -246,7 +247,7 @@ def test_many_ranks() -> None:
 
 
 def test_lanes_counted_per_rank_are_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: lanes that belong to ranks and not to places of the batch."""
+    """Control: lanes assigned to ranks instead of batch indices."""
 
     def per_rank(batch: BatchPlan, data_rank: int) -> Ints:
         share = batch.global_batch // batch.data_parallel
@@ -323,7 +324,7 @@ def test_state_of_another_global_batch_is_refused() -> None:
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 12))
 @settings(max_examples=100, deadline=None)
 def test_fork_with_other_lanes_skips_no_document(read: list[int], lanes: int) -> None:
-    """``read``: how many documents each former lane has finished; each is in the middle of the next one."""
+    """``read``: documents that each old lane has finished; each is in the middle of the next one."""
     former = len(read)
     unread = {number for number in range(former * 12) if number // former >= read[number % former]}
     begun = {document * former + lane: 7 for lane, document in enumerate(read)}
@@ -340,7 +341,10 @@ def test_fork_with_other_lanes_skips_no_document(read: list[int], lanes: int) ->
 
 
 def test_fork_continues_where_its_parent_stopped() -> None:
-    """With the same global batch it has the parent's next samples. Controls: other documents, and a state that is not handed over."""
+    """With the same global batch it has the parent's next samples.
+
+    Controls: other documents, and a state that is not handed over.
+    """
     with Run(plan_of(4, 1, flat(4))) as parent:
         begun = parent.take(3)
         left = parent.parent()

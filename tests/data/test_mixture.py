@@ -1,4 +1,5 @@
-"""Several sources as one: exact shares, every sample once an epoch, the same for any layout, resumable anywhere.
+"""Several sources as one: exact shares, every sample once an epoch, the same for any layout, resumable
+anywhere.
 
 pytest tests/data/test_mixture.py
 """
@@ -30,14 +31,16 @@ LENGTH = 7
 
 
 def phases(*table: tuple[int, Sequence[float]]) -> list[MixturePhase]:
-    return [MixturePhase(first, tuple(Fraction(str(weight)) for weight in weights)) for first, weights in table]
+    return [
+        MixturePhase(first, tuple(Fraction(str(weight)) for weight in weights)) for first, weights in table
+    ]
 
 
 HALF_AND_MORE = phases((0, (5, 3, 0)), (60, (1, 1, 1)), (100, (0, 0.25, 0.75)))
 
 
 class Named(Counting):
-    """Its tokens say which source they are of."""
+    """A source whose tokens identify the source."""
 
     def __init__(self, tokens: int, number: int) -> None:
         super().__init__(tokens)
@@ -80,7 +83,7 @@ SEEDS = st.integers(0, 2**40)
 
 
 def test_worked_example() -> None:
-    """Every source's places come without a gap, and the shares of whole blocks are exact."""
+    """Each source's indices have no gap, and the shares of whole blocks are exact."""
     mixture = Mixture(phases((0, (3, 1))), 0)
     for blocks in (1, 2, 7):
         assert mixture.counts(blocks * BLOCK) == [3 * blocks * BLOCK // 4, blocks * BLOCK // 4]
@@ -130,7 +133,9 @@ def test_phases_continue_each_source(
 )
 @settings(max_examples=30, deadline=None)
 def test_source_counts_follow_weights_at_any_position(weights: list[float], seed: int, position: int) -> None:
-    """At a position no run reaches step by step: counts are the exact shares but for one block, and places are near them."""
+    """At a position no run reaches step by step: counts are the exact shares but for one block, and places
+    are near them.
+    """
     table = phases((0, weights))
     mixture = Mixture(table, seed)
     shares = [weight / sum(table[0].weights) for weight in table[0].weights]
@@ -146,8 +151,9 @@ def test_source_counts_follow_weights_at_any_position(weights: list[float], seed
 
 
 def test_batches_have_nearly_their_shares() -> None:
-    """The variance of a source's count in a batch of 256 is below that of independent draws. The control, sources one after another
-    in each block, is far above."""
+    """The variance of a source's count in a batch of 256 is below that of independent draws. The control,
+    sources one after another in each block, is far above.
+    """
     mixture = Mixture(phases((0, (0.7, 0.2, 0.1))), 11)
     sources, _ = mixture(np.arange(64 * BLOCK))
 
@@ -179,7 +185,7 @@ def test_sorted_sources_are_mixed() -> None:
 
 
 def test_a_rare_source_keeps_its_share() -> None:
-    """Rarer than once a block: blocks grow. (With blocks of 4,096 slots it could be asked for -1 samples.)"""
+    """A source rarer than once per block makes blocks longer. (4,096 slots could ask it for -1 samples.)"""
     mixture = Mixture(phases((0, (1, 0.0001, 0.0001))), 0)
     counts = [mixture.counts(10**9), mixture.counts(10**9 + 10**6)]
     for source in (1, 2):
@@ -196,7 +202,7 @@ LAYOUTS = [(12, 1), (1, 12), (3, 4), (2, 3), (1, 1), (6, 2)]
 
 
 def global_batches(streams: Sequence[Stream], first_step: int, steps: int) -> list[Ints]:
-    """What all ranks see, in the order of the global batch: micro-batch by micro-batch, rank by rank."""
+    """Return a global batch as all ranks see it: by micro-batch, then by rank."""
     ranks = [list(islice(stream.steps(first_step), steps)) for stream in streams]
     for stream in streams:
         stream.close()
@@ -217,7 +223,7 @@ def global_batches(streams: Sequence[Stream], first_step: int, steps: int) -> li
 def test_resume_at_any_step_with_other_ranks(
     sizes: list[int], seed: int, stops: list[tuple[tuple[int, int], int]]
 ) -> None:
-    """The samples of a run that changes its ranks at every stop are those of one rank that never stopped."""
+    """A run that changes its ranks at every resume has the samples of one rank that never stopped."""
     with patch.object(
         stream_module, "ORDERED_AT_ONCE", 40
     ):  # borders of chunks come in, and little is read ahead
@@ -240,7 +246,7 @@ def divisors(size: int, most: int = 1024) -> list[int]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
-    """A global batch; and a run of it: the layout and the number of steps of each of its starts."""
+    """Draw a global batch and a run: the layout and the number of steps of each start."""
     size = draw(st.sampled_from([1, 6, 60, 1000, 1024, 3072]))
     starts = []
     for _ in range(draw(st.integers(1, 4))):
@@ -256,8 +262,10 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
 def test_mixture_is_the_same_on_up_to_1024_changing_ranks(
     history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[MixturePhase], seed: int
 ) -> None:
-    """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control, a counter and a draw of
-    each rank's own as loaders with per-rank mixing have them, gives other samples as soon as there are several ranks."""
+    """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control,
+    a counter and a draw of each rank's own as loaders with per-rank mixing have them, gives other samples as
+    soon as there are several ranks.
+    """
     size, starts = history
     sizes = [1000 * (number + 1) for number in range(len(table[0].weights))]
     stream = mixed(sizes, table, seed)
@@ -280,7 +288,9 @@ def test_mixture_is_the_same_on_up_to_1024_changing_ranks(
 
 
 def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
-    """The control's first steps: each rank draws sources with a generator of its own and takes every ``ranks``-th sample of them."""
+    """The control's first steps: each rank draws sources with a generator of its own and takes every
+    ``ranks``-th sample of them.
+    """
     parts = []
     for rank in range(ranks):
         sources = np.random.default_rng([seed, rank]).integers(0, 3, size // ranks)
@@ -336,7 +346,7 @@ def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
 
 
 def test_the_seed_of_a_source_is_its_own() -> None:
-    """It depends on its name, and not on what else is in the mixture."""
+    """The seed depends on the source's name and not on the other sources."""
     assert source_seed(7, None) == 7
     assert len({source_seed(seed, name) for seed in range(3) for name in ("a", "b", "c")}) == 9
 
@@ -355,9 +365,9 @@ def test_fingerprint_errors_name_differences() -> None:
         (problem,) = caught.value.problems
         assert (problem.key, problem.seen.partition("=")[0]) == (key, name)
     mine.check_fingerprint(mixed().fingerprint())
-    assert mixture_digest(Mixture(phases((0, (1, 2))), 0)) == mixture_digest(Mixture(phases((0, (2, 4))), 1)), (
-        "ratios matter, the seed stands beside"
-    )
+    assert mixture_digest(Mixture(phases((0, (1, 2))), 0)) == mixture_digest(
+        Mixture(phases((0, (2, 4))), 1)
+    ), "ratios matter, the seed stands beside"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +375,9 @@ def test_fingerprint_errors_name_differences() -> None:
     [("blocks-1", [2, 2, 3, 1, 248, 811, 499999999597]), ("blocks-2", [0, 0, 1, 6, 3, 4, 499999999998])],
 )
 def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> None:
-    """A change that moves samples needs a new name, and the mapping of an old name stays: runs go on under the one they began with."""
+    """A change that moves samples needs a new name, and the mapping of an old name stays: runs go on under
+    the one they began with.
+    """
     sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0, version)(
         np.array([0, 1, 2, 9, 10, 11, 10**12])
     )
@@ -375,7 +387,9 @@ def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> No
 
 
 def test_epochs_of_a_small_source_are_consecutive() -> None:
-    """Each sample of a source of 10 is taken once before any is taken again; under blocks-1, the control, they are not."""
+    """Each sample of a source of 10 is taken once before any is taken again; under blocks-1, the control,
+    they are not.
+    """
 
     def epochs(version: str) -> list[int]:
         stream = mixed(sizes=(10 * LENGTH + 1, 2001), table=phases((0, (1, 3))))

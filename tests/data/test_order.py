@@ -1,4 +1,5 @@
-"""The order of samples: bijective, without a remainder, seekable, mixed; with controls that the checks can fail.
+"""The order of samples: bijective, without a remainder, seekable, mixed; with controls that the checks can
+fail.
 
 pytest tests/data/test_order.py
 """
@@ -74,7 +75,10 @@ SEEDS = st.integers(0, 2**31)
 
 @st.composite
 def corpora(draw: st.DrawFn) -> tuple[int, int]:
-    """Samples, samples in a block. Up to IN_FLIGHT blocks an epoch is one permutation; beyond, lanes and groups come in."""
+    """Samples, samples in a block.
+
+    Up to IN_FLIGHT blocks an epoch is one permutation; beyond, lanes and groups come in.
+    """
     block = draw(st.integers(1, 5))
     border = IN_FLIGHT * block
     few, about, many = (
@@ -96,7 +100,7 @@ def test_epoch_contains_every_sample_once(corpus: tuple[int, int], seed: int, ep
 
 
 def test_control_dropped_remainder_is_detected() -> None:
-    """The control of the test above: whole groups only, as other loaders do it."""
+    """Control of the test above: only whole groups, as in other loaders."""
     samples, block = 3 * IN_FLIGHT + 5, 1
     order = SampleOrder(samples, block_samples=block, seed=0)
     kept = samples // IN_FLIGHT * IN_FLIGHT
@@ -111,8 +115,10 @@ def test_control_dropped_remainder_is_detected() -> None:
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_order_can_seek_to_any_position(samples: int, block: int, seed: int, position: int, data: st.DataObject) -> None:
-    """A sample does not depend on how one came to it: alone, in a run of positions, or in any order."""
+def test_order_can_seek_to_any_position(
+    samples: int, block: int, seed: int, position: int, data: st.DataObject
+) -> None:
+    """A sample does not depend on how its position is reached: alone, in a range, or in any order."""
     order = SampleOrder(samples, block_samples=block, seed=seed)
     run = position + np.arange(50)
     epochs, windows = order(run)
@@ -137,15 +143,16 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def domain_spread(windows: Ints, samples: int, batch: int = 1024, domains: int = 64) -> float:
-    """chi2/df of domain counts a batch, on a corpus sorted by domain: 1.0 is a perfect shuffle."""
+    """chi2/df of domain counts per batch on a corpus sorted by domain; 1.0 is a perfect shuffle."""
     batches = (windows * domains // samples).reshape(-1, batch)
     counts = np.stack([np.bincount(one, minlength=domains) for one in batches])
     return float(((counts - batch / domains) ** 2 / (batch / domains)).sum(axis=1).mean() / (domains - 1))
 
 
 def test_sorted_corpus_is_mixed() -> None:
-    """At most 128 MiB in flight (4,096 blocks of 32 KiB), the corpus four times as large: beside a full permutation. The control is a
-    shuffle buffer of 10,000 samples."""
+    """At most 128 MiB in flight (4,096 blocks of 32 KiB), the corpus four times as large: beside a full
+    permutation. The control is a shuffle buffer of 10,000 samples.
+    """
     samples = 1_048_576
     block = 64
     assert samples == 4 * IN_FLIGHT * block
@@ -157,7 +164,9 @@ def test_sorted_corpus_is_mixed() -> None:
 
 
 def buffered(samples: int, size: int) -> Ints:
-    """Samples in order through a shuffle buffer as ``datasets`` has it: each that comes takes the place of a random one, which goes."""
+    """Samples in order through a shuffle buffer as ``datasets`` has it: each that comes takes the place of a
+    random one, which goes.
+    """
     slots = np.random.default_rng(1).integers(0, size, samples - size).tolist()
     held, gone = list(range(size)), []
     for sample, slot in enumerate(slots, start=size):
@@ -167,7 +176,9 @@ def buffered(samples: int, size: int) -> Ints:
 
 
 def test_samples_in_flight_fit_the_bound() -> None:
-    """A stretch of positions within one group of each lane touches IN_FLIGHT blocks and, where groups end inside a block, a few more."""
+    """A stretch of positions within one group of each lane touches IN_FLIGHT blocks and, where groups end
+    inside a block, a few more.
+    """
     samples, block = 64 * IN_FLIGHT, 4
     order = SampleOrder(samples, block_samples=block, seed=3)
     group = IN_FLIGHT * block  # positions: the lanes' first groups
@@ -189,7 +200,7 @@ def test_cost_does_not_grow_with_the_data() -> None:
 
 
 def test_the_version_names_this_mapping() -> None:
-    """A change that moves samples needs a new name: runs resume only under the one they started with."""
+    """A change that moves samples needs a new version name, since runs resume only under their own."""
     assert ORDER_VERSION == "feistel-1"
     small = SampleOrder(10, block_samples=1, seed=0)(np.arange(10))[1].tolist()
     large = SampleOrder(10**12, block_samples=256, seed=1)(np.arange(4) + 10**11)[1].tolist()

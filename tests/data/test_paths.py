@@ -1,4 +1,5 @@
-"""What a data folder, its manifest or a store's listing names stays in the folder: each reader refuses every hostile name.
+"""What a data folder, its manifest or a store's listing names stays in the folder: each reader refuses every
+hostile name.
 
 pytest tests/data/test_paths.py
 """
@@ -86,7 +87,9 @@ def test_a_manifest_that_names_something_outside_is_refused(kind: str, field: st
 def test_a_remote_manifest_writes_nothing_outside_the_cache(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file that the manifest points to is served with the right hash: only the check of its name stands in between."""
+    """The file that the manifest points to is served with the right hash: only the check of its name stands
+    in between.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_folder(tmp_path / "served" / "data", {"train": [np.arange(100)]})
     payload = tmp_path / "served" / "data" / "tokenizer" / "tokenizer.json"
@@ -185,7 +188,7 @@ def test_a_saved_dataset_stays_in_its_folder(kind: str, where: str, tmp_path: Pa
 
 
 def test_a_tokenizer_is_not_copied_through_a_link(tmp_path: Path) -> None:
-    """A published tokenizer whose chat template is a link to a file of the user's would be published with it."""
+    """A tokenizer whose chat template links to another file of the user must not be copied and published."""
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "published"
     folder.mkdir()

@@ -95,11 +95,13 @@ def test_the_same_bytes_for_any_number_of_processes(
 def test_shards_are_ranges_of_one_order(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one shard or many, merged in slices or whole: the same documents follow one another."""
+    """One shard or many, merged in slices or whole, contain the same sequence of documents."""
     prepared(corpus, tmp_path / "one", tokenizer)
     whole = merge.plan_shards
     monkeypatch.setattr(merge, "plan_shards", lambda receipts, size, _: whole(receipts, size, 3000))
-    monkeypatch.setattr(merge.ShardPlan, "bounds", lambda piece, _, bounds=merge.ShardPlan.bounds: bounds(piece, 3))
+    monkeypatch.setattr(
+        merge.ShardPlan, "bounds", lambda piece, _, bounds=merge.ShardPlan.bounds: bounds(piece, 3)
+    )
     small_units(monkeypatch)
     manifest = prepared(corpus, tmp_path / "many", tokenizer)
     assert len(manifest.splits["train"].shards) > 3
@@ -109,7 +111,9 @@ def test_shards_are_ranges_of_one_order(
 
 def test_key_ranges_are_adjacent_and_complete() -> None:
     for of, slices in ((1, 1), (3, 1), (7, 5), (1000, 3)):
-        found = [bounds for number in range(of) for bounds in merge.ShardPlan(0, number, of, 1).bounds(slices)]
+        found = [
+            bounds for number in range(of) for bounds in merge.ShardPlan(0, number, of, 1).bounds(slices)
+        ]
         assert (found[0][0], found[-1][1]) == (0, 1 << 64)
         assert all(before[1] == after[0] for before, after in pairwise(found))
 
@@ -151,7 +155,7 @@ def test_documents_are_shuffled_over_files(corpus: Path, tokenizer: Path, tmp_pa
 def test_deduplication_removes_equal_documents(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a part and over parts; and a test of text bytes, not of tokens or names."""
+    """Duplicates are removed within and across parts, by their text and not by tokens or names."""
     small_units(monkeypatch)
     prepared(corpus, tmp_path / "once", tokenizer, deduplicate=True)
     assert sorted(
@@ -165,7 +169,7 @@ def test_deduplication_removes_equal_documents(
 def test_deduplication_and_split_depend_only_on_content(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, data: st.DataObject
 ) -> None:
-    """Whatever stands before, after or beside it, however often and in however large parts: one of each, on the side of its content."""
+    """However often, where and in which parts duplicates occur, one of each remains, in the same split."""
     texts = data.draw(st.lists(st.text("ab \n\0é", min_size=1, max_size=6), min_size=4, max_size=30))
     seed, share = data.draw(st.integers(0, 2**32)), data.draw(st.sampled_from([0.2, 0.6]))
     folder = tmp_path_factory.mktemp("property")
@@ -195,7 +199,7 @@ def test_deduplication_and_split_depend_only_on_content(
 
 
 def sides(texts: list[str], share: float) -> dict[str, bool]:
-    """Which go to validation: the share's, and if these are none, the one of the smallest hash."""
+    """Validation gets the share's documents, or if there are none, the one with the smallest hash."""
     found = {text: goes_to_validation(text, share) for text in texts}
     if not any(found.values()) and len(found) > 1:
         found[min(found, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])] = True
@@ -206,7 +210,7 @@ def sides(texts: list[str], share: float) -> dict[str, bool]:
 def test_two_documents_are_enough_for_a_validation_split(
     workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.005 of a few documents is none, and training evaluates on validation."""
+    """A share of 0.005 of a few documents is none, and training evaluates on validation."""
     small_units(monkeypatch, unit=600)
     texts = [text for text in TEXTS[:40] if not goes_to_validation(text, 0.005)]
     chosen = min(texts, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])
@@ -245,12 +249,15 @@ def test_a_larger_validation_split_holds_the_smaller_one(
     content: bytes, seed: int, share: float, more: float
 ) -> None:
     smaller, larger = (
-        DocumentKeys(seed=seed, validation_below=split_threshold(size), by_content=True) for size in (share, share + more)
+        DocumentKeys(seed=seed, validation_below=split_threshold(size), by_content=True)
+        for size in (share, share + more)
     )
     assert not smaller.is_validation(content) or larger.is_validation(content)
     assert (
         smaller(content, "a", 1)[1]
-        == DocumentKeys(seed=seed + 1, validation_below=split_threshold(share), by_content=False)(content, "b", 2)[1]
+        == DocumentKeys(seed=seed + 1, validation_below=split_threshold(share), by_content=False)(
+            content, "b", 2
+        )[1]
     )
 
 
@@ -359,7 +366,9 @@ def test_tokenizer_is_trained_on_training_documents(
 
 
 def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
-    """A folder that AutoTokenizer opens, with settings that would spoil documents: cut, padded, wrapped in special tokens."""
+    """A folder that AutoTokenizer opens, with settings that would spoil documents: cut, padded, wrapped in
+    special tokens.
+    """
     from tokenizers import Tokenizer, processors
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -381,7 +390,7 @@ def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: 
 
 
 def test_inner_end_of_text_tokens_are_recorded(tmp_path: Path) -> None:
-    """Whether documents end where the token stands is counted, not assumed."""
+    """Inner end-of-text tokens are counted, not assumed absent."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"stop": 0, "go": 1}, unk_token="go"))
@@ -415,7 +424,9 @@ print(next(line.split()[1] for line in Path("/proc/self/status").read_text().spl
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) -> None:
-    """Peak memory of a process that does all the work on 20 MB and on 60 MB; and, as control, with parts of any size."""
+    """Peak memory of a process that does all the work on 20 MB and on 60 MB; and, as control, with parts of
+    any size.
+    """
     peaks = []
     text = " ".join(made_texts(400))
     for times, parts in ((1, 1), (3, 1), (3, 1000)):
@@ -457,7 +468,7 @@ def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_commands_of_the_docs(tmp_path: Path) -> None:
-    """docs/data.md, section Preparing: its commands as written, where the text they name is."""
+    """The commands of docs/data.md, section Preparing, run as written."""
     write_jsonl(
         tmp_path / "books" / "one.jsonl", [text.replace(bpe.END_OF_TEXT, "") for text in TEXTS]
     )  # as the default wants it

@@ -1,4 +1,5 @@
-"""An input that is corrected or changes while it is prepared, rows that are broken, and the check of the first rows.
+"""An input that is corrected or changes while it is prepared, rows that are broken, and the check of the
+first rows.
 
 pytest tests/data/test_prepare_changes.py
 """
@@ -26,7 +27,9 @@ BROKEN = b'{"id": 1, "text": "half a li\n'
 
 
 def make_input(folder: Path) -> Path:
-    """Four files, of which two are read in ranges and two are read together; b.jsonl has a broken line in its middle."""
+    """Four files, of which two are read in ranges and two are read together; b.jsonl has a broken line in its
+    middle.
+    """
     write_jsonl(folder / "a.jsonl", TEXTS[:90])
     lines = write_jsonl(folder / "b.jsonl", TEXTS[90:180]).read_bytes().splitlines(keepends=True)
     (folder / "b.jsonl").write_bytes(b"".join([*lines[:60], BROKEN, *lines[60:]]))
@@ -109,13 +112,14 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
 
 
 def name_of(plan: object, unit: object) -> list[str]:
-    return [plan.sources[number].name for number in range(unit.first, unit.last)]  # type: ignore[attr-defined]
+    # Type: ignore[attr-defined].
+    return [plan.sources[number].name for number in range(unit.first, unit.last)]
 
 
 def test_change_after_the_first_pass_is_included(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards were written already, one more than there will be."""
+    """Shards already exist, one more than needed."""
     small_units(monkeypatch)
     source = make_input(tmp_path / "in")
     removed(source)
@@ -137,7 +141,7 @@ def interrupted(*arguments: object) -> None:
 def test_changed_input_can_move_the_validation_threshold(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few documents one is chosen for validation: another one, when that one is gone."""
+    """If a small input loses its validation document, another one is chosen."""
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:6]).parent
     write_jsonl(source / "b.jsonl", TEXTS[6:12])
     monkeypatch.setattr(run.merge, "plan_shards", interrupted)
@@ -162,7 +166,7 @@ BAD = [BROKEN, b'["no object"]\n', b'{"id": 3}\n', b'{"text": 7}\n', b"\xff\xfe{
 
 
 def make_bad(folder: Path, rows: int = 40) -> Path:
-    """Each kind of bad row several times, in a file that is read in ranges and in one that is not."""
+    """Several bad rows of each kind, in a file that is read in ranges and in one that is not."""
     lines = write_jsonl(folder / "a.jsonl", TEXTS[:rows]).read_bytes().splitlines(keepends=True)
     mixed: list[bytes] = []
     for number, line in enumerate(lines):
@@ -198,7 +202,7 @@ def test_bad_rows_are_skipped_and_counted(
 def test_a_refused_preparation_continues_with_skip(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was tokenised before is the same either way."""
+    """Tokens from before are the same under either mode."""
     small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
     with pytest.raises(InputError, match="or write on_bad_row=skip"):

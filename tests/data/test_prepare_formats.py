@@ -221,7 +221,7 @@ def test_bad_rows_of_csv_and_json_arrays_are_skipped(tokenizer: Path, tmp_path: 
 def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer's library would abort the process: it is asked before."""
+    """Memory is checked first, since the tokenizer's library would abort the process."""
     import psutil
 
     small = 3 << 20

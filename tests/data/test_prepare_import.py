@@ -25,7 +25,10 @@ from toolkit.progress import Progress
 def write_megatron(
     folder: Path, name: str, documents: list[list[list[int]]], dtype: str = "<u2"
 ) -> list[int]:
-    """As Megatron's preprocess_data.py writes documents of several sentences: a sequence each. Returns all tokens."""
+    """As Megatron's preprocess_data.py writes documents of several sentences: a sequence each.
+
+    Returns all tokens.
+    """
     folder.mkdir(exist_ok=True, parents=True)
     sequences = [sequence for document in documents for sequence in document]
     tokens = [token for sequence in sequences for token in sequence]
@@ -44,7 +47,7 @@ def write_megatron(
 
 
 def encoded(tokenizer: Path, texts: list[str], *, ends: bool = True) -> list[list[list[int]]]:
-    """Each text in two sequences."""
+    """Return each text as two sequences."""
     opened = bpe.read_tokenizer(tokenizer.parent)
     opened.encode_special_tokens = True
     found = [opened.encode(text, add_special_tokens=False).ids + [0] * ends for text in texts]
@@ -79,7 +82,7 @@ def test_imported_files_are_trained_on(named: str, dtype: str, tokenizer: Path, 
 def test_several_files_and_a_validation_split(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command, as its help shows it."""
+    """Run the command as its help shows it."""
     tokens = write_megatron(tmp_path, "train-0", encoded(tokenizer, TEXTS[:9]))
     tokens += write_megatron(tmp_path, "train-1", encoded(tokenizer, TEXTS[9:30]))
     write_megatron(tmp_path, "held-out", encoded(tokenizer, TEXTS[30:35]))

@@ -1,7 +1,8 @@
-"""Killed with ``kill -9`` in the middle of the work and started again: the same bytes, and nothing is done twice.
+"""Killed with ``kill -9`` in the middle of the work and started again: the same bytes, and nothing is done
+twice.
 
-pytest tests/data/test_prepare_killed.py
-pytest -m full tests/data/test_prepare_killed.py      # many kills, at any time; another number of processes each time
+pytest tests/data/test_prepare_killed.py pytest -m full tests/data/test_prepare_killed.py      # many kills,
+at any time; another number of processes each time
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ TEXTS = made_texts(1500, seed=5)
 
 
 class Case:
-    """A corpus, its preparation that was never killed, and a command for one that will be."""
+    """A corpus, its uninterrupted preparation, and a command for one to be killed."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        """One file that is read in ranges, and one that can only be read from its beginning: a unit of many parts."""
+        """One file that is read in ranges, and one that can only be read from its beginning: a unit of many
+        parts.
+        """
         self.output = folder / "killed"
         write_jsonl(folder / "in" / "a.jsonl", TEXTS[:1000])
         compressed = folder / "in" / "b.jsonl.gz"
@@ -58,7 +61,10 @@ class Case:
         return len(list((self.output / ".work" / tokenise.PARTS).glob("*.json")))
 
     def killed_when(self, holds: Callable[[], bool]) -> bool:
-        """Start it and kill the process that was started when ``holds``; its workers must end by themselves. False: it was done before."""
+        """Start it and kill the process that was started when ``holds``; its workers must end by themselves.
+
+        False: it was done before.
+        """
         command = [sys.executable, str(SMALL), *self.words, f"workers={self.workers}"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         children: list[psutil.Process] = []
@@ -81,7 +87,9 @@ class Case:
 
 
 def test_resume_after_kill_during_tokenisation(tmp_path: Path) -> None:
-    """Twice, at random parts of about sixty; then done by this process, which tokenises exactly the documents that are left."""
+    """Twice, at random parts of about sixty; then done by this process, which tokenises exactly the documents
+    that are left.
+    """
     case, seed = Case(tmp_path, workers=2), random.randrange(10**6)
     print(f"seed {seed}")
     random_ = random.Random(seed)
@@ -111,7 +119,7 @@ def documents_in(receipt: PartReceipt) -> int:
 
 
 def in_this_process(case: Case) -> list[int]:
-    """Finish a preparation; the documents of each batch that was tokenised."""
+    """Finish a preparation and return the documents of each tokenised batch."""
     batches: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         add = tokenise._Part.add
@@ -153,14 +161,17 @@ def test_resume_after_kill_while_writing_shards(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_resume_after_repeated_kills(tmp_path: Path) -> None:
-    """After a part or after a random time from its start on, with another number of processes each time, until it is done."""
+    """After a part or after a random time from its start on, with another number of processes each time,
+    until it is done.
+    """
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     random_, case, inside = random.Random(seed), Case(tmp_path, workers=1), 0
     for attempt in range(40):
         case.workers = random_.randint(1, 3)
         before = case.receipts
-        # The first one is in the work for certain: on a quick machine all random times may come too late for it.
+        # The first one is in the work for certain: on a quick machine all random times may come too late for
+        # it.
         began, wait = time.monotonic(), random_.uniform(0.2, 2.5) if attempt else float("inf")
         killed = case.killed_when(
             lambda began=began, wait=wait, first=not attempt: (

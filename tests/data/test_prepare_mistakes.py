@@ -173,7 +173,7 @@ def test_failed_preparation_without_tokens_leaves_the_output_usable(tokenizer: P
 
 
 def ends_itself() -> Callable[[int, Callable[[int], None]], None]:
-    """A worker that the kernel kills in its second task, as where memory is short."""
+    """The kernel kills a worker in its second task, as when memory runs out."""
     return lambda number, advance: advance(5) if number < 2 else os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -195,7 +195,7 @@ def test_second_process_is_refused_by_the_lock(corpus: Path, tokenizer: Path, tm
 
 
 def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very data that training with data=stdlib makes and finds."""
+    """The result is the data that training with data=stdlib finds."""
     (tmp_path / "library").mkdir()
     for number, text in enumerate(TEXTS[:40]):
         (tmp_path / "library" / f"{number}.py").write_text(text)

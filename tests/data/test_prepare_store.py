@@ -27,7 +27,9 @@ NAMES = ["a.jsonl", "b/c.jsonl", "empty.jsonl"]
 
 @pytest.fixture
 def bucket(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """The corpus as a folder of a bucket, with a hidden file, and another folder whose name begins as its does."""
+    """The corpus as a folder of a bucket, with a hidden file, and another folder whose name begins as its
+    does.
+    """
     root = tmp_path / "bucket"
     shutil.copytree(corpus, root / "texts")
     (root / "texts" / "empty.jsonl").touch()
@@ -62,7 +64,7 @@ def test_input_from_a_store_gives_the_same_folder(
 def test_complete_copies_are_not_fetched_again(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while it tokenises: the copies stay, and one that was under way is fetched again."""
+    """After a kill during tokenisation complete copies stay, and a partial one is fetched again."""
     output = tmp_path / "data"
     with monkeypatch.context() as patch:
         patch.setattr(run, "ensure_tokenizer", interrupted)

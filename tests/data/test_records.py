@@ -1,4 +1,5 @@
-"""Records: written whole or not at all, read by number, refused by name when damaged, and in the order of every stream.
+"""Records: written whole or not at all, read by number, refused by name when damaged, and in the order of
+every stream.
 
 pytest tests/data/test_records.py
 """
@@ -51,7 +52,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/data.md"
 def make(
     folder: Path, records: int = 40, *, shard_bytes: int = 1 << 20, seed: int = 0, **splits: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Records whose ``weight`` is their number; what was written, by field, of the training split."""
+    """Write records whose ``weight`` is their number; return the training split's values by field."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 60_000, (records, 3, 4, 5), dtype=np.uint16)
     with RecordWriter(folder, FIELDS, description="made", licence="none", shard_bytes=shard_bytes) as writer:
@@ -70,7 +71,7 @@ def read(records: RecordSamples, *numbers: int) -> npt.NDArray[np.void]:
 @given(data=st.data(), shard_records=st.integers(1, 9), buffered=st.integers(1, 9), count=st.integers(1, 30))
 @settings(max_examples=25, deadline=None)
 def test_records_round_trip(data: st.DataObject, shard_records: int, buffered: int, count: int) -> None:
-    """Any fields, in any number of shards, whatever the writer holds back."""
+    """Any fields round-trip, in any number of shards and for any buffer size."""
     kinds = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3).map(tuple))
     fields = data.draw(st.dictionaries(st.sampled_from("abcdef"), kinds, min_size=1))
     random = np.random.default_rng(count)
@@ -100,7 +101,9 @@ def test_records_round_trip(data: st.DataObject, shard_records: int, buffered: i
 
 
 def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
-    """As the module promises it to whoever reads without this toolkit: a C struct at ``number * record_bytes``."""
+    """As the module promises it to whoever reads without this toolkit: a C struct at ``number *
+    record_bytes``.
+    """
     written = make(tmp_path / "records")
     manifest = read_record_manifest(tmp_path / "records")
     content = json.loads((tmp_path / "records/manifest.json").read_text())
@@ -119,7 +122,7 @@ def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
 
 
 def test_statistics_are_exact_enough_for_large_offsets(tmp_path: Path) -> None:
-    """Control: the textbook difference of sums of squares has no digit left."""
+    """Control: the textbook difference of sums of squares has no correct digit."""
     values = 1e8 + np.random.default_rng(0).normal(0, 0.01, (5000, 2))
     with RecordWriter(
         tmp_path / "records", {"value": ("float64", (2,))}, description="", licence=""
@@ -254,7 +257,9 @@ def test_tokens_and_records_are_not_interchangeable(tmp_path: Path) -> None:
 # -- order
 
 
-def stream_of(records: RecordSamples, seed: int, ranks: int, rank: int, micro: int = 1, size: int = 8) -> Stream:
+def stream_of(
+    records: RecordSamples, seed: int, ranks: int, rank: int, micro: int = 1, size: int = 8
+) -> Stream:
     return Stream({"train": records}, None, seed=seed, batch=batch_plan(micro, size, ranks), data_rank=rank)
 
 
@@ -279,7 +284,9 @@ def numbers(samples: npt.NDArray[np.void]) -> list[int]:
 def test_any_layout_sees_the_same_global_batch(
     records: RecordSamples, power: int, micro_power: int, step: int, seed: int
 ) -> None:
-    """Also after a stop, since a stream begins at any step; a rank that only counted its own records would not."""
+    """Also after a stop, since a stream begins at any step; a rank that only counted its own records would
+    not.
+    """
     ranks, micro = 2**power, min(2**micro_power, 8 // 2**power)
     alone = global_batch([stream_of(records, seed, 1, 0, micro=8)], step)
     many = global_batch([stream_of(records, seed, ranks, rank, micro) for rank in range(ranks)], step)
@@ -322,7 +329,8 @@ def test_an_evaluation_takes_the_first_records_once(
     records = open_records(tmp_path / "records", "train")
     for ranks, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
         found = [
-            list(eval_sample_batches(records, batches, batch_plan(micro, 8, ranks), rank)) for rank in range(ranks)
+            list(eval_sample_batches(records, batches, batch_plan(micro, 8, ranks), rank))
+            for rank in range(ranks)
         ]
         assert {len(of_rank) for of_rank in found} == {global_batches}
         assert {len(batch) for of_rank in found for batch in of_rank} == {8 // micro // ranks}, (
@@ -342,7 +350,7 @@ def test_an_evaluation_takes_the_first_records_once(
 
 
 def test_a_store_gives_the_same_records(tmp_path: Path) -> None:
-    """In any order, neighbours by one request; with a cache the second epoch asks for nothing."""
+    """Read in any order, neighbours as one request; with a cache the second epoch needs no request."""
     make(tmp_path / "records", 60, shard_bytes=136 * 25)
     here = open_records(tmp_path / "records", "train")
     numbers = np.random.default_rng(0).permutation(60)[:40]

@@ -1,4 +1,5 @@
-"""Training from a store reads the samples that it reads from this machine, soon, and little else; damage is told before it begins.
+"""Training from a store reads the samples that it reads from this machine, soon, and little else; damage is
+told before it begins.
 
 pytest tests/data/test_remote.py
 """
@@ -43,7 +44,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1.7 M tokens of uint16 in four shards, which end within windows and blocks."""
+    """1.7 M tokens of uint16 in four shards, whose ends are inside windows and blocks."""
     folder = tmp_path_factory.mktemp("remote") / "data"
     random = np.random.default_rng(0)
     texts = [random.integers(0, 60_000, random.integers(1, 100_000)) for _ in range(40)]
@@ -60,7 +61,7 @@ def stream_of(source: TokenSource, data_rank: int = 0, ranks: int = 1, length: i
 
 
 def taken(source: TokenSource, steps: int, first: int = 0, **places: int) -> list[np.ndarray]:
-    """The samples of some steps [samples, length + 1] each."""
+    """Return the samples of some steps, each [samples, length + 1]."""
     stream = stream_of(source, **places)
     try:
         reading = stream.steps(first)
@@ -83,7 +84,7 @@ def remote(store: Store, scheme: str = "s3", **options: object) -> RemoteTokens:
 def test_the_stream_is_that_of_the_local_folder(
     folder: Path, tmp_path: Path, scheme: str, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the end of an epoch (the shift changes), from a later step on, and for ranks."""
+    """Compare across the end of an epoch (another shift), from a later step on, and for several ranks."""
     local = open_split(folder, "train")
     steps = local.tokens // LENGTH // 8 + 5
     with served(folder) as store:
@@ -108,7 +109,7 @@ def test_the_stream_is_that_of_the_local_folder(
 def test_failures_lose_and_repeat_no_sample(
     folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all requests 5% fail and 5% stall, from the first look at the folder on."""
+    """5% of all requests fail and 5% stall, from opening on."""
     expected = taken(open_split(folder, "train"), 60)
     with served(folder, failing=0.05, stalled=0.05, seed=7) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -163,7 +164,7 @@ def test_merged_spans_contain_every_part(seed: int, length: int, longest: int, t
 
 
 def first_batch_seconds(url: str) -> float:
-    """From nothing known of the folder but its URL."""
+    """Open the folder from its URL alone."""
     begin = time.monotonic()
     stream = stream_of(open_split(url, "train"))
     next(stream.steps(0))
@@ -172,9 +173,13 @@ def first_batch_seconds(url: str) -> float:
     return seconds
 
 
-def test_first_batch_needs_few_round_trips(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 30 ms added to each answer, from the URL to the first global batch: manifest, tokenizer, shards and windows are four answers
-    one after another, so 0.12 s at least. The best of several, since the server is in this process and other work on this machine."""
+def test_first_batch_needs_few_round_trips(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 30 ms added to each answer, from the URL to the first global batch: manifest, tokenizer, shards
+    and windows are four answers one after another, so 0.12 s at least. The best of several, since the server
+    is in this process and other work on this machine.
+    """
     with served(folder, latency_seconds=0.03) as store:
         set_environment(monkeypatch, store, tmp_path)
         seconds = []
@@ -192,9 +197,13 @@ def test_first_batch_needs_few_round_trips(folder: Path, tmp_path: Path, monkeyp
         assert time.monotonic() - begin > 0.24
 
 
-def test_fetched_bytes_are_close_to_bytes_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes served, with all that opening costs, / bytes of the samples that the stream read, over part of an epoch. What it has read
-    ahead when it ends is bounded, and in a run is delivered next. From a folder without sums, whose windows are fetched as they are."""
+def test_fetched_bytes_are_close_to_bytes_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes served, with all that opening costs, / bytes of the samples that the stream read, over part of an
+    epoch. What it has read ahead when it ends is bounded, and in a run is delivered next. From a folder
+    without sums, whose windows are fetched as they are.
+    """
     steps, folder = 60, Path(shutil.copytree(folder, tmp_path / "copy"))
     without_sums(folder)
     with served(folder, latency_seconds=0.002) as store:
@@ -213,7 +222,10 @@ def test_fetched_bytes_are_close_to_bytes_read(folder: Path, tmp_path: Path, mon
 def test_blocks_are_little_more_than_long_windows(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows of 32 KiB, widened to blocks of 4 KiB, with their sums. Short windows, which cost more, are the control."""
+    """Windows of 32 KiB, widened to blocks of 4 KiB, with their sums.
+
+    Short windows, which cost more, are the control.
+    """
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
         found = {}
@@ -227,7 +239,7 @@ def test_blocks_are_little_more_than_long_windows(
 
 
 def counted(source: RemoteTokens) -> list[int]:
-    """Bytes that are asked of ``source`` from now on."""
+    """Return the bytes requested from ``source`` from now on."""
     asked: list[int] = []
     read = source.read
 
@@ -272,7 +284,10 @@ def test_an_evaluation_is_fetched_once(folder: Path, tmp_path: Path, monkeypatch
 def test_a_cache_fetches_each_block_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two epochs and a second run: the corpus comes over the network once. A cache that is too small is the control."""
+    """Two epochs and a second run: the corpus comes over the network once.
+
+    A cache that is too small is the control.
+    """
     local = open_split(folder, "train")
     steps, corpus = 2 * (local.tokens // LENGTH // 8), local.tokens * 2
     expected = taken(local, steps)
@@ -291,7 +306,9 @@ def test_a_cache_fetches_each_block_once(
         assert 0.9 * corpus < 8 * 2**20  # it fits with room
 
 
-def test_damaged_cache_blocks_are_fetched_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cache_blocks_are_fetched_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = taken(open_split(folder, "train"), 40)
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -320,8 +337,9 @@ next(steps)
 
 
 def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
-    """With requests under way, some of them stalled, Python ends as always and soon: the threads of a library that came back into it
-    would abort it."""
+    """With requests under way, some of them stalled, Python ends as always and soon: the threads of a library
+    that came back into it would abort it.
+    """
     with served(folder, stalled=0.05, latency_seconds=0.01, silence_seconds=1.0) as store:
         leaving = [
             subprocess.Popen(
@@ -396,7 +414,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_store_is_refused_before_training(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_store_is_refused_before_training(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)}, shard_bytes=1000)
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -421,7 +441,7 @@ def test_store_errors_are_reported_before_training(
 
 
 def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above. The manifest may stand above its files, as for generations."""
+    """Control of the test above. The manifest may be above its files, as for generations."""
     manifest = make_folder(tmp_path / "data" / "inner", {"train": documents(60, 300)}, shard_bytes=1000)
     content = json.loads((manifest.folder / "manifest.json").read_text())
     write_content(tmp_path / "data", {**content, "root": "inner"})
@@ -448,9 +468,7 @@ def test_server_that_ignores_one_byte_ranges_is_supported(
             open_folder(store.s3).read_range("train-00000.bin", 0, 1)
 
 
-def test_changed_shard_ends_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_shard_ends_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path / "data", {"train": documents(400, 300)})
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -489,7 +507,7 @@ TRAIN = (
 
 
 def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
-    """And nothing that it printed or wrote has a secret in it."""
+    """No secret appears in what the command printed or wrote."""
     make_folder(
         tmp_path / "data", {"train": documents(400, 300), "validation": documents(60, 300)}, shard_bytes=3000
     )

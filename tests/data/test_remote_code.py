@@ -35,7 +35,7 @@ class Tokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tokenizer without a tokenizer.json, whose class is in a file of its own."""
+    """Write a tokenizer without tokenizer.json whose class is in a file of its own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "published"

@@ -43,7 +43,7 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
 
 
 def ids_of(folder: Path) -> Counter[str]:
-    """How often each of the two tokens occurs in all splits."""
+    """Count each of the two tokens over all splits."""
     tokenizer = bpe.read_tokenizer(read_manifest(folder).tokenizer_folder)
     found = Counter(
         token
@@ -128,7 +128,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 
 
 def test_tokenizer_processes_refuse_parse_or_keep_special_tokens(corpus: Corpus) -> None:
-    """The processes of data=dataset."""
+    """Test the tokenizer processes of data=dataset."""
     texts = [b"a plain text", f"before {bpe.END_OF_TEXT} after".encode()]
     text, ends = b"".join(texts), np.cumsum([len(part) for part in texts])
     found = {}
@@ -173,7 +173,8 @@ def test_other_special_tokens_mode_of_prepared_data_is_refused(
     source = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     manifest = prepared(source, tmp_path / "data", chat_tokenizer, special_tokens=SpecialTokens.parse)
     data = DataConfig(name="prepared", path=str(manifest.folder))
-    assert special_tokens_mode(data, manifest.folder) is SpecialTokens.parse  # how generate.py treats a prompt
+    # How generate.py treats a prompt.
+    assert special_tokens_mode(data, manifest.folder) is SpecialTokens.parse
     for asked, refused in (
         (SpecialTokens.refuse, False),
         (SpecialTokens.parse, False),

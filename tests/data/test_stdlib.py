@@ -1,4 +1,5 @@
-"""The embedded text: made once, the same everywhere, whatever happens meanwhile; and the tokenizer that goes with it.
+"""The embedded text: made once, the same everywhere, whatever happens meanwhile; and the tokenizer that goes
+with it.
 
 pytest tests/data/test_stdlib.py
 pytest -m full tests/data/test_stdlib.py     # the whole standard library, about 15 s
@@ -31,7 +32,7 @@ VOCAB_SIZE = 400
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small library: 60 files with what real ones have, and folders that do not count."""
+    """Write a small library: 60 typical files, and folders that are skipped."""
     root = tmp_path_factory.mktemp("library")
     for number in range(60):
         file = root / f"package{number % 3}" / f"module{number}.py"
@@ -105,8 +106,10 @@ def test_documents_are_shuffled(root: Path, made: DataManifest) -> None:
     assert 0.3 < ascending < 0.7  # 1 where they stand by name
 
 
-def test_stdlib_data_is_reproducible_and_found_quickly(root: Path, made: DataManifest, tmp_path: Path) -> None:
-    """In another process, where hashes are seeded differently."""
+def test_stdlib_data_is_reproducible_and_found_quickly(
+    root: Path, made: DataManifest, tmp_path: Path
+) -> None:
+    """Run in another process, where hashes are seeded differently."""
     command = [sys.executable, "-c", WORKER, str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120, check=True)
     assert files_of(tmp_path / "data" / made.folder.name) == files_of(made.folder)
@@ -135,7 +138,10 @@ def test_other_text_is_other_data(root: Path, tmp_path: Path) -> None:
     (tmp_path / "library" / "a.py").write_text("a = 1\n" * 50)
     first = ensure_stdlib(tmp_path / "data", 260, root=tmp_path / "library")
     (tmp_path / "library" / "a.py").write_text("a = 2\n" * 50)
-    assert ensure_stdlib(tmp_path / "data", 260, root=tmp_path / "library").origin.xxh3_128 != first.origin.xxh3_128
+    assert (
+        ensure_stdlib(tmp_path / "data", 260, root=tmp_path / "library").origin.xxh3_128
+        != first.origin.xxh3_128
+    )
 
 
 WORKER = """
@@ -172,7 +178,7 @@ stdlib.ensure_stdlib(sys.argv[1], int(sys.argv[2]), root=Path(sys.argv[3]))
 
 
 def test_killed_process_leaves_no_partial_generation(root: Path, made: DataManifest, tmp_path: Path) -> None:
-    """Killed when every file but the manifest is written; another process waits for the lock meanwhile."""
+    """Killed when every file but the manifest is written, while another process waits for the lock."""
     command = [str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     killed = subprocess.Popen([sys.executable, "-c", KILLED, *command], stdout=subprocess.PIPE, text=True)
     assert killed.stdout is not None
@@ -188,7 +194,9 @@ def test_killed_process_leaves_no_partial_generation(root: Path, made: DataManif
     assert files_of(tmp_path / "data" / made.folder.name) == files_of(made.folder)
 
 
-def test_lock_of_a_hanging_process_is_reported(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_hanging_process_is_reported(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stdlib, "WAIT_SECONDS", 0.2)
     with (
         stdlib._lock(tmp_path / ".lock"),

@@ -1,4 +1,5 @@
-"""Folders on this machine and in stores give the same bytes; every refusal is told in words of ours; no secret is shown.
+"""Folders on this machine and in stores give the same bytes; every refusal is told in words of ours; no
+secret is shown.
 
 pytest tests/data/test_storage.py
 """
@@ -35,7 +36,9 @@ from toolkit.data.remote.storage import (
 from toolkit.errors import ConfigError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = RequestLimits(opening_seconds=0.4, reading_seconds=0.4, silence_seconds=0.5, first_backoff_seconds=0.01)
+QUICK = RequestLimits(
+    opening_seconds=0.4, reading_seconds=0.4, silence_seconds=0.5, first_backoff_seconds=0.01
+)
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_all_stores_return_the_same_bytes(
 
 
 def test_a_store_in_memory(files: Path) -> None:
-    """Any store of obstore's will do."""
+    """Any store of obstore can be used."""
     import obstore
 
     store = obstore.store.MemoryStore()
@@ -145,7 +148,7 @@ def test_unreachable_store_is_refused(files: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_no_credentials(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The instance is asked then, here a closed port."""
+    """Without credentials the instance is queried, here at a closed port."""
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
         for name in SECRETS:
@@ -175,7 +178,7 @@ def test_a_file_that_changes_is_refused(files: Path, tmp_path: Path, monkeypatch
 def test_forked_process_is_refused_without_hanging(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a fork only the thread that asked for it is there: what waits for the others waits for ever."""
+    """A forked process has only the calling thread, so waiting for the other threads would never end."""
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
         opened("s3", store).size("large.bin")
@@ -263,7 +266,7 @@ def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
     ],
 )
 def test_malformed_urls_are_shown_without_secrets(word: str) -> None:
-    """Before a URL is known to be one: mistakes of grammar, unknown keys."""
+    """Errors before a URL is recognised: grammar mistakes, unknown keys."""
     with pytest.raises(ConfigError) as caught:
         compose([word])
     assert "hunter2" not in str(caught.value)
@@ -312,7 +315,9 @@ folder.read_files(["large.bin"])
     ids=lambda one: next(iter(one), "well"),
 )
 def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str, float]) -> None:
-    """Everything that a process says, its traceback too, in the worst cases: refusals whose body names the key."""
+    """Everything that a process says, its traceback too, in the worst cases: refusals whose body names the
+    key.
+    """
     with served(files, silence_seconds=2, **faults) as store:
         ended = subprocess.run(
             [sys.executable, "-c", READ, store.s3],
@@ -331,7 +336,7 @@ def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str
 def test_control_library_errors_contain_a_key(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the test above: what is not passed on has the key in it."""
+    """Control of the test above: the suppressed text contains the key."""
     import obstore
     from obstore.store import from_url
 

@@ -1,4 +1,5 @@
-"""The stream: the same samples in the same order for any layout, resumable anywhere, read ahead by a thread that ends.
+"""The stream: the same samples in the same order for any layout, resumable anywhere, read ahead by a thread
+that ends.
 
 pytest tests/data/test_stream.py
 """
@@ -49,12 +50,14 @@ def stream_of(
 
 
 def starts(stream: Stream, positions: Ints) -> Ints:
-    """What a window of ``Counting`` begins with is where it stands."""
+    """Return the first token of a window of ``Counting``, which is its position."""
     return stream.samples(positions)[:, 0]
 
 
 def global_batch(streams: list[Stream], step: int) -> Ints:
-    """What all ranks see in a step, in the order of the global batch: micro-batch by micro-batch, rank by rank."""
+    """What all ranks see in a step, in the order of the global batch: micro-batch by micro-batch, rank by
+    rank.
+    """
     ranks = [next(stream.steps(step)) for stream in streams]
     for stream in streams:
         stream.close()
@@ -78,7 +81,7 @@ def test_worked_example() -> None:
 def test_global_batch_does_not_depend_on_layout(
     power: int, micro_power: int, odd: int, step: int, tokens: int, length: int, seed: int
 ) -> None:
-    """Up to 1,024 ranks: positions of all ranks are those of one; a control with counters per rank is not."""
+    """Positions of up to 1,024 ranks are those of one; a control with counters per rank differs."""
     size = 1024 * odd
     ranks, micro = 2**power, min(2**micro_power, size // 2**power // odd * odd)
     plan = batch_plan(micro, size, ranks) if size % (micro * ranks) == 0 else batch_plan(1, size, ranks)
@@ -107,7 +110,9 @@ def test_every_layout_reads_the_same_windows(micro: int, ranks: int, step: int) 
 
 
 def test_old_fingerprint_continues_with_the_same_samples() -> None:
-    """First and last token of a rank's samples, as the stream gave them before there were mixtures (commit 28c2c24)."""
+    """First and last token of a rank's samples, as the stream gave them before there were mixtures (commit
+    28c2c24).
+    """
     plan = batch_plan(2, 8, 2)
     for tokens, length, seed, expected in (
         (1000, 7, 0, [[[307, 314], [734, 741]], [[650, 657], [853, 860]]]),
@@ -143,7 +148,9 @@ def test_a_ramp_consumes_every_sample_once() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_an_epoch_predicts_its_tokens_once(tokens: int, length: int, seed: int, epoch: int) -> None:
-    """Windows are consecutive tokens around the end; no token is predicted twice, fewer than a window's are left out."""
+    """Windows are consecutive tokens around the end; no token is predicted twice, fewer than a window's are
+    left out.
+    """
     stream = open_stream(tokens, length, seed)
     windows = stream.samples(epoch * (tokens // length) + np.arange(tokens // length))
     assert windows.shape == (tokens // length, length + 1)
@@ -162,7 +169,7 @@ def test_windows_differ_between_epochs() -> None:
 
 
 def test_resume_at_any_step_gives_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also across the borders of the chunks that are ordered and read at once."""
+    """Also across the boundaries of chunks that are ordered and read at once."""
     monkeypatch.setattr(stream_module, "ORDERED_AT_ONCE", 40)
     monkeypatch.setattr(stream_module, "READ_AT_ONCE", 1 << 10)  # bytes: 16 samples
     source = Counting(1000)
@@ -179,7 +186,8 @@ def test_resume_at_any_step_gives_the_same_samples(monkeypatch: pytest.MonkeyPat
 def test_cost_is_flat(mixed: bool) -> None:
     """A million, 10^9 and 10^12 samples: alike in time to the first batch, resume, memory and state.
 
-    Measured on two quiet cores: 1 to 2 ms and 0.9 MB for one source, 3 to 4 ms for three; the bounds leave room for a busy machine.
+    Measured on two quiet cores: 1 to 2 ms and 0.9 MB for one source, 3 to 4 ms for three; the bounds leave
+    room for a busy machine.
     """
     costs = [flat_cost(samples, mixed=mixed) for samples in (10**6, 10**9, 10**12)]
     for cost in costs:
@@ -317,7 +325,7 @@ def test_closing_or_freeing_ends_the_thread() -> None:
 
 
 def test_a_script_may_end_while_samples_are_read_ahead() -> None:
-    """Seen before threads were ended at the exit: the process died of a signal, in about every second run."""
+    """Without joining threads at exit, about every second process died of a signal."""
     code = (
         "from toolkit.testing.flat import invented_stream\n"
         "left = [invented_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"

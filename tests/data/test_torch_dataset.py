@@ -1,4 +1,5 @@
-"""The stream as PyTorch's data sets: the same samples with any number of workers, and a state that fits another.
+"""The stream as PyTorch's data sets: the same samples with any number of workers, and a state that fits
+another.
 
 pytest tests/data/test_torch_dataset.py
 """
@@ -93,7 +94,7 @@ def test_a_state_of_something_else_is_refused() -> None:
 
 
 def test_positions() -> None:
-    """Map-style: all ranks' samples in the run's order, alone, as batches and from the end."""
+    """Map-style: all ranks' samples in the run's order, one by one, in batches and from the end."""
     mine = stream()
     data = SampleDataset(mine, 40)
     whole = mine.samples(np.arange(40))
@@ -110,8 +111,9 @@ def test_positions() -> None:
 
 
 def test_consecutive_positions_are_located_once_per_run() -> None:
-    """Ordering costs a hundred numpy calls for any number of positions: a loader that asks for 8 at a time pays them once in 4,096.
-    Any other order of positions gives the same samples."""
+    """Ordering costs a hundred numpy calls for any number of positions: a loader that asks for 8 at a time
+    pays them once in 4,096. Any other order of positions gives the same samples.
+    """
     calls = []
 
     class Counted(Stream):
@@ -135,7 +137,7 @@ def test_consecutive_positions_are_located_once_per_run() -> None:
 
 
 def test_loop_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block of docs/data.md as it stands there; and the experiment of its curriculum."""
+    """Run the code block of docs/data.md as it is, and the experiment of its curriculum."""
     guide = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     make_folder(tmp_path / "data" / "web", {"train": documents(100, 300), "validation": documents(9, 300)})
     monkeypatch.chdir(tmp_path)
