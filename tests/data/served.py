@@ -199,7 +199,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 entries.append(f"<Contents><Key>{escape(name)}</Key>{about}</Contents>")
             token = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if more else ""
             truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
-            content = f"<ListBucketResult><Name>{BUCKET}</Name>{truncated}{''.join(entries)}</ListBucketResult>".encode()
+            listing = f"<Name>{BUCKET}</Name>{truncated}{''.join(entries)}"
+            content = f"<ListBucketResult>{listing}</ListBucketResult>".encode()
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/xml")
             self.send_header("Content-Length", str(len(content)))
@@ -220,7 +221,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
 
         def _refuse(self, status: HTTPStatus, code: str, body: bool) -> None:
             """As S3 does: the body of a refusal names the key that was used."""
-            content = f"<Error><Code>{code}</Code><AWSAccessKeyId>{SECRETS['AWS_ACCESS_KEY_ID']}</AWSAccessKeyId></Error>".encode()
+            key_id = SECRETS["AWS_ACCESS_KEY_ID"]
+            content = f"<Error><Code>{code}</Code><AWSAccessKeyId>{key_id}</AWSAccessKeyId></Error>".encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -180,7 +180,8 @@ folder, cache = Counted({"a.bin": content}, seconds=0.5), BlockCache(Path(sys.ar
 print("ready", flush=True)
 time.sleep(max(0, float(sys.stdin.readline()) - time.time()))
 start = int(sys.argv[2]) * BLOCK_BYTES
-got = read_cached(cache, folder, {"a.bin": CachedFile("a.bin", "hash", len(content))}, [ByteRange("a.bin", start, start + 40 * BLOCK_BYTES)])
+files = {"a.bin": CachedFile("a.bin", "hash", len(content))}
+got = read_cached(cache, folder, files, [ByteRange("a.bin", start, start + 40 * BLOCK_BYTES)])
 assert bytes(got[0]) == content[start : start + 40 * BLOCK_BYTES]
 print(sum(one.end - one.start for one in folder.asked) // BLOCK_BYTES)
 """

@@ -130,7 +130,7 @@ def test_epoch_contains_every_text_once(corpus: Corpus) -> None:
     assert any("<|endoftext|>" in text for text in expected)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_samples_do_not_depend_on_ranks_workers_or_resumes(
     corpus: Corpus, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,12 +269,15 @@ def test_killed_worker_raises_and_leaves_no_process(corpus: Corpus) -> None:
 
 def test_workers_end_with_their_parent_and_ignore_signals(corpus: Corpus) -> None:
     code = (
-        "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.tokenizer_pool import TokenizerPool\n"
+        "import sys, time; from pathlib import Path; import numpy as np\n"
+        "from toolkit.data.dataset.tokenizer_pool import TokenizerPool\n"
         "from toolkit.config.special_tokens import SpecialTokens\n"
         f"file = Path({str(corpus.tokenizer / 'tokenizer.json')!r})\n"
-        "encoders = TokenizerPool(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, special_tokens=SpecialTokens.refuse, count=2)\n"
+        "encoders = TokenizerPool(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0,\n"
+        "    special_tokens=SpecialTokens.refuse, count=2)\n"
         "ask = lambda: encoders.submit(lambda: (b'ab', np.array([1, 2]))).result()\n"
-        "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline(); print(len(ask()), flush=True); time.sleep(600)\n"
+        "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline()\n"
+        "print(len(ask()), flush=True); time.sleep(600)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -55,26 +55,56 @@ def offline() -> Iterator[pytest.MonkeyPatch]:
 
 MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no path": ({"path": None}, ("data.dataset.path=None", "write data.dataset.path=")),
-    "absent file": ({"path": "absent/corpus.jsonl"}, ("data.dataset.path=absent/corpus.jsonl", "absent/corpus.jsonl is absent")),
-    "absent pattern": ({"path": "absent-*.jsonl"}, ("data.dataset.path=absent-*.jsonl", "no file matches it")),
-    "another ending": ({"path": "FOLDER/second/tokenizer/tokenizer.json.bak"}, ("tokenizer.json.bak", ".jsonl")),
+    "absent file": (
+        {"path": "absent/corpus.jsonl"},
+        ("data.dataset.path=absent/corpus.jsonl", "absent/corpus.jsonl is absent"),
+    ),
+    "absent pattern": (
+        {"path": "absent-*.jsonl"},
+        ("data.dataset.path=absent-*.jsonl", "no file matches it"),
+    ),
+    "another ending": (
+        {"path": "FOLDER/second/tokenizer/tokenizer.json.bak"},
+        ("tokenizer.json.bak", ".jsonl"),
+    ),
     "empty folder": ({"path": "FOLDER/empty"}, ("data.dataset.path=", "empty")),
     "split": ({"split": "dev"}, ("data.dataset.split=dev", "available: train")),
-    "part of a split": ({"split": "train[:10%]"}, ("data.dataset.split=train[:10%]", "name a whole split; available: train")),
+    "part of a split": (
+        {"split": "train[:10%]"},
+        ("data.dataset.split=train[:10%]", "name a whole split; available: train"),
+    ),
     "configuration": ({"path": "FOLDER/splits", "name": "en"}, ("data.dataset.name=en", "not found")),
     "revision": ({"revision": "main"}, ("data.dataset.revision=main", "leave out data.dataset.revision")),
-    "column": ({"text": ["text", "body"]}, ("body (absent)", "write data.dataset.text=[title]; columns of text: title, text")),
+    "column": (
+        {"text": ["text", "body"]},
+        ("body (absent)", "write data.dataset.text=[title]; columns of text: title, text"),
+    ),
     "no text": ({"text": ["number"]}, ("number (int64)", "with text")),
     "no column": ({"text": []}, ("no column", "write data.dataset.text=[title]")),
     "broken rows": ({"path": "FOLDER/broken.jsonl"}, ("broken.jsonl", "can be opened")),
     "no rows": ({"path": "FOLDER/none"}, ("0 rows", "name another split")),
-    "no tokenizer": ({"tokenizer": None}, ("data.dataset.tokenizer is null", "write data.dataset.tokenizer=")),
-    "absent tokenizer": ({"tokenizer": "absent/tokenizer.json"}, ("data.dataset.tokenizer=absent/tokenizer.json", "is absent")),
-    "tokenizer of another kind": ({"tokenizer": "FOLDER/corpus.jsonl"}, ("data.dataset.tokenizer=", "package tokenizers")),
-    "end of text": ({"tokenizer": "FOLDER/first/tokenizer/tokenizer.json"}, ("names no token", "end_of_text=TOKEN", "<|endoftext|>")),
+    "no tokenizer": (
+        {"tokenizer": None},
+        ("data.dataset.tokenizer is null", "write data.dataset.tokenizer="),
+    ),
+    "absent tokenizer": (
+        {"tokenizer": "absent/tokenizer.json"},
+        ("data.dataset.tokenizer=absent/tokenizer.json", "is absent"),
+    ),
+    "tokenizer of another kind": (
+        {"tokenizer": "FOLDER/corpus.jsonl"},
+        ("data.dataset.tokenizer=", "package tokenizers"),
+    ),
+    "end of text": (
+        {"tokenizer": "FOLDER/first/tokenizer/tokenizer.json"},
+        ("names no token", "end_of_text=TOKEN", "<|endoftext|>"),
+    ),
     "another end of text": ({"end_of_text": "</s>"}, ("data.dataset.end_of_text=</s>", "<|endoftext|>")),
-    "streaming what is here": ({"path": "FOLDER/saved", "streaming": True}, ("save_to_disk", "leave out data.dataset.streaming")),
-}  # fmt: skip
+    "streaming what is here": (
+        {"path": "FOLDER/saved", "streaming": True},
+        ("save_to_disk", "leave out data.dataset.streaming"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

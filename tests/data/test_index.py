@@ -171,18 +171,24 @@ DAMAGE = {
     "truncated index": (cut("train-00000.idx"), "train-00000.idx"),
     "missing tokens": (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin"),
     "missing index": (lambda folder: (folder / "train-00000.idx").unlink(), "train-00000.idx"),
-    "another tokenizer": (lambda folder: (folder / "tokenizer/tokenizer.json").write_text("{ }") and None, "tokenizer.json"),
+    "another tokenizer": (
+        lambda folder: (folder / "tokenizer/tokenizer.json").write_text("{ }") and None,
+        "tokenizer.json",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), "tokenizer.json"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
     "no JSON": (cut("manifest.json"), "manifest.json"),
     "newer format": (set_manifest(format_version=4), "format_version=4"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[]") and None, "manifest.json"),
-    "changed by hand": (lambda folder: replace_text(folder / "manifest.json", '"documents": 50', '"documents": 49'), "manifest_xxh3_128"),
+    "changed by hand": (
+        lambda folder: replace_text(folder / "manifest.json", '"documents": 50', '"documents": 49'),
+        "manifest_xxh3_128",
+    ),
     "missing field": (set_manifest(origin=None), "origin"),
     "unknown dtype": (set_manifest(dtype="float7"), "float7"),
     "other dtype": (set_manifest(dtype="int32"), "int32"),
     "missing split": (set_manifest(splits={}), "split train"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("hashed", [True, False])

@@ -51,9 +51,17 @@ def test_inspect_describes_a_folder(made: DataManifest) -> None:
     text = shown(made.folder, sequence_length=32, samples=2)
     train = made.split("train")
     for told in (
-        "every file matches the manifest", f"{train.documents:,} documents, {train.tokens:,} tokens", "CC0-1.0", "deduplicate=true",
-        "400 read, 400 kept", "books.jsonl: 400 documents", "in windows of 32:", "of documents are cut", "chi2/df", "tokenizers 0.",
-    ):  # fmt: skip
+        "every file matches the manifest",
+        f"{train.documents:,} documents, {train.tokens:,} tokens",
+        "CC0-1.0",
+        "deduplicate=true",
+        "400 read, 400 kept",
+        "books.jsonl: 400 documents",
+        "in windows of 32:",
+        "of documents are cut",
+        "chi2/df",
+        "tokenizers 0.",
+    ):
         assert told in text, told
     samples = [line for line in text.splitlines() if line.startswith("sample ")]
     texts = texts_of(made.folder, "train")

@@ -181,9 +181,12 @@ def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) ->
 
 
 @given(
-    lanes=st.integers(1, 12), documents=st.integers(1, 200), longest=st.integers(1, 30), length=st.integers(1, 40),
+    lanes=st.integers(1, 12),
+    documents=st.integers(1, 200),
+    longest=st.integers(1, 30),
+    length=st.integers(1, 40),
     seed=st.integers(0, 2**40),
-)  # fmt: skip
+)
 @settings(max_examples=25, deadline=None)
 def test_lane_concatenates_its_documents(
     lanes: int, documents: int, longest: int, length: int, seed: int
@@ -206,9 +209,12 @@ def test_lane_concatenates_its_documents(
 
 
 @given(
-    data=st.data(), size=st.sampled_from([1, 4, 6, 12, 24]), seed=st.integers(0, 2**40), length=st.integers(1, 20),
+    data=st.data(),
+    size=st.sampled_from([1, 4, 6, 12, 24]),
+    seed=st.integers(0, 2**40),
+    length=st.integers(1, 20),
     longest=st.integers(1, 40),
-)  # fmt: skip
+)
 @settings(max_examples=20, deadline=None)
 def test_lanes_do_not_depend_on_ranks_or_resumes(
     data: st.DataObject, size: int, seed: int, length: int, longest: int

@@ -350,8 +350,14 @@ def test_invalid_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Path) -
 def test_tokenizer_is_trained_on_training_documents(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = PrepareConfig(input=str(corpus), output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300), workers=1,
-                           validation=0.3, special_tokens=SpecialTokens.text)  # fmt: skip
+    config = PrepareConfig(
+        input=str(corpus),
+        output=str(tmp_path / "data"),
+        tokenizer=TokenizerConfig(vocab_size=300),
+        workers=1,
+        validation=0.3,
+        special_tokens=SpecialTokens.text,
+    )
     seen: list[str] = []
     train = bpe.train_bpe
     monkeypatch.setattr(
@@ -418,7 +424,8 @@ from toolkit.data.prepare import tokenise
 tokenise.PART_BYTES *= int(sys.argv[1])
 assert main(sys.argv[2:]) == 0
 # Not ru_maxrss: that begins with what the process had before exec, which is the parent's.
-print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")))
+status = Path("/proc/self/status").read_text().splitlines()
+print(next(line.split()[1] for line in status if line.startswith("VmHWM")))
 """
 
 
@@ -435,8 +442,15 @@ def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) ->
         plain = write_jsonl(tmp_path / "scratch.jsonl", texts)
         folder.mkdir(exist_ok=True)
         write_gz(folder / "a.jsonl.gz", plain.read_bytes())  # cannot be read in ranges: one unit
-        words = [f"input={folder}", f"output={tmp_path / f'out{len(peaks)}'}", "workers=1", "memory_mib=4", f"tokenizer.path={tokenizer}",
-                 "tokenizer.end_of_text='<|endoftext|>'", "special_tokens=text"]  # fmt: skip
+        words = [
+            f"input={folder}",
+            f"output={tmp_path / f'out{len(peaks)}'}",
+            "workers=1",
+            "memory_mib=4",
+            f"tokenizer.path={tokenizer}",
+            "tokenizer.end_of_text='<|endoftext|>'",
+            "special_tokens=text",
+        ]
         command = [sys.executable, "-c", MEMORY, str(parts), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, cwd=ROOT)
         peaks.append(int(done.stdout.split()[-1]) / 1024)

@@ -90,15 +90,19 @@ FORMS: dict[str, Callable[[Path], bytes]] = {
     "mark.jsonl": lambda _: BOM + JSONL,
     "mark.jsonl.gz": lambda _: gzip.compress(BOM + JSONL),
     "zip.zip": lambda _: zipped(**PARTS),
-    "texts.zip": lambda _: zipped(**{f"{number}.txt": (BOM if number % 2 else b"") + text.encode()
-                                     for number, text in enumerate(DOCUMENTS)}),
+    "texts.zip": lambda _: zipped(
+        **{
+            f"{number}.txt": (BOM if number % 2 else b"") + text.encode()
+            for number, text in enumerate(DOCUMENTS)
+        }
+    ),
     "tar.tar": lambda _: tarred(**PARTS),
     "tar.tar.gz": lambda _: gzip.compress(tarred(**PARTS)),
     "tgz.tgz": lambda _: gzip.compress(tarred(**PARTS)),
     "tar.tar.zst": lambda folder: zst(tarred(**PARTS), folder),
     "tar.tar.xz": lambda _: lzma.compress(tarred(**PARTS)),
     "tar.tbz2": lambda _: bz2.compress(tarred(**PARTS)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -169,9 +173,16 @@ REFUSED = {
     "another encoding": ("a.txt", RUSSIAN.encode("cp1251"), "not in UTF-8"),
     "pdf": ("a.pdf", b"%PDF-1.7\n" + os.urandom(200), "a PDF document"),
     "office": ("a.docx", zipped(**{"word/document.xml": b"<x/>"}), "a ZIP archive"),
-    "parquet in an archive": ("a.zip", zipped(**{"a.parquet": b"PAR1" + bytes(99)}), "its file a.parquet: it is a Parquet file"),
-    "image in an archive": ("a.tar.gz", gzip.compress(tarred(**{"a.txt": b"x", "b.txt": b"\xff\xd8\xff\xe0"})),
-                            "its file b.txt: it is a JPEG"),
+    "parquet in an archive": (
+        "a.zip",
+        zipped(**{"a.parquet": b"PAR1" + bytes(99)}),
+        "its file a.parquet: it is a Parquet file",
+    ),
+    "image in an archive": (
+        "a.tar.gz",
+        gzip.compress(tarred(**{"a.txt": b"x", "b.txt": b"\xff\xd8\xff\xe0"})),
+        "its file b.txt: it is a JPEG",
+    ),
     "a cut archive": ("a.zip", zipped(**PARTS)[:-40], "a.zip: File is not a zip file"),
     "a cut tar": ("a.tar.gz", gzip.compress(tarred(**PARTS))[:300], "a.tar.gz: "),
     "a cut bz2": ("a.jsonl.bz2", bz2.compress(JSONL)[:-9], "a.jsonl.bz2: "),
@@ -183,7 +194,7 @@ REFUSED = {
     "no column": ("a.csv", b"id,body\n1,a\n", "text=text, no such column"),
     "fields": ("a.csv", b"id,text\n1,a\n2\n", "row 2: 1 fields"),
     "quotes": ("a.csv", b'id,text\n1,"a"b\n', "row 1: "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -52,8 +52,15 @@ class Case:
         # The same words for both: the input's name stands in the manifest.
         prepared(folder / "in", folder / "whole", tokenizer, deduplicate=True, workers=1)
         self.whole = files_of(folder / "whole")
-        self.words = [f"input={folder / 'in'}", f"output={self.output}", "validation=0.5", "deduplicate=true",
-                      f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'", "special_tokens=text"]  # fmt: skip
+        self.words = [
+            f"input={folder / 'in'}",
+            f"output={self.output}",
+            "validation=0.5",
+            "deduplicate=true",
+            f"tokenizer.path={tokenizer}",
+            "tokenizer.end_of_text='<|endoftext|>'",
+            "special_tokens=text",
+        ]
         self.workers = workers
 
     @property

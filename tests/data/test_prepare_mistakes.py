@@ -108,7 +108,7 @@ MISTAKES = {
     "no Parquet": (one("a.parquet", b"nothing"), "input", "a.parquet"),
     "truncated gz": (one("a.jsonl.gz", b"", gz=b'{"text": "a"}\n' * 99, cut=5), "input", "a.jsonl.gz"),
     "no training text": (one("a.jsonl", b'{"text": ""}\n\n'), "input", "2 without text"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -506,6 +506,7 @@ TRAIN = (
 )
 
 
+@pytest.mark.full
 def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
     """No secret appears in what the command printed or wrote."""
     make_folder(

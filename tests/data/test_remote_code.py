@@ -29,7 +29,8 @@ class Config(PreTrainedConfig):
 class Tokenizer(PreTrainedTokenizerFast):
     def __init__(self, **given):
         from tokenizers import Tokenizer, models
-        super().__init__(tokenizer_object=Tokenizer(models.WordLevel({{"a": 0, "<end>": 1}}, unk_token="a")), eos_token="<end>")
+        model = models.WordLevel({{"a": 0, "<end>": 1}}, unk_token="a")
+        super().__init__(tokenizer_object=Tokenizer(model), eos_token="<end>")
 """
 
 

@@ -40,9 +40,11 @@ def run_config(
     name: str = "prepared",
 ) -> RunConfig:
     return RunConfig(
-        data=DataConfig(name=name, path=str(manifest.folder)), model=ModelConfig(vocab_size=vocab_size),
-        train=TrainConfig(sequence_length=length), eval=EvalConfig(every=every, sets=sets or ["validation"]),
-    )  # fmt: skip
+        data=DataConfig(name=name, path=str(manifest.folder)),
+        model=ModelConfig(vocab_size=vocab_size),
+        train=TrainConfig(sequence_length=length),
+        eval=EvalConfig(every=every, sets=sets or ["validation"]),
+    )
 
 
 def test_fitting_data_has_no_problems(manifest: DataManifest) -> None:

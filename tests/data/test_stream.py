@@ -74,9 +74,14 @@ def test_worked_example() -> None:
 
 
 @given(
-    power=st.integers(0, 10), micro_power=st.integers(0, 10), odd=st.sampled_from([1, 3, 5]), step=st.integers(0, 10**9),
-    tokens=st.integers(200, 10**9), length=st.integers(1, 64), seed=st.integers(0, 2**40),
-)  # fmt: skip
+    power=st.integers(0, 10),
+    micro_power=st.integers(0, 10),
+    odd=st.sampled_from([1, 3, 5]),
+    step=st.integers(0, 10**9),
+    tokens=st.integers(200, 10**9),
+    length=st.integers(1, 64),
+    seed=st.integers(0, 2**40),
+)
 @settings(max_examples=40, deadline=None)
 def test_global_batch_does_not_depend_on_layout(
     power: int, micro_power: int, odd: int, step: int, tokens: int, length: int, seed: int
@@ -116,9 +121,16 @@ def test_old_fingerprint_continues_with_the_same_samples() -> None:
     plan = batch_plan(2, 8, 2)
     for tokens, length, seed, expected in (
         (1000, 7, 0, [[[307, 314], [734, 741]], [[650, 657], [853, 860]]]),
-        (10**12, 128, 11, [[[681618283083, 681618283211], [712526541899, 712526542027]],
-                           [[266180707275, 266180707403], [393498013899, 393498014027]]]),
-    ):  # fmt: skip
+        (
+            10**12,
+            128,
+            11,
+            [
+                [[681618283083, 681618283211], [712526541899, 712526542027]],
+                [[266180707275, 266180707403], [393498013899, 393498014027]],
+            ],
+        ),
+    ):
         stream = open_stream(tokens, length, seed, plan, rank=1)
         assert [micro_batch[:, [0, -1]].tolist() for micro_batch in next(stream.steps(0))] == expected
         stream.close()
@@ -224,9 +236,14 @@ def test_too_short_a_split_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("order", "toolkit"), ("data", "data.path"), ("tokenizer", "data.path"), ("seed", "data.shuffle_seed=5"),
-     ("sequence_length", "train.sequence_length=5")],
-)  # fmt: skip
+    [
+        ("order", "toolkit"),
+        ("data", "data.path"),
+        ("tokenizer", "data.path"),
+        ("seed", "data.shuffle_seed=5"),
+        ("sequence_length", "train.sequence_length=5"),
+    ],
+)
 def test_a_stream_of_something_else_is_refused_by_name(key: str, words: str) -> None:
     stream = open_stream()
     saved = json.loads(json.dumps(stream.fingerprint()))
