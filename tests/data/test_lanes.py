@@ -323,7 +323,7 @@ def test_state_of_another_global_batch_is_refused() -> None:
     with Run(plan_of(2, 1, flat(4))) as run:
         run.next()
         state = run.state()
-    with pytest.raises(CheckpointError, match="the places of 4 lanes, here are 8"):
+    with pytest.raises(CheckpointError, match="the checkpoint has 4 lanes, this run has 8"):
         Run(plan_of(2, 1, flat(8)), step=1, state=state)
 
 

@@ -149,7 +149,7 @@ def test_invalid_outputs_and_tokenizers_are_refused(corpus: Path, tokenizer: Pat
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(InputError, match="it contains other files"):
         prepared(corpus, tmp_path / "mine", tokenizer)
-    with pytest.raises(InputError, match="the output folder written"):
+    with pytest.raises(InputError, match="the output folder is writable"):
         prepared(corpus, tmp_path / "mine" / "letter.txt" / "data", tokenizer)
     with pytest.raises(InputError, match=r"tokenizer\.end_of_text=None"):
         prepared(corpus, tmp_path / "a", TokenizerConfig(path=str(tokenizer)))

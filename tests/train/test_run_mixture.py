@@ -129,7 +129,7 @@ def test_a_mixture_of_nothing_is_refused() -> None:
 
 
 FOUND = {
-    "+data.sources.other.path={other}": "all sources are made with one tokenizer",
+    "+data.sources.other.path={other}": "all sources have the same tokenizer",
     "+data.sources.web.path=/nowhere": "data.sources.web.path",
     "train.sequence_length=100000": "train.sequence_length",
     "eval.sets=[validation]": r"eval.sets=\[code/validation,web/validation\]",
