@@ -1,4 +1,4 @@
-"""What the tests of preparing share."""
+"""Fixtures shared by the tests of data preparation."""
 
 from __future__ import annotations
 

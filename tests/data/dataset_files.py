@@ -1,7 +1,4 @@
-"""A small corpus as JSONL, parquet, splits and a folder by save_to_disk, with a tokenizer of its own.
-
-No network.
-"""
+"""A small corpus as JSONL, parquet, splits and a save_to_disk folder, with its own tokenizer. No network."""
 
 from __future__ import annotations
 

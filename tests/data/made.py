@@ -1,4 +1,4 @@
-"""Small data folders, and sources that are not files."""
+"""Small data folders, and token sources without files."""
 
 from __future__ import annotations
 

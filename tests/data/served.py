@@ -1,10 +1,6 @@
-"""Loopback stores: a folder as an S3 bucket or over HTTP, with the delays, failures and refusals that a test
-asks for.
+"""Loopback stores that serve a folder as an S3 bucket or over HTTP, with configurable delays and failures.
 
-    python -m tests.data.served FOLDER --port 9000        by itself, until it is ended
-
-GET with Range, HEAD, entity tags and the listing of a bucket (ListObjectsV2) are all that reading needs; S3
-and HTTP differ in the words of their refusals only.
+python -m tests.data.served FOLDER --port 9000        by itself, until it is ended
 """
 
 from __future__ import annotations

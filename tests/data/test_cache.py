@@ -1,7 +1,5 @@
-"""A cache of blocks: bounded, oldest first, shared by processes, and never wrong bytes, whatever a kill or a
-broken disk left.
-
-pytest tests/data/test_cache.py
+"""The block cache: bounded, oldest first, shared by processes, never wrong bytes after kills or disk
+errors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Training straight from a dataset: real files, real tokenizer processes.
-
-    pytest tests/data/test_dataset.py
-
-What lanes do with documents is in test_lanes.py, what is refused in test_dataset_mistakes.py.
-"""
+"""Training directly on a dataset, with real files and tokenizer processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a run on a dataset is refused for, before it starts, and in bounded time where the hub does not
-answer.
-
-pytest tests/data/test_dataset_mistakes.py
-"""
+"""Refusals of a run on a dataset before it starts, in bounded time if the hub does not answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where documents begin in windows, and what windows cost them, against the same written out.
-
-pytest tests/data/test_documents.py
-"""
+"""Document boundaries in windows and their waste, compared with direct counts."""
 
 from __future__ import annotations
 

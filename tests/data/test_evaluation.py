@@ -1,8 +1,4 @@
-"""Evaluation: always the same windows, shared by the ranks, short splits filled up; the unigram model on
-exactly their tokens.
-
-pytest tests/data/test_evaluation.py
-"""
+"""Evaluation: reproducible windows shared by ranks, padded short splits, and the unigram baseline."""
 
 from __future__ import annotations
 

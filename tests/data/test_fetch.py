@@ -1,8 +1,4 @@
-"""Requests are carried through failures and silence, in bounded time and number. No network: attempts are
-functions.
-
-pytest tests/data/test_fetch.py
-"""
+"""Requests through failures and silence, in bounded time and number. Attempts are functions; no network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The first read: what a machine says of a run's data before the run is started.
-
-pytest tests/data/test_first_read.py
-"""
+"""The check whether a machine can read a run's data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Megatron's files and the manifest: written whole, read back, and every damage refused by name.
+"""Megatron's files and the manifest: round trips, and named refusal of every damage.
 
-pytest tests/data/test_index.py
 pytest -m full tests/data/test_index.py      # also against megatron-core itself
 """
 

@@ -1,7 +1,4 @@
-"""``inspect=PATH`` tells what a data folder is, wherever it lies, and names the file that is not what it was.
-
-pytest tests/data/test_inspect.py
-"""
+"""``inspect=PATH`` describes a local or remote data folder and names damaged files."""
 
 from __future__ import annotations
 

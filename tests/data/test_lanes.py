@@ -1,9 +1,5 @@
-"""Documents of unknown length in lanes: the same global batches for any ranks and any stops, every document
-once an epoch.
-
-    pytest tests/data/test_lanes.py
-
-Documents and tokenizer are made up; the real ones are in test_dataset.py.
+"""Lanes of documents of unknown length: the same global batches for any ranks and resumes. All data are
+synthetic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Several sources as one: exact shares, every sample once an epoch, the same for any layout, resumable
-anywhere.
-
-pytest tests/data/test_mixture.py
-"""
+"""Mixtures: exact shares, every sample once per epoch, independent of layout, resumable anywhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The order of samples: bijective, without a remainder, seekable, mixed; with controls that the checks can
-fail.
-
-pytest tests/data/test_order.py
-"""
+"""The order of samples: bijective, without remainder, seekable, mixed; with controls that must fail."""
 
 from __future__ import annotations
 

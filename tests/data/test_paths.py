@@ -1,8 +1,4 @@
-"""What a data folder, its manifest or a store's listing names stays in the folder: each reader refuses every
-hostile name.
-
-pytest tests/data/test_paths.py
-"""
+"""Names in data folders, manifests and listings stay in their folder: readers refuse every hostile name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From text to shards: the same documents from every form, and the same bytes however the work is cut.
+"""From text to shards: the same documents from every format, and bytes that do not depend on the work
+units.
 
-pytest tests/data/test_prepare.py
-pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the commands of the docs
+    pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the commands of the docs
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""An input that is corrected or changes while it is prepared, rows that are broken, and the check of the
-first rows.
-
-pytest tests/data/test_prepare_changes.py
-"""
+"""Input that changes during preparation, bad rows, and the check of first rows."""
 
 from __future__ import annotations
 

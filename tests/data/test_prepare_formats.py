@@ -1,7 +1,4 @@
-"""Every form of file that is read gives the same documents; every other one is refused by name.
-
-pytest tests/data/test_prepare_formats.py
-"""
+"""Every supported file format gives the same documents; every other format is refused by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Megatron's files that others made get a manifest, and are trained on where they lie.
-
-pytest tests/data/test_prepare_import.py
-"""
+"""Existing Megatron files get a manifest and are used in place."""
 
 from __future__ import annotations
 

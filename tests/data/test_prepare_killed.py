@@ -1,8 +1,6 @@
-"""Killed with ``kill -9`` in the middle of the work and started again: the same bytes, and nothing is done
-twice.
+"""A preparation killed with ``kill -9`` and started again gives the same bytes without repeated work.
 
-pytest tests/data/test_prepare_killed.py pytest -m full tests/data/test_prepare_killed.py      # many kills,
-at any time; another number of processes each time
+pytest -m full tests/data/test_prepare_killed.py      # many kills,
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Prepared before, in part or otherwise: found, or refused by name; and every other mistake.
-
-pytest tests/data/test_prepare_mistakes.py
-"""
+"""Existing outputs are found or refused by name; and other user errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An input in a store is brought here, once, and prepared as the folder that it is a copy of.
-
-pytest tests/data/test_prepare_store.py
-"""
+"""An input in a store is copied once and prepared like the folder that it is a copy of."""
 
 from __future__ import annotations
 

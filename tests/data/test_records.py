@@ -1,8 +1,4 @@
-"""Records: written whole or not at all, read by number, refused by name when damaged, and in the order of
-every stream.
-
-pytest tests/data/test_records.py
-"""
+"""Records: written completely or not at all, read by number, refused if damaged, and ordered by streams."""
 
 from __future__ import annotations
 

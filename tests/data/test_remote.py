@@ -1,8 +1,4 @@
-"""Training from a store reads the samples that it reads from this machine, soon, and little else; damage is
-told before it begins.
-
-pytest tests/data/test_remote.py
-"""
+"""Training from a store reads the local samples, soon and with few other bytes; damage is reported before."""
 
 from __future__ import annotations
 

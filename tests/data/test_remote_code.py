@@ -1,7 +1,4 @@
-"""Code that comes with a tokenizer runs only where a key allows it.
-
-pytest tests/data/test_remote_code.py
-"""
+"""Code that comes with a tokenizer runs only if a key allows it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run asks of its data and does not find.
-
-pytest tests/data/test_sources.py
-"""
+"""Requirements of a run that its data do not meet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What becomes of a special token's string in text: refused by name, kept as text, or made into the token.
-
-pytest tests/data/test_special_tokens.py
-"""
+"""Strings of special tokens in text: refused by name, kept as text, or parsed as the token."""
 
 from __future__ import annotations
 

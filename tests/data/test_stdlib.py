@@ -1,7 +1,5 @@
-"""The embedded text: made once, the same everywhere, whatever happens meanwhile; and the tokenizer that goes
-with it.
+"""The embedded text and its tokenizer: reproducible, and made once by concurrent processes.
 
-pytest tests/data/test_stdlib.py
 pytest -m full tests/data/test_stdlib.py     # the whole standard library, about 15 s
 """
 

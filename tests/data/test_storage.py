@@ -1,8 +1,4 @@
-"""Folders on this machine and in stores give the same bytes; every refusal is told in words of ours; no
-secret is shown.
-
-pytest tests/data/test_storage.py
-"""
+"""Local and remote folders give the same bytes; refusals are explained without secrets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The stream: the same samples in the same order for any layout, resumable anywhere, read ahead by a thread
-that ends.
-
-pytest tests/data/test_stream.py
+"""The stream: the same samples in the same order for any layout, resumable anywhere, prefetched by a
+thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Damage inside a split that is too large to hash at opening ends the run before a damaged sample is handed
-over, here and in a store.
-
-pytest tests/data/test_sums.py
+"""Damage in a split too large to hash at opening is found before a damaged sample is used, local or
+remote.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The stream as PyTorch's data sets: the same samples with any number of workers, and a state that fits
-another.
-
-pytest tests/data/test_torch_dataset.py
-"""
+"""The stream as PyTorch datasets: the same samples with any number of workers, and portable states."""
 
 from __future__ import annotations
 

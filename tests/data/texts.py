@@ -1,4 +1,4 @@
-"""Text to prepare: made documents with what real ones have, written in every form that is read."""
+"""Synthetic documents with the features of real ones, written in every supported format."""
 
 from __future__ import annotations
 
