@@ -1,6 +1,6 @@
 """Loopback stores that serve a folder as an S3 bucket or over HTTP, with configurable delays and failures.
 
-python -m tests.data.served FOLDER --port 9000        by itself, until it is ended
+python -m tests.data.served FOLDER --port 9000        standalone
 """
 
 from __future__ import annotations

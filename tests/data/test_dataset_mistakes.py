@@ -117,9 +117,9 @@ def test_mistakes(corpus: Corpus, name: str) -> None:
         key: value.replace("FOLDER", str(corpus.folder)) if isinstance(value, str) else value
         for key, value in changes.items()
     }
-    told = refusal(config_of(corpus, **there))
+    message = refusal(config_of(corpus, **there))
     for word in words:
-        assert word in told
+        assert word in message
 
 
 def test_an_end_of_text_may_be_named(corpus: Corpus) -> None:
@@ -139,14 +139,14 @@ def test_the_tokenizer_of_a_data_folder_may_be_named(corpus: Corpus) -> None:
 
 
 def test_unmet_requirements_of_a_run_are_refused(corpus: Corpus) -> None:
-    told = refusal(config_of(corpus), vocab_size=200)
-    assert "model.vocab_size=200" in told or "the tokenizer of" in told
-    assert "has 300 tokens" in told
+    message = refusal(config_of(corpus), vocab_size=200)
+    assert "model.vocab_size=200" in message or "the tokenizer of" in message
+    assert "has 300 tokens" in message
     config = config_of(corpus)
     config.eval.every = 1
-    told = refusal(config)
-    assert "eval.sets=validation" in told
-    assert "available: train; or hold documents out of training: data.dataset.validation=0.005" in told
+    message = refusal(config)
+    assert "eval.sets=validation" in message
+    assert "available: train; or hold documents out of training: data.dataset.validation=0.005" in message
     config.eval.sets = ["test"]
     assert "eval.sets=test" in refusal(config)
     config = config_of(corpus, streaming=True)
@@ -166,9 +166,9 @@ def test_values(corpus: Corpus, key: str, value: float) -> None:
 @pytest.mark.parametrize("key", ["path", "tokenizer"])
 def test_a_hub_id_on_an_offline_machine(corpus: Corpus, offline: pytest.MonkeyPatch, key: str) -> None:
     began = time.monotonic()
-    told = refusal(config_of(corpus, **{key: "somebody/something"}))
-    assert f"data.dataset.{key}=somebody/something" in told
-    assert "HF_HUB_OFFLINE" in told
+    message = refusal(config_of(corpus, **{key: "somebody/something"}))
+    assert f"data.dataset.{key}=somebody/something" in message
+    assert "HF_HUB_OFFLINE" in message
     assert time.monotonic() - began < 30  # a second on a free machine
 
 
@@ -187,8 +187,8 @@ def test_unreachable_hub_is_probed_once_with_a_time_limit(
     offline.setattr(hub, "CONNECT_SECONDS", 0.2)
     offline.setattr(hub, "WAIT_SECONDS", 0.5)
     began = time.monotonic()
-    told = refusal(config_of(corpus, path="somebody/something"))
-    assert "does not answer" in told
+    message = refusal(config_of(corpus, path="somebody/something"))
+    assert "does not answer" in message
     assert constants.HF_HUB_OFFLINE
     assert time.monotonic() - began < 30
 

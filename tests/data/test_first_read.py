@@ -41,11 +41,11 @@ def test_readable_data_is_read(
 
 
 @pytest.mark.parametrize(
-    ("forbidden", "bucket", "said"),
+    ("forbidden", "bucket", "message"),
     [(True, BUCKET, "refused with status 403"), (False, "corpse", "no such bucket")],
 )
 def test_refusal_of_a_store_is_reported(
-    folder: Path, forbidden: bool, bucket: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, forbidden: bool, bucket: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single problem with the store's remedy is reported."""
     with served(folder, forbidden=forbidden) as store:
@@ -53,7 +53,7 @@ def test_refusal_of_a_store_is_reported(
         found = read(f"s3://{bucket}")
     assert found.read_seconds is None
     (problem,) = found.problems
-    assert said in problem.seen
+    assert message in problem.seen
     assert "\n" not in problem.seen
     assert "JSON" not in problem.rule
     assert "prepare" not in problem.remedy

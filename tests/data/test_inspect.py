@@ -47,7 +47,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 def test_inspect_describes_a_folder(made: DataManifest) -> None:
     text = shown(made.folder, sequence_length=32, samples=2)
     train = made.split("train")
-    for told in (
+    for message in (
         "every file matches the manifest",
         f"{train.documents:,} documents, {train.tokens:,} tokens",
         "CC0-1.0",
@@ -59,7 +59,7 @@ def test_inspect_describes_a_folder(made: DataManifest) -> None:
         "chi2/df",
         "tokenizers 0.",
     ):
-        assert told in text, told
+        assert message in text, message
     samples = [line for line in text.splitlines() if line.startswith("sample ")]
     texts = texts_of(made.folder, "train")
     assert len(samples) == 2

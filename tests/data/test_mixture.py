@@ -363,7 +363,7 @@ def test_fingerprint_errors_name_differences() -> None:
     mine.check_fingerprint(mixed().fingerprint())
     assert mixture_digest(Mixture(phases((0, (1, 2))), 0)) == mixture_digest(
         Mixture(phases((0, (2, 4))), 1)
-    ), "ratios matter, the seed stands beside"
+    ), "only ratios matter; the seed is a separate entry"
 
 
 @pytest.mark.parametrize(

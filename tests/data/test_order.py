@@ -146,7 +146,7 @@ def domain_spread(windows: Ints, samples: int, batch: int = 1024, domains: int =
 
 
 def test_sorted_corpus_is_mixed() -> None:
-    """At most 128 MiB in flight (4,096 blocks of 32 KiB), the corpus four times as large: beside a full
+    """Compare at most 128 MiB in flight (4,096 blocks of 32 KiB) of a corpus four times as large with a full
     permutation. The control is a shuffle buffer of 10,000 samples.
     """
     samples = 1_048_576

@@ -199,7 +199,7 @@ def test_input_that_is_not_text_is_refused(name: str, tokenizer: Path, tmp_path:
     file, content, seen = REFUSED[name]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / file).write_bytes(zst(gzip.compress(JSONL), tmp_path) if content is None else content)
-    (tmp_path / "in" / "text.txt").write_text("a text beside it")
+    (tmp_path / "in" / "text.txt").write_text("a text next to it")
     with pytest.raises(InputError) as caught:
         prepared(tmp_path / "in", tmp_path / "data", tokenizer)
     (problem,) = caught.value.problems

@@ -1,6 +1,6 @@
 """A preparation killed with ``kill -9`` and started again gives the same bytes without repeated work.
 
-pytest -m full tests/data/test_prepare_killed.py      # many kills,
+pytest -m full tests/data/test_prepare_killed.py      # many kills
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ def test_records_round_trip(data: st.DataObject, shard_records: int, buffered: i
 
 
 def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
-    """As the module promises it to whoever reads without this toolkit: a C struct at ``number *
-    record_bytes``.
-    """
+    """As documented for other readers, a record is a C struct at ``number * record_bytes``."""
     written = make(tmp_path / "records")
     manifest = read_record_manifest(tmp_path / "records")
     content = json.loads((tmp_path / "records/manifest.json").read_text())

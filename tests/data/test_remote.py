@@ -347,11 +347,11 @@ def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
             for _ in range(3)
         ]
         for process in leaving:
-            _, said = process.communicate(timeout=60)
-            assert (process.returncode, said) == (0, b"")
+            _, message = process.communicate(timeout=60)
+            assert (process.returncode, message) == (0, b"")
 
 
-# -- damage is told before training
+# -- damage is reported before training
 
 
 def shard(folder: Path, ending: str, number: int = 1) -> Path:
@@ -416,23 +416,23 @@ def test_damaged_store_is_refused_before_training(
     make_folder(tmp_path / "data", {"train": documents(60, 300)}, shard_bytes=1000)
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
-        do, said = DAMAGES[damage]
+        do, message = DAMAGES[damage]
         do(tmp_path / "data")
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             open_split(store.s3, "train")
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [("s3://corpus", "manifest.json: refused with status 403"), ("s3://corpse", "no such bucket")],
 )
 def test_store_errors_are_reported_before_training(
-    tmp_path: Path, url: str, said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, url: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)})
-    with served(tmp_path / "data", forbidden="403" in said) as store:
+    with served(tmp_path / "data", forbidden="403" in message) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             open_split(url, "train")
 
 
@@ -527,10 +527,10 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
             losses[name] = [
                 json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
             ]
-            said = ended.stdout + ended.stderr
+            message = ended.stdout + ended.stderr
             written = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
             for secret in SECRETS.values():
-                assert secret not in said
+                assert secret not in message
                 assert not any(secret.encode() in content for content in written)
             if name == "store":
                 assert store.s3 in (run / "config.yaml").read_text()

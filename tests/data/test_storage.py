@@ -89,7 +89,7 @@ def test_a_store_in_memory(files: Path) -> None:
         folder.read_bytes("a")
 
 
-# -- refusals: what a store does, and what is said
+# -- refusals
 
 
 @pytest.mark.parametrize("place", ["s3", "http"])
@@ -323,10 +323,10 @@ def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str
             timeout=120,
             env={**os.environ, **environment(store), "RUST_LOG": "trace"},
         )
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == (1 if faults else 0), said
-    assert "Traceback" in said or not faults
-    assert not [name for name, secret in SECRETS.items() if secret in said]
+    message = ended.stdout + ended.stderr
+    assert ended.returncode == (1 if faults else 0), message
+    assert "Traceback" in message or not faults
+    assert not [name for name, secret in SECRETS.items() if secret in message]
 
 
 def test_control_library_errors_contain_a_key(

@@ -45,7 +45,7 @@ ENDS_SECONDS = 5.0  # rank 0 says why; then the others go
 class Measurements:
     """What is measured by parts of the toolkit that this one does not import."""
 
-    first_read: Callable[[RunConfig, int | None, BatchPlan | None], FirstRead]  # toolkit/data/first_read.py
+    first_read: Callable[[RunConfig, int | None, BatchPlan | None], FirstRead]  # toolkit/data/registry.py
     links: Callable[
         [Axes | None, torch.device, int, int], Sequence[Mapping[str, Any]]
     ]  # toolkit/observe/comm_benchmark.py

@@ -1,4 +1,4 @@
-"""Whether the run's data can be read from a machine. Reading itself is ``toolkit/data/first_read.py``, which ``launch/`` brings along."""
+"""Whether the run's data can be read from a machine. Reading itself is ``toolkit/data/registry.py``, which ``launch/`` brings along."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HANGS_SECONDS = (
 
 
 class FirstRead(Protocol):
-    """See toolkit/data/first_read.py."""
+    """See toolkit/data/registry.py."""
 
     @property
     def problems(self) -> Sequence[Problem]: ...
