@@ -270,22 +270,22 @@ def _differences(made_recipe: Any, config: PrepareConfig, output: Path, origin: 
 
 def _check_input(listed: InputListing, output: Path, progress: Progress) -> None:
     """Check that ``output`` was made from this input. Files modified since are read and compared."""
-    made_recipe = {source["name"]: source for source in json.loads((output / report.SOURCES).read_bytes())}
+    made_sources = {source["name"]: source for source in json.loads((output / report.SOURCES).read_bytes())}
     since = (output / MANIFEST_NAME).stat().st_mtime_ns
     names = {name for name, *_ in listed.files}
-    problem = next((f"{name} is new" for name in sorted(names - made_recipe.keys())), None)
-    problem = problem or next((f"{name} was removed" for name in sorted(made_recipe.keys() - names)), None)
+    problem = next((f"{name} is new" for name in sorted(names - made_sources.keys())), None)
+    problem = problem or next((f"{name} was removed" for name in sorted(made_sources.keys() - names)), None)
     touched = []
     for name, _, size, modified in listed.files:
-        if problem is None and size != made_recipe[name]["bytes"]:
-            problem = f"{name} has {size} bytes, and had {made_recipe[name]['bytes']}"
+        if problem is None and size != made_sources[name]["bytes"]:
+            problem = f"{name} has {size} bytes, and had {made_sources[name]['bytes']}"
         elif (
             modified
             and (modified if listed.url is not None else Path(listed.root, name).stat().st_ctime_ns) > since
         ):
             touched.append(name)
     if problem is None and touched:
-        problem = _other_content(listed, touched, made_recipe, progress)
+        problem = _other_content(listed, touched, made_sources, progress)
     if problem is not None:
         seen, rule = (
             f"input: {problem} since output={output} was made",
@@ -295,13 +295,13 @@ def _check_input(listed: InputListing, output: Path, progress: Progress) -> None
 
 
 def _other_content(
-    listed: InputListing, names: Sequence[str], made_recipe: Mapping[str, Any], progress: Progress
+    listed: InputListing, names: Sequence[str], made_sources: Mapping[str, Any], progress: Progress
 ) -> str | None:
     """Return the first of these files whose content differs from what was read, or None."""
     with progress.task("comparing the input", total=len(names), unit="files") as task:
         now = hash_stored_files(listed, names) if listed.url is not None else {}
         for name in names:
-            if (now.get(name) or hash_file(Path(listed.root, name)).xxh3_128) != made_recipe[name][
+            if (now.get(name) or hash_file(Path(listed.root, name)).xxh3_128) != made_sources[name][
                 "xxh3_128"
             ]:
                 return f"{name} has different content"
