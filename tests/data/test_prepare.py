@@ -39,7 +39,7 @@ from toolkit.config.data import DataConfig
 from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.checks import check_data
+from toolkit.data.kinds.text import check_data
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import merge, report
 from toolkit.data.prepare.document_keys import DocumentKeys, split_threshold
