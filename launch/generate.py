@@ -13,41 +13,46 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.logs import configure_logging
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
+    configure_logging()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run directory, or runs/NAME of a run named NAME")
     parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--tokens", type=int, default=64, help="how many to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--tokens", type=int, default=64, help="number of tokens to add")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--weights", type=Path, help="a checkpoint in any format; default: the run's newest, else its export"
+        "--weights", type=Path, help="a checkpoint in any format (default: the run's newest, or its export)"
     )
-    parser.add_argument(
-        "--data", type=Path, help="the folder with the tokenizer; default: the run's own data"
-    )
+    parser.add_argument("--data", type=Path, help="the folder with the tokenizer (default: the run's data)")
     parser.add_argument(
         "--special-tokens",
         choices=("refuse", "text", "parse"),
-        help="what the string of a special token in the prompt becomes; default: as in the run's data",
+        help="how to treat special tokens in the prompt (default: as in the run's data)",
     )
     given = parser.parse_args(arguments)
     try:
         with file_errors():
-            print(given.prompt + continuation(given))
+            print(given.prompt + generate(given))
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
     return ExitCode.DONE
 
 
-def continuation(given: argparse.Namespace) -> str:
+def generate(given: argparse.Namespace) -> str:
+    """Return the text that follows the prompt.
+
+    Raises:
+        UserError: the run, its weights or its tokenizer cannot be used.
+    """
     directory = RunDirectory(find_run(given.run, "run"))
     if not directory.plan_file.is_file():
         raise InputError(
@@ -55,7 +60,7 @@ def continuation(given: argparse.Namespace) -> str:
                 "run",
                 f"run={given.run}",
                 "a run directory has a plan.json",
-                "give the folder that train.py printed",
+                "pass the folder that train.py printed",
             )
         )
     model = json.loads(directory.plan_file.read_text(encoding="utf-8"))["model"]
@@ -65,7 +70,7 @@ def continuation(given: argparse.Namespace) -> str:
                 "run",
                 f"{given.run} trains model.target",
                 "text is generated with the families' models",
-                "load its weights with toolkit.checkpoint.open_reader in a script of your own",
+                "load its weights in your own script with toolkit.checkpoint.open_reader",
             )
         )
     from toolkit.checkpoint import open_reader
@@ -73,13 +78,15 @@ def continuation(given: argparse.Namespace) -> str:
     from toolkit.config.compose import from_yaml
     from toolkit.config.special_tokens import SpecialTokens
     from toolkit.data.checks import special_tokens_mode, tokenizer_folder
-    from toolkit.families.recorded import shape_of
+    from toolkit.families.model_files import parse_model_shape
     from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
-    shape = shape_of(model, directory.plan_file)
+    shape = parse_model_shape(model, directory.plan_file)
     config = from_yaml(directory.config_file.read_text(encoding="utf-8")).data
     data = given.data or tokenizer_folder(config)
-    special = SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_mode(config, data)
+    special = (
+        SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_mode(config, data)
+    )
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights, model=shape)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)

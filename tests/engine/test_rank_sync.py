@@ -1,17 +1,14 @@
-"""Ranks decide together: a stop that one rank is told of ends all at the same step, saved.
-
-pytest tests/engine/test_rank_sync.py
-"""
+"""Ranks decide together: after one rank's request to stop, all stop at the same step with a checkpoint."""
 
 from __future__ import annotations
 
 import re
 
-from tests.train.fakes import FakeEngine, samples, step_done
+from tests.train.fakes import FakeEngine, completed_step, samples
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import GlooFlagReduce, StepConsensus, check_same_data
 from toolkit.errors import ExitCode, InputError
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
@@ -20,13 +17,13 @@ from toolkit.train.task import NextToken
 
 
 def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
-    """Rank 1 is asked to stop in its fifth step; rank 0's clock says save at its third. Returns code, last step, saves."""
+    """Rank 1 requests a stop in its fifth step, rank 0 a save at its third; return code, step, saves."""
     all_reduce_flags, state, saved = GlooFlagReduce(), TrainState(), []
 
     class Saves(Hook):
-        def on_step(self, done: StepDone) -> None:
-            if done.agreed.save or done.agreed.stop:
-                saved.append(done.step)
+        def on_step(self, completed: CompletedStep) -> None:
+            if completed.consensus.save or completed.consensus.stop:
+                saved.append(completed.step)
 
     def agree(waited: float, result: StepResult) -> StepConsensus:
         stop, save = all_reduce_flags([rank == 1 and state.step >= 5, rank == 0 and state.step == 3])
@@ -50,7 +47,7 @@ def reads_its_own_data(rank: int, ranks: int) -> str:
     return "not noticed"
 
 
-def test_ranks_with_different_data_are_told_on_every_rank() -> None:
+def test_different_data_raises_on_every_rank() -> None:
     answers = run_ranks(reads_its_own_data, 3)
     assert len(set(answers)) == 1
     assert re.search(
@@ -60,5 +57,5 @@ def test_ranks_with_different_data_are_told_on_every_rank() -> None:
     check_same_data({"data": "mine"}, 1)
 
 
-def test_without_a_wish_nothing_is_agreed() -> None:
-    assert step_done(1).agreed == StepConsensus()
+def test_no_request_stops_or_saves_nothing() -> None:
+    assert completed_step(1).consensus == StepConsensus()
