@@ -24,9 +24,9 @@ from typing import Any
 from toolkit.config.data import DataConfig, DatasetConfig
 from toolkit.config.schema import RunConfig, TrainConfig
 from toolkit.data.dataset.stream import DatasetStream
-from toolkit.data.open import open_data, ready_for
+from toolkit.data.registry import open_data, prepare_data
 from toolkit.data.tokens import tokenizer as bpe
-from toolkit.data.tokens.stdlib import source_texts
+from toolkit.data.tokens.stdlib import read_source_texts
 from toolkit.files import write_whole
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.progress import Progress
@@ -90,18 +90,18 @@ def main() -> None:
 def make(folder: Path, size: int) -> list[str]:
     text = "".join(
         content.decode("utf-8", errors="replace")
-        for _, content in source_texts(Path(sysconfig.get_path("stdlib")))
+        for _, content in read_source_texts(Path(sysconfig.get_path("stdlib")))
     )[:size]
     rows = [text[first : first + CHARACTERS] for first in range(0, len(text), CHARACTERS)]
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    bpe.save(bpe.train_bpe(rows, VOCABULARY), folder)
+    bpe.save_tokenizer(bpe.train_bpe(rows, VOCABULARY), folder)
     return rows
 
 
 def floor(folder: Path, rows: list[str], seconds: float) -> float:
     """CPU nanoseconds a token."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = bpe.load(folder / bpe.FOLDER)
+    tokenizer = bpe.read_tokenizer(folder / bpe.TOKENIZER_FOLDER)
     tokenizer.encode_special_tokens = True
     tokens, at, began = 0, 0, time.process_time()
     while time.process_time() - began < seconds:
@@ -113,7 +113,7 @@ def floor(folder: Path, rows: list[str], seconds: float) -> float:
 def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[str, Any]:
     dataset = DatasetConfig(
         path=str(folder / "corpus.jsonl"),
-        tokenizer=str(folder / bpe.FOLDER),
+        tokenizer=str(folder / bpe.TOKENIZER_FOLDER),
         streaming=streaming,
         workers=workers,
     )
@@ -125,7 +125,7 @@ def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[st
         micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),)
     )
     opened_at = time.perf_counter()
-    ready = ready_for(config, None, Progress.silent())
+    ready = prepare_data(config, None, Progress.silent())
     ready_seconds, opened_at = time.perf_counter() - opened_at, time.perf_counter()
     stream = open_data(config, batch, 0, ready).stream
     assert isinstance(stream, DatasetStream)

@@ -270,9 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     machine = detect_machine()
     if given.gpu and not (machine.gpus and machine.torch_has_cuda):
         raise SystemExit("--gpu: no GPU here, nothing was run")
-    from toolkit.data.tokens.stdlib import ensure
+    from toolkit.data.tokens.stdlib import ensure_stdlib
 
-    ensure(str(ROOT / "data" / "stdlib"), 4096)
+    ensure_stdlib(str(ROOT / "data" / "stdlib"), 4096)
     if given.gpu:
         found = on_gpu(given.words, blocks=3, block=given.block)
     else:

@@ -221,9 +221,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
-    from toolkit.data.tokens.stdlib import ensure
+    from toolkit.data.tokens.stdlib import ensure_stdlib
 
-    ensure(str(ROOT / "data" / "stdlib"), 4096)
+    ensure_stdlib(str(ROOT / "data" / "stdlib"), 4096)
     load = os.getloadavg()[0]
     on = {"words": ON}
     half = (given.launches + 1) // 2

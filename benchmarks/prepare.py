@@ -27,7 +27,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from toolkit.data.tokens.stdlib import source_texts
+from toolkit.data.tokens.stdlib import read_source_texts
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -56,7 +56,7 @@ def measured(command: list[str]) -> tuple[float, float, str]:
 
 
 def written(folder: Path, copies: int) -> Path:
-    texts = source_texts(Path(sysconfig.get_path("stdlib")))
+    texts = read_source_texts(Path(sysconfig.get_path("stdlib")))
     for name, content in ((f"{copy}/{name}", content) for copy in range(copies) for name, content in texts):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

@@ -31,9 +31,9 @@ import numpy as np
 import torch
 
 from toolkit.data.order.stream import CHUNKS_AHEAD, Stream
-from toolkit.data.records.reader import ENDING, Records, open_records
+from toolkit.data.records.reader import RECORD_SUFFIX, RecordSamples, open_records
 from toolkit.data.records.writer import RecordWriter
-from toolkit.data.tiles import tile
+from toolkit.data.tiles import make_tile
 from toolkit.plan.types import BatchPlan, RampStage
 from toolkit.train.vision import VisionTask
 
@@ -41,9 +41,9 @@ BATCH, STEPS = 64, 16
 Job = Callable[[], object]
 
 
-def write(folder: Path, gigabytes: float) -> Records:
+def write(folder: Path, gigabytes: float) -> RecordSamples:
     """One tile many times over, its label the number: reading does not look at the values."""
-    image = tile(0, np.random.default_rng(0), 12, 64, 10)
+    image = make_tile(0, np.random.default_rng(0), 12, 64, 10)
     began = time.perf_counter()
     with RecordWriter(
         folder, {"image": ("uint16", image.shape), "label": ("int64", ())}, description="", licence=""
@@ -57,8 +57,8 @@ def write(folder: Path, gigabytes: float) -> Records:
     return records
 
 
-def jobs_of(records: Records, folder: Path) -> dict[str, Job]:
-    mapped = np.memmap(folder / f"train-00000{ENDING}", dtype=records.dtype, mode="r")
+def jobs_of(records: RecordSamples, folder: Path) -> dict[str, Job]:
+    mapped = np.memmap(folder / f"train-00000{RECORD_SUFFIX}", dtype=records.dtype, mode="r")
     batch = BatchPlan(
         micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),)
     )

@@ -176,8 +176,8 @@ def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
         import torch.distributed.checkpoint as dcp
 
         def load_and_save() -> None:
-            stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-            tensors = {key: torch.empty(of.size) for key, of in stored.items()}  # type: ignore[union-attr]
+            stored_dtype = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+            tensors = {key: torch.empty(of.size) for key, of in stored_dtype.items()}  # type: ignore[union-attr]
             dcp.load(tensors, checkpoint_id=source, no_dist=True)
             dcp.save(tensors, checkpoint_id=target, no_dist=True)
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         configure_logging(launch.rank)
         exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(find_launchers(launch))
-        measurements = Measurements(first_read=first_read, links=links)
+        measurements = Measurements(check_data_read=check_data_read, links=links)
         exit_handler.code = DoctorCommand(
             launch, words, exit_handler, measurements, script=sys.argv[0], as_json=JSON in arguments
         ).run(stop)
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str]) -> int:
     return exit_handler.code
 
 
-def first_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> DataReadResult:
-    from toolkit.data.first_read import first_read
+def check_data_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> DataReadResult:
+    from toolkit.data.registry import check_data_read
 
-    return first_read(config, vocab_size, batch)
+    return check_data_read(config, vocab_size, batch)
 
 
 def links(axes: Axes | None, device: torch.device, rank: int, ranks: int) -> Sequence[Mapping[str, Any]]:

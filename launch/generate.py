@@ -77,14 +77,16 @@ def generate(given: argparse.Namespace) -> str:
     from toolkit.checkpoint.online.store import CheckpointStore
     from toolkit.config.compose import from_yaml
     from toolkit.config.special_tokens import SpecialTokens
-    from toolkit.data.sources import special_tokens_of, text_folder
+    from toolkit.data.checks import special_tokens_mode, tokenizer_folder
     from toolkit.families.model_files import parse_model_shape
     from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
     shape = parse_model_shape(model, directory.plan_file)
     config = from_yaml(directory.config_file.read_text(encoding="utf-8")).data
-    data = given.data or text_folder(config)
-    special = SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_of(config, data)
+    data = given.data or tokenizer_folder(config)
+    special = (
+        SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_mode(config, data)
+    )
     weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights, model=shape)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)

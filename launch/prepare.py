@@ -50,15 +50,19 @@ def show(overrides: Sequence[str]) -> None:
 
             lines = inspect(config, progress)
         else:
-            from toolkit.data.manifest import describe
+            from toolkit.data.manifest import describe_manifest
             from toolkit.data.prepare import report
-            from toolkit.data.prepare.imported import import_shards
+            from toolkit.data.prepare.import_megatron import import_megatron
             from toolkit.data.prepare.run import prepare
 
             manifest = (
-                prepare(config, progress) if config.import_path is None else import_shards(config, progress)
+                prepare(config, progress) if config.import_path is None else import_megatron(config, progress)
             )
-            lines = [f"data       {manifest.folder}", *describe(manifest), *report.describe(manifest)]
+            lines = [
+                f"data       {manifest.folder}",
+                *describe_manifest(manifest),
+                *report.describe_preparation(manifest),
+            ]
     print("\n".join(lines))
 
 

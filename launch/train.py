@@ -38,11 +38,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def make_data_ready(plan: RunPlan) -> str:
     """Prepare and check the data of the run. Returns their folder."""
-    from toolkit.data.open import ready_for
+    from toolkit.data.registry import prepare_data
     from toolkit.progress import Progress
 
     with Progress() as progress:
-        return ready_for(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
+        return prepare_data(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
 
 
 def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) -> ExitCode:

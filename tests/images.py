@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from toolkit.config.schema import EngineName, EvalConfig, ModelConfig, RunConfig
+from toolkit.data.kinds.arrays import ARRAYS
 from toolkit.data.order.stream import Stream, rank_positions
-from toolkit.data.records.arrays import ARRAYS
-from toolkit.data.records.reader import RecordManifest, read_records
+from toolkit.data.records.reader import RecordManifest, read_record_manifest
 from toolkit.data.tiles import make_tiles
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import EvalResult, MicroBatch
@@ -51,7 +51,7 @@ def image_plan(folder: Path, *, ranks: int = 1, **changes: Any) -> RunPlan:
 
 
 def image_task(plan: RunPlan) -> VisionTask:
-    task = vision_task(plan, read_records(plan.config.data.path))
+    task = vision_task(plan, read_record_manifest(plan.config.data.path))
     assert isinstance(task, VisionTask)
     return task
 

@@ -53,7 +53,7 @@ ONLY_IN = {
     "megatron": ("toolkit/engine/", "toolkit/models/"),
     "wandb": ("toolkit/monitor/sinks/wandb.py",),
     "pynvml": ("toolkit/cluster/", "toolkit/monitor/system/gpu.py"),
-    "obstore": ("toolkit/data/remote/storage.py",),
+    "obstore": ("toolkit/data/remote/",),
     "omegaconf": ("toolkit/config/",),
     "hydra": ("toolkit/config/",),
 }

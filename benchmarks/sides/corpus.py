@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.digest import digest
-from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, write_manifest
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import DataManifest, DataOrigin, TokenizerInfo, TokenSplit, write_manifest
 from toolkit.data.tokens.writer import SplitWriter
 
 DOMAINS = 64
@@ -97,7 +97,7 @@ def domain_of(windows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return windows[:, :2].max(axis=1).astype(np.int64) // DOMAIN_TOKENS
 
 
-def _write(folder: Path, documents: list[npt.NDArray[np.uint16]], seed: int) -> Split:
+def _write(folder: Path, documents: list[npt.NDArray[np.uint16]], seed: int) -> TokenSplit:
     tokenizer = folder / "tokenizer" / "tokenizer.json"
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.write_text('{"fabricated": "these tokens stand for no text"}')
@@ -105,14 +105,14 @@ def _write(folder: Path, documents: list[npt.NDArray[np.uint16]], seed: int) -> 
         for document in documents:
             writer.add(document)
         split = writer.close()
-    origin = Origin(
+    origin = DataOrigin(
         f"fabricated by benchmarks/sides/corpus.py, seed {seed}",
         "CC0-1.0",
         split.documents,
         split.tokens * 2,
         "",
     )
-    info = TokenizerInfo("tokenizer", digest(tokenizer).xxh3_128, VOCABULARY, END_OF_TEXT)
+    info = TokenizerInfo("tokenizer", hash_file(tokenizer).xxh3_128, VOCABULARY, END_OF_TEXT)
     write_manifest(
         DataManifest(folder=folder, dtype="uint16", origin=origin, tokenizer=info, splits={"train": split}),
         folder,

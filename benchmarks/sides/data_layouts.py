@@ -26,9 +26,9 @@ import numpy.typing as npt
 from sides.corpus import VOCABULARY
 from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED
 
-from toolkit.data.digest import digest
-from toolkit.data.manifest import DataManifest, Origin, TokenizerInfo, read_manifest, write_manifest
-from toolkit.data.order.mixture import Mixture, Phase
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import DataManifest, DataOrigin, TokenizerInfo, read_manifest, write_manifest
+from toolkit.data.order.mixture import Mixture, MixturePhase
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream
 from toolkit.data.tokens.token_array import MappedTokens
@@ -81,9 +81,9 @@ def make_folder(folder: Path, tokens: int, case: Case, seed: int) -> MappedToken
             DataManifest(
                 folder=folder,
                 dtype=dtype.name,
-                origin=Origin("fabricated", "CC0-1.0", 1, 1, ""),
+                origin=DataOrigin("fabricated", "CC0-1.0", 1, 1, ""),
                 splits={"train": split},
-                tokenizer=TokenizerInfo("tokenizer", digest(tokenizer).xxh3_128, VOCABULARY, 0),
+                tokenizer=TokenizerInfo("tokenizer", hash_file(tokenizer).xxh3_128, VOCABULARY, 0),
             ),
             folder,
         )
@@ -107,7 +107,7 @@ def batches(case: Case, sources: list[MappedTokens]) -> Iterator[Any]:
         f"source-{number}": TokenWindows(source, case.length, SEED + number)
         for number, source in enumerate(sources)
     }
-    mixture = Mixture([Phase(0, WEIGHTS)], SEED) if len(sources) > 1 else None
+    mixture = Mixture([MixturePhase(0, WEIGHTS)], SEED) if len(sources) > 1 else None
     stream = Stream(windows, mixture, seed=SEED, batch=plan, data_rank=0)
     if case.loader:
         yield from DataLoader(SampleDataset(stream, 1 << 40), batch_size=GLOBAL_BATCH, sampler=range(1 << 40))  # type: ignore[arg-type]

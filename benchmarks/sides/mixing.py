@@ -27,11 +27,13 @@ def chi2_per_df(domains: Ints, shares: npt.NDArray[np.float64]) -> float:
 
 def at_scale(samples: int = 4_000_000, batches: int = 200, seed: int = 0) -> dict[str, float]:
     """chi2/df of the first ``batches`` batches after a quarter of the epoch."""
-    from toolkit.data.order.permutation import Order, block_samples
+    from toolkit.data.order.permutation import SampleOrder, block_samples
 
     shares = np.full(DOMAINS, 1 / DOMAINS)
     first, taken = samples // 4, batches * BATCH
-    _, ours = Order(samples, block_samples=block_samples(2048, 2), seed=seed)(np.arange(first, first + taken))
+    _, ours = SampleOrder(samples, block_samples=block_samples(2048, 2), seed=seed)(
+        np.arange(first, first + taken)
+    )
     permuted = np.random.default_rng(seed).permutation(samples)[:taken]
     buffered = np.fromiter(buffer_order(first, taken, 10_000, seed), dtype=np.int64, count=taken)
     orders = {"this toolkit": ours, "full permutation": permuted, "buffer of 10,000": buffered}

@@ -1,4 +1,4 @@
-"""What the tests of preparing share."""
+"""Fixtures shared by the tests of data preparation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 documents, three of them twice and one empty, in two files."""
+    """Write 300 documents, three of them twice and one empty, in two files."""
     folder = tmp_path_factory.mktemp("corpus")
     write_jsonl(folder / "a.jsonl", [*TEXTS[:100], "", *TEXTS[:3]])
     write_jsonl(folder / "b" / "c.jsonl", TEXTS[100:])

@@ -1,4 +1,4 @@
-"""A small corpus as JSONL, parquet, splits and a folder by save_to_disk, with a tokenizer of its own. No network."""
+"""A small corpus as JSONL, parquet, splits and a save_to_disk folder, with its own tokenizer. No network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENTS = 400
 
 @dataclass(frozen=True)
 class Corpus:
-    """``rows`` are (title, text)."""
+    """Write ``rows`` of (title, text)."""
 
     folder: Path
     rows: list[tuple[str | None, str]]
@@ -34,7 +34,7 @@ class Corpus:
 
 
 def make_corpus(folder: Path, patch: pytest.MonkeyPatch) -> Corpus:
-    """``patch``: keeps the cache of `datasets` below ``folder``."""
+    """Put the cache of `datasets` below ``folder``."""
     import datasets
 
     patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
@@ -57,7 +57,10 @@ def make_corpus(folder: Path, patch: pytest.MonkeyPatch) -> Corpus:
     for name, size in (("first", 300), ("second", 290)):
         (folder / name).mkdir()
         made.append(
-            (folder / name / bpe.FOLDER, bpe.save(bpe.train_bpe(columns["text"], size), folder / name))
+            (
+                folder / name / bpe.TOKENIZER_FOLDER,
+                bpe.save_tokenizer(bpe.train_bpe(columns["text"], size), folder / name),
+            )
         )
     return Corpus(folder, rows, made[0][0], made[1][0], made[0][1].end_of_text)
 
@@ -85,7 +88,7 @@ def write_jsonl(file: Path, rows: list[tuple[str | None, str]]) -> None:
 
 
 def config_of(corpus: Corpus, **dataset: Any) -> RunConfig:
-    """Windows of 16 tokens, four in a batch."""
+    """Return a configuration with windows of 16 tokens and batches of four."""
     settings = {"path": str(corpus.folder / "corpus.jsonl"), "tokenizer": str(corpus.tokenizer), **dataset}
     return RunConfig(
         data=DataConfig(

@@ -1,4 +1,4 @@
-"""Small data folders, and sources that are not files."""
+"""Small data folders, and token sources without files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.digest import digest
-from toolkit.data.manifest import NAME, DataManifest, Origin, TokenizerInfo, write_manifest
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import MANIFEST_NAME, DataManifest, DataOrigin, TokenizerInfo, write_manifest
 from toolkit.data.tokens.index import token_dtype
 from toolkit.data.tokens.writer import SHARD_BYTES, SplitWriter
 from toolkit.plan.types import BatchPlan, RampStage
@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Counting:
-    """A source whose tokens are their own positions: what a window holds tells where it came from."""
+    """A source whose tokens are their own positions, so that a window shows where it came from."""
 
     token_bytes = 2
     dtype = np.dtype(np.int64)
@@ -59,7 +59,7 @@ def make_folder(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str = "{}",
 ) -> DataManifest:
-    """A data folder of these documents, with a stand-in for a tokenizer."""
+    """Write a data folder of these documents with a placeholder for the tokenizer."""
     (folder / "tokenizer").mkdir(parents=True)
     file = folder / "tokenizer" / "tokenizer.json"
     file.write_text(tokenizer)
@@ -70,11 +70,11 @@ def make_folder(
             for text in texts:
                 writer.add(text)
             made[name] = writer.close()
-    tokenizer = TokenizerInfo("tokenizer", digest(file).xxh3_128, vocab_size, 0)
+    tokenizer = TokenizerInfo("tokenizer", hash_file(file).xxh3_128, vocab_size, 0)
     manifest = DataManifest(
         folder=folder,
         dtype=dtype.name,
-        origin=Origin("made", "none", 1, 1, "0"),
+        origin=DataOrigin("made", "none", 1, 1, "0"),
         tokenizer=tokenizer,
         splits=made,
     )
@@ -83,11 +83,11 @@ def make_folder(
 
 
 def without_sums(folder: Path, version: int = 2) -> None:
-    """As a folder that was made before the format had sums."""
-    content = json.loads((folder / NAME).read_text())
+    """Change the folder to the format without checksums."""
+    content = json.loads((folder / MANIFEST_NAME).read_text())
     del content["manifest_xxh3_128"]
     for split in content["splits"].values():
         for shard in split["shards"]:
             (folder / f"{shard['name']}.sums").unlink()
             del shard["sums"]
-    (folder / NAME).write_text(json.dumps({**content, "format_version": version}))
+    (folder / MANIFEST_NAME).write_text(json.dumps({**content, "format_version": version}))

@@ -1,9 +1,6 @@
-"""Loopback stores: a folder as an S3 bucket or over HTTP, with the delays, failures and refusals that a test asks for.
+"""Loopback stores that serve a folder as an S3 bucket or over HTTP, with configurable delays and failures.
 
-    python -m tests.data.served FOLDER --port 9000        by itself, until it is ended
-
-GET with Range, HEAD, entity tags and the listing of a bucket (ListObjectsV2) are all that reading needs; S3 and HTTP differ in the words
-of their refusals only.
+python -m tests.data.served FOLDER --port 9000        standalone
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ SECRETS = {
 
 @dataclass
 class Faults:
-    """What a store does wrong: shares of its requests, chosen at random under ``seed``."""
+    """Faults of a store: shares of its requests, chosen at random from ``seed``."""
 
     latency_seconds: float = 0.0
     failing: float = 0.0  # 500, 503, a reset connection or a body that breaks off, in turn
@@ -54,7 +51,7 @@ class Faults:
 
 @dataclass
 class Store:
-    """A folder that is served, and what was asked of it."""
+    """A served folder, and the requests that it received."""
 
     root: Path
     faults: Faults = field(default_factory=Faults)
@@ -198,7 +195,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 entries.append(f"<Contents><Key>{escape(name)}</Key>{about}</Contents>")
             token = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if more else ""
             truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
-            content = f"<ListBucketResult><Name>{BUCKET}</Name>{truncated}{''.join(entries)}</ListBucketResult>".encode()
+            listing = f"<Name>{BUCKET}</Name>{truncated}{''.join(entries)}"
+            content = f"<ListBucketResult>{listing}</ListBucketResult>".encode()
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/xml")
             self.send_header("Content-Length", str(len(content)))
@@ -219,7 +217,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
 
         def _refuse(self, status: HTTPStatus, code: str, body: bool) -> None:
             """As S3 does: the body of a refusal names the key that was used."""
-            content = f"<Error><Code>{code}</Code><AWSAccessKeyId>{SECRETS['AWS_ACCESS_KEY_ID']}</AWSAccessKeyId></Error>".encode()
+            key_id = SECRETS["AWS_ACCESS_KEY_ID"]
+            content = f"<Error><Code>{code}</Code><AWSAccessKeyId>{key_id}</AWSAccessKeyId></Error>".encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -240,7 +239,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def served(root: Path, *, address: str = "127.0.0.1", port: int = 0, **faults: Any) -> Iterator[Store]:
-    """``root`` as ``store.http``, and as ``store.s3`` for whoever has ``environment(store)``."""
+    """Serve ``root`` as ``store.http`` and, with ``environment(store)``, as ``store.s3``."""
     store = Store(root, Faults(**faults), address)
     server = _Server((address, port), _handler(store))
     store.port = server.server_address[1]
@@ -255,7 +254,7 @@ def served(root: Path, *, address: str = "127.0.0.1", port: int = 0, **faults: A
 
 
 def environment(store: Store) -> dict[str, str]:
-    """For a process that reads ``store.s3``."""
+    """Return the environment of a process that reads ``store.s3``."""
     return {
         **SECRETS,
         "AWS_ENDPOINT_URL": f"http://{store.address}:{store.port}",

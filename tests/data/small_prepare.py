@@ -1,4 +1,4 @@
-"""launch/prepare.py with units and parts of some kilobytes, in every process of it: little text is much work to be killed in."""
+"""launch/prepare.py with units and parts of a few kilobytes, so that little text is many tasks."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""A cache of blocks: bounded, oldest first, shared by processes, and never wrong bytes, whatever a kill or a broken disk left.
-
-pytest tests/data/test_cache.py
+"""The block cache: bounded, oldest first, shared by processes, never wrong bytes after kills or disk
+errors.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import pytest
 
 from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.remote.cache import WAYS, BlockCache, CachedFile, read_cached
-from toolkit.data.remote.storage import Buffer, Folder, Range
+from toolkit.data.remote.storage import Buffer, ByteRange, DataFolder
 from toolkit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,21 +32,21 @@ def block(number: int, size: int = BLOCK_BYTES) -> bytes:
     return np.random.default_rng(number).bytes(size)
 
 
-class Counted(Folder):
-    """A folder in memory that counts what is asked of it, after some time."""
+class Counted(DataFolder):
+    """A folder in memory that counts requests and answers after a delay."""
 
     def __init__(self, files: dict[str, bytes], seconds: float = 0.0) -> None:
-        self.place = Path("memory")
+        self.location = Path("memory")
         self.files, self.seconds = files, seconds
-        self.asked: list[Range] = []
+        self.asked: list[ByteRange] = []
 
-    def read_ranges(self, ranges: Sequence[Range]) -> list[Buffer]:
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Buffer]:
         self.asked += ranges
         time.sleep(self.seconds)
         return [memoryview(self.files[one.name])[one.start : one.end] for one in ranges]
 
 
-def test_what_was_put_is_there_for_others(tmp_path: Path) -> None:
+def test_cached_blocks_are_visible_to_other_processes(tmp_path: Path) -> None:
     mine, theirs = BlockCache(tmp_path, 4 * MIB), BlockCache(tmp_path, 4 * MIB)
     for number in range(100):
         mine.put("a", number, block(number))
@@ -73,7 +72,7 @@ def test_a_full_cache_drops_the_oldest_and_keeps_its_bound(tmp_path: Path) -> No
     assert cache.get("a", 0) is None
 
 
-def test_another_size_begins_anew(tmp_path: Path) -> None:
+def test_cache_of_another_size_starts_empty(tmp_path: Path) -> None:
     BlockCache(tmp_path, MIB).put("a", 1, block(1))
     assert BlockCache(tmp_path, MIB).get("a", 1) == block(1)
     larger = BlockCache(tmp_path, 2 * MIB)
@@ -84,7 +83,7 @@ def test_another_size_begins_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "other"])
-def test_a_torn_block_is_not_there(tmp_path: Path, damage: str) -> None:
+def test_partly_written_block_is_a_miss(tmp_path: Path, damage: str) -> None:
     cache = BlockCache(tmp_path, MIB)
     cache.put("a", 1, block(1))
     file = tmp_path / f"32KiB-{cache.slots}.blocks"
@@ -117,7 +116,7 @@ while True:
 
 
 def test_a_killed_writer_leaves_no_wrong_block(tmp_path: Path) -> None:
-    """64 blocks compete for 32 slots; two writers and a reader, and the writers are killed at some instant."""
+    """64 blocks compete for 32 slots among two writers and a reader; the writers are killed."""
     seen, cache = Counter[bool](), BlockCache(tmp_path, MIB)
     for turn in range(2):
         writers = [
@@ -146,14 +145,14 @@ def _check_all(cache: BlockCache, seen: Counter[bool]) -> None:
         seen[content is not None] += 1
 
 
-def test_ranges_come_from_blocks_that_are_fetched_once(tmp_path: Path) -> None:
+def test_read_cached_fetches_each_block_once(tmp_path: Path) -> None:
     content = block(0, 10 * BLOCK_BYTES + 123)
     files = {"a.bin": CachedFile("a.bin", "hash", len(content))}
     folder, cache = Counted({"a.bin": content}), BlockCache(tmp_path, MIB)
     ranges = [
-        Range("a.bin", 5, 900),
-        Range("a.bin", 40_000, 140_000),
-        Range("a.bin", 10 * BLOCK_BYTES - 3, len(content)),
+        ByteRange("a.bin", 5, 900),
+        ByteRange("a.bin", 40_000, 140_000),
+        ByteRange("a.bin", 10 * BLOCK_BYTES - 3, len(content)),
     ]
     expected = [content[one.start : one.end] for one in ranges]
     assert [bytes(got) for got in read_cached(cache, folder, files, ranges)] == expected
@@ -173,20 +172,21 @@ from pathlib import Path
 from tests.data.test_cache import Counted, block
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
 from toolkit.data.order.permutation import BLOCK_BYTES
-from toolkit.data.remote.storage import Range
+from toolkit.data.remote.storage import ByteRange
 content = block(0, 64 * BLOCK_BYTES)
 folder, cache = Counted({"a.bin": content}, seconds=0.5), BlockCache(Path(sys.argv[1]), 4 * 2**-10)
 print("ready", flush=True)
 time.sleep(max(0, float(sys.stdin.readline()) - time.time()))
 start = int(sys.argv[2]) * BLOCK_BYTES
-got = read_cached(cache, folder, {"a.bin": CachedFile("a.bin", "hash", len(content))}, [Range("a.bin", start, start + 40 * BLOCK_BYTES)])
+files = {"a.bin": CachedFile("a.bin", "hash", len(content))}
+got = read_cached(cache, folder, files, [ByteRange("a.bin", start, start + 40 * BLOCK_BYTES)])
 assert bytes(got[0]) == content[start : start + 40 * BLOCK_BYTES]
 print(sum(one.end - one.start for one in folder.asked) // BLOCK_BYTES)
 """
 
 
 def test_ranks_of_a_node_fetch_a_block_once(tmp_path: Path) -> None:
-    """At the same instant two processes want blocks 0..40 and 24..64: they fetch 64 between them, and not 80."""
+    """Two processes that want blocks 0..40 and 24..64 at the same time fetch 64 blocks in all, not 80."""
     peers = [
         subprocess.Popen(
             [sys.executable, "-c", PEER, str(tmp_path), first],
@@ -205,7 +205,7 @@ def test_ranks_of_a_node_fetch_a_block_once(tmp_path: Path) -> None:
     assert sum(fetched) == 64
 
 
-def test_a_dead_claimant_is_not_waited_for(tmp_path: Path) -> None:
+def test_claim_of_a_dead_process_is_released(tmp_path: Path) -> None:
     script = "import os, sys\nfrom pathlib import Path\nfrom toolkit.data.remote.cache import BlockCache\n"
     script += "assert BlockCache(Path(sys.argv[1]), 2**-10).claim('hash', 0)\nos._exit(9)"
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=60).returncode == 9
@@ -215,7 +215,7 @@ def test_a_dead_claimant_is_not_waited_for(tmp_path: Path) -> None:
         BlockCache(tmp_path, MIB),
         folder,
         {"a.bin": CachedFile("a.bin", "hash", len(content))},
-        [Range("a.bin", 1, 2)],
+        [ByteRange("a.bin", 1, 2)],
     )
     assert bytes(got[0]) == content[1:2]
     assert time.monotonic() - begin < 2
@@ -232,7 +232,7 @@ def test_threads_share_a_cache(tmp_path: Path) -> None:
                 cache,
                 folder,
                 {"a.bin": CachedFile("a.bin", "h", len(content))},
-                [Range("a.bin", start, start + 9000)],
+                [ByteRange("a.bin", start, start + 9000)],
             )
             wrong.extend([start] * (bytes(got[0]) != content[start : start + 9000]))
 

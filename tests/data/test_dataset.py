@@ -1,9 +1,4 @@
-"""Training straight from a dataset: real files, real tokenizer processes.
-
-    pytest tests/data/test_dataset.py
-
-What lanes do with documents is in test_lanes.py, what is refused in test_dataset_mistakes.py.
-"""
+"""Training directly on a dataset, with real files and tokenizer processes."""
 
 from __future__ import annotations
 
@@ -29,13 +24,13 @@ from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.dataset import documents as documents_module
 from toolkit.data.dataset import source as sources
+from toolkit.data.dataset.data_folder import TrainingSource
 from toolkit.data.dataset.documents import ArrowDocuments
-from toolkit.data.dataset.encode import Encoders, WorkerDied
-from toolkit.data.dataset.ready import Opened
 from toolkit.data.dataset.stream import DatasetStream, merge_states
-from toolkit.data.dataset.worker import is_held_out
+from toolkit.data.dataset.tokenizer_pool import TokenizerPool, WorkerDied
+from toolkit.data.dataset.tokenizer_worker import is_held_out
 from toolkit.data.manifest import read_manifest
-from toolkit.data.open import open_data, ready_for
+from toolkit.data.registry import open_data, prepare_data
 from toolkit.data.tokens import tokenizer as bpe
 from toolkit.data.tokens.token_array import open_split
 from toolkit.errors import CheckpointError, InputError
@@ -53,11 +48,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 
 
 def ready(config: RunConfig) -> str:
-    return ready_for(config, None, Progress.silent())
+    return prepare_data(config, None, Progress.silent())
 
 
 class Ranks:
-    """All data ranks of a layout in this process."""
+    """Open all data ranks of a layout in this process."""
 
     def __init__(
         self,
@@ -87,7 +82,7 @@ class Ranks:
         return taken
 
     def state(self) -> State:
-        return merge_states([stream.part(self.step) for stream in self.streams], BATCH)
+        return merge_states([stream.rank_state(self.step) for stream in self.streams], BATCH)
 
     def __enter__(self) -> Ranks:
         return self
@@ -102,8 +97,8 @@ def same(a: list[Ints], b: list[Ints]) -> bool:
 
 
 def texts_of(rows: list[Ints], corpus: Corpus) -> list[list[str]]:
-    """Of each lane, the whole documents in the rows, but the last."""
-    tokenizer = bpe.load(corpus.tokenizer)
+    """Return each lane's complete documents from its rows."""
+    tokenizer = bpe.read_tokenizer(corpus.tokenizer)
     taken = np.stack(rows)
     lanes = []
     for lane in range(taken.shape[1]):
@@ -113,8 +108,8 @@ def texts_of(rows: list[Ints], corpus: Corpus) -> list[list[str]]:
     return lanes
 
 
-def test_an_epoch_is_every_text_of_the_files_once(corpus: Corpus) -> None:
-    """Two columns of two parquet files joined; null is left out; what looks like a special token is text."""
+def test_epoch_contains_every_text_once(corpus: Corpus) -> None:
+    """Two columns of two parquet files are joined; nulls are skipped; strings of special tokens are text."""
     config = config_of(corpus, path=str(corpus.folder / "parquet"), text=["title", "text"])
     with Ranks(config, ready(config)) as ranks:
         lanes = texts_of(ranks.take(1200), corpus)
@@ -130,11 +125,11 @@ def test_an_epoch_is_every_text_of_the_files_once(corpus: Corpus) -> None:
     assert any("<|endoftext|>" in text for text in expected)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_ranks_workers_and_stops_change_nothing(
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_samples_do_not_depend_on_ranks_workers_or_resumes(
     corpus: Corpus, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream is also read over its end, from a state in its middle."""
+    """A stream is also read past its end and from a state in its middle."""
     monkeypatch.setattr(documents_module, "STREAM_ROWS", 50)
     config = config_of(corpus, streaming=streaming)
     folder = ready(config)
@@ -224,23 +219,23 @@ def test_a_changed_file_is_refused_by_name(corpus: Corpus, tmp_path: Path) -> No
             stream(changed).check_fingerprint(saved)
 
 
-def test_large_files_are_hashed_at_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_hashed_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "HASHED_BYTES", 1000)
-    monkeypatch.setattr(sources, "PLACE_BYTES", 8)
+    monkeypatch.setattr(sources, "SAMPLE_BYTES", 8)
     a, b = tmp_path / "part" / "a", tmp_path / "b"
     a.parent.mkdir()
     a.write_bytes(bytes(5000))
     b.write_bytes(bytes(5000))
-    before = sources.file_digests([a, b])
+    before = sources.hash_files([a, b])
     assert list(before) == ["part/a", "b"]
     b.write_bytes(bytes(4999) + b"x")
-    after = sources.file_digests([a, b])
+    after = sources.hash_files([a, b])
     assert before["part/a"] == after["part/a"]
     assert before["b"] != after["b"]
 
 
-def test_arrow_files_that_are_cut_short_or_gone_are_named(corpus: Corpus, tmp_path: Path) -> None:
-    (whole,) = Opened.read(ready(config_of(corpus))).files
+def test_truncated_or_missing_arrow_files_are_named(corpus: Corpus, tmp_path: Path) -> None:
+    (whole,) = TrainingSource.read(ready(config_of(corpus))).files
     file = tmp_path / "cut.arrow"
     file.write_bytes(Path(whole).read_bytes()[:-2000])
     for path in (file, tmp_path / "gone.arrow"):
@@ -251,7 +246,7 @@ def test_arrow_files_that_are_cut_short_or_gone_are_named(corpus: Corpus, tmp_pa
 # -- processes
 
 
-def test_a_killed_worker_is_an_error_and_leaves_nobody(corpus: Corpus) -> None:
+def test_killed_worker_raises_and_leaves_no_process(corpus: Corpus) -> None:
     config = config_of(corpus, workers=2)
     with Ranks(config, ready(config)) as ranks:
         (stream,) = ranks.streams
@@ -267,14 +262,17 @@ def test_a_killed_worker_is_an_error_and_leaves_nobody(corpus: Corpus) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus) -> None:
+def test_workers_end_with_their_parent_and_ignore_signals(corpus: Corpus) -> None:
     code = (
-        "import sys, time; from pathlib import Path; import numpy as np; from toolkit.data.dataset.encode import Encoders\n"
+        "import sys, time; from pathlib import Path; import numpy as np\n"
+        "from toolkit.data.dataset.tokenizer_pool import TokenizerPool\n"
         "from toolkit.config.special_tokens import SpecialTokens\n"
         f"file = Path({str(corpus.tokenizer / 'tokenizer.json')!r})\n"
-        "encoders = Encoders(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0, special_tokens=SpecialTokens.refuse, count=2)\n"
+        "encoders = TokenizerPool(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0,\n"
+        "    special_tokens=SpecialTokens.refuse, count=2)\n"
         "ask = lambda: encoders.submit(lambda: (b'ab', np.array([1, 2]))).result()\n"
-        "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline(); print(len(ask()), flush=True); time.sleep(600)\n"
+        "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline()\n"
+        "print(len(ask()), flush=True); time.sleep(600)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -295,8 +293,8 @@ def test_workers_end_with_a_killed_parent_and_not_by_its_signals(corpus: Corpus)
         assert len(gone) == 2
 
 
-def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) -> None:
-    encoders = Encoders(
+def test_errors_of_workers_and_readers_are_raised(corpus: Corpus) -> None:
+    encoders = TokenizerPool(
         corpus.tokenizer / "tokenizer.json",
         end_of_text=0,
         dtype=np.dtype(np.uint16),
@@ -315,7 +313,7 @@ def test_what_goes_wrong_in_a_worker_or_while_reading_is_told(corpus: Corpus) ->
     tokens, broken = encoders.submit(lambda: (b"a\xff", np.array([1, 2]))).result(timeout=60)
     assert tokens.dtype == np.uint16
     assert tokens[-1] == 0
-    tokenizer = bpe.load(corpus.tokenizer)
+    tokenizer = bpe.read_tokenizer(corpus.tokenizer)
     assert tokenizer.decode(broken.tolist()) == "\ufffd"  # what is no UTF-8
     encoders.close()
     encoders.close()

@@ -1,7 +1,4 @@
-"""What a run on a dataset is refused for, before it starts, and in bounded time where the hub does not answer.
-
-pytest tests/data/test_dataset_mistakes.py
-"""
+"""Refusals of a run on a dataset before it starts, in bounded time if the hub does not answer."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import pytest
 from tests.data.dataset_files import Corpus, config_of, make_corpus
 from toolkit.config.schema import BatchRampConfig, RunConfig
 from toolkit.data import hub
-from toolkit.data.open import ready_for
+from toolkit.data.registry import prepare_data
 from toolkit.errors import ConfigError, InputError
 from toolkit.progress import Progress
 
@@ -30,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 
 def refusal(config: RunConfig, vocab_size: int | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        ready_for(config, vocab_size, Progress.silent())
+        prepare_data(config, vocab_size, Progress.silent())
     left = [path.name for path in Path(config.data.path).glob(".*.partial")]
     assert not left
     (problem,) = caught.value.problems
@@ -39,41 +36,71 @@ def refusal(config: RunConfig, vocab_size: int | None = None) -> str:
 
 @pytest.fixture
 def offline() -> Iterator[pytest.MonkeyPatch]:
-    """As HF_HUB_OFFLINE=1 sets it."""
+    """Set what HF_HUB_OFFLINE=1 sets."""
     import datasets
     from huggingface_hub import constants
 
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         patch.delenv("HF_HUB_OFFLINE", raising=False)
         yield patch
-    hub.online.cache_clear()
+    hub.is_online.cache_clear()
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no path": ({"path": None}, ("data.dataset.path=None", "write data.dataset.path=")),
-    "absent file": ({"path": "absent/corpus.jsonl"}, ("data.dataset.path=absent/corpus.jsonl", "absent/corpus.jsonl is absent")),
-    "absent pattern": ({"path": "absent-*.jsonl"}, ("data.dataset.path=absent-*.jsonl", "no file matches it")),
-    "another ending": ({"path": "FOLDER/second/tokenizer/tokenizer.json.bak"}, ("tokenizer.json.bak", ".jsonl")),
+    "absent file": (
+        {"path": "absent/corpus.jsonl"},
+        ("data.dataset.path=absent/corpus.jsonl", "absent/corpus.jsonl is absent"),
+    ),
+    "absent pattern": (
+        {"path": "absent-*.jsonl"},
+        ("data.dataset.path=absent-*.jsonl", "no file matches it"),
+    ),
+    "another ending": (
+        {"path": "FOLDER/second/tokenizer/tokenizer.json.bak"},
+        ("tokenizer.json.bak", ".jsonl"),
+    ),
     "empty folder": ({"path": "FOLDER/empty"}, ("data.dataset.path=", "empty")),
-    "split": ({"split": "dev"}, ("data.dataset.split=dev", "there are: train")),
-    "part of a split": ({"split": "train[:10%]"}, ("data.dataset.split=train[:10%]", "name a whole split; there are: train")),
+    "split": ({"split": "dev"}, ("data.dataset.split=dev", "available: train")),
+    "part of a split": (
+        {"split": "train[:10%]"},
+        ("data.dataset.split=train[:10%]", "name a whole split; available: train"),
+    ),
     "configuration": ({"path": "FOLDER/splits", "name": "en"}, ("data.dataset.name=en", "not found")),
     "revision": ({"revision": "main"}, ("data.dataset.revision=main", "leave out data.dataset.revision")),
-    "column": ({"text": ["text", "body"]}, ("body (absent)", "write data.dataset.text=[title]; of text are: title, text")),
-    "no text": ({"text": ["number"]}, ("number (int64)", "holds text")),
+    "column": (
+        {"text": ["text", "body"]},
+        ("body (absent)", "write data.dataset.text=[title]; columns of text: title, text"),
+    ),
+    "no text": ({"text": ["number"]}, ("number (int64)", "with text")),
     "no column": ({"text": []}, ("no column", "write data.dataset.text=[title]")),
     "broken rows": ({"path": "FOLDER/broken.jsonl"}, ("broken.jsonl", "can be opened")),
     "no rows": ({"path": "FOLDER/none"}, ("0 rows", "name another split")),
-    "no tokenizer": ({"tokenizer": None}, ("data.dataset.tokenizer is null", "write data.dataset.tokenizer=")),
-    "absent tokenizer": ({"tokenizer": "absent/tokenizer.json"}, ("data.dataset.tokenizer=absent/tokenizer.json", "is absent")),
-    "tokenizer of another kind": ({"tokenizer": "FOLDER/corpus.jsonl"}, ("data.dataset.tokenizer=", "package tokenizers")),
-    "end of text": ({"tokenizer": "FOLDER/first/tokenizer/tokenizer.json"}, ("names no token", "end_of_text=TOKEN", "<|endoftext|>")),
+    "no tokenizer": (
+        {"tokenizer": None},
+        ("data.dataset.tokenizer is null", "write data.dataset.tokenizer="),
+    ),
+    "absent tokenizer": (
+        {"tokenizer": "absent/tokenizer.json"},
+        ("data.dataset.tokenizer=absent/tokenizer.json", "is absent"),
+    ),
+    "tokenizer of another kind": (
+        {"tokenizer": "FOLDER/corpus.jsonl"},
+        ("data.dataset.tokenizer=", "package tokenizers"),
+    ),
+    "end of text": (
+        {"tokenizer": "FOLDER/first/tokenizer/tokenizer.json"},
+        ("names no token", "end_of_text=TOKEN", "<|endoftext|>"),
+    ),
     "another end of text": ({"end_of_text": "</s>"}, ("data.dataset.end_of_text=</s>", "<|endoftext|>")),
-    "streaming what is here": ({"path": "FOLDER/saved", "streaming": True}, ("save_to_disk", "leave out data.dataset.streaming")),
-}  # fmt: skip
+    "streaming what is here": (
+        {"path": "FOLDER/saved", "streaming": True},
+        ("save_to_disk", "leave out data.dataset.streaming"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -90,36 +117,36 @@ def test_mistakes(corpus: Corpus, name: str) -> None:
         key: value.replace("FOLDER", str(corpus.folder)) if isinstance(value, str) else value
         for key, value in changes.items()
     }
-    told = refusal(config_of(corpus, **there))
+    message = refusal(config_of(corpus, **there))
     for word in words:
-        assert word in told
+        assert word in message
 
 
 def test_an_end_of_text_may_be_named(corpus: Corpus) -> None:
-    """A bare tokenizer.json does not say which it is."""
+    """A tokenizer.json alone does not name its end-of-text token."""
     from transformers import AutoTokenizer
 
     file = str(corpus.tokenizer / "tokenizer.json")
-    folder = ready_for(
+    folder = prepare_data(
         config_of(corpus, tokenizer=file, end_of_text="<|endoftext|>"), None, Progress.silent()
     )
     assert AutoTokenizer.from_pretrained(f"{folder}/tokenizer").eos_token == "<|endoftext|>"
 
 
 def test_the_tokenizer_of_a_data_folder_may_be_named(corpus: Corpus) -> None:
-    first = ready_for(config_of(corpus), None, Progress.silent())
-    assert ready_for(config_of(corpus, tokenizer=first), None, Progress.silent()) == first
+    first = prepare_data(config_of(corpus), None, Progress.silent())
+    assert prepare_data(config_of(corpus, tokenizer=first), None, Progress.silent()) == first
 
 
-def test_what_the_run_asks_of_its_data(corpus: Corpus) -> None:
-    told = refusal(config_of(corpus), vocab_size=200)
-    assert "model.vocab_size=200" in told or "the tokenizer of" in told
-    assert "has 300 tokens" in told
+def test_unmet_requirements_of_a_run_are_refused(corpus: Corpus) -> None:
+    message = refusal(config_of(corpus), vocab_size=200)
+    assert "model.vocab_size=200" in message or "the tokenizer of" in message
+    assert "has 300 tokens" in message
     config = config_of(corpus)
     config.eval.every = 1
-    told = refusal(config)
-    assert "eval.sets=validation" in told
-    assert "there are: train; or hold documents out of training: data.dataset.validation=0.005" in told
+    message = refusal(config)
+    assert "eval.sets=validation" in message
+    assert "available: train; or hold documents out of training: data.dataset.validation=0.005" in message
     config.eval.sets = ["test"]
     assert "eval.sets=test" in refusal(config)
     config = config_of(corpus, streaming=True)
@@ -127,7 +154,7 @@ def test_what_the_run_asks_of_its_data(corpus: Corpus) -> None:
     assert "leave out data.dataset.streaming or train.batch_ramp" in refusal(config)
     config = config_of(corpus)
     config.data.path = str(corpus.folder / "corpus.jsonl")
-    assert "can be kept there" in refusal(config)
+    assert "can be written there" in refusal(config)
 
 
 @pytest.mark.parametrize(("key", "value"), [("workers", 0), ("validation", 0.7)])
@@ -139,17 +166,17 @@ def test_values(corpus: Corpus, key: str, value: float) -> None:
 @pytest.mark.parametrize("key", ["path", "tokenizer"])
 def test_a_hub_id_on_an_offline_machine(corpus: Corpus, offline: pytest.MonkeyPatch, key: str) -> None:
     began = time.monotonic()
-    told = refusal(config_of(corpus, **{key: "somebody/something"}))
-    assert f"data.dataset.{key}=somebody/something" in told
-    assert "HF_HUB_OFFLINE" in told
+    message = refusal(config_of(corpus, **{key: "somebody/something"}))
+    assert f"data.dataset.{key}=somebody/something" in message
+    assert "HF_HUB_OFFLINE" in message
     assert time.monotonic() - began < 30  # a second on a free machine
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_hub_that_does_not_answer_is_asked_once_and_not_for_long(
+def test_unreachable_hub_is_probed_once_with_a_time_limit(
     corpus: Corpus, offline: pytest.MonkeyPatch, answers: bool, free_port: Callable[[], socket.socket]
 ) -> None:
-    """One port is closed; behind the other nobody says a word."""
+    """One port is closed; the other accepts connections and never answers."""
     from huggingface_hub import constants
 
     silent = free_port()
@@ -160,15 +187,15 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_not_for_long(
     offline.setattr(hub, "CONNECT_SECONDS", 0.2)
     offline.setattr(hub, "WAIT_SECONDS", 0.5)
     began = time.monotonic()
-    told = refusal(config_of(corpus, path="somebody/something"))
-    assert "does not answer" in told
+    message = refusal(config_of(corpus, path="somebody/something"))
+    assert "does not answer" in message
     assert constants.HF_HUB_OFFLINE
     assert time.monotonic() - began < 30
 
 
 @pytest.fixture
 def free_port() -> Iterator[Callable[[], socket.socket]]:
-    """A bound port that does not listen yet."""
+    """Bind a port without listening."""
     opened: list[socket.socket] = []
 
     def bound() -> socket.socket:
@@ -184,7 +211,7 @@ def free_port() -> Iterator[Callable[[], socket.socket]]:
 def test_a_dataset_of_the_hub_that_was_fetched_before(
     corpus: Corpus, offline: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The cache is as `datasets` leaves it; no network."""
+    """The cache is in the state in which `datasets` leaves it; there is no network."""
     import datasets
 
     cache = tmp_path / "hub"
@@ -201,7 +228,7 @@ def test_a_dataset_of_the_hub_that_was_fetched_before(
     info |= {"builder_name": "json", "dataset_name": "something", "config_name": "default"}
     info["splits"]["train"]["dataset_name"] = "something"
     (target / "dataset_info.json").write_text(json.dumps(info))
-    folder = ready_for(config_of(corpus, path="somebody/something"), None, Progress.silent())
+    folder = prepare_data(config_of(corpus, path="somebody/something"), None, Progress.silent())
     source = json.loads((Path(folder) / "source.json").read_text())
     assert source["revision"] == commit
     assert source["files"] == [str(target / "something-train.arrow")]

@@ -1,7 +1,4 @@
-"""Evaluation: always the same windows, shared by the ranks, short splits filled up; the unigram model on exactly their tokens.
-
-pytest tests/data/test_evaluation.py
-"""
+"""Evaluation: reproducible windows shared by ranks, padded short splits, and the unigram baseline."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from hypothesis import strategies as st
 from tests.data.made import Counting, batch_plan, make_folder
 from toolkit.data import evaluation
 from toolkit.data.evaluation import (
-    IGNORED,
+    IGNORE_INDEX,
+    count_tokens,
     eval_batches,
-    evaluation_targets,
+    eval_targets,
     inputs_and_labels,
-    token_counts,
     unigram_loss,
 )
 from toolkit.data.tokens.token_array import open_split
@@ -33,7 +30,7 @@ LAYOUTS = st.sampled_from([(1, 1), (2, 2), (1, 4), (4, 1)])  # micro-batch, rank
 def test_ranks_share_the_first_windows(
     tokens: int, length: int, batches: int, layout: tuple[int, int]
 ) -> None:
-    """Whatever the split's length: equally many micro-batches on each rank, every label once, none invented."""
+    """For any length of the split, ranks have equally many micro-batches and every label occurs once."""
     micro, ranks = layout
     source, plan = Counting(tokens), batch_plan(micro, 8, ranks)
     of_ranks = [list(eval_batches(source, length, batches, plan, rank)) for rank in range(ranks)]
@@ -46,15 +43,15 @@ def test_ranks_share_the_first_windows(
             assert micro_batch.shape == (micro, length + 1)
             inputs, targets = inputs_and_labels(micro_batch)
             assert (inputs >= 0).all()
-            seen = targets != IGNORED
+            seen = targets != IGNORE_INDEX
             assert np.array_equal(inputs[seen] + 1, targets[seen])
             labels.append(targets[seen])
     expected = np.arange(1, max(1, min(tokens, batches * 8 * length + 1)))
     assert np.array_equal(np.concatenate(labels), expected)
-    assert np.array_equal(evaluation_targets(source, length, batches, 8), expected)
+    assert np.array_equal(eval_targets(source, length, batches, 8), expected)
 
 
-def test_evaluation_repeats_itself() -> None:
+def test_evaluation_batches_are_reproducible() -> None:
     first, second = (
         np.stack([np.stack(batch) for batch in eval_batches(Counting(500), 7, 4, batch_plan(2, 8, 2), 1)])
         for _ in range(2)
@@ -70,7 +67,7 @@ def test_unigram_loss_by_hand(tmp_path: Path) -> None:
         vocab_size=10,
     )
     train, validation = (open_split(tmp_path / "data", name) for name in ("train", "validation"))
-    targets = evaluation_targets(validation, 3, 1, 1)
+    targets = eval_targets(validation, 3, 1, 1)
     assert targets.tolist() == [5, 6, 7]  # what the windows predict: all but the first token
     by_hand = -(math.log(4 / 14) + math.log(2 / 14) + math.log(1 / 14)) / 3
     assert unigram_loss(train, targets) == pytest.approx(by_hand)
@@ -83,6 +80,6 @@ def test_unigram_loss_of_random_tokens_is_their_entropy(
     make_folder(tmp_path / "data", {"train": [random.integers(0, 64, 200_000)]}, vocab_size=64)
     train = open_split(tmp_path / "data", "train")
     assert unigram_loss(train, random.integers(0, 64, 50_000)) == pytest.approx(math.log(64), abs=2e-3)
-    assert token_counts(train).sum() == 200_000
+    assert count_tokens(train).sum() == 200_000
     monkeypatch.setattr(evaluation, "COUNTED_TOKENS", 1234)
-    assert token_counts(train).sum() == 1234
+    assert count_tokens(train).sum() == 1234

@@ -1,7 +1,4 @@
-"""The first read: what a machine says of a run's data before the run is started.
-
-pytest tests/data/test_first_read.py
-"""
+"""The check whether a machine can read a run's data."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ import pytest
 from tests.data.made import batch_plan, documents, make_folder
 from tests.data.served import BUCKET, served, set_environment
 from toolkit.config.compose import compose
-from toolkit.data.first_read import FirstRead, first_read
+from toolkit.data.registry import DataReadCheck, check_data_read
 
 VOCABULARY = 300
 BATCH = batch_plan(2, 4, 1)
 
 
-def read(path: str, name: str = "prepared") -> FirstRead:
+def read(path: str, name: str = "prepared") -> DataReadCheck:
     config = compose([f"data={name}", f"data.path={path}", f"model.vocab_size={VOCABULARY}"])
-    return first_read(config, VOCABULARY, BATCH)
+    return check_data_read(config, VOCABULARY, BATCH)
 
 
 @pytest.fixture
@@ -31,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_can_be_read_is_read(
+def test_readable_data_is_read(
     folder: Path, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(folder) as store:
@@ -44,19 +41,19 @@ def test_what_can_be_read_is_read(
 
 
 @pytest.mark.parametrize(
-    ("forbidden", "bucket", "said"),
+    ("forbidden", "bucket", "message"),
     [(True, BUCKET, "refused with status 403"), (False, "corpse", "no such bucket")],
 )
-def test_a_store_that_refuses_is_told_in_its_own_words(
-    folder: Path, forbidden: bool, bucket: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_refusal_of_a_store_is_reported(
+    folder: Path, forbidden: bool, bucket: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One problem, with the store's remedy: that its answer is no manifest is no news."""
+    """A single problem with the store's remedy is reported."""
     with served(folder, forbidden=forbidden) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
         found = read(f"s3://{bucket}")
     assert found.read_seconds is None
     (problem,) = found.problems
-    assert said in problem.seen
+    assert message in problem.seen
     assert "\n" not in problem.seen
     assert "JSON" not in problem.rule
     assert "prepare" not in problem.remedy
@@ -66,13 +63,13 @@ def test_a_folder_that_is_absent_or_not_made_yet(tmp_path: Path) -> None:
     absent = read(str(tmp_path / "nothing"))
     assert "manifest.json" in absent.problems[0].rule
     later = read(str(tmp_path / "nothing"), "stdlib")
-    assert (later.problems, later.note) == ((), f"{tmp_path / 'nothing'} is made when the first run starts")
+    assert (later.problems, later.note) == ((), f"the first run makes {tmp_path / 'nothing'} when it starts")
     assert not (tmp_path / "nothing").exists()
 
 
 def test_without_a_plan_no_samples_are_read(folder: Path) -> None:
     config = compose(["data=prepared", f"data.path={folder}", f"model.vocab_size={VOCABULARY}"])
-    found = first_read(config, VOCABULARY, None)
+    found = check_data_read(config, VOCABULARY, None)
     assert (found.problems, found.read_seconds, found.note) == (
         (),
         None,

@@ -1,6 +1,5 @@
-"""Megatron's files and the manifest: written whole, read back, and every damage refused by name.
+"""Megatron's files and the manifest: round trips, and named refusal of every damage.
 
-pytest tests/data/test_index.py
 pytest -m full tests/data/test_index.py      # also against megatron-core itself
 """
 
@@ -19,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import documents, make_folder
-from toolkit.data.manifest import describe, read_manifest, write_content, write_manifest
-from toolkit.data.tokens.index import HEADER, IndexFile, index_bytes, token_dtype
-from toolkit.data.tokens.token_array import MappedTokens, open_split, verify
+from toolkit.data.manifest import describe_manifest, read_manifest, write_content, write_manifest
+from toolkit.data.tokens.index import HEADER, IndexFile, encode_index, token_dtype
+from toolkit.data.tokens.token_array import MappedTokens, open_split, verify_tokens
 from toolkit.data.tokens.writer import SplitWriter
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -35,7 +34,7 @@ def test_dtype_is_megatrons(vocab_size: int, name: str) -> None:
 
 
 def test_index_layout_byte_by_byte(tmp_path: Path) -> None:
-    content = index_bytes(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32))
+    content = encode_index(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32))
     expected = (
         b"MMIDIDX\x00\x00"
         + struct.pack("<QBQQ", 1, 8, 3, 4)
@@ -55,7 +54,7 @@ def test_index_layout_byte_by_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [300, 70_000])
-def test_tokens_come_back(tmp_path: Path, vocab_size: int) -> None:
+def test_tokens_round_trip(tmp_path: Path, vocab_size: int) -> None:
     texts = documents(40, vocab_size)
     manifest = make_folder(tmp_path / "data", {"train": texts}, vocab_size)
     row = np.concatenate(texts)
@@ -71,7 +70,7 @@ def test_tokens_come_back(tmp_path: Path, vocab_size: int) -> None:
     assert np.array_equal(out, np.stack([row[start : start + 20] for start in starts]))
     index = IndexFile(manifest.folder / "train-00000.idx")
     assert index.lengths.tolist() == [len(text) for text in texts]
-    assert verify(tmp_path / "data", Progress.silent()) == manifest
+    assert verify_tokens(tmp_path / "data", Progress.silent()) == manifest
     assert not list(tmp_path.rglob("*.partial*"))
 
 
@@ -80,7 +79,7 @@ def test_tokens_come_back(tmp_path: Path, vocab_size: int) -> None:
 def test_windows_over_shards(
     tmp_path_factory: pytest.TempPathFactory, seed: int, shard_bytes: int, length: int
 ) -> None:
-    """However the tokens are cut into files (a document is not cut), every window is that of the one long row."""
+    """Windows equal those of the one long row, however the tokens are split into files."""
     texts = documents(12, 300, seed)
     row = np.concatenate(texts)
     folder = tmp_path_factory.mktemp("shards") / "data"
@@ -95,7 +94,7 @@ def test_windows_over_shards(
     assert np.array_equal(out, np.lib.stride_tricks.sliding_window_view(row, length)[starts])
 
 
-def test_reading_past_the_end_is_our_own_mistake(tmp_path: Path) -> None:
+def test_reading_past_the_end_asserts(tmp_path: Path) -> None:
     make_folder(tmp_path / "data", {"train": [np.arange(10)]})
     source = open_split(tmp_path / "data", "train")
     for start in (-1, 6):
@@ -128,7 +127,7 @@ def test_manifest_round_trip_above_its_files(tmp_path: Path) -> None:
     write_manifest(manifest, tmp_path / "data")
     assert read_manifest(tmp_path / "data") == manifest
     assert open_split(tmp_path / "data", "validation").tokens == manifest.split("validation").tokens
-    text = "\n".join(describe(manifest))
+    text = "\n".join(describe_manifest(manifest))
     assert "5 documents" in text
     assert manifest.tokenizer.hash in text
 
@@ -171,18 +170,24 @@ DAMAGE = {
     "truncated index": (cut("train-00000.idx"), "train-00000.idx"),
     "missing tokens": (lambda folder: (folder / "train-00000.bin").unlink(), "train-00000.bin"),
     "missing index": (lambda folder: (folder / "train-00000.idx").unlink(), "train-00000.idx"),
-    "another tokenizer": (lambda folder: (folder / "tokenizer/tokenizer.json").write_text("{ }") and None, "tokenizer.json"),
+    "another tokenizer": (
+        lambda folder: (folder / "tokenizer/tokenizer.json").write_text("{ }") and None,
+        "tokenizer.json",
+    ),
     "no tokenizer": (lambda folder: (folder / "tokenizer/tokenizer.json").unlink(), "tokenizer.json"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
     "no JSON": (cut("manifest.json"), "manifest.json"),
     "newer format": (set_manifest(format_version=4), "format_version=4"),
     "a list": (lambda folder: (folder / "manifest.json").write_text("[]") and None, "manifest.json"),
-    "changed by hand": (lambda folder: replace_text(folder / "manifest.json", '"documents": 50', '"documents": 49'), "manifest_xxh3_128"),
+    "changed by hand": (
+        lambda folder: replace_text(folder / "manifest.json", '"documents": 50', '"documents": 49'),
+        "manifest_xxh3_128",
+    ),
     "missing field": (set_manifest(origin=None), "origin"),
     "unknown dtype": (set_manifest(dtype="float7"), "float7"),
     "other dtype": (set_manifest(dtype="int32"), "int32"),
     "missing split": (set_manifest(splits={}), "split train"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("hashed", [True, False])
@@ -190,7 +195,7 @@ DAMAGE = {
 def test_damage_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, hashed: bool
 ) -> None:
-    """Also where a split is too large to hash at opening: then flipped bytes are left to ``verify``, the rest is not."""
+    """Also for a split too large to hash at opening, where flipped bytes are found by ``verify``."""
     folder = tmp_path / "data"
     make_folder(folder, {"train": documents(50, 300)})
     do, named = DAMAGE[damage]
@@ -204,7 +209,7 @@ def test_damage_is_refused_by_name(
     )
     for check in [
         *checks,
-        *([lambda: verify(folder, Progress.silent())] if damage != "missing split" else []),
+        *([lambda: verify_tokens(folder, Progress.silent())] if damage != "missing split" else []),
     ]:
         with pytest.raises(InputError) as caught:
             check()
@@ -212,7 +217,7 @@ def test_damage_is_refused_by_name(
 
 
 def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
-    content = bytearray(index_bytes(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32)))
+    content = bytearray(encode_index(np.dtype("<u2"), np.array([3, 1, 2], dtype=np.int32)))
     struct.pack_into("<q", content, HEADER.size + 3 * 4 + 8, 8)
     (tmp_path / "a.idx").write_bytes(content)
     with pytest.raises(InputError, match="sequence 1 starts elsewhere"):
@@ -220,7 +225,7 @@ def test_an_index_with_gaps_is_refused(tmp_path: Path) -> None:
 
 
 def test_opening_maps_and_does_not_read(tmp_path: Path) -> None:
-    """Ranks share the page cache: a split is mapped, not loaded."""
+    """A split is mapped and not loaded, so that ranks share the page cache."""
     manifest = make_folder(tmp_path / "data", {"train": documents(5, 300)})
     source = MappedTokens(manifest, "train")
     (view,) = source.windows(np.array([1]), 3)
@@ -247,8 +252,8 @@ print(read.index.dtype.__name__, read.document_indices.tolist(), [text.tolist() 
 
 @pytest.mark.full
 @pytest.mark.parametrize("vocab_size", [300, 70_000])
-def test_megatron_opens_ours_and_writes_the_same(tmp_path: Path, vocab_size: int) -> None:
-    """Both ways through megatron-core's own reader and builder, in a process of its own: the import is heavy."""
+def test_megatron_reads_and_writes_equal_files(tmp_path: Path, vocab_size: int) -> None:
+    """Use megatron-core's own reader and builder in another process, since the import is slow."""
     pytest.importorskip("megatron.core", reason="the extra `megatron` is not installed")
     texts = documents(30, vocab_size)
     manifest = make_folder(tmp_path / "data", {"train": texts}, vocab_size)

@@ -1,7 +1,4 @@
-"""``inspect=PATH`` tells what a data folder is, wherever it lies, and names the file that is not what it was.
-
-pytest tests/data/test_inspect.py
-"""
+"""``inspect=PATH`` describes a local or remote data folder and names damaged files."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from tests.data.made import make_folder
 from tests.data.served import served, set_environment
 from tests.data.texts import files_of, made_texts, prepared, small_tokenizer, texts_of, write_jsonl
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.manifest import DataManifest, Split
-from toolkit.data.prepare.inspect import document_lengths, inspect, shuffle_quality
+from toolkit.data.manifest import DataManifest, TokenSplit
+from toolkit.data.prepare.inspect import inspect, read_document_lengths, shuffle_quality
 from toolkit.data.remote.storage import open_folder
-from toolkit.data.tokens.index import index_bytes
+from toolkit.data.tokens.index import encode_index
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -47,14 +44,22 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_what_a_folder_is(made: DataManifest) -> None:
+def test_inspect_describes_a_folder(made: DataManifest) -> None:
     text = shown(made.folder, sequence_length=32, samples=2)
     train = made.split("train")
-    for told in (
-        "every file is what the manifest says", f"{train.documents:,} documents, {train.tokens:,} tokens", "CC0-1.0", "deduplicate=true",
-        "400 read, 400 kept", "books.jsonl: 400 documents", "in windows of 32:", "of documents are cut", "chi2/df", "tokenizers 0.",
-    ):  # fmt: skip
-        assert told in text, told
+    for message in (
+        "every file matches the manifest",
+        f"{train.documents:,} documents, {train.tokens:,} tokens",
+        "CC0-1.0",
+        "deduplicate=true",
+        "400 read, 400 kept",
+        "books.jsonl: 400 documents",
+        "in windows of 32:",
+        "of documents are cut",
+        "chi2/df",
+        "tokenizers 0.",
+    ):
+        assert message in text, message
     samples = [line for line in text.splitlines() if line.startswith("sample ")]
     texts = texts_of(made.folder, "train")
     assert len(samples) == 2
@@ -63,7 +68,7 @@ def test_what_a_folder_is(made: DataManifest) -> None:
 
 
 def test_the_command_shows_and_refuses(tmp_path: Path) -> None:
-    """A folder that something else made, too."""
+    """The command also describes a folder that other tools wrote."""
     folder = make_folder(tmp_path / "data", {"train": [np.arange(100)], "validation": [np.arange(3)]}).folder
     done = command(f"inspect={folder}", "samples=0")
     assert done.returncode == 0, done.stderr
@@ -131,9 +136,9 @@ def test_a_folder_in_a_store_is_the_same(
 
 
 def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> None:
-    """As Megatron's own tools may write them."""
+    """Megatron's own tools may write such files."""
     lengths = np.array([3, 1, 2, 5], dtype=np.int32)
-    content = bytearray(index_bytes(np.dtype("<u2"), lengths))
+    content = bytearray(encode_index(np.dtype("<u2"), lengths))
     kept = (
         content[: -5 * 8] + np.array([0, 2, 2, 4], dtype="<i8").tobytes()
     )  # three documents, the second empty
@@ -142,14 +147,14 @@ def test_documents_of_several_sequences(made: DataManifest, tmp_path: Path) -> N
     ).tobytes()  # length of the document index, after magic, version, dtype, sequences
     (tmp_path / "a-00000.idx").write_bytes(kept)
     shard = made.split("train").shards[0]
-    split = Split((type(shard)("a-00000", 3, 11, shard.bin, shard.idx),))
-    assert document_lengths(open_folder(tmp_path), split).tolist() == [4, 0, 7]
+    split = TokenSplit((type(shard)("a-00000", 3, 11, shard.bin, shard.idx),))
+    assert read_document_lengths(open_folder(tmp_path), split).tolist() == [4, 0, 7]
 
 
 @given(seed=st.integers(0, 10**6), kinds=st.integers(2, 6))
 @settings(max_examples=25, deadline=None)
-def test_shuffle_quality_tells_shuffled_from_sorted(seed: int, kinds: int) -> None:
-    """Documents of several kinds, each four times as long as the one before on average; in order by kind, and shuffled."""
+def test_shuffle_quality_separates_shuffled_from_sorted(seed: int, kinds: int) -> None:
+    """Documents of several kinds, each four times as long on average as the one before, sorted by kind."""
     random = np.random.default_rng(seed)
     lengths = np.concatenate([random.geometric(0.1 / 4**kind, 400) for kind in range(kinds)]).astype(np.int32)
     by_kind, shuffled = shuffle_quality(lengths), shuffle_quality(random.permutation(lengths))

@@ -1,8 +1,5 @@
-"""Documents of unknown length in lanes: the same global batches for any ranks and any stops, every document once an epoch.
-
-    pytest tests/data/test_lanes.py
-
-Documents and tokenizer are made up; the real ones are in test_dataset.py.
+"""Lanes of documents of unknown length: the same global batches for any ranks and resumes. All data are
+synthetic.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.data.dataset import stream as stream_module
-from toolkit.data.dataset.encode import Encoded, Texts
-from toolkit.data.dataset.lanes import Lane, demand, fork_places, lanes_of
+from toolkit.data.dataset.lanes import Lane, fork_positions, plan_requests, rank_lanes
 from toolkit.data.dataset.stream import DatasetStream, merge_states
-from toolkit.data.order.permutation import Order
+from toolkit.data.dataset.tokenizer_pool import Encoded, Texts
+from toolkit.data.order.permutation import SampleOrder
 from toolkit.errors import CheckpointError, InputError
 from toolkit.plan.types import BatchPlan, RampStage
 
@@ -33,7 +30,7 @@ State = dict[str, Any]
 
 @pytest.fixture(autouse=True, scope="module")
 def little_ahead() -> Iterator[None]:
-    """Also so that documents are asked for in many requests."""
+    """Patch request sizes so that documents are requested in many requests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_module, "AHEAD_TOKENS", 500)
         patch.setattr(stream_module, "REQUEST_TOKENS", 60)
@@ -42,7 +39,7 @@ def little_ahead() -> Iterator[None]:
 
 
 def length_of(document: int, longest: int) -> int:
-    """From 0 (held out) to ``longest``, and now and then ten times that."""
+    """Return lengths from 0 (held out) to ``longest``, and occasionally ten times that."""
     number = document * 2654435761 % 1009
     return number % (longest + 1) if number % 7 else 10 * longest
 
@@ -56,13 +53,13 @@ class Numbered:
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.count: int | None = count
-        self.order = Order(count, block_samples=4, seed=seed)
+        self.order = SampleOrder(count, block_samples=4, seed=seed)
 
-    def texts(self, numbers: Ints) -> Texts:
+    def read(self, numbers: Ints) -> Texts:
         texts = [str(document).encode() for document in self.order(numbers)[1].tolist()]
         return b"".join(texts), np.cumsum([len(text) for text in texts], dtype=np.int64)
 
-    def passed(self, least: int) -> None: ...
+    def release(self, first_needed: int) -> None: ...
 
     def state(self) -> State:
         return {}
@@ -71,7 +68,7 @@ class Numbered:
 
 
 class Counting:
-    """A tokenizer process without a process."""
+    """A replacement for the tokenizer processes."""
 
     def __init__(self, longest: int, count: int = 2) -> None:
         self.longest, self.count = longest, count
@@ -99,7 +96,7 @@ def flat(size: int) -> tuple[RampStage, ...]:
 
 
 class Run:
-    """All ranks of a layout in this process, from ``state`` on."""
+    """Open all ranks of a layout in this process, from ``state`` on."""
 
     def __init__(
         self,
@@ -147,7 +144,7 @@ class Run:
         return [self.next() for _ in range(count)]
 
     def state(self) -> State:
-        return merge_states([stream.part(self.step) for stream in self._streams], self._lanes)
+        return merge_states([stream.rank_state(self.step) for stream in self._streams], self._lanes)
 
     def parent(self) -> State:
         return {"fingerprint": self._streams[0].fingerprint(), "state": self.state()}
@@ -165,8 +162,8 @@ def same(a: list[Ints], b: list[Ints]) -> bool:
 
 
 def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) -> list[Ints]:
-    """What each lane must hold, worked out the plain way: its documents one after another."""
-    order = Order(documents, block_samples=4, seed=seed)
+    """Compute directly what each lane must contain: its documents one after another."""
+    order = SampleOrder(documents, block_samples=4, seed=seed)
     rows = []
     for lane in range(lanes):
         parts, have = [], 0
@@ -180,14 +177,17 @@ def rows_of(lanes: int, documents: int, longest: int, seed: int, tokens: int) ->
 
 
 @given(
-    lanes=st.integers(1, 12), documents=st.integers(1, 200), longest=st.integers(1, 30), length=st.integers(1, 40),
+    lanes=st.integers(1, 12),
+    documents=st.integers(1, 200),
+    longest=st.integers(1, 30),
+    length=st.integers(1, 40),
     seed=st.integers(0, 2**40),
-)  # fmt: skip
+)
 @settings(max_examples=25, deadline=None)
-def test_a_lane_is_its_documents_one_after_another(
+def test_lane_concatenates_its_documents(
     lanes: int, documents: int, longest: int, length: int, seed: int
 ) -> None:
-    """Window ``n`` of a lane begins at its token ``n * length``; nothing is left out, repeated or moved."""
+    """Window ``n`` of a lane begins at its token ``n * length``; no token is skipped, repeated or moved."""
     if not any(length_of(document, longest) for document in range(documents)):
         documents += 10  # some have text
     with Run(
@@ -199,20 +199,23 @@ def test_a_lane_is_its_documents_one_after_another(
     for step, batch in enumerate(taken):
         assert np.array_equal(batch, np.stack([row[step * length : (step + 1) * length + 1] for row in rows]))
     for lane in range(lanes):  # where the next window begins
-        order = Order(documents, block_samples=4, seed=seed)
+        order = SampleOrder(documents, block_samples=4, seed=seed)
         document = int(order(np.array([lane + places["documents"][lane] * lanes]))[1][0])
         assert tokens_of(document, longest)[places["offsets"][lane]] == rows[lane][6 * length]
 
 
 @given(
-    data=st.data(), size=st.sampled_from([1, 4, 6, 12, 24]), seed=st.integers(0, 2**40), length=st.integers(1, 20),
+    data=st.data(),
+    size=st.sampled_from([1, 4, 6, 12, 24]),
+    seed=st.integers(0, 2**40),
+    length=st.integers(1, 20),
     longest=st.integers(1, 40),
-)  # fmt: skip
+)
 @settings(max_examples=20, deadline=None)
-def test_ranks_and_stops_change_nothing(
+def test_lanes_do_not_depend_on_ranks_or_resumes(
     data: st.DataObject, size: int, seed: int, length: int, longest: int
 ) -> None:
-    """Any ranks and micro-batch that divide the batch, changed at each of three stops."""
+    """Any ranks and micro-batch that divide the batch, changed at each of three resumes."""
 
     def layout() -> BatchPlan:
         ranks = data.draw(st.sampled_from([ranks for ranks in range(1, size + 1) if size % ranks == 0]))
@@ -236,7 +239,7 @@ def test_ranks_and_stops_change_nothing(
 
 
 def test_many_ranks() -> None:
-    """1,024 lanes on 1 rank and on 256; the state is 10 bytes a lane."""
+    """1,024 lanes on 1 rank and on 256; the state takes 10 bytes per lane."""
     with Run(plan_of(1024, 1, flat(1024)), documents=5000) as run:
         whole, state = run.take(4), run.state()
     with Run(plan_of(2, 256, flat(1024)), documents=5000) as run:
@@ -246,13 +249,13 @@ def test_many_ranks() -> None:
 
 
 def test_lanes_counted_per_rank_are_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: lanes that belong to ranks and not to places of the batch."""
+    """Control: lanes assigned to ranks instead of batch indices."""
 
     def per_rank(batch: BatchPlan, data_rank: int) -> Ints:
         share = batch.global_batch // batch.data_parallel
         return data_rank * share + np.arange(share)
 
-    monkeypatch.setattr(stream_module, "lanes_of", per_rank)
+    monkeypatch.setattr(stream_module, "rank_lanes", per_rank)
     with Run(plan_of(2, 1, flat(8))) as one, Run(plan_of(2, 2, flat(8))) as two:
         assert not same(one.take(3), two.take(3))
 
@@ -263,7 +266,7 @@ def test_every_document_once_an_epoch(lanes: int) -> None:
     with Run(plan_of(1, lanes, flat(lanes)), documents=count, longest=longest, length=50) as run:
         taken = np.stack(run.take(60))  # [step, lane, token]
         state = run.state()
-    order = Order(count, block_samples=4, seed=0)
+    order = SampleOrder(count, block_samples=4, seed=0)
     seen: list[int] = []
     for lane in range(lanes):
         row = np.concatenate([taken[:, lane, :-1].ravel(), taken[-1, lane, -1:]])
@@ -294,14 +297,14 @@ def test_a_growing_batch() -> None:
     assert same(parts, whole)
 
 
-def test_what_is_asked_for() -> None:
+def test_plan_requests_fills_lanes_evenly() -> None:
     lanes = [Lane(0, 0), Lane(3, 2), Lane(0, 0)]
     lanes[2].add(np.zeros(30))
-    lanes[2].asked = 1
-    wanted = demand(lanes, 10.0, 20)
+    lanes[2].next_request = 1
+    wanted = plan_requests(lanes, 10.0, 20)
     assert wanted.lanes.tolist() == [0, 1, 0, 1, 1]  # the next one of each first
     assert wanted.numbers.tolist() == [0, 3, 1, 4, 5]
-    assert lanes_of(plan_of(2, 2, flat(8)), 1).tolist() == [2, 3, 6, 7]
+    assert rank_lanes(plan_of(2, 2, flat(8)), 1).tolist() == [2, 3, 6, 7]
 
 
 def test_documents_without_any_text_end_the_run() -> None:
@@ -312,22 +315,22 @@ def test_documents_without_any_text_end_the_run() -> None:
         run.next()
 
 
-def test_the_state_of_another_batch_is_refused() -> None:
+def test_state_of_another_global_batch_is_refused() -> None:
     with Run(plan_of(2, 1, flat(4))) as run:
         run.next()
         state = run.state()
-    with pytest.raises(CheckpointError, match="the places of 4 lanes, here are 8"):
+    with pytest.raises(CheckpointError, match="the checkpoint has 4 lanes, this run has 8"):
         Run(plan_of(2, 1, flat(8)), step=1, state=state)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 12))
 @settings(max_examples=100, deadline=None)
-def test_a_fork_with_other_lanes_leaves_no_document_out(read: list[int], lanes: int) -> None:
-    """``read``: how many documents each former lane has finished; each is in the middle of the next one."""
+def test_fork_with_other_lanes_skips_no_document(read: list[int], lanes: int) -> None:
+    """``read``: documents that each old lane has finished; each is in the middle of the next one."""
     former = len(read)
     unread = {number for number in range(former * 12) if number // former >= read[number % former]}
     begun = {document * former + lane: 7 for lane, document in enumerate(read)}
-    places = fork_places(read, [7] * former, lanes)
+    places = fork_positions(read, [7] * former, lanes)
     taken = {number for number in range(former * 12) if number // lanes >= places[number % lanes, 0]}
     assert taken >= unread
     for lane, (document, offset) in enumerate(places.tolist()):
@@ -339,8 +342,11 @@ def test_a_fork_with_other_lanes_leaves_no_document_out(read: list[int], lanes: 
         )
 
 
-def test_a_fork_reads_on_where_its_parent_stopped() -> None:
-    """With the same global batch it has the parent's next samples. Controls: other documents, and a state that is not handed over."""
+def test_fork_continues_where_its_parent_stopped() -> None:
+    """With the same global batch it has the parent's next samples.
+
+    Controls: other documents, and a state that is not handed over.
+    """
     with Run(plan_of(4, 1, flat(4))) as parent:
         begun = parent.take(3)
         left = parent.parent()

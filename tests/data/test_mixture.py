@@ -1,7 +1,4 @@
-"""Several sources as one: exact shares, every sample once an epoch, the same for any layout, resumable anywhere.
-
-pytest tests/data/test_mixture.py
-"""
+"""Mixtures: exact shares, every sample once per epoch, independent of layout, resumable anywhere."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan
 from toolkit.data.order import stream as stream_module
-from toolkit.data.order.mixture import BLOCK, VERSION, Mixture, Phase, digest
-from toolkit.data.order.permutation import Order
+from toolkit.data.order.mixture import BLOCK, MIXTURE_VERSION, Mixture, MixturePhase, mixture_digest
+from toolkit.data.order.permutation import SampleOrder
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream, rank_positions, source_seed
 from toolkit.errors import CheckpointError
@@ -29,15 +26,17 @@ Ints = npt.NDArray[np.int64]
 LENGTH = 7
 
 
-def phases(*table: tuple[int, Sequence[float]]) -> list[Phase]:
-    return [Phase(first, tuple(Fraction(str(weight)) for weight in weights)) for first, weights in table]
+def phases(*table: tuple[int, Sequence[float]]) -> list[MixturePhase]:
+    return [
+        MixturePhase(first, tuple(Fraction(str(weight)) for weight in weights)) for first, weights in table
+    ]
 
 
 HALF_AND_MORE = phases((0, (5, 3, 0)), (60, (1, 1, 1)), (100, (0, 0.25, 0.75)))
 
 
 class Named(Counting):
-    """Its tokens say which source they are of."""
+    """A source whose tokens identify the source."""
 
     def __init__(self, tokens: int, number: int) -> None:
         super().__init__(tokens)
@@ -51,7 +50,7 @@ class Named(Counting):
 
 def mixed(
     sizes: Sequence[int] = (200, 90, 50),
-    table: Sequence[Phase] = HALF_AND_MORE,
+    table: Sequence[MixturePhase] = HALF_AND_MORE,
     seed: int = 3,
     batch: BatchPlan | None = None,
     rank: int = 0,
@@ -67,7 +66,7 @@ def mixed(
 
 
 @st.composite
-def tables(draw: st.DrawFn, longest: int = 3 * BLOCK) -> list[Phase]:
+def tables(draw: st.DrawFn, longest: int = 3 * BLOCK) -> list[MixturePhase]:
     sources = draw(st.integers(1, 5))
     weight = st.sampled_from([0, 0, 1, 2, 0.1, 0.7, 1 / 3, 1e-3, 100])
     weights = st.lists(weight, min_size=sources, max_size=sources).filter(lambda some: sum(some) > 0)
@@ -80,7 +79,7 @@ SEEDS = st.integers(0, 2**40)
 
 
 def test_worked_example() -> None:
-    """Every source's places come without a gap, and the shares of whole blocks are exact."""
+    """Each source's indices have no gap, and the shares of whole blocks are exact."""
     mixture = Mixture(phases((0, (3, 1))), 0)
     for blocks in (1, 2, 7):
         assert mixture.counts(blocks * BLOCK) == [3 * blocks * BLOCK // 4, blocks * BLOCK // 4]
@@ -92,8 +91,8 @@ def test_worked_example() -> None:
 
 @given(table=tables(), seed=SEEDS, more=st.integers(1, 2 * BLOCK), data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_each_phase_goes_on_where_the_last_one_left_every_source(
-    table: list[Phase], seed: int, more: int, data: st.DataObject
+def test_phases_continue_each_source(
+    table: list[MixturePhase], seed: int, more: int, data: st.DataObject
 ) -> None:
     mixture = Mixture(table, seed)
     end = table[-1].first_sample + more
@@ -129,8 +128,10 @@ def test_each_phase_goes_on_where_the_last_one_left_every_source(
     position=st.integers(0, 10**15),
 )
 @settings(max_examples=30, deadline=None)
-def test_anywhere_places_follow_the_shares(weights: list[float], seed: int, position: int) -> None:
-    """At a position no run reaches step by step: counts are the exact shares but for one block, and places are near them."""
+def test_source_counts_follow_weights_at_any_position(weights: list[float], seed: int, position: int) -> None:
+    """At a position no run reaches step by step: counts are the exact shares but for one block, and places
+    are near them.
+    """
     table = phases((0, weights))
     mixture = Mixture(table, seed)
     shares = [weight / sum(table[0].weights) for weight in table[0].weights]
@@ -146,8 +147,9 @@ def test_anywhere_places_follow_the_shares(weights: list[float], seed: int, posi
 
 
 def test_batches_have_nearly_their_shares() -> None:
-    """The variance of a source's count in a batch of 256 is below that of independent draws. The control, sources one after another
-    in each block, is far above."""
+    """The variance of a source's count in a batch of 256 is below that of independent draws. The control,
+    sources one after another in each block, is far above.
+    """
     mixture = Mixture(phases((0, (0.7, 0.2, 0.1))), 11)
     sources, _ = mixture(np.arange(64 * BLOCK))
 
@@ -160,14 +162,14 @@ def test_batches_have_nearly_their_shares() -> None:
     assert spread(np.sort(sources.reshape(-1, BLOCK), axis=1).ravel()) > 20
 
 
-def test_sorted_corpora_come_out_mixed() -> None:
+def test_sorted_sources_are_mixed() -> None:
     """chi2/df of the domains of both sources a batch; one source alone: tests/data/test_order.py."""
     samples = 1_048_576
     sources, places = Mixture(phases((0, (7, 3))), 2)(np.arange(samples // 2))
     windows = np.empty_like(places)
     for source in range(2):
         at = sources == source
-        windows[at] = Order(samples, block_samples=64, seed=source)(places[at])[1]
+        windows[at] = SampleOrder(samples, block_samples=64, seed=source)(places[at])[1]
     counts = np.stack(
         [
             np.bincount(batch, minlength=128)
@@ -179,7 +181,7 @@ def test_sorted_corpora_come_out_mixed() -> None:
 
 
 def test_a_rare_source_keeps_its_share() -> None:
-    """Rarer than once a block: blocks grow. (With blocks of 4,096 slots it could be asked for -1 samples.)"""
+    """A source rarer than once per block makes blocks longer. (4,096 slots could ask it for -1 samples.)"""
     mixture = Mixture(phases((0, (1, 0.0001, 0.0001))), 0)
     counts = [mixture.counts(10**9), mixture.counts(10**9 + 10**6)]
     for source in (1, 2):
@@ -196,7 +198,7 @@ LAYOUTS = [(12, 1), (1, 12), (3, 4), (2, 3), (1, 1), (6, 2)]
 
 
 def global_batches(streams: Sequence[Stream], first_step: int, steps: int) -> list[Ints]:
-    """What all ranks see, in the order of the global batch: micro-batch by micro-batch, rank by rank."""
+    """Return a global batch as all ranks see it: by micro-batch, then by rank."""
     ranks = [list(islice(stream.steps(first_step), steps)) for stream in streams]
     for stream in streams:
         stream.close()
@@ -214,10 +216,10 @@ def global_batches(streams: Sequence[Stream], first_step: int, steps: int) -> li
     stops=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 4)), min_size=1, max_size=4),
 )
 @settings(max_examples=15, deadline=None)
-def test_stopped_anywhere_and_gone_on_with_other_ranks(
+def test_resume_at_any_step_with_other_ranks(
     sizes: list[int], seed: int, stops: list[tuple[tuple[int, int], int]]
 ) -> None:
-    """The samples of a run that changes its ranks at every stop are those of one rank that never stopped."""
+    """A run that changes its ranks at every resume has the samples of one rank that never stopped."""
     with patch.object(
         stream_module, "ORDERED_AT_ONCE", 40
     ):  # borders of chunks come in, and little is read ahead
@@ -240,7 +242,7 @@ def divisors(size: int, most: int = 1024) -> list[int]:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
-    """A global batch; and a run of it: the layout and the number of steps of each of its starts."""
+    """Draw a global batch and a run: the layout and the number of steps of each start."""
     size = draw(st.sampled_from([1, 6, 60, 1000, 1024, 3072]))
     starts = []
     for _ in range(draw(st.integers(1, 4))):
@@ -253,11 +255,13 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[BatchPlan, int]]]:
 
 @given(history=histories(), first_step=st.integers(0, 10**6), table=tables(), seed=SEEDS)
 @settings(max_examples=40, deadline=None)
-def test_up_to_1024_ranks_that_change_at_every_stop(
-    history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[Phase], seed: int
+def test_mixture_is_the_same_on_up_to_1024_changing_ranks(
+    history: tuple[int, list[tuple[BatchPlan, int]]], first_step: int, table: list[MixturePhase], seed: int
 ) -> None:
-    """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control, a counter and a draw of
-    each rank's own as loaders with per-rank mixing have them, gives other samples as soon as there are several ranks."""
+    """Sources, epochs and numbers of each step on all ranks are those on one that never stopped. The control,
+    a counter and a draw of each rank's own as loaders with per-rank mixing have them, gives other samples as
+    soon as there are several ranks.
+    """
     size, starts = history
     sizes = [1000 * (number + 1) for number in range(len(table[0].weights))]
     stream = mixed(sizes, table, seed)
@@ -268,9 +272,9 @@ def test_up_to_1024_ranks_that_change_at_every_stop(
                 [rank_positions(plan, step, rank) for rank in range(plan.data_parallel)]
             )  # [rank, micro-batch, sample]
             by_rank = [
-                part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.places(split.ravel())
+                part.reshape(split.shape).transpose(1, 0, 2).ravel() for part in stream.locate(split.ravel())
             ]
-            alone = stream.places(step * size + np.arange(size))
+            alone = stream.locate(step * size + np.arange(size))
             assert all(np.array_equal(a, b) for a, b in zip(by_rank, alone, strict=True))
             step += 1
         drawn = [
@@ -280,7 +284,9 @@ def test_up_to_1024_ranks_that_change_at_every_stop(
 
 
 def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
-    """The control's first steps: each rank draws sources with a generator of its own and takes every ``ranks``-th sample of them."""
+    """The control's first steps: each rank draws sources with a generator of its own and takes every
+    ``ranks``-th sample of them.
+    """
     parts = []
     for rank in range(ranks):
         sources = np.random.default_rng([seed, rank]).integers(0, 3, size // ranks)
@@ -295,11 +301,11 @@ def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
     weights=st.lists(st.sampled_from([1, 2, 0.3]), min_size=4, max_size=4),
 )
 @settings(max_examples=20, deadline=None)
-def test_every_sample_stands_once_in_each_epoch_of_its_source(
+def test_each_epoch_of_a_source_contains_every_sample_once(
     sizes: list[int], seed: int, weights: list[float]
 ) -> None:
     stream = mixed(sizes, phases((0, weights[: len(sizes)]), (1000, weights[-len(sizes) :])), seed)
-    sources, epochs, numbers = stream.places(np.arange(1000 + 2 * BLOCK))
+    sources, epochs, numbers = stream.locate(np.arange(1000 + 2 * BLOCK))
     for number, (samples, (count, taken)) in enumerate(
         zip(sizes, stream.consumed(1000 + 2 * BLOCK).values(), strict=True)
     ):
@@ -328,7 +334,7 @@ def test_a_batch_ramp_and_a_phase_in_it() -> None:
 def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
     source = TokenWindows(Counting(10**6), LENGTH, 5)
     alone = Stream({"train": source}, None, seed=5, batch=batch_plan(1, 1, 1), data_rank=0)
-    ids, epochs, numbers = alone.places(np.arange(500))
+    ids, epochs, numbers = alone.locate(np.arange(500))
     assert not ids.any()
     assert len({(e, n) for e, n in zip(epochs.tolist(), numbers.tolist(), strict=True)}) == 500
     assert "mixture" not in alone.fingerprint()
@@ -336,12 +342,12 @@ def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
 
 
 def test_the_seed_of_a_source_is_its_own() -> None:
-    """It depends on its name, and not on what else is in the mixture."""
+    """The seed depends on the source's name and not on the other sources."""
     assert source_seed(7, None) == 7
     assert len({source_seed(seed, name) for seed in range(3) for name in ("a", "b", "c")}) == 9
 
 
-def test_the_fingerprint_says_what_differs() -> None:
+def test_fingerprint_errors_name_differences() -> None:
     mine = mixed()
     assert len(str(mine.fingerprint())) < 500
     changes = {
@@ -355,9 +361,9 @@ def test_the_fingerprint_says_what_differs() -> None:
         (problem,) = caught.value.problems
         assert (problem.key, problem.seen.partition("=")[0]) == (key, name)
     mine.check_fingerprint(mixed().fingerprint())
-    assert digest(Mixture(phases((0, (1, 2))), 0)) == digest(Mixture(phases((0, (2, 4))), 1)), (
-        "ratios matter, the seed stands beside"
-    )
+    assert mixture_digest(Mixture(phases((0, (1, 2))), 0)) == mixture_digest(
+        Mixture(phases((0, (2, 4))), 1)
+    ), "only ratios matter; the seed is a separate entry"
 
 
 @pytest.mark.parametrize(
@@ -365,33 +371,37 @@ def test_the_fingerprint_says_what_differs() -> None:
     [("blocks-1", [2, 2, 3, 1, 248, 811, 499999999597]), ("blocks-2", [0, 0, 1, 6, 3, 4, 499999999998])],
 )
 def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> None:
-    """A change that moves samples needs a new name, and the mapping of an old name stays: runs go on under the one they began with."""
+    """A change that moves samples needs a new name, and the mapping of an old name stays: runs go on under
+    the one they began with.
+    """
     sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0, version)(
         np.array([0, 1, 2, 9, 10, 11, 10**12])
     )
     assert sources.tolist() == [0, 1, 0, 0, 1, 1, 1]
     assert places.tolist() == expected
-    assert VERSION == "blocks-2"
+    assert MIXTURE_VERSION == "blocks-2"
 
 
-def test_passes_of_a_small_source_follow_one_another() -> None:
-    """Each sample of a source of 10 is taken once before any is taken again; under blocks-1, the control, they are not."""
+def test_epochs_of_a_small_source_are_consecutive() -> None:
+    """Each sample of a source of 10 is taken once before any is taken again; under blocks-1, the control,
+    they are not.
+    """
 
     def epochs(version: str) -> list[int]:
         stream = mixed(sizes=(10 * LENGTH + 1, 2001), table=phases((0, (1, 3))))
         stream.check_fingerprint(
             {
                 **stream.fingerprint(),
-                "mixture": str(stream.fingerprint()["mixture"]).replace(VERSION, version),
+                "mixture": str(stream.fingerprint()["mixture"]).replace(MIXTURE_VERSION, version),
             }
         )
-        which, passes, numbers = stream.places(np.arange(1000))
+        which, passes, numbers = stream.locate(np.arange(1000))
         small, taken = passes[which == 0], numbers[which == 0]
         for number in np.unique(small).tolist()[:-1]:
             assert sorted(taken[small == number].tolist()) == sorted(set(taken[small == number].tolist()))
         return small.tolist()
 
-    found = epochs(VERSION)
+    found = epochs(MIXTURE_VERSION)
     assert found == sorted(found)
     assert found[0] == 0
     assert found[-1] == (len(found) - 1) // 10
@@ -399,18 +409,18 @@ def test_passes_of_a_small_source_follow_one_another() -> None:
     assert old != sorted(old)
 
 
-def test_a_run_begun_under_an_older_version_goes_on_under_it() -> None:
+def test_resume_keeps_the_older_mixture_version() -> None:
     began = mixed()
     saved = {
         **began.fingerprint(),
-        "mixture": str(began.fingerprint()["mixture"]).replace(VERSION, "blocks-1"),
+        "mixture": str(began.fingerprint()["mixture"]).replace(MIXTURE_VERSION, "blocks-1"),
     }
     resumed = mixed()
     resumed.check_fingerprint(saved)
     assert resumed.fingerprint() == saved
     old = Mixture(HALF_AND_MORE, 3, "blocks-1")
     positions = np.arange(200)
-    assert np.array_equal(resumed.places(positions)[0], old(positions)[0])
+    assert np.array_equal(resumed.locate(positions)[0], old(positions)[0])
     assert not np.array_equal(old(positions)[1], Mixture(HALF_AND_MORE, 3)(positions)[1]), (
         "the versions differ"
     )

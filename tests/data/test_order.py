@@ -1,7 +1,4 @@
-"""The order of samples: bijective, without a remainder, seekable, mixed; with controls that the checks can fail.
-
-pytest tests/data/test_order.py
-"""
+"""The order of samples: bijective, without remainder, seekable, mixed; with controls that must fail."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from hypothesis import strategies as st
 from toolkit.data.order.permutation import (
     GROUP_BLOCKS,
     LANES,
-    VERSION,
-    Order,
+    ORDER_VERSION,
+    SampleOrder,
     block_samples,
+    derive_key,
     epoch_shifts,
-    keyed,
     permute,
     root_key,
 )
@@ -52,8 +49,8 @@ def test_permute_has_an_inverse_at_any_size(size: int, seed: int, at: float) -> 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 10, 17, 129, 200])
 def test_every_ordered_pair_is_equally_likely(size: int) -> None:
-    """chi2/df of (image of 0, image of last) over 60,000 keys; the control, a keyed rotation, is far outside."""
-    keys = keyed(root_key(7), np.arange(60_000))
+    """chi2/df of (image of 0, image of last) over 60,000 keys; the control is a keyed rotation."""
+    keys = derive_key(root_key(7), np.arange(60_000))
     ends = [np.full(len(keys), value) for value in (0, size - 1)]
 
     def spread(of: Callable[[Ints], Ints]) -> float:
@@ -74,7 +71,10 @@ SEEDS = st.integers(0, 2**31)
 
 @st.composite
 def corpora(draw: st.DrawFn) -> tuple[int, int]:
-    """Samples, samples in a block. Up to IN_FLIGHT blocks an epoch is one permutation; beyond, lanes and groups come in."""
+    """Samples, samples in a block.
+
+    Up to IN_FLIGHT blocks an epoch is one permutation; beyond, lanes and groups come in.
+    """
     block = draw(st.integers(1, 5))
     border = IN_FLIGHT * block
     few, about, many = (
@@ -87,18 +87,18 @@ def corpora(draw: st.DrawFn) -> tuple[int, int]:
 
 @given(corpus=corpora(), seed=SEEDS, epoch=st.integers(0, 10**6))
 @settings(max_examples=120, deadline=None)
-def test_every_sample_stands_in_each_epoch_once(corpus: tuple[int, int], seed: int, epoch: int) -> None:
+def test_epoch_contains_every_sample_once(corpus: tuple[int, int], seed: int, epoch: int) -> None:
     samples, block = corpus
-    order = Order(samples, block_samples=block, seed=seed)
+    order = SampleOrder(samples, block_samples=block, seed=seed)
     epochs, windows = order(np.arange(samples) + epoch * samples)
     assert (epochs == epoch).all()
     assert np.array_equal(np.sort(windows), np.arange(samples))
 
 
-def test_a_dropped_remainder_would_be_seen() -> None:
-    """The control of the test above: whole groups only, as other loaders do it."""
+def test_control_dropped_remainder_is_detected() -> None:
+    """Control of the test above: only whole groups, as in other loaders."""
     samples, block = 3 * IN_FLIGHT + 5, 1
-    order = Order(samples, block_samples=block, seed=0)
+    order = SampleOrder(samples, block_samples=block, seed=0)
     kept = samples // IN_FLIGHT * IN_FLIGHT
     assert not np.array_equal(np.sort(order(np.arange(kept))[1]), np.arange(samples))
 
@@ -111,9 +111,11 @@ def test_a_dropped_remainder_would_be_seen() -> None:
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_seek_anywhere(samples: int, block: int, seed: int, position: int, data: st.DataObject) -> None:
-    """A sample does not depend on how one came to it: alone, in a run of positions, or in any order."""
-    order = Order(samples, block_samples=block, seed=seed)
+def test_order_can_seek_to_any_position(
+    samples: int, block: int, seed: int, position: int, data: st.DataObject
+) -> None:
+    """A sample does not depend on how its position is reached: alone, in a range, or in any order."""
+    order = SampleOrder(samples, block_samples=block, seed=seed)
     run = position + np.arange(50)
     epochs, windows = order(run)
     picked = data.draw(st.permutations(range(50)))
@@ -127,7 +129,7 @@ def test_seek_anywhere(samples: int, block: int, seed: int, position: int, data:
 
 def test_epochs_and_seeds_differ() -> None:
     samples = 10_000
-    first, second = (Order(samples, block_samples=1, seed=seed) for seed in (1, 2))
+    first, second = (SampleOrder(samples, block_samples=1, seed=seed) for seed in (1, 2))
     mine = first(np.arange(samples))[1]
     for other in (first(np.arange(samples) + samples)[1], second(np.arange(samples))[1]):
         assert (mine == other).mean() < 0.002
@@ -137,19 +139,20 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def domain_spread(windows: Ints, samples: int, batch: int = 1024, domains: int = 64) -> float:
-    """chi2/df of domain counts a batch, on a corpus sorted by domain: 1.0 is a perfect shuffle."""
+    """chi2/df of domain counts per batch on a corpus sorted by domain; 1.0 is a perfect shuffle."""
     batches = (windows * domains // samples).reshape(-1, batch)
     counts = np.stack([np.bincount(one, minlength=domains) for one in batches])
     return float(((counts - batch / domains) ** 2 / (batch / domains)).sum(axis=1).mean() / (domains - 1))
 
 
-def test_a_sorted_corpus_comes_out_mixed() -> None:
-    """At most 128 MiB in flight (4,096 blocks of 32 KiB), the corpus four times as large: beside a full permutation. The control is a
-    shuffle buffer of 10,000 samples."""
+def test_sorted_corpus_is_mixed() -> None:
+    """Compare at most 128 MiB in flight (4,096 blocks of 32 KiB) of a corpus four times as large with a full
+    permutation. The control is a shuffle buffer of 10,000 samples.
+    """
     samples = 1_048_576
     block = 64
     assert samples == 4 * IN_FLIGHT * block
-    windows = Order(samples, block_samples=block, seed=5)(np.arange(samples))[1]
+    windows = SampleOrder(samples, block_samples=block, seed=5)(np.arange(samples))[1]
     assert domain_spread(windows, samples) < 1.3
     random = np.random.default_rng(0)
     assert 0.9 < domain_spread(random.permutation(samples), samples) < 1.1
@@ -157,7 +160,9 @@ def test_a_sorted_corpus_comes_out_mixed() -> None:
 
 
 def buffered(samples: int, size: int) -> Ints:
-    """Samples in order through a shuffle buffer as ``datasets`` has it: each that comes takes the place of a random one, which goes."""
+    """Samples in order through a shuffle buffer as ``datasets`` has it: each that comes takes the place of a
+    random one, which goes.
+    """
     slots = np.random.default_rng(1).integers(0, size, samples - size).tolist()
     held, gone = list(range(size)), []
     for sample, slot in enumerate(slots, start=size):
@@ -167,9 +172,11 @@ def buffered(samples: int, size: int) -> Ints:
 
 
 def test_samples_in_flight_fit_the_bound() -> None:
-    """A stretch of positions within one group of each lane touches IN_FLIGHT blocks and, where groups end inside a block, a few more."""
+    """A stretch of positions within one group of each lane touches IN_FLIGHT blocks and, where groups end
+    inside a block, a few more.
+    """
     samples, block = 64 * IN_FLIGHT, 4
-    order = Order(samples, block_samples=block, seed=3)
+    order = SampleOrder(samples, block_samples=block, seed=3)
     group = IN_FLIGHT * block  # positions: the lanes' first groups
     for number in (0, 1, 15):
         windows = order(number * group + np.arange(group))[1]
@@ -180,19 +187,19 @@ def test_samples_in_flight_fit_the_bound() -> None:
 def test_cost_does_not_grow_with_the_data() -> None:
     peaks = []
     for samples in (10**6, 10**9, 10**12):
-        Order(samples, block_samples=256, seed=0)(np.arange(4096))
+        SampleOrder(samples, block_samples=256, seed=0)(np.arange(4096))
         tracemalloc.start()
-        Order(samples, block_samples=256, seed=0)(samples // 3 + np.arange(4096))
+        SampleOrder(samples, block_samples=256, seed=0)(samples // 3 + np.arange(4096))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert max(peaks) < 2 << 20
 
 
 def test_the_version_names_this_mapping() -> None:
-    """A change that moves samples needs a new name: runs resume only under the one they started with."""
-    assert VERSION == "feistel-1"
-    small = Order(10, block_samples=1, seed=0)(np.arange(10))[1].tolist()
-    large = Order(10**12, block_samples=256, seed=1)(np.arange(4) + 10**11)[1].tolist()
+    """A change that moves samples needs a new version name, since runs resume only under their own."""
+    assert ORDER_VERSION == "feistel-1"
+    small = SampleOrder(10, block_samples=1, seed=0)(np.arange(10))[1].tolist()
+    large = SampleOrder(10**12, block_samples=256, seed=1)(np.arange(4) + 10**11)[1].tolist()
     shifts = epoch_shifts(0, np.arange(2), 1000).tolist()
     assert small == [7, 5, 6, 8, 9, 2, 3, 1, 4, 0]
     assert large == [101523897205, 543308486146, 271207654167, 168365051582]

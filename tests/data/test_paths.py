@@ -1,7 +1,4 @@
-"""What a data folder, its manifest or a store's listing names stays in the folder: each reader refuses every hostile name.
-
-pytest tests/data/test_paths.py
-"""
+"""Names in data folders, manifests and listings stay in their folder: readers refuse every hostile name."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ from tests.hostile import HOSTILE
 from toolkit.config.data import DatasetConfig
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.dataset import source
-from toolkit.data.digest import digest
-from toolkit.data.manifest import NAME, read_manifest, write_content
-from toolkit.data.prepare import store
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import MANIFEST_NAME, read_manifest, write_content
+from toolkit.data.prepare import input_store as store
 from toolkit.data.records.reader import open_records
-from toolkit.data.remote.storage import Listed, open_folder
-from toolkit.data.tokens import tokenizer_copy
-from toolkit.data.tokens.token_array import open_split, verify
+from toolkit.data.remote.storage import StoredFile, open_folder
+from toolkit.data.tokens import tokenizer
+from toolkit.data.tokens.token_array import open_split, verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -35,7 +32,7 @@ Change = Callable[[dict[str, Any], Any], None]
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads((folder / NAME).read_text())
+    content = json.loads((folder / MANIFEST_NAME).read_text())
     change(content)
     write_content(folder, content)
 
@@ -86,14 +83,16 @@ def test_a_manifest_that_names_something_outside_is_refused(kind: str, field: st
 def test_a_remote_manifest_writes_nothing_outside_the_cache(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file that the manifest points to is served with the right hash: only the check of its name stands in between."""
+    """The file that the manifest points to is served with the right hash: only the check of its name stands
+    in between.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_folder(tmp_path / "served" / "data", {"train": [np.arange(100)]})
     payload = tmp_path / "served" / "data" / "tokenizer" / "tokenizer.json"
     victim = tmp_path / "home"
     victim.mkdir()
 
-    found = digest(payload)
+    found = hash_file(payload)
 
     def attack(content: dict[str, Any]) -> None:
         FIELDS[field](content, str(victim))
@@ -125,7 +124,7 @@ def test_a_link_out_of_a_data_folder_is_refused(name: str, tmp_path: Path) -> No
     (tmp_path / "data" / name).symlink_to(tmp_path / "elsewhere")
     for read in (
         lambda: open_split(tmp_path / "data", "train"),
-        lambda: verify(tmp_path / "data", Progress.silent()),
+        lambda: verify_tokens(tmp_path / "data", Progress.silent()),
     ):
         with pytest.raises(InputError, match="is a link to"):
             read()
@@ -155,11 +154,11 @@ def test_a_listing_of_a_store_stays_in_its_folder(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Folder:
-        def listing(self) -> list[Listed]:
-            return [Listed(HOSTILE[kind], 3, 0)]
+        def listing(self) -> list[StoredFile]:
+            return [StoredFile(HOSTILE[kind], 3, 0)]
 
     monkeypatch.setattr(store, "_folder", lambda place: Folder())
-    monkeypatch.setattr(store, "hidden", lambda path: False)
+    monkeypatch.setattr(store, "is_hidden", lambda path: False)
     with pytest.raises(InputError, match="rename it in the store"):
         store.list_store(PrepareConfig(input="s3://bucket/texts"), tmp_path)
 
@@ -181,11 +180,11 @@ def test_a_saved_dataset_stays_in_its_folder(kind: str, where: str, tmp_path: Pa
         arrow.rename(tmp_path / "elsewhere")
         arrow.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match="lie in its folder"):
-        source.find(DatasetConfig(path=str(folder), text=["text"])).digests("train")
+        source.open_source(DatasetConfig(path=str(folder), text=["text"])).digests("train")
 
 
 def test_a_tokenizer_is_not_copied_through_a_link(tmp_path: Path) -> None:
-    """A published tokenizer whose chat template is a link to a file of the user's would be published with it."""
+    """A tokenizer whose chat template links to another file of the user must not be copied and published."""
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "published"
     folder.mkdir()
@@ -193,7 +192,7 @@ def test_a_tokenizer_is_not_copied_through_a_link(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
     (tmp_path / "out").mkdir()
     with pytest.raises(InputError, match="is a link to"):
-        tokenizer_copy.place(
+        tokenizer.install_tokenizer(
             str(folder), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text"
         )
     assert "key" not in {path.read_text() for path in files_below(tmp_path / "out")}

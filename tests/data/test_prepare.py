@@ -1,7 +1,7 @@
-"""From text to shards: the same documents from every form, and the same bytes however the work is cut.
+"""From text to shards: the same documents from every format, and bytes that do not depend on the work
+units.
 
-pytest tests/data/test_prepare.py
-pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the commands of the docs
+    pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the commands of the docs
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from toolkit.config.data import DataConfig
 from toolkit.config.prepare import InputDatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.config.special_tokens import SpecialTokens
+from toolkit.data.kinds.text import check_data
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import merge, report
-from toolkit.data.prepare.keys import Keys, below
+from toolkit.data.prepare.document_keys import DocumentKeys, split_threshold
 from toolkit.data.prepare.run import prepare
-from toolkit.data.sources import data_problems
 from toolkit.data.tokens import tokenizer as bpe
-from toolkit.data.tokens.token_array import verify
+from toolkit.data.tokens.token_array import verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -56,7 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_the_same_bytes_however_the_work_is_cut(
+def test_bytes_do_not_depend_on_work_units(
     deduplicate: bool, corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(corpus, tmp_path / "whole", tokenizer, deduplicate=deduplicate)
@@ -73,7 +73,7 @@ def test_the_same_bytes_however_the_work_is_cut(
         "sources.json",
     } < whole.keys()
     assert not any(name.startswith(".") for name in whole)
-    assert verify(tmp_path / "cut", Progress.silent()).tokenizer.ends_documents
+    assert verify_tokens(tmp_path / "cut", Progress.silent()).tokenizer.ends_documents
     prepared(
         corpus, tmp_path / "seed", tokenizer, deduplicate=deduplicate, seed=1
     )  # the control: what must differ does
@@ -95,11 +95,13 @@ def test_the_same_bytes_for_any_number_of_processes(
 def test_shards_are_ranges_of_one_order(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one shard or many, merged in slices or whole: the same documents follow one another."""
+    """One shard or many, merged in slices or whole, contain the same sequence of documents."""
     prepared(corpus, tmp_path / "one", tokenizer)
-    whole = merge.pieces
-    monkeypatch.setattr(merge, "pieces", lambda receipts, size, _: whole(receipts, size, 3000))
-    monkeypatch.setattr(merge.Piece, "bounds", lambda piece, _, bounds=merge.Piece.bounds: bounds(piece, 3))
+    whole = merge.plan_shards
+    monkeypatch.setattr(merge, "plan_shards", lambda receipts, size, _: whole(receipts, size, 3000))
+    monkeypatch.setattr(
+        merge.ShardPlan, "bounds", lambda piece, _, bounds=merge.ShardPlan.bounds: bounds(piece, 3)
+    )
     small_units(monkeypatch)
     manifest = prepared(corpus, tmp_path / "many", tokenizer)
     assert len(manifest.splits["train"].shards) > 3
@@ -107,9 +109,11 @@ def test_shards_are_ranges_of_one_order(
         assert documents_of(tmp_path / "many", split) == documents_of(tmp_path / "one", split)
 
 
-def test_ranges_of_keys_meet_and_cover_all() -> None:
+def test_key_ranges_are_adjacent_and_complete() -> None:
     for of, slices in ((1, 1), (3, 1), (7, 5), (1000, 3)):
-        found = [bounds for number in range(of) for bounds in merge.Piece(0, number, of, 1).bounds(slices)]
+        found = [
+            bounds for number in range(of) for bounds in merge.ShardPlan(0, number, of, 1).bounds(slices)
+        ]
         assert (found[0][0], found[-1][1]) == (0, 1 << 64)
         assert all(before[1] == after[0] for before, after in pairwise(found))
 
@@ -117,7 +121,7 @@ def test_ranges_of_keys_meet_and_cover_all() -> None:
 # -- which documents, where
 
 
-def test_every_document_once_and_on_its_side(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_every_document_is_in_its_split_once(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     prepared(corpus, tmp_path / "all", tokenizer)
     wanted = Counter([*TEXTS, *TEXTS[:3]])
     found = {split: texts_of(tmp_path / "all", split) for split in ("train", "validation")}
@@ -148,10 +152,10 @@ def test_documents_are_shuffled_over_files(corpus: Path, tokenizer: Path, tmp_pa
     )  # 1 where they stand as they were read
 
 
-def test_equal_documents_are_kept_once_if_asked(
+def test_deduplication_removes_equal_documents(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a part and over parts; and a test of text bytes, not of tokens or names."""
+    """Duplicates are removed within and across parts, by their text and not by tokens or names."""
     small_units(monkeypatch)
     prepared(corpus, tmp_path / "once", tokenizer, deduplicate=True)
     assert sorted(
@@ -162,10 +166,10 @@ def test_equal_documents_are_kept_once_if_asked(
 
 @given(st.data())
 @examples(max_examples=8, deadline=None)
-def test_dedup_and_split_do_not_depend_on_the_rest(
+def test_deduplication_and_split_depend_only_on_content(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Path, data: st.DataObject
 ) -> None:
-    """Whatever stands before, after or beside it, however often and in however large parts: one of each, on the side of its content."""
+    """However often, where and in which parts duplicates occur, one of each remains, in the same split."""
     texts = data.draw(st.lists(st.text("ab \n\0é", min_size=1, max_size=6), min_size=4, max_size=30))
     seed, share = data.draw(st.integers(0, 2**32)), data.draw(st.sampled_from([0.2, 0.6]))
     folder = tmp_path_factory.mktemp("property")
@@ -195,7 +199,7 @@ def test_dedup_and_split_do_not_depend_on_the_rest(
 
 
 def sides(texts: list[str], share: float) -> dict[str, bool]:
-    """Which go to validation: the share's, and if these are none, the one of the smallest hash."""
+    """Validation gets the share's documents, or if there are none, the one with the smallest hash."""
     found = {text: goes_to_validation(text, share) for text in texts}
     if not any(found.values()) and len(found) > 1:
         found[min(found, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])] = True
@@ -206,7 +210,7 @@ def sides(texts: list[str], share: float) -> dict[str, bool]:
 def test_two_documents_are_enough_for_a_validation_split(
     workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.005 of a few documents is none, and training evaluates on validation."""
+    """A share of 0.005 of a few documents is none, and training evaluates on validation."""
     small_units(monkeypatch, unit=600)
     texts = [text for text in TEXTS[:40] if not goes_to_validation(text, 0.005)]
     chosen = min(texts, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])
@@ -228,16 +232,16 @@ def test_two_documents_are_enough_for_a_validation_split(
     assert chosen not in texts_of(tmp_path / "enough", "validation")
 
 
-def test_without_a_validation_split_the_command_says_what_to_write(tokenizer: Path, tmp_path: Path) -> None:
+def test_missing_validation_split_is_explained(tokenizer: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [TEXTS[0]] * 3)  # equal documents cannot be on both sides
     manifest = prepared(source, tmp_path / "data", tokenizer, validation=0.005)
     assert "validation" not in manifest.splits
-    (line,) = [line for line in report.describe(manifest) if line.startswith("validation")]
+    (line,) = [line for line in report.describe_preparation(manifest) if line.startswith("validation")]
     assert "write eval.every=0" in line
     data = DataConfig(name="prepared", path=str(manifest.folder))
     train = TrainConfig(sequence_length=8)
-    assert data_problems(RunConfig(data=data, train=train, eval=EvalConfig(every=5)), manifest)
-    assert not data_problems(RunConfig(data=data, train=train, eval=EvalConfig(every=0)), manifest)
+    assert check_data(RunConfig(data=data, train=train, eval=EvalConfig(every=5)), manifest)
+    assert not check_data(RunConfig(data=data, train=train, eval=EvalConfig(every=0)), manifest)
 
 
 @given(st.binary(), st.integers(0, 2**32), st.floats(0, 0.9), st.floats(0, 0.09))
@@ -245,12 +249,15 @@ def test_a_larger_validation_split_holds_the_smaller_one(
     content: bytes, seed: int, share: float, more: float
 ) -> None:
     smaller, larger = (
-        Keys(seed=seed, validation_below=below(size), by_content=True) for size in (share, share + more)
+        DocumentKeys(seed=seed, validation_below=split_threshold(size), by_content=True)
+        for size in (share, share + more)
     )
     assert not smaller.is_validation(content) or larger.is_validation(content)
     assert (
         smaller(content, "a", 1)[1]
-        == Keys(seed=seed + 1, validation_below=below(share), by_content=False)(content, "b", 2)[1]
+        == DocumentKeys(seed=seed + 1, validation_below=split_threshold(share), by_content=False)(
+            content, "b", 2
+        )[1]
     )
 
 
@@ -322,7 +329,7 @@ def test_a_pattern_chooses_files(corpus: Path, tokenizer: Path, tmp_path: Path) 
     assert [source["name"] for source in sources] == ["b/c.jsonl"]
 
 
-def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "in" / "half.jsonl").write_text(
@@ -342,15 +349,22 @@ def test_what_is_not_utf8_is_replaced_and_counted(tokenizer: Path, tmp_path: Pat
 # -- tokenizers
 
 
-def test_a_tokenizer_is_trained_here_on_what_trains(
+def test_tokenizer_is_trained_on_training_documents(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = PrepareConfig(input=str(corpus), output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300), workers=1,
-                           validation=0.3, special_tokens=SpecialTokens.text)  # fmt: skip
+    config = PrepareConfig(
+        input=str(corpus),
+        output=str(tmp_path / "data"),
+        tokenizer=TokenizerConfig(vocab_size=300),
+        workers=1,
+        validation=0.3,
+        special_tokens=SpecialTokens.text,
+    )
     seen: list[str] = []
     train = bpe.train_bpe
     monkeypatch.setattr(
-        bpe, "train_bpe", lambda texts, size: train((seen.append(text) or text for text in texts), size)
+        "toolkit.data.prepare.tokenizer.train_bpe",
+        lambda texts, size: train((seen.append(text) or text for text in texts), size),
     )
     manifest = prepare(config, Progress.silent())
     assert manifest.tokenizer.size == 300
@@ -360,7 +374,9 @@ def test_a_tokenizer_is_trained_here_on_what_trains(
 
 
 def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
-    """A folder that AutoTokenizer opens, with settings that would spoil documents: cut, padded, wrapped in special tokens."""
+    """A folder that AutoTokenizer opens, with settings that would spoil documents: cut, padded, wrapped in
+    special tokens.
+    """
     from tokenizers import Tokenizer, processors
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -381,8 +397,8 @@ def test_any_tokenizer_of_transformers(corpus: Path, tokenizer: Path, tmp_path: 
     assert (opened.eos_token_id, len(opened)) == (401, manifest.tokenizer.size)
 
 
-def test_a_document_that_makes_the_ending_token_is_told(tmp_path: Path) -> None:
-    """Whether documents end where the token stands is counted, not assumed."""
+def test_inner_end_of_text_tokens_are_recorded(tmp_path: Path) -> None:
+    """Inner end-of-text tokens are counted, not assumed absent."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"stop": 0, "go": 1}, unk_token="go"))
@@ -410,13 +426,16 @@ from toolkit.data.prepare import tokenise
 tokenise.PART_BYTES *= int(sys.argv[1])
 assert main(sys.argv[2:]) == 0
 # Not ru_maxrss: that begins with what the process had before exec, which is the parent's.
-print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")))
+status = Path("/proc/self/status").read_text().splitlines()
+print(next(line.split()[1] for line in status if line.startswith("VmHWM")))
 """
 
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) -> None:
-    """Peak memory of a process that does all the work on 20 MB and on 60 MB; and, as control, with parts of any size."""
+    """Peak memory of a process that does all the work on 20 MB and on 60 MB; and, as control, with parts of
+    any size.
+    """
     peaks = []
     text = " ".join(made_texts(400))
     for times, parts in ((1, 1), (3, 1), (3, 1000)):
@@ -425,8 +444,15 @@ def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) ->
         plain = write_jsonl(tmp_path / "scratch.jsonl", texts)
         folder.mkdir(exist_ok=True)
         write_gz(folder / "a.jsonl.gz", plain.read_bytes())  # cannot be read in ranges: one unit
-        words = [f"input={folder}", f"output={tmp_path / f'out{len(peaks)}'}", "workers=1", "memory_mib=4", f"tokenizer.path={tokenizer}",
-                 "tokenizer.end_of_text='<|endoftext|>'", "special_tokens=text"]  # fmt: skip
+        words = [
+            f"input={folder}",
+            f"output={tmp_path / f'out{len(peaks)}'}",
+            "workers=1",
+            "memory_mib=4",
+            f"tokenizer.path={tokenizer}",
+            "tokenizer.end_of_text='<|endoftext|>'",
+            "special_tokens=text",
+        ]
         command = [sys.executable, "-c", MEMORY, str(parts), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, cwd=ROOT)
         peaks.append(int(done.stdout.split()[-1]) / 1024)
@@ -458,7 +484,7 @@ def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_commands_of_the_docs(tmp_path: Path) -> None:
-    """docs/data.md, section Preparing: its commands as written, where the text they name is."""
+    """The commands of docs/data.md, section Preparing, run as written."""
     write_jsonl(
         tmp_path / "books" / "one.jsonl", [text.replace(bpe.END_OF_TEXT, "") for text in TEXTS]
     )  # as the default wants it

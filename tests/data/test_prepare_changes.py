@@ -1,7 +1,4 @@
-"""An input that is corrected or changes while it is prepared, rows that are broken, and the check of the first rows.
-
-pytest tests/data/test_prepare_changes.py
-"""
+"""Input that changes during preparation, bad rows, and the check of first rows."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ from tests.data.texts import TEXTS, files_of, prepared, small_units, texts_of, w
 from toolkit.config.prepare import OnBadRow, PrepareConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import read_manifest
-from toolkit.data.prepare import changes, run, tokenise
+from toolkit.data.prepare import input_changes as changes
+from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.inspect import inspect
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -25,7 +23,9 @@ BROKEN = b'{"id": 1, "text": "half a li\n'
 
 
 def make_input(folder: Path) -> Path:
-    """Four files, of which two are read in ranges and two are read together; b.jsonl has a broken line in its middle."""
+    """Four files, of which two are read in ranges and two are read together; b.jsonl has a broken line in its
+    middle.
+    """
     write_jsonl(folder / "a.jsonl", TEXTS[:90])
     lines = write_jsonl(folder / "b.jsonl", TEXTS[90:180]).read_bytes().splitlines(keepends=True)
     (folder / "b.jsonl").write_bytes(b"".join([*lines[:60], BROKEN, *lines[60:]]))
@@ -83,9 +83,9 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
     (source / "a.jsonl").touch()  # the same content
     change(source)
     read: list[str] = []
-    whole = tokenise.documents
+    whole = tokenise.read_documents
     monkeypatch.setattr(
-        tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+        tokenise, "read_documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
     )
     monkeypatch.setattr(run.shutil, "rmtree", lambda *_, **__: None)  # the parts stay, to be looked at
     prepared(source, tmp_path / "data", tokenizer, workers=workers)
@@ -108,17 +108,18 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
 
 
 def name_of(plan: object, unit: object) -> list[str]:
-    return [plan.sources[number].name for number in range(unit.first, unit.last)]  # type: ignore[attr-defined]
+    # Type: ignore[attr-defined].
+    return [plan.sources[number].name for number in range(unit.first, unit.last)]
 
 
-def test_a_change_after_the_first_pass_is_taken_in(
+def test_change_after_the_first_pass_is_included(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards were written already, one more than there will be."""
+    """Shards already exist, one more than needed."""
     small_units(monkeypatch)
     source = make_input(tmp_path / "in")
     removed(source)
-    monkeypatch.setattr(run.report, "finish", interrupted)
+    monkeypatch.setattr(run.report, "write_results", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepared(source, tmp_path / "data", tokenizer)
     monkeypatch.undo()
@@ -133,13 +134,13 @@ def interrupted(*arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_documents_change_sides_when_a_change_moves_the_border(
+def test_changed_input_can_move_the_validation_threshold(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few documents one is chosen for validation: another one, when that one is gone."""
+    """If a small input loses its validation document, another one is chosen."""
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:6]).parent
     write_jsonl(source / "b.jsonl", TEXTS[6:12])
-    monkeypatch.setattr(run.merge, "pieces", interrupted)
+    monkeypatch.setattr(run.merge, "plan_shards", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepared(source, tmp_path / "data", tokenizer, validation=1e-9)
     monkeypatch.undo()
@@ -161,7 +162,7 @@ BAD = [BROKEN, b'["no object"]\n', b'{"id": 3}\n', b'{"text": 7}\n', b"\xff\xfe{
 
 
 def make_bad(folder: Path, rows: int = 40) -> Path:
-    """Each kind of bad row several times, in a file that is read in ranges and in one that is not."""
+    """Several bad rows of each kind, in a file that is read in ranges and in one that is not."""
     lines = write_jsonl(folder / "a.jsonl", TEXTS[:rows]).read_bytes().splitlines(keepends=True)
     mixed: list[bytes] = []
     for number, line in enumerate(lines):
@@ -172,7 +173,7 @@ def make_bad(folder: Path, rows: int = 40) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_bad_rows_are_left_out_and_counted(
+def test_bad_rows_are_skipped_and_counted(
     workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_bad(tmp_path / "in")
@@ -190,22 +191,22 @@ def test_bad_rows_are_left_out_and_counted(
     report = json.loads((manifest.folder / "report.json").read_text())
     assert (report["bad"], report["read"], report["documents"]) == (32, 112, 80)
     lines = "\n".join(inspect(PrepareConfig(inspect=str(manifest.folder)), Progress.silent()))
-    assert "bad rows   32 were left out" in lines
+    assert "bad rows   32 were skipped" in lines
     assert first[9] in lines
 
 
 def test_a_refused_preparation_continues_with_skip(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was tokenised before is the same either way."""
+    """Tokens from before are the same under either mode."""
     small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
     with pytest.raises(InputError, match="or write on_bad_row=skip"):
         prepared(source, tmp_path / "data", tokenizer)
     read: list[str] = []
-    whole = tokenise.documents
+    whole = tokenise.read_documents
     monkeypatch.setattr(
-        tokenise, "documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+        tokenise, "read_documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
     )
     assert prepared(source, tmp_path / "data", tokenizer, on_bad_row=OnBadRow.skip).bad_rows["count"] == 1
     assert "a.jsonl" not in read
@@ -263,7 +264,7 @@ def test_a_changed_file_is_checked_too(
         prepared(source, tmp_path / "data", tokenizer)
     write_jsonl(source / "b.jsonl", TEXTS[:20], "body")
     before = files_of(tmp_path / "data")
-    monkeypatch.setattr(changes, "hashed", interrupted)
+    monkeypatch.setattr(changes, "hash_sources", interrupted)
     with pytest.raises(InputError, match=r"text=text, no such field"):
         prepared(source, tmp_path / "data", tokenizer)
     assert files_of(tmp_path / "data") == before

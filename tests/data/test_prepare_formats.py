@@ -1,7 +1,4 @@
-"""Every form of file that is read gives the same documents; every other one is refused by name.
-
-pytest tests/data/test_prepare_formats.py
-"""
+"""Every supported file format gives the same documents; every other format is refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ import pytest
 
 from tests.data.texts import TEXTS, prepared, small_units, texts_of, write_zst
 from toolkit.config.prepare import InputFormat, OnBadRow
-from toolkit.data.prepare import limits
+from toolkit.data.prepare import read
 from toolkit.errors import InputError
 
 DOCUMENTS = [*TEXTS[:40], 'quotes "of" all, kinds\nand lines', "[brackets], {braces}"]
@@ -90,15 +87,19 @@ FORMS: dict[str, Callable[[Path], bytes]] = {
     "mark.jsonl": lambda _: BOM + JSONL,
     "mark.jsonl.gz": lambda _: gzip.compress(BOM + JSONL),
     "zip.zip": lambda _: zipped(**PARTS),
-    "texts.zip": lambda _: zipped(**{f"{number}.txt": (BOM if number % 2 else b"") + text.encode()
-                                     for number, text in enumerate(DOCUMENTS)}),
+    "texts.zip": lambda _: zipped(
+        **{
+            f"{number}.txt": (BOM if number % 2 else b"") + text.encode()
+            for number, text in enumerate(DOCUMENTS)
+        }
+    ),
     "tar.tar": lambda _: tarred(**PARTS),
     "tar.tar.gz": lambda _: gzip.compress(tarred(**PARTS)),
     "tgz.tgz": lambda _: gzip.compress(tarred(**PARTS)),
     "tar.tar.zst": lambda folder: zst(tarred(**PARTS), folder),
     "tar.tar.xz": lambda _: lzma.compress(tarred(**PARTS)),
     "tar.tbz2": lambda _: bz2.compress(tarred(**PARTS)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -169,29 +170,36 @@ REFUSED = {
     "another encoding": ("a.txt", RUSSIAN.encode("cp1251"), "not in UTF-8"),
     "pdf": ("a.pdf", b"%PDF-1.7\n" + os.urandom(200), "a PDF document"),
     "office": ("a.docx", zipped(**{"word/document.xml": b"<x/>"}), "a ZIP archive"),
-    "parquet in an archive": ("a.zip", zipped(**{"a.parquet": b"PAR1" + bytes(99)}), "its file a.parquet: it is a Parquet file"),
-    "image in an archive": ("a.tar.gz", gzip.compress(tarred(**{"a.txt": b"x", "b.txt": b"\xff\xd8\xff\xe0"})),
-                            "its file b.txt: it is a JPEG"),
+    "parquet in an archive": (
+        "a.zip",
+        zipped(**{"a.parquet": b"PAR1" + bytes(99)}),
+        "its file a.parquet: it is a Parquet file",
+    ),
+    "image in an archive": (
+        "a.tar.gz",
+        gzip.compress(tarred(**{"a.txt": b"x", "b.txt": b"\xff\xd8\xff\xe0"})),
+        "its file b.txt: it is a JPEG",
+    ),
     "a cut archive": ("a.zip", zipped(**PARTS)[:-40], "a.zip: File is not a zip file"),
     "a cut tar": ("a.tar.gz", gzip.compress(tarred(**PARTS))[:300], "a.tar.gz: "),
     "a cut bz2": ("a.jsonl.bz2", bz2.compress(JSONL)[:-9], "a.jsonl.bz2: "),
     "a cut xz": ("a.jsonl.xz", lzma.compress(JSONL)[:-9], "a.jsonl.xz: "),
     "a cut array": ("a.json", array()[:-30], "a.json, json: element 41: "),
-    "no comma in an array": ("a.json", b'[{"text": "a"} {"text": "b"}]', "element 1: '{' in place of a comma"),
+    "no comma in an array": ("a.json", b'[{"text": "a"} {"text": "b"}]', "element 1: '{' instead of a comma"),
     "one object": ("a.json", json.dumps({"text": "a"}, indent=1).encode(), "row 1: "),
     "too deep": ("a.json", b"[" * 100_000, "element 0: "),
     "no column": ("a.csv", b"id,body\n1,a\n", "text=text, no such column"),
     "fields": ("a.csv", b"id,text\n1,a\n2\n", "row 2: 1 fields"),
     "quotes": ("a.csv", b'id,text\n1,"a"b\n', "row 1: "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_text_is_refused_by_name(name: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_input_that_is_not_text_is_refused(name: str, tokenizer: Path, tmp_path: Path) -> None:
     file, content, seen = REFUSED[name]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / file).write_bytes(zst(gzip.compress(JSONL), tmp_path) if content is None else content)
-    (tmp_path / "in" / "text.txt").write_text("a text beside it")
+    (tmp_path / "in" / "text.txt").write_text("a text next to it")
     with pytest.raises(InputError) as caught:
         prepared(tmp_path / "in", tmp_path / "data", tokenizer)
     (problem,) = caught.value.problems
@@ -201,7 +209,7 @@ def test_what_is_no_text_is_refused_by_name(name: str, tokenizer: Path, tmp_path
     prepared(tmp_path / "in", tmp_path / "data", tokenizer, validation=0.0)  # the control
 
 
-def test_bad_rows_of_csv_and_json_arrays_are_skipped_if_asked(tokenizer: Path, tmp_path: Path) -> None:
+def test_bad_rows_of_csv_and_json_arrays_are_skipped(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").write_bytes(b'id,text\n1,one\n2\n3,"two"x\n4,three\n')
     (tmp_path / "in" / "b.json").write_text('[{"text": "four"}, {"body": "x"}, 7, {"text": "five"}]')
@@ -221,7 +229,7 @@ def test_bad_rows_of_csv_and_json_arrays_are_skipped_if_asked(tokenizer: Path, t
 def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer's library would abort the process: it is asked before."""
+    """Memory is checked first, since the tokenizer's library would abort the process."""
     import psutil
 
     small = 3 << 20
@@ -229,16 +237,16 @@ def test_a_document_that_memory_cannot_hold_is_named_with_its_size(
         "".join(json.dumps({"text": text}) + "\n" for text in ["one", "two " * (small // 4), "three"])
     )
     free = psutil.virtual_memory()
-    monkeypatch.setattr(limits, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(read, "LARGE_BYTES", 1 << 20)
     monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small - 1)
+        psutil, "virtual_memory", lambda: free._replace(available=read.TOKENISER_MEMORY * small - 1)
     )
     with pytest.raises(
         InputError, match=r"a\.jsonl, the line at byte 16: a document of 3 MiB(?s:.*)0\.4 GiB are available"
     ):
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0)
     monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: free._replace(available=limits.TOKENISER_MEMORY * small)
+        psutil, "virtual_memory", lambda: free._replace(available=read.TOKENISER_MEMORY * small)
     )
     assert (
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, validation=0.0).splits["train"].documents

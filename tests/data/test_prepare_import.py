@@ -1,7 +1,4 @@
-"""Megatron's files that others made get a manifest, and are trained on where they lie.
-
-pytest tests/data/test_prepare_import.py
-"""
+"""Existing Megatron files get a manifest and are used in place."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from launch.prepare import main
 from tests.data.texts import TEXTS
 from toolkit.config.prepare import PrepareConfig, TokenizerConfig
 from toolkit.data.manifest import read_manifest
-from toolkit.data.prepare.imported import import_shards
+from toolkit.data.prepare.import_megatron import import_megatron
 from toolkit.data.tokens import tokenizer as bpe
-from toolkit.data.tokens.index import CODES, HEADER, MAGIC
-from toolkit.data.tokens.token_array import open_split, verify
+from toolkit.data.tokens.index import DTYPE_CODES, HEADER, MAGIC
+from toolkit.data.tokens.token_array import open_split, verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -25,7 +22,10 @@ from toolkit.progress import Progress
 def write_megatron(
     folder: Path, name: str, documents: list[list[list[int]]], dtype: str = "<u2"
 ) -> list[int]:
-    """As Megatron's preprocess_data.py writes documents of several sentences: a sequence each. Returns all tokens."""
+    """As Megatron's preprocess_data.py writes documents of several sentences: a sequence each.
+
+    Returns all tokens.
+    """
     folder.mkdir(exist_ok=True, parents=True)
     sequences = [sequence for document in documents for sequence in document]
     tokens = [token for sequence in sequences for token in sequence]
@@ -33,7 +33,7 @@ def write_megatron(
     lengths = np.array([len(sequence) for sequence in sequences], "<i4")
     pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
     ends = np.cumsum([0, *map(len, documents)], dtype="<i8")
-    code = next(code for code, known in CODES.items() if known == np.dtype(dtype))
+    code = next(code for code, known in DTYPE_CODES.items() if known == np.dtype(dtype))
     (folder / f"{name}.idx").write_bytes(
         HEADER.pack(MAGIC, 1, code, len(lengths), len(ends))
         + lengths.tobytes()
@@ -44,8 +44,8 @@ def write_megatron(
 
 
 def encoded(tokenizer: Path, texts: list[str], *, ends: bool = True) -> list[list[list[int]]]:
-    """Each text in two sequences."""
-    opened = bpe.load(tokenizer.parent)
+    """Return each text as two sequences."""
+    opened = bpe.read_tokenizer(tokenizer.parent)
     opened.encode_special_tokens = True
     found = [opened.encode(text, add_special_tokens=False).ids + [0] * ends for text in texts]
     return [[ids[:2], ids[2:]] for ids in found]
@@ -66,8 +66,8 @@ def config(path: object, tokenizer: Path, **changes: object) -> PrepareConfig:
 def test_imported_files_are_trained_on(named: str, dtype: str, tokenizer: Path, tmp_path: Path) -> None:
     tokens = write_megatron(tmp_path, "train_text_document", encoded(tokenizer, TEXTS[:30]), dtype)
     before = (tmp_path / "train_text_document.bin").stat().st_mtime_ns
-    manifest = import_shards(config(tmp_path / named if named else tmp_path, tokenizer), Progress.silent())
-    assert read_manifest(tmp_path) == manifest == verify(tmp_path, Progress.silent())
+    manifest = import_megatron(config(tmp_path / named if named else tmp_path, tokenizer), Progress.silent())
+    assert read_manifest(tmp_path) == manifest == verify_tokens(tmp_path, Progress.silent())
     assert (manifest.splits["train"].documents, manifest.splits["train"].tokens) == (30, len(tokens))
     assert manifest.tokenizer.ends_documents
     assert (tmp_path / "train_text_document.bin").stat().st_mtime_ns == before
@@ -79,7 +79,7 @@ def test_imported_files_are_trained_on(named: str, dtype: str, tokenizer: Path, 
 def test_several_files_and_a_validation_split(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command, as its help shows it."""
+    """Run the command as its help shows it."""
     tokens = write_megatron(tmp_path, "train-0", encoded(tokenizer, TEXTS[:9]))
     tokens += write_megatron(tmp_path, "train-1", encoded(tokenizer, TEXTS[9:30]))
     write_megatron(tmp_path, "held-out", encoded(tokenizer, TEXTS[30:35]))
@@ -94,17 +94,17 @@ def test_several_files_and_a_validation_split(
     assert [shard.name for shard in manifest.splits["train"].shards] == ["train-0", "train-1"]
     assert (manifest.splits["train"].tokens, manifest.splits["validation"].documents) == (len(tokens), 5)
     assert main([f"inspect={tmp_path}"]) == 0
-    assert "every file is what the manifest says" in capsys.readouterr().out
+    assert "every file matches the manifest" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"has a manifest\.json"):
-        import_shards(config(tmp_path, tokenizer), Progress.silent())
+        import_megatron(config(tmp_path, tokenizer), Progress.silent())
 
 
-def test_without_ends_of_documents_the_manifest_says_so(tokenizer: Path, tmp_path: Path) -> None:
+def test_manifest_records_missing_document_ends(tokenizer: Path, tmp_path: Path) -> None:
     write_megatron(tmp_path, "a", encoded(tokenizer, TEXTS[:9], ends=False))
-    assert not import_shards(config(tmp_path, tokenizer), Progress.silent()).tokenizer.ends_documents
+    assert not import_megatron(config(tmp_path, tokenizer), Progress.silent()).tokenizer.ends_documents
 
 
-def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_import_is_refused_without_writing(tokenizer: Path, tmp_path: Path) -> None:
     documents = encoded(tokenizer, TEXTS[:9])
     write_megatron(tmp_path / "large", "a", [[[5, 400, 0]]])
     write_megatron(tmp_path / "wide", "a", documents, "<i8")
@@ -130,14 +130,14 @@ def test_an_import_that_cannot_be_is_refused_and_leaves_nothing(tokenizer: Path,
     ):
         before = sorted((tmp_path / name).rglob("*"))
         with pytest.raises(InputError) as caught:
-            import_shards(config(tmp_path / name, tokenizer), Progress.silent())
+            import_megatron(config(tmp_path / name, tokenizer), Progress.silent())
         assert seen in str(caught.value)
         assert sorted((tmp_path / name).rglob("*")) == before
     write_megatron(tmp_path / "good", "a", documents)
     with pytest.raises(InputError, match=r"import without tokenizer\.path"):
-        import_shards(PrepareConfig(import_path=str(tmp_path / "good")), Progress.silent())
+        import_megatron(PrepareConfig(import_path=str(tmp_path / "good")), Progress.silent())
     (tmp_path / "good" / "tokenizer").mkdir()
-    with pytest.raises(InputError, match="holds another tokenizer"):
-        import_shards(config(tmp_path / "good", tokenizer), Progress.silent())
+    with pytest.raises(InputError, match="contains another tokenizer"):
+        import_megatron(config(tmp_path / "good", tokenizer), Progress.silent())
     (tmp_path / "good" / "tokenizer").rmdir()
-    import_shards(config(tmp_path / "good", tokenizer), Progress.silent())  # the control
+    import_megatron(config(tmp_path / "good", tokenizer), Progress.silent())  # the control

@@ -1,7 +1,6 @@
-"""Killed with ``kill -9`` in the middle of the work and started again: the same bytes, and nothing is done twice.
+"""A preparation killed with ``kill -9`` and started again gives the same bytes without repeated work.
 
-pytest tests/data/test_prepare_killed.py
-pytest -m full tests/data/test_prepare_killed.py      # many kills, at any time; another number of processes each time
+pytest -m full tests/data/test_prepare_killed.py      # many kills
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.data.texts import (
 )
 from toolkit.config.compose import compose_prepare
 from toolkit.data.prepare import merge, tokenise
-from toolkit.data.prepare.parts import Receipt, read_receipts
+from toolkit.data.prepare.parts import PartReceipt, read_receipts
 from toolkit.data.prepare.run import prepare
 from toolkit.progress import Progress
 
@@ -37,10 +36,12 @@ TEXTS = made_texts(1500, seed=5)
 
 
 class Case:
-    """A corpus, its preparation that was never killed, and a command for one that will be."""
+    """A corpus, its uninterrupted preparation, and a command for one to be killed."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        """One file that is read in ranges, and one that can only be read from its beginning: a unit of many parts."""
+        """One file that is read in ranges, and one that can only be read from its beginning: a unit of many
+        parts.
+        """
         self.output = folder / "killed"
         write_jsonl(folder / "in" / "a.jsonl", TEXTS[:1000])
         compressed = folder / "in" / "b.jsonl.gz"
@@ -49,8 +50,15 @@ class Case:
         # The same words for both: the input's name stands in the manifest.
         prepared(folder / "in", folder / "whole", tokenizer, deduplicate=True, workers=1)
         self.whole = files_of(folder / "whole")
-        self.words = [f"input={folder / 'in'}", f"output={self.output}", "validation=0.5", "deduplicate=true",
-                      f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'", "special_tokens=text"]  # fmt: skip
+        self.words = [
+            f"input={folder / 'in'}",
+            f"output={self.output}",
+            "validation=0.5",
+            "deduplicate=true",
+            f"tokenizer.path={tokenizer}",
+            "tokenizer.end_of_text='<|endoftext|>'",
+            "special_tokens=text",
+        ]
         self.workers = workers
 
     @property
@@ -58,7 +66,10 @@ class Case:
         return len(list((self.output / ".work" / tokenise.PARTS).glob("*.json")))
 
     def killed_when(self, holds: Callable[[], bool]) -> bool:
-        """Start it and kill the process that was started when ``holds``; its workers must end by themselves. False: it was done before."""
+        """Start it and kill the process that was started when ``holds``; its workers must end by themselves.
+
+        False: it was done before.
+        """
         command = [sys.executable, str(SMALL), *self.words, f"workers={self.workers}"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         children: list[psutil.Process] = []
@@ -80,8 +91,10 @@ class Case:
         return not self.killed_when(lambda: False)
 
 
-def test_killed_while_it_tokenises(tmp_path: Path) -> None:
-    """Twice, at random parts of about sixty; then done by this process, which tokenises exactly the documents that are left."""
+def test_resume_after_kill_during_tokenisation(tmp_path: Path) -> None:
+    """Twice, at random parts of about sixty; then done by this process, which tokenises exactly the documents
+    that are left.
+    """
     case, seed = Case(tmp_path, workers=2), random.randrange(10**6)
     print(f"seed {seed}")
     random_ = random.Random(seed)
@@ -97,7 +110,7 @@ def test_killed_while_it_tokenises(tmp_path: Path) -> None:
     assert sum(encoded) == 2000 - read  # with receipts ignored it were 2000: see the control
 
 
-def test_control_without_receipts_all_is_done_again(tmp_path: Path) -> None:
+def test_control_without_receipts_everything_is_repeated(tmp_path: Path) -> None:
     case = Case(tmp_path, workers=2)
     assert case.killed_when(lambda: case.receipts >= 10)
     for path in (case.output / ".work" / tokenise.PARTS).glob("*.json"):
@@ -106,12 +119,12 @@ def test_control_without_receipts_all_is_done_again(tmp_path: Path) -> None:
     assert files_of(case.output) == case.whole
 
 
-def documents_in(receipt: Receipt) -> int:
+def documents_in(receipt: PartReceipt) -> int:
     return sum(receipt.kept) + receipt.equal + receipt.empty
 
 
 def in_this_process(case: Case) -> list[int]:
-    """Finish a preparation; the documents of each batch that was tokenised."""
+    """Finish a preparation and return the documents of each tokenised batch."""
     batches: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         add = tokenise._Part.add
@@ -124,12 +137,12 @@ def in_this_process(case: Case) -> list[int]:
     return batches
 
 
-def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
+def test_resume_after_kill_while_writing_shards(tmp_path: Path) -> None:
     case = Case(tmp_path, workers=1)
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # killed between two slices of the second shard: as exactly as only a fault can be
-        patch.setattr(merge, "pieces", lambda *args, pieces=merge.pieces: pieces(*args[:2], 9000))
+        patch.setattr(merge, "plan_shards", lambda *args, pieces=merge.plan_shards: pieces(*args[:2], 9000))
         slices = merge._slice
 
         def failing(*args: object) -> int:
@@ -152,15 +165,18 @@ def test_killed_while_it_writes_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_killed_at_any_time_many_times(tmp_path: Path) -> None:
-    """After a part or after a random time from its start on, with another number of processes each time, until it is done."""
+def test_resume_after_repeated_kills(tmp_path: Path) -> None:
+    """After a part or after a random time from its start on, with another number of processes each time,
+    until it is done.
+    """
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     random_, case, inside = random.Random(seed), Case(tmp_path, workers=1), 0
     for attempt in range(40):
         case.workers = random_.randint(1, 3)
         before = case.receipts
-        # The first one is in the work for certain: on a quick machine all random times may come too late for it.
+        # The first one is in the work for certain: on a quick machine all random times may come too late for
+        # it.
         began, wait = time.monotonic(), random_.uniform(0.2, 2.5) if attempt else float("inf")
         killed = case.killed_when(
             lambda began=began, wait=wait, first=not attempt: (

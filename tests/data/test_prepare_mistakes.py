@@ -1,7 +1,4 @@
-"""Prepared before, in part or otherwise: found, or refused by name; and every other mistake.
-
-pytest tests/data/test_prepare_mistakes.py
-"""
+"""Existing outputs are found or refused by name; and other user errors."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ import pytest
 
 from tests.data.texts import TEXTS, files_of, prepared, small_tokenizer, small_units, write_gz, write_jsonl
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
-from toolkit.data.manifest import OWN_HASH, own_hash
+from toolkit.data.manifest import MANIFEST_HASH_KEY, hash_content
 from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.run import output_folder, prepare
-from toolkit.data.prepare.work import each
+from toolkit.data.prepare.worker_pool import run_tasks
 from toolkit.data.tokens import stdlib
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
 
-def test_prepared_again_it_is_found_and_nothing_is_written(
+def test_finished_preparation_is_found_without_writing(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepared(corpus, tmp_path / "data", tokenizer)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
-    monkeypatch.setattr(tokenise, "tokenising", None)
+    monkeypatch.setattr(tokenise, "start_tokenising", None)
     assert (
         prepared(corpus, tmp_path / "data", tokenizer, workers=3, memory_mib=9) == first
     )  # carriage may differ
@@ -50,7 +47,7 @@ def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: P
     assert "seed=0" in caught.value.problems[1].remedy + caught.value.problems[0].remedy
     content = (source / "a.jsonl").read_bytes()
     changes: dict[str, Callable[[], object]] = {
-        "a.jsonl has another content": lambda: (source / "a.jsonl").write_bytes(
+        "a.jsonl has different content": lambda: (source / "a.jsonl").write_bytes(
             content.replace(b"data", b"DATA")
         ),
         "a.jsonl has": lambda: (source / "a.jsonl").write_bytes(content[:-1]),
@@ -75,13 +72,13 @@ def test_another_recipe_or_input_is_refused_by_name(tokenizer: Path, tmp_path: P
         prepared(source, output, other)
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused_and_read_again(
+def test_input_changed_during_preparation_is_read_again(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20])
-    units = tokenise.units_left
+    units = tokenise.find_unfinished_units
     monkeypatch.setattr(
-        tokenise, "units_left", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1]
+        tokenise, "find_unfinished_units", lambda *args: (write_jsonl(source, TEXTS[:21]), units(*args))[1]
     )
     with pytest.raises(InputError, match=r"a\.jsonl changed since the preparation began"):
         prepared(source, tmp_path / "data", tokenizer)
@@ -108,7 +105,7 @@ MISTAKES = {
     "no Parquet": (one("a.parquet", b"nothing"), "input", "a.parquet"),
     "truncated gz": (one("a.jsonl.gz", b"", gz=b'{"text": "a"}\n' * 99, cut=5), "input", "a.jsonl.gz"),
     "no training text": (one("a.jsonl", b'{"text": ""}\n\n'), "input", "2 without text"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -134,7 +131,7 @@ def test_mistakes_are_named(mistake: str, tokenizer: Path, tmp_path: Path) -> No
     assert not (tmp_path / "data" / "manifest.json").exists()
 
 
-def test_a_mistake_in_a_worker_is_told_by_the_command(
+def test_error_in_a_worker_is_reported_by_the_command(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_units(monkeypatch, unit=100)
@@ -144,12 +141,12 @@ def test_a_mistake_in_a_worker_is_told_by_the_command(
         prepared(tmp_path / "a.jsonl", tmp_path / "data", tokenizer, workers=2)
 
 
-def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_invalid_outputs_and_tokenizers_are_refused(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(InputError, match="it holds other files"):
+    with pytest.raises(InputError, match="it contains other files"):
         prepared(corpus, tmp_path / "mine", tokenizer)
-    with pytest.raises(InputError, match="the output folder written"):
+    with pytest.raises(InputError, match="the output folder is writable"):
         prepared(corpus, tmp_path / "mine" / "letter.txt" / "data", tokenizer)
     with pytest.raises(InputError, match=r"tokenizer\.end_of_text=None"):
         prepared(corpus, tmp_path / "a", TokenizerConfig(path=str(tokenizer)))
@@ -164,7 +161,7 @@ def test_outputs_and_tokenizers_that_cannot_be(corpus: Path, tokenizer: Path, tm
         output_folder(PrepareConfig(input="corpora/*.jsonl"))
 
 
-def test_a_mistake_that_made_nothing_leaves_the_output_free(tokenizer: Path, tmp_path: Path) -> None:
+def test_failed_preparation_without_tokens_leaves_the_output_usable(tokenizer: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in" / "a.jsonl", TEXTS[:20], "body")
     for mistake in ({"seed": 1}, {"text": "bodi"}, {"format": InputFormat.parquet}):
         with pytest.raises(InputError):
@@ -173,29 +170,29 @@ def test_a_mistake_that_made_nothing_leaves_the_output_free(tokenizer: Path, tmp
 
 
 def ends_itself() -> Callable[[int, Callable[[int], None]], None]:
-    """A worker that the kernel kills in its second task, as where memory is short."""
+    """The kernel kills a worker in its second task, as when memory runs out."""
     return lambda number, advance: advance(5) if number < 2 else os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_worker_is_told() -> None:
+def test_killed_worker_is_reported() -> None:
     with (
         Progress.silent().task("working") as task,
         pytest.raises(InputError, match=r"code -9 \(SIGKILL\)") as caught,
     ):
-        each(ends_itself, [0, 1, 2, 3], 2, task)
+        run_tasks(ends_itself, [0, 1, 2, 3], 2, task)
     assert caught.value.problems[0].key == "workers"
 
 
-def test_one_process_at_a_time(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_second_process_is_refused_by_the_lock(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     work = tmp_path / "data" / run.WORK
     work.mkdir(parents=True)
-    with run._alone(work), pytest.raises(InputError, match="is being prepared by another process"):
+    with run._lock(work), pytest.raises(InputError, match="is being prepared by another process"):
         prepared(corpus, tmp_path / "data", tokenizer)
     prepared(corpus, tmp_path / "data", tokenizer)
 
 
 def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very data that training with data=stdlib makes and finds."""
+    """The result is the data that training with data=stdlib finds."""
     (tmp_path / "library").mkdir()
     for number, text in enumerate(TEXTS[:40]):
         (tmp_path / "library" / f"{number}.py").write_text(text)
@@ -204,7 +201,7 @@ def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.Monke
         input="stdlib", output=str(tmp_path / "data"), tokenizer=TokenizerConfig(vocab_size=300)
     )
     manifest = prepare(config, Progress.silent())
-    assert manifest == stdlib.ensure(tmp_path / "data", 300)
+    assert manifest == stdlib.ensure_stdlib(tmp_path / "data", 300)
     assert manifest.tokenizer.ends_documents
 
 
@@ -215,7 +212,7 @@ def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(
     prepared(source, tmp_path / "data", tokenizer)
     manifest = tmp_path / "data" / "manifest.json"
     content = json.loads(manifest.read_text().replace('"version": 2', '"version": 1'))
-    manifest.write_text(json.dumps({**content, OWN_HASH: own_hash(content)}))
+    manifest.write_text(json.dumps({**content, MANIFEST_HASH_KEY: hash_content(content)}))
     with pytest.raises(InputError, match=r"made by recipe version 1(?s:.*)output=FOLDER") as caught:
         prepared(source, tmp_path / "data", tokenizer)
     assert len(caught.value.problems) == 1

@@ -1,7 +1,4 @@
-"""An input in a store is brought here, once, and prepared as the folder that it is a copy of.
-
-pytest tests/data/test_prepare_store.py
-"""
+"""An input in a store is copied once and prepared like the folder that it is a copy of."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from tests.data.served import SECRETS, Store, served, set_environment
 from tests.data.texts import TEXTS, files_of, prepared, write_jsonl
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.manifest import read_manifest
+from toolkit.data.prepare import input_store as inputs
 from toolkit.data.prepare import run, tokenise
-from toolkit.data.prepare import store as inputs
 from toolkit.data.prepare.run import output_folder
 from toolkit.errors import InputError
 
@@ -27,7 +24,9 @@ NAMES = ["a.jsonl", "b/c.jsonl", "empty.jsonl"]
 
 @pytest.fixture
 def bucket(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """The corpus as a folder of a bucket, with a hidden file, and another folder whose name begins as its does."""
+    """The corpus as a folder of a bucket, with a hidden file, and another folder whose name begins as its
+    does.
+    """
     root = tmp_path / "bucket"
     shutil.copytree(corpus, root / "texts")
     (root / "texts" / "empty.jsonl").touch()
@@ -43,7 +42,7 @@ def of_store(output: Path, tokenizer: Path, url: str = URL) -> None:
     prepared(url, output, tokenizer)
 
 
-def test_it_is_the_folder(
+def test_input_from_a_store_gives_the_same_folder(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(bucket.root / "texts", tmp_path / "here", tokenizer)
@@ -59,13 +58,13 @@ def test_it_is_the_folder(
     assert bucket.signed == sum(bucket.requests.values())
 
 
-def test_what_is_here_is_not_fetched_again(
+def test_complete_copies_are_not_fetched_again(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed while it tokenises: the copies stay, and one that was under way is fetched again."""
+    """After a kill during tokenisation complete copies stay, and a partial one is fetched again."""
     output = tmp_path / "data"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "ready_vocabulary", interrupted)
+        patch.setattr(run, "ensure_tokenizer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             of_store(output, tokenizer)
     copies = output / ".work" / "input"
@@ -85,13 +84,13 @@ def interrupted(*arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_prepared_again_it_is_found_and_a_change_is_refused(
+def test_finished_preparation_from_a_store_refuses_changed_input(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_store(tmp_path / "data", tokenizer)
     made = files_of(tmp_path / "data")
     bucket.forget()
-    monkeypatch.setattr(tokenise, "tokenising", None)
+    monkeypatch.setattr(tokenise, "start_tokenising", None)
     of_store(tmp_path / "data", tokenizer)
     assert not bucket.requests["texts/a.jsonl"]
     file = bucket.root / "texts" / "a.jsonl"
@@ -101,10 +100,10 @@ def test_prepared_again_it_is_found_and_a_change_is_refused(
     assert bucket.requests["texts/a.jsonl"]
     file.write_bytes(file.read_bytes().replace(b"river", b"RIVER"))
     os.utime(file, (later + 1, later + 1))
-    with pytest.raises(InputError, match=r"a\.jsonl has another content"):
+    with pytest.raises(InputError, match=r"a\.jsonl has different content"):
         of_store(tmp_path / "data", tokenizer)
     file.unlink()
-    with pytest.raises(InputError, match=r"a\.jsonl is gone"):
+    with pytest.raises(InputError, match=r"a\.jsonl was removed"):
         of_store(tmp_path / "data", tokenizer)
     assert files_of(tmp_path / "data") == made
 
@@ -113,7 +112,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(run.merge, "pieces", interrupted)
+        patch.setattr(run.merge, "plan_shards", interrupted)
         with pytest.raises(KeyboardInterrupt):
             of_store(tmp_path / "data", tokenizer)
     write_jsonl(bucket.root / "texts" / "a.jsonl", TEXTS[:3])
@@ -130,7 +129,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
     [
         ("s3://corpus/absent", "input=s3://corpus/absent: no file below it"),
         ("s3://other/texts", "no such bucket"),
-        ("https://127.0.0.1/texts", "cannot be listed"),
+        ("https://127.0.0.1/texts", "cannot list their files"),
         ("s3://name:secret@corpus/texts", "a URL has no user"),
         ("ftp://corpus/texts", "a folder is a path, or a URL of a supported store"),
     ],
@@ -145,5 +144,5 @@ def test_mistakes_name_the_input(bucket: Store, tokenizer: Path, tmp_path: Path,
     assert not (tmp_path / "data").exists()
 
 
-def test_its_folder_is_named_after_it() -> None:
+def test_output_folder_is_named_after_the_url() -> None:
     assert output_folder(PrepareConfig(input=URL)) == Path("data/texts")

@@ -1,7 +1,4 @@
-"""Records: written whole or not at all, read by number, refused by name when damaged, and in the order of every stream.
-
-pytest tests/data/test_records.py
-"""
+"""Records: written completely or not at all, read by number, refused if damaged, and ordered by streams."""
 
 from __future__ import annotations
 
@@ -21,11 +18,18 @@ from hypothesis import strategies as st
 from tests.data.made import batch_plan, documents, make_folder
 from tests.data.served import served
 from tests.data.test_stream import global_batch
-from toolkit.data.evaluation import sample_batches
+from toolkit.data.evaluation import eval_sample_batches
 from toolkit.data.manifest import write_content
 from toolkit.data.order.stream import Stream
 from toolkit.data.records import writer as write_records
-from toolkit.data.records.reader import DTYPES, Records, describe, open_records, read_records, verify_records
+from toolkit.data.records.reader import (
+    DTYPES,
+    RecordSamples,
+    describe_records,
+    open_records,
+    read_record_manifest,
+    verify_records,
+)
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.remote.cache import BlockCache
 from toolkit.data.tokens.token_array import open_split
@@ -44,7 +48,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/data.md"
 def make(
     folder: Path, records: int = 40, *, shard_bytes: int = 1 << 20, seed: int = 0, **splits: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Records whose ``weight`` is their number; what was written, by field, of the training split."""
+    """Write records whose ``weight`` is their number; return the training split's values by field."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 60_000, (records, 3, 4, 5), dtype=np.uint16)
     with RecordWriter(folder, FIELDS, description="made", licence="none", shard_bytes=shard_bytes) as writer:
@@ -56,14 +60,14 @@ def make(
     return {"image": images, "weight": np.arange(records) * 1.0, "label": np.arange(records) % 7}
 
 
-def read(records: Records, *numbers: int) -> npt.NDArray[np.void]:
+def read(records: RecordSamples, *numbers: int) -> npt.NDArray[np.void]:
     return records.read(np.zeros(len(numbers), dtype=np.int64), np.array(numbers, dtype=np.int64))
 
 
 @given(data=st.data(), shard_records=st.integers(1, 9), buffered=st.integers(1, 9), count=st.integers(1, 30))
 @settings(max_examples=25, deadline=None)
-def test_what_is_written_is_read(data: st.DataObject, shard_records: int, buffered: int, count: int) -> None:
-    """Any fields, in any number of shards, whatever the writer holds back."""
+def test_records_round_trip(data: st.DataObject, shard_records: int, buffered: int, count: int) -> None:
+    """Any fields round-trip, in any number of shards and for any buffer size."""
     kinds = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3).map(tuple))
     fields = data.draw(st.dictionaries(st.sampled_from("abcdef"), kinds, min_size=1))
     random = np.random.default_rng(count)
@@ -93,9 +97,9 @@ def test_what_is_written_is_read(data: st.DataObject, shard_records: int, buffer
 
 
 def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
-    """As the module promises it to whoever reads without this toolkit: a C struct at ``number * record_bytes``."""
+    """As documented for other readers, a record is a C struct at ``number * record_bytes``."""
     written = make(tmp_path / "records")
-    manifest = read_records(tmp_path / "records")
+    manifest = read_record_manifest(tmp_path / "records")
     content = json.loads((tmp_path / "records/manifest.json").read_text())
     assert content["record_bytes"] == manifest.record_bytes == 136
     assert [(field["name"], field["offset"]) for field in content["fields"]] == [
@@ -112,21 +116,21 @@ def test_a_record_is_one_range_of_one_file(tmp_path: Path) -> None:
 
 
 def test_statistics_are_exact_enough_for_large_offsets(tmp_path: Path) -> None:
-    """Control: the textbook difference of sums of squares has no digit left."""
+    """Control: the textbook difference of sums of squares has no correct digit."""
     values = 1e8 + np.random.default_rng(0).normal(0, 0.01, (5000, 2))
     with RecordWriter(
         tmp_path / "records", {"value": ("float64", (2,))}, description="", licence=""
     ) as writer:
         for value in values:
             writer.add("train", value=value)
-    found = read_records(tmp_path / "records").split("train").statistics["value"]
+    found = read_record_manifest(tmp_path / "records").split("train").statistics["value"]
     assert np.allclose(found.std, values.std(axis=0), rtol=1e-5)
     assert not np.allclose(
         np.sqrt(np.abs((values**2).mean(axis=0) - values.mean(axis=0) ** 2)), values.std(axis=0), rtol=0.5
     )
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     (code,) = (code for code in codes if "RecordWriter" in code)
     assert len(code.splitlines()) <= 16, "the page promises a short example"
@@ -134,13 +138,13 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     exec(compile(code, str(PAGE), "exec"), {})
     manifest = verify_records(tmp_path / "data/mine", Progress.silent())
     assert manifest.split("train").records + manifest.split("validation").records == 100
-    assert any("CC-BY-4.0" in line for line in describe(manifest))
+    assert any("CC-BY-4.0" in line for line in describe_records(manifest))
 
 
 # -- what goes wrong
 
 
-def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_writer_removes_files_after_an_error(tmp_path: Path) -> None:
     def interrupted() -> None:
         with RecordWriter(tmp_path / "a", FIELDS, description="", licence="") as writer:
             writer.add("train", **GOOD)
@@ -171,7 +175,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("values", "shows"), UNFIT.values(), ids=list(UNFIT))
-def test_what_does_not_fit_is_refused(values: dict[str, Any], shows: str, tmp_path: Path) -> None:
+def test_values_that_do_not_fit_are_refused(values: dict[str, Any], shows: str, tmp_path: Path) -> None:
     with (
         pytest.raises(InputError, match=shows),
         RecordWriter(tmp_path / "a", FIELDS, description="", licence="") as writer,
@@ -179,9 +183,9 @@ def test_what_does_not_fit_is_refused(values: dict[str, Any], shows: str, tmp_pa
         writer.add("train", **values)
 
 
-def test_a_writer_takes_no_others_folder(tmp_path: Path) -> None:
+def test_writer_refuses_an_existing_folder(tmp_path: Path) -> None:
     make(tmp_path / "records")
-    with pytest.raises(InputError, match="is there"):
+    with pytest.raises(InputError, match="exists"):
         make(tmp_path / "records")
     for fields in ({}, {"a": ("complex64", ())}, {"a b": ("uint8", ())}, {"a": ("uint8", (0,))}):
         with pytest.raises(InputError):
@@ -232,7 +236,7 @@ def test_damage_is_refused_by_name(damage: Callable[[Path], object], shows: str,
         verify_records(tmp_path / "records", Progress.silent())
 
 
-def test_tokens_are_no_records_and_records_no_tokens(tmp_path: Path) -> None:
+def test_tokens_and_records_are_not_interchangeable(tmp_path: Path) -> None:
     make(tmp_path / "records")
     make_folder(tmp_path / "tokens", {"train": documents(3, 300)})
     with pytest.raises(InputError, match="holds records") as caught:
@@ -247,12 +251,14 @@ def test_tokens_are_no_records_and_records_no_tokens(tmp_path: Path) -> None:
 # -- order
 
 
-def stream_of(records: Records, seed: int, ranks: int, rank: int, micro: int = 1, size: int = 8) -> Stream:
+def stream_of(
+    records: RecordSamples, seed: int, ranks: int, rank: int, micro: int = 1, size: int = 8
+) -> Stream:
     return Stream({"train": records}, None, seed=seed, batch=batch_plan(micro, size, ranks), data_rank=rank)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+def records(tmp_path_factory: pytest.TempPathFactory) -> RecordSamples:
     folder = tmp_path_factory.mktemp("order") / "records"
     make(folder, 101, shard_bytes=136 * 30)
     return open_records(folder, "train")
@@ -270,9 +276,11 @@ def numbers(samples: npt.NDArray[np.void]) -> list[int]:
 )
 @settings(max_examples=12, deadline=None)
 def test_any_layout_sees_the_same_global_batch(
-    records: Records, power: int, micro_power: int, step: int, seed: int
+    records: RecordSamples, power: int, micro_power: int, step: int, seed: int
 ) -> None:
-    """Also after a stop, since a stream begins at any step; a rank that only counted its own records would not."""
+    """Also after a stop, since a stream begins at any step; a rank that only counted its own records would
+    not.
+    """
     ranks, micro = 2**power, min(2**micro_power, 8 // 2**power)
     alone = global_batch([stream_of(records, seed, 1, 0, micro=8)], step)
     many = global_batch([stream_of(records, seed, ranks, rank, micro) for rank in range(ranks)], step)
@@ -282,7 +290,7 @@ def test_any_layout_sees_the_same_global_batch(
     assert numbers(alone) != numbers(another), "another seed is another order"
 
 
-def test_every_record_stands_once_an_epoch(records: Records) -> None:
+def test_epoch_contains_every_record_once(records: RecordSamples) -> None:
     stream = stream_of(records, 5, 1, 0)
     epochs = [numbers(stream.samples(np.arange(first, first + 101))) for first in (0, 101)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(101))] * 2
@@ -298,7 +306,7 @@ def test_a_changed_record_or_normalisation_is_another_fingerprint(tmp_path: Path
     first.check_fingerprint(json.loads(json.dumps(same.fingerprint())))
     with pytest.raises(CheckpointError, match=r"data=.*the checkpoint has data="):
         first.check_fingerprint(other.fingerprint())
-    found = read_records(tmp_path / "a").split("train").statistics["weight"]
+    found = read_record_manifest(tmp_path / "a").split("train").statistics["weight"]
     change_manifest(repr(found.mean[0]), repr(found.mean[0] + 1))(tmp_path / "a")
     with pytest.raises(CheckpointError):
         stream_of(open_records(tmp_path / "a", "train"), 0, 1, 0).check_fingerprint(first.fingerprint())
@@ -315,7 +323,8 @@ def test_an_evaluation_takes_the_first_records_once(
     records = open_records(tmp_path / "records", "train")
     for ranks, micro in ((1, 8), (2, 2), (4, 1), (8, 1)):
         found = [
-            list(sample_batches(records, batches, batch_plan(micro, 8, ranks), rank)) for rank in range(ranks)
+            list(eval_sample_batches(records, batches, batch_plan(micro, 8, ranks), rank))
+            for rank in range(ranks)
         ]
         assert {len(of_rank) for of_rank in found} == {global_batches}
         assert {len(batch) for of_rank in found for batch in of_rank} == {8 // micro // ranks}, (
@@ -335,7 +344,7 @@ def test_an_evaluation_takes_the_first_records_once(
 
 
 def test_a_store_gives_the_same_records(tmp_path: Path) -> None:
-    """In any order, neighbours by one request; with a cache the second epoch asks for nothing."""
+    """Read in any order, neighbours as one request; with a cache the second epoch needs no request."""
     make(tmp_path / "records", 60, shard_bytes=136 * 25)
     here = open_records(tmp_path / "records", "train")
     numbers = np.random.default_rng(0).permutation(60)[:40]

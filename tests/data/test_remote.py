@@ -1,7 +1,4 @@
-"""Training from a store reads the samples that it reads from this machine, soon, and little else; damage is told before it begins.
-
-pytest tests/data/test_remote.py
-"""
+"""Training from a store reads the local samples, soon and with few other bytes; damage is reported before."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder, without_sums
 from tests.data.served import SECRETS, Store, environment, served, set_environment
+from toolkit.data.checksums import BLOCK
 from toolkit.data.evaluation import eval_batches
 from toolkit.data.manifest import read_manifest, write_content
 from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import READ_AT_ONCE, Stream
 from toolkit.data.remote.cache import BlockCache
-from toolkit.data.remote.fetch import Limits
+from toolkit.data.remote.fetch import RequestLimits
 from toolkit.data.remote.storage import StorageError, open_folder
-from toolkit.data.remote.tokens import RemoteTokens, pieces_of, spans_of, survey
-from toolkit.data.sums import BLOCK
+from toolkit.data.remote.tokens import RemoteTokens, check_remote_files, merge_spans, split_windows
 from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.files import write_whole
@@ -43,7 +40,7 @@ LENGTH = 1024
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1.7 M tokens of uint16 in four shards, which end within windows and blocks."""
+    """1.7 M tokens of uint16 in four shards, whose ends are inside windows and blocks."""
     folder = tmp_path_factory.mktemp("remote") / "data"
     random = np.random.default_rng(0)
     texts = [random.integers(0, 60_000, random.integers(1, 100_000)) for _ in range(40)]
@@ -60,7 +57,7 @@ def stream_of(source: TokenSource, data_rank: int = 0, ranks: int = 1, length: i
 
 
 def taken(source: TokenSource, steps: int, first: int = 0, **places: int) -> list[np.ndarray]:
-    """The samples of some steps [samples, length + 1] each."""
+    """Return the samples of some steps, each [samples, length + 1]."""
     stream = stream_of(source, **places)
     try:
         reading = stream.steps(first)
@@ -83,7 +80,7 @@ def remote(store: Store, scheme: str = "s3", **options: object) -> RemoteTokens:
 def test_the_stream_is_that_of_the_local_folder(
     folder: Path, tmp_path: Path, scheme: str, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the end of an epoch (the shift changes), from a later step on, and for ranks."""
+    """Compare across the end of an epoch (another shift), from a later step on, and for several ranks."""
     local = open_split(folder, "train")
     steps = local.tokens // LENGTH // 8 + 5
     with served(folder) as store:
@@ -105,10 +102,10 @@ def test_the_stream_is_that_of_the_local_folder(
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_trouble_loses_and_repeats_no_sample(
+def test_failures_lose_and_repeat_no_sample(
     folder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all requests 5% fail and 5% stall, from the first look at the folder on."""
+    """5% of all requests fail and 5% stall, from opening on."""
     expected = taken(open_split(folder, "train"), 60)
     with served(folder, failing=0.05, stalled=0.05, seed=7) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -119,7 +116,7 @@ def test_trouble_loses_and_repeats_no_sample(
         assert sum(store.faulty.values()) > 10
         assert time.monotonic() - begin < 60
         # The control: without repetition the stream breaks, and says so.
-        once = Limits(reading_seconds=0, another_share=0, silence_seconds=0.3)
+        once = RequestLimits(reading_seconds=0, hedge_share=0, silence_seconds=0.3)
         with pytest.raises(StorageError, match="1 attempts"):
             taken(RemoteTokens(read_manifest(store.s3), "train", limits=once), 60)
 
@@ -131,13 +128,13 @@ def test_trouble_loses_and_repeats_no_sample(
     token_bytes=st.sampled_from([2, 4]),
 )
 @settings(max_examples=100, deadline=None)
-def test_spans_hold_every_piece(seed: int, length: int, longest: int, token_bytes: int) -> None:
+def test_merged_spans_contain_every_part(seed: int, length: int, longest: int, token_bytes: int) -> None:
     random = np.random.default_rng(seed)
     ends = np.cumsum(random.integers(1, 200, 12))
     length = min(length, int(ends[-1]))
     starts = random.integers(0, ends[-1] - length + 1, 20)
-    pieces = pieces_of(starts, length, ends, token_bytes)
-    spans, where = spans_of(pieces, token_bytes, longest)
+    pieces = split_windows(starts, length, ends, token_bytes)
+    spans, where = merge_spans(pieces, token_bytes, longest)
     rows = np.full((20, length), -1)
     begins = np.concatenate([[0], ends])
     for piece, number in zip(pieces, where, strict=True):
@@ -163,7 +160,7 @@ def test_spans_hold_every_piece(seed: int, length: int, longest: int, token_byte
 
 
 def first_batch_seconds(url: str) -> float:
-    """From nothing known of the folder but its URL."""
+    """Open the folder from its URL alone."""
     begin = time.monotonic()
     stream = stream_of(open_split(url, "train"))
     next(stream.steps(0))
@@ -172,9 +169,13 @@ def first_batch_seconds(url: str) -> float:
     return seconds
 
 
-def test_the_first_batch_comes_soon(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 30 ms added to each answer, from the URL to the first global batch: manifest, tokenizer, shards and windows are four answers
-    one after another, so 0.12 s at least. The best of several, since the server is in this process and other work on this machine."""
+def test_first_batch_needs_few_round_trips(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 30 ms added to each answer, from the URL to the first global batch: manifest, tokenizer, shards
+    and windows are four answers one after another, so 0.12 s at least. The best of several, since the server
+    is in this process and other work on this machine.
+    """
     with served(folder, latency_seconds=0.03) as store:
         set_environment(monkeypatch, store, tmp_path)
         seconds = []
@@ -192,9 +193,13 @@ def test_the_first_batch_comes_soon(folder: Path, tmp_path: Path, monkeypatch: p
         assert time.monotonic() - begin > 0.24
 
 
-def test_little_else_is_fetched(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes served, with all that opening costs, / bytes of the samples that the stream read, over part of an epoch. What it has read
-    ahead when it ends is bounded, and in a run is delivered next. From a folder without sums, whose windows are fetched as they are."""
+def test_fetched_bytes_are_close_to_bytes_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes served, with all that opening costs, / bytes of the samples that the stream read, over part of an
+    epoch. What it has read ahead when it ends is bounded, and in a run is delivered next. From a folder
+    without sums, whose windows are fetched as they are.
+    """
     steps, folder = 60, Path(shutil.copytree(folder, tmp_path / "copy"))
     without_sums(folder)
     with served(folder, latency_seconds=0.002) as store:
@@ -213,7 +218,10 @@ def test_little_else_is_fetched(folder: Path, tmp_path: Path, monkeypatch: pytes
 def test_blocks_are_little_more_than_long_windows(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows of 32 KiB, widened to blocks of 4 KiB, with their sums. Short windows, which cost more, are the control."""
+    """Windows of 32 KiB, widened to blocks of 4 KiB, with their sums.
+
+    Short windows, which cost more, are the control.
+    """
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
         found = {}
@@ -227,7 +235,7 @@ def test_blocks_are_little_more_than_long_windows(
 
 
 def counted(source: RemoteTokens) -> list[int]:
-    """Bytes that are asked of ``source`` from now on."""
+    """Return the bytes requested from ``source`` from now on."""
     asked: list[int] = []
     read = source.read
 
@@ -272,7 +280,10 @@ def test_an_evaluation_is_fetched_once(folder: Path, tmp_path: Path, monkeypatch
 def test_a_cache_fetches_each_block_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two epochs and a second run: the corpus comes over the network once. A cache that is too small is the control."""
+    """Two epochs and a second run: the corpus comes over the network once.
+
+    A cache that is too small is the control.
+    """
     local = open_split(folder, "train")
     steps, corpus = 2 * (local.tokens // LENGTH // 8), local.tokens * 2
     expected = taken(local, steps)
@@ -291,7 +302,9 @@ def test_a_cache_fetches_each_block_once(
         assert 0.9 * corpus < 8 * 2**20  # it fits with room
 
 
-def test_a_torn_cache_is_fetched_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cache_blocks_are_fetched_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = taken(open_split(folder, "train"), 40)
     with served(folder) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -320,8 +333,9 @@ next(steps)
 
 
 def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
-    """With requests under way, some of them stalled, Python ends as always and soon: the threads of a library that came back into it
-    would abort it."""
+    """With requests under way, some of them stalled, Python ends as always and soon: the threads of a library
+    that came back into it would abort it.
+    """
     with served(folder, stalled=0.05, latency_seconds=0.01, silence_seconds=1.0) as store:
         leaving = [
             subprocess.Popen(
@@ -333,11 +347,11 @@ def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
             for _ in range(3)
         ]
         for process in leaving:
-            _, said = process.communicate(timeout=60)
-            assert (process.returncode, said) == (0, b"")
+            _, message = process.communicate(timeout=60)
+            assert (process.returncode, message) == (0, b"")
 
 
-# -- damage is told before training
+# -- damage is reported before training
 
 
 def shard(folder: Path, ending: str, number: int = 1) -> Path:
@@ -374,19 +388,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(),
         r"tokenizer/tokenizer\.json: absent",
     ),
-    "other tokenizer": (other_tokenizer, r"tokenizer\.json: xxh3 .*\n.*made them"),
+    "other tokenizer": (other_tokenizer, r"tokenizer\.json: xxh3 .*\n.*encoded the tokens"),
     "no shard": (lambda folder: shard(folder, ".bin").unlink(), r"train-00001\.bin: absent"),
     "no index": (lambda folder: shard(folder, ".idx").unlink(), r"train-00001\.idx: absent"),
     "cut shard": (
         lambda folder: cut(shard(folder, ".bin")),
-        r"train-00001\.bin: \d+ bytes\n.*the manifest says \d+ bytes",
+        r"train-00001\.bin: \d+ bytes\n.*the manifest has \d+ bytes",
     ),
     "cut index": (
         lambda folder: cut(shard(folder, ".idx")),
-        r"train-00001\.idx: \d+ bytes\n.*the manifest says \d+ bytes",
+        r"train-00001\.idx: \d+ bytes\n.*the manifest has \d+ bytes",
     ),
-    "empty shard": (nothing, r"train-00001\.bin: ends before the bytes"),
-    "other index": (header, r"train-00001\.idx: dtype int32, .*\n.*the manifest says dtype uint16"),
+    "empty shard": (nothing, r"train-00001\.bin: ends before the requested bytes"),
+    "other index": (header, r"train-00001\.idx: dtype int32, .*\n.*the manifest has dtype uint16"),
     "no JSON": (
         lambda folder: (folder / "manifest.json").write_text("{"),
         r"manifest\.json: .*\n.*the manifest is JSON",
@@ -396,48 +410,50 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_before_training(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_store_is_refused_before_training(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)}, shard_bytes=1000)
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
-        do, said = DAMAGES[damage]
+        do, message = DAMAGES[damage]
         do(tmp_path / "data")
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             open_split(store.s3, "train")
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [("s3://corpus", "manifest.json: refused with status 403"), ("s3://corpse", "no such bucket")],
 )
-def test_a_store_that_refuses_is_told_before_training(
-    tmp_path: Path, url: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_store_errors_are_reported_before_training(
+    tmp_path: Path, url: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)})
-    with served(tmp_path / "data", forbidden="403" in said) as store:
+    with served(tmp_path / "data", forbidden="403" in message) as store:
         set_environment(monkeypatch, store, tmp_path / "home")
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             open_split(url, "train")
 
 
 def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above. The manifest may stand above its files, as for generations."""
+    """Control of the test above. The manifest may be above its files, as for generations."""
     manifest = make_folder(tmp_path / "data" / "inner", {"train": documents(60, 300)}, shard_bytes=1000)
     content = json.loads((manifest.folder / "manifest.json").read_text())
     write_content(tmp_path / "data", {**content, "root": "inner"})
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
         opened = read_manifest(store.s3)
-        assert opened.place == f"{store.s3}/inner"
+        assert opened.location == f"{store.s3}/inner"
         assert dataclasses.replace(opened, folder=manifest.folder, url=None) == manifest
         assert (opened.tokenizer_folder / "tokenizer.json").read_text() == "{}"
-        survey(opened, ["train"])
+        check_remote_files(opened, ["train"])
         asked = store.requests["inner/tokenizer/tokenizer.json"]
         read_manifest(store.s3)
         assert store.requests["inner/tokenizer/tokenizer.json"] == asked  # it is here now
 
 
-def test_a_server_that_misreads_a_range_of_one_byte_will_do(
+def test_server_that_ignores_one_byte_ranges_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_folder(tmp_path / "data", {"train": documents(60, 300)})
@@ -448,9 +464,7 @@ def test_a_server_that_misreads_a_range_of_one_byte_will_do(
             open_folder(store.s3).read_range("train-00000.bin", 0, 1)
 
 
-def test_a_shard_that_changes_under_way_ends_the_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_shard_ends_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path / "data", {"train": documents(400, 300)})
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
@@ -488,8 +502,9 @@ TRAIN = (
 )
 
 
+@pytest.mark.full
 def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
-    """And nothing that it printed or wrote has a secret in it."""
+    """No secret appears in what the command printed or wrote."""
     make_folder(
         tmp_path / "data", {"train": documents(400, 300), "validation": documents(60, 300)}, shard_bytes=3000
     )
@@ -512,10 +527,10 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
             losses[name] = [
                 json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
             ]
-            said = ended.stdout + ended.stderr
+            message = ended.stdout + ended.stderr
             written = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
             for secret in SECRETS.values():
-                assert secret not in said
+                assert secret not in message
                 assert not any(secret.encode() in content for content in written)
             if name == "store":
                 assert store.s3 in (run / "config.yaml").read_text()
@@ -523,7 +538,7 @@ def test_a_run_from_a_store_is_the_run_from_a_folder(tmp_path: Path) -> None:
     assert losses["local"] == losses["store"]
 
 
-def test_a_secret_in_the_command_goes_nowhere(tmp_path: Path) -> None:
+def test_secret_in_the_command_is_not_written(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "launch/train.py",

@@ -1,7 +1,4 @@
-"""Code that comes with a tokenizer runs only where a key allows it.
-
-pytest tests/data/test_remote_code.py
-"""
+"""Code that comes with a tokenizer runs only if a key allows it."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.tokens import tokenizer_copy
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import InputError
 
 CODE = """
@@ -29,13 +26,14 @@ class Config(PreTrainedConfig):
 class Tokenizer(PreTrainedTokenizerFast):
     def __init__(self, **given):
         from tokenizers import Tokenizer, models
-        super().__init__(tokenizer_object=Tokenizer(models.WordLevel({{"a": 0, "<end>": 1}}, unk_token="a")), eos_token="<end>")
+        model = models.WordLevel({{"a": 0, "<end>": 1}}, unk_token="a")
+        super().__init__(tokenizer_object=Tokenizer(model), eos_token="<end>")
 """
 
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tokenizer without a tokenizer.json, whose class is in a file of its own."""
+    """Write a tokenizer without tokenizer.json whose class is in a file of its own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "published"
@@ -57,13 +55,13 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("answer", ["y\n", "n\n", ""])
-def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(
+def test_remote_code_of_a_tokenizer_does_not_run_by_default(
     published: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or answer.strip())
     with pytest.raises(InputError, match="needs Python code") as caught:
-        tokenizer_copy.place(
+        tokenizer.install_tokenizer(
             str(published), None, tmp_path / "out", key="tokenizer.path", end_key="tokenizer.end_of_text"
         )
     assert "tokenizer.trust_remote_code=true" in caught.value.problems[0].remedy
@@ -71,8 +69,8 @@ def test_code_of_a_tokenizer_does_not_run_and_nobody_is_asked(
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_key_allows_it(published: Path, tmp_path: Path) -> None:
-    made = tokenizer_copy.place(
+def test_trust_remote_code_allows_tokenizer_code(published: Path, tmp_path: Path) -> None:
+    made = tokenizer.install_tokenizer(
         str(published),
         None,
         tmp_path / "out",

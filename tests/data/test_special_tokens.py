@@ -1,7 +1,4 @@
-"""What becomes of a special token's string in text: refused by name, kept as text, or made into the token.
-
-pytest tests/data/test_special_tokens.py
-"""
+"""Strings of special tokens in text: refused by name, kept as text, or parsed as the token."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from toolkit.config.data import DataConfig
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.dataset.encode import Encoders
+from toolkit.data.checks import check_special_tokens, special_tokens_mode
+from toolkit.data.dataset.tokenizer_pool import TokenizerPool
 from toolkit.data.manifest import read_manifest
-from toolkit.data.open import ready_for
 from toolkit.data.prepare.inspect import inspect
-from toolkit.data.sources import special_tokens_of, special_tokens_problem
+from toolkit.data.registry import prepare_data
 from toolkit.data.tokens import tokenizer as bpe
 from toolkit.errors import InputError
 from toolkit.progress import Progress
@@ -43,8 +40,8 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
 
 
 def ids_of(folder: Path) -> Counter[str]:
-    """How often each of the two tokens occurs in all splits."""
-    tokenizer = bpe.load(read_manifest(folder).tokenizer_folder)
+    """Count each of the two tokens over all splits."""
+    tokenizer = bpe.read_tokenizer(read_manifest(folder).tokenizer_folder)
     found = Counter(
         token
         for split in ("train", "validation")
@@ -128,13 +125,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
 
 
 def test_tokenizer_processes_refuse_parse_or_keep_special_tokens(corpus: Corpus) -> None:
-    """The processes of data=dataset."""
+    """Test the tokenizer processes of data=dataset."""
     texts = [b"a plain text", f"before {bpe.END_OF_TEXT} after".encode()]
     text, ends = b"".join(texts), np.cumsum([len(part) for part in texts])
     found = {}
     for mode in SpecialTokens:
-        encoders = Encoders(
-            corpus.tokenizer / bpe.FILE,
+        encoders = TokenizerPool(
+            corpus.tokenizer / bpe.TOKENIZER_FILE,
             end_of_text=corpus.end_of_text,
             dtype=np.dtype(np.uint16),
             held_out=0.0,
@@ -161,33 +158,34 @@ def test_tokenizer_processes_refuse_parse_or_keep_special_tokens(corpus: Corpus)
 def test_a_dataset_run_refuses_special_tokens_in_its_evaluation_set(corpus: Corpus) -> None:
     config = config_of(corpus, path=str(corpus.folder / "splits"))
     config.eval.every, config.eval.sets = 1, ["test"]
-    ready_for(config, None, Progress.silent())
+    prepare_data(config, None, Progress.silent())
     config.data.special_tokens = SpecialTokens.refuse
     with pytest.raises(InputError, match=r"evaluation set test.*<\|endoftext\|>"):
-        ready_for(config, None, Progress.silent())
+        prepare_data(config, None, Progress.silent())
 
 
-def test_a_run_cannot_ask_of_prepared_data_what_it_was_not_prepared_with(
+def test_other_special_tokens_mode_of_prepared_data_is_refused(
     chat_tokenizer: TokenizerConfig, tmp_path: Path
 ) -> None:
     source = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     manifest = prepared(source, tmp_path / "data", chat_tokenizer, special_tokens=SpecialTokens.parse)
     data = DataConfig(name="prepared", path=str(manifest.folder))
-    assert special_tokens_of(data, manifest.folder) is SpecialTokens.parse  # how generate.py treats a prompt
+    # How generate.py treats a prompt.
+    assert special_tokens_mode(data, manifest.folder) is SpecialTokens.parse
     for asked, refused in (
         (SpecialTokens.refuse, False),
         (SpecialTokens.parse, False),
         (SpecialTokens.text, True),
     ):
         data.special_tokens = asked
-        problem = special_tokens_problem(RunConfig(data=data), manifest, data.path)
+        problem = check_special_tokens(RunConfig(data=data), manifest, data.path)
         assert (problem is not None) is refused
 
 
 def test_encoding_keeps_no_setting_of_the_call_before(chat_tokenizer: TokenizerConfig) -> None:
     tokenizer = Tokenizer.from_file(str(chat_tokenizer.path))
     lengths = [
-        len(next(bpe.encode(tokenizer, ["<|user|>"], 0, mode)))
+        len(next(bpe.encode_texts(tokenizer, ["<|user|>"], 0, mode)))
         for mode in (SpecialTokens.text, SpecialTokens.parse)
     ]
     assert lengths[1] == 2 < lengths[0]

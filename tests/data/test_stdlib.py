@@ -1,6 +1,5 @@
-"""The embedded text: made once, the same everywhere, whatever happens meanwhile; and the tokenizer that goes with it.
+"""The embedded text and its tokenizer: reproducible, and made once by concurrent processes.
 
-pytest tests/data/test_stdlib.py
 pytest -m full tests/data/test_stdlib.py     # the whole standard library, about 15 s
 """
 
@@ -21,8 +20,8 @@ from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.tokens import stdlib
 from toolkit.data.tokens import tokenizer as bpe
 from toolkit.data.tokens.index import IndexFile
-from toolkit.data.tokens.stdlib import ensure, is_validation, source_texts
-from toolkit.data.tokens.token_array import open_split, verify
+from toolkit.data.tokens.stdlib import ensure_stdlib, is_validation, read_source_texts
+from toolkit.data.tokens.token_array import open_split, verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -31,7 +30,7 @@ VOCAB_SIZE = 400
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small library: 60 files with what real ones have, and folders that do not count."""
+    """Write a small library: 60 typical files, and folders that are skipped."""
     root = tmp_path_factory.mktemp("library")
     for number in range(60):
         file = root / f"package{number % 3}" / f"module{number}.py"
@@ -57,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(root: Path, tmp_path_factory: pytest.TempPathFactory) -> DataManifest:
-    return ensure(tmp_path_factory.mktemp("made") / "data", VOCAB_SIZE, root=root)
+    return ensure_stdlib(tmp_path_factory.mktemp("made") / "data", VOCAB_SIZE, root=root)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -69,18 +68,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_only_the_library_counts(root: Path) -> None:
-    texts = source_texts(root)
+    texts = read_source_texts(root)
     assert len(texts) == 62
     assert [name for name, _ in texts] == sorted(name for name, _ in texts)
     assert not any("no.py" in name for name, _ in texts)
 
 
-def test_every_document_once_and_on_its_side(root: Path, made: DataManifest) -> None:
-    texts = dict(source_texts(root))
+def test_every_document_is_in_its_split_once(root: Path, made: DataManifest) -> None:
+    texts = dict(read_source_texts(root))
     expected = {
         side: sorted(text for text in texts.values() if is_validation(text) == side) for side in (False, True)
     }
-    tokenizer = bpe.load(made.tokenizer_folder)
+    tokenizer = bpe.read_tokenizer(made.tokenizer_folder)
     for name, side in (("train", False), ("validation", True)):
         split = made.split(name)
         row = np.empty((1, split.tokens), dtype=np.int64)
@@ -94,8 +93,8 @@ def test_every_document_once_and_on_its_side(root: Path, made: DataManifest) -> 
 
 
 def test_documents_are_shuffled(root: Path, made: DataManifest) -> None:
-    names = {text: name for name, text in source_texts(root)}
-    tokenizer = bpe.load(made.tokenizer_folder)
+    names = {text: name for name, text in read_source_texts(root)}
+    tokenizer = bpe.read_tokenizer(made.tokenizer_folder)
     row = np.fromfile(made.folder / "train-00000.bin", "<u2")
     documents = np.split(row, np.cumsum(IndexFile(made.folder / "train-00000.idx").lengths)[:-1])
     decoded = (tokenizer.decode(document[:-1].tolist()).encode() for document in documents)
@@ -105,53 +104,58 @@ def test_documents_are_shuffled(root: Path, made: DataManifest) -> None:
     assert 0.3 < ascending < 0.7  # 1 where they stand by name
 
 
-def test_the_same_bytes_each_time_and_quick_to_repeat(root: Path, made: DataManifest, tmp_path: Path) -> None:
-    """In another process, where hashes are seeded differently."""
+def test_stdlib_data_is_reproducible_and_found_quickly(
+    root: Path, made: DataManifest, tmp_path: Path
+) -> None:
+    """Run in another process, where hashes are seeded differently."""
     command = [sys.executable, "-c", WORKER, str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120, check=True)
     assert files_of(tmp_path / "data" / made.folder.name) == files_of(made.folder)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")}
     begin = time.monotonic()
-    again = ensure(tmp_path / "data", VOCAB_SIZE, root=root)
+    again = ensure_stdlib(tmp_path / "data", VOCAB_SIZE, root=root)
     assert time.monotonic() - begin < 1.0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
     assert again == read_manifest(tmp_path / "data")
-    assert verify(tmp_path / "data", Progress.silent()).splits == made.splits
+    assert verify_tokens(tmp_path / "data", Progress.silent()).splits == made.splits
 
 
-def test_another_vocabulary_leaves_runs_of_the_first_alone(root: Path, tmp_path: Path) -> None:
-    first = ensure(tmp_path, 300, root=root)
+def test_another_vocabulary_keeps_the_first_generation(root: Path, tmp_path: Path) -> None:
+    first = ensure_stdlib(tmp_path, 300, root=root)
     tokens = open_split(tmp_path, "train").tokens
-    second = ensure(tmp_path, 350, root=root)
+    second = ensure_stdlib(tmp_path, 350, root=root)
     assert (first.tokenizer.size, second.tokenizer.size) == (300, 350)
     assert open_split(tmp_path, "train").tokens == second.split("train").tokens < tokens
     assert open_split(first.folder, "train").tokens == tokens
-    assert ensure(tmp_path, 300, root=root) == first
+    assert ensure_stdlib(tmp_path, 300, root=root) == first
     assert open_split(tmp_path, "train").tokens == tokens
 
 
 def test_other_text_is_other_data(root: Path, tmp_path: Path) -> None:
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "a.py").write_text("a = 1\n" * 50)
-    first = ensure(tmp_path / "data", 260, root=tmp_path / "library")
+    first = ensure_stdlib(tmp_path / "data", 260, root=tmp_path / "library")
     (tmp_path / "library" / "a.py").write_text("a = 2\n" * 50)
-    assert ensure(tmp_path / "data", 260, root=tmp_path / "library").origin.xxh3_128 != first.origin.xxh3_128
+    assert (
+        ensure_stdlib(tmp_path / "data", 260, root=tmp_path / "library").origin.xxh3_128
+        != first.origin.xxh3_128
+    )
 
 
 WORKER = """
 import sys
 from pathlib import Path
 from toolkit.data.tokens import stdlib
-write = stdlib._make
+write = stdlib._write_generation
 def make(*arguments):
     print("makes", flush=True)
     write(*arguments)
-stdlib._make = make
-print(stdlib.ensure(sys.argv[1], int(sys.argv[2]), root=Path(sys.argv[3])).split("train").data_hash)
+stdlib._write_generation = make
+print(stdlib.ensure_stdlib(sys.argv[1], int(sys.argv[2]), root=Path(sys.argv[3])).split("train").data_hash)
 """
 
 
-def test_several_processes_make_it_once(root: Path, made: DataManifest, tmp_path: Path) -> None:
+def test_concurrent_processes_make_stdlib_data_once(root: Path, made: DataManifest, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WORKER, str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     lines = [line for worker in workers for line in worker.communicate(timeout=120)[0].splitlines()]
@@ -167,12 +171,12 @@ def stop(*arguments):
     print("writing", flush=True)
     time.sleep(60)
 stdlib.write_manifest = stop
-stdlib.ensure(sys.argv[1], int(sys.argv[2]), root=Path(sys.argv[3]))
+stdlib.ensure_stdlib(sys.argv[1], int(sys.argv[2]), root=Path(sys.argv[3]))
 """
 
 
-def test_a_killed_one_leaves_nothing_half(root: Path, made: DataManifest, tmp_path: Path) -> None:
-    """Killed when every file but the manifest is written; another process waits for the lock meanwhile."""
+def test_killed_process_leaves_no_partial_generation(root: Path, made: DataManifest, tmp_path: Path) -> None:
+    """Killed when every file but the manifest is written, while another process waits for the lock."""
     command = [str(tmp_path / "data"), str(VOCAB_SIZE), str(root)]
     killed = subprocess.Popen([sys.executable, "-c", KILLED, *command], stdout=subprocess.PIPE, text=True)
     assert killed.stdout is not None
@@ -188,28 +192,30 @@ def test_a_killed_one_leaves_nothing_half(root: Path, made: DataManifest, tmp_pa
     assert files_of(tmp_path / "data" / made.folder.name) == files_of(made.folder)
 
 
-def test_a_maker_that_hangs_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_hanging_process_is_reported(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stdlib, "WAIT_SECONDS", 0.2)
     with (
-        stdlib._locked(tmp_path / ".lock"),
+        stdlib._lock(tmp_path / ".lock"),
         pytest.raises(InputError, match=r"\.lock is held by another process"),
     ):
-        ensure(tmp_path, VOCAB_SIZE, root=root)
+        ensure_stdlib(tmp_path, VOCAB_SIZE, root=root)
 
 
-def test_a_generation_that_was_emptied_is_made_anew(root: Path, tmp_path: Path) -> None:
-    first = ensure(tmp_path, 300, root=root)
+def test_emptied_generation_is_written_again(root: Path, tmp_path: Path) -> None:
+    first = ensure_stdlib(tmp_path, 300, root=root)
     (first.folder / "manifest.json").unlink()
-    assert ensure(tmp_path, 300, root=root) == first
-    assert verify(tmp_path, Progress.silent()) == read_manifest(tmp_path)
+    assert ensure_stdlib(tmp_path, 300, root=root) == first
+    assert verify_tokens(tmp_path, Progress.silent()) == read_manifest(tmp_path)
 
 
 def test_mistakes(root: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no \.py files in"):
-        ensure(tmp_path / "data", VOCAB_SIZE, root=tmp_path)
+        ensure_stdlib(tmp_path / "data", VOCAB_SIZE, root=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"data\.path="):
-        ensure(tmp_path / "file", VOCAB_SIZE, root=root)
+        ensure_stdlib(tmp_path / "file", VOCAB_SIZE, root=root)
 
 
 def test_transformers_opens_the_tokenizer(made: DataManifest) -> None:
@@ -222,14 +228,14 @@ def test_transformers_opens_the_tokenizer(made: DataManifest) -> None:
         bpe.END_OF_TEXT,
     )
     text = "def function_1(value):\n    return naïve + 数\n"
-    ours = bpe.load(made.tokenizer_folder)
+    ours = bpe.read_tokenizer(made.tokenizer_folder)
     assert theirs(text)["input_ids"] == ours.encode(text).ids
     assert theirs.decode(theirs(text)["input_ids"]) == ours.decode(ours.encode(text).ids) == text
 
 
 def test_text_cannot_end_a_document(made: DataManifest) -> None:
-    (tokens,) = bpe.encode(
-        bpe.load(made.tokenizer_folder), [f"a {bpe.END_OF_TEXT} b"], made.tokenizer.end_of_text
+    (tokens,) = bpe.encode_texts(
+        bpe.read_tokenizer(made.tokenizer_folder), [f"a {bpe.END_OF_TEXT} b"], made.tokenizer.end_of_text
     )
     assert (tokens == made.tokenizer.end_of_text).sum() == 1
 
@@ -237,7 +243,7 @@ def test_text_cannot_end_a_document(made: DataManifest) -> None:
 @pytest.mark.full
 def test_the_whole_library(tmp_path: Path) -> None:
     begin = time.monotonic()
-    manifest = ensure(tmp_path, 4096)
+    manifest = ensure_stdlib(tmp_path, 4096)
     seconds = time.monotonic() - begin
     assert 8e6 < manifest.origin.bytes < 20e6
     assert manifest.tokenizer.size == 4096
@@ -245,6 +251,6 @@ def test_the_whole_library(tmp_path: Path) -> None:
     share = manifest.split("validation").tokens / sum(split.tokens for split in manifest.splits.values())
     assert 0.04 < share < 0.12
     begin = time.monotonic()
-    ensure(tmp_path, 4096)
+    ensure_stdlib(tmp_path, 4096)
     assert time.monotonic() - begin < 1.0
     assert seconds < 60  # about 7 s of CPU; the bound leaves room for a busy machine

@@ -1,7 +1,4 @@
-"""Folders on this machine and in stores give the same bytes; every refusal is told in words of ours; no secret is shown.
-
-pytest tests/data/test_storage.py
-"""
+"""Local and remote folders give the same bytes; refusals are explained without secrets."""
 
 from __future__ import annotations
 
@@ -22,12 +19,22 @@ from toolkit.config.data import DataConfig
 from toolkit.config.identity import identity
 from toolkit.config.schema import RunConfig
 from toolkit.config.urls import shown, url_problem
-from toolkit.data.remote.fetch import Limits
-from toolkit.data.remote.storage import Folder, Range, StorageError, StoreFolder, Url, open_folder, place_of
+from toolkit.data.remote.fetch import RequestLimits
+from toolkit.data.remote.storage import (
+    ByteRange,
+    DataFolder,
+    StorageError,
+    StoreFolder,
+    Url,
+    open_folder,
+    parse_location,
+)
 from toolkit.errors import ConfigError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = Limits(opening_seconds=0.4, reading_seconds=0.4, silence_seconds=0.5, first_pause_seconds=0.01)
+QUICK = RequestLimits(
+    opening_seconds=0.4, reading_seconds=0.4, silence_seconds=0.5, first_backoff_seconds=0.01
+)
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def files(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(place: str, store: Store, limits: Limits | None = None) -> Folder:
+def opened(place: str, store: Store, limits: RequestLimits | None = None) -> DataFolder:
     return open_folder(
         {"local": str(store.root), "file": f"file://{store.root}", "s3": store.s3, "http": store.http}[place],
         limits,
@@ -47,7 +54,7 @@ def opened(place: str, store: Store, limits: Limits | None = None) -> Folder:
 
 
 @pytest.mark.parametrize("place", ["local", "file", "s3", "http"])
-def test_the_same_bytes_from_everywhere(
+def test_all_stores_return_the_same_bytes(
     files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = (files / "large.bin").read_bytes()
@@ -57,7 +64,7 @@ def test_the_same_bytes_from_everywhere(
         assert folder.read_files(["large.bin", "deep/er/small"]) == [large, b"a small file"]
         assert folder.sizes(["deep/er/small", "large.bin"]) == [12, 3_000_001]
         starts = np.random.default_rng(1).integers(0, 2_900_000, 100).tolist()
-        ranges = [Range("large.bin", start, start + 1 + start % 70_000) for start in starts]
+        ranges = [ByteRange("large.bin", start, start + 1 + start % 70_000) for start in starts]
         assert [bytes(one) for one in folder.read_ranges(ranges)] == [
             large[one.start : one.end] for one in ranges
         ]
@@ -70,19 +77,19 @@ def test_the_same_bytes_from_everywhere(
 
 
 def test_a_store_in_memory(files: Path) -> None:
-    """Any store of obstore's will do."""
+    """Any store of obstore can be used."""
     import obstore
 
     store = obstore.store.MemoryStore()
     obstore.put(store, "a", b"some bytes")
-    folder = StoreFolder(store, Url("memory://x"), Limits())
+    folder = StoreFolder(store, Url("memory://x"), RequestLimits())
     assert folder.read_bytes("a") == b"some bytes"
     obstore.put(store, "a", b"more bytes than before")
     with pytest.raises(InputError, match="a changed while it was read"):
         folder.read_bytes("a")
 
 
-# -- refusals: what a store does, and what is said
+# -- refusals
 
 
 @pytest.mark.parametrize("place", ["s3", "http"])
@@ -122,7 +129,7 @@ def test_a_wrong_region_is_refused_at_once_and_the_right_one_named(
         assert open_folder(store.s3).read_bytes("large.bin") == (files / "large.bin").read_bytes()
 
 
-def test_nobody_answers(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store_is_refused(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
     for place in ("s3", "http"):
@@ -137,7 +144,7 @@ def test_nobody_answers(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_no_credentials(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The instance is asked then, here a closed port."""
+    """Without credentials the instance is queried, here at a closed port."""
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
         for name in SECRETS:
@@ -160,14 +167,14 @@ def test_a_file_that_changes_is_refused(files: Path, tmp_path: Path, monkeypatch
         with pytest.raises(InputError, match=r"large\.bin changed while it was read: tag"):
             folder.read_range("large.bin", 0, 10)
         assert isinstance(folder, StoreFolder)
-        with pytest.raises(InputError, match=r"large\.bin: 3000001 bytes, of 3000000"):
+        with pytest.raises(InputError, match=r"large\.bin: 3000001 bytes instead of 3000000"):
             folder.for_reading({"large.bin": 3_000_000}).read_range("large.bin", 0, 10)
 
 
-def test_a_forked_process_is_told_and_does_not_hang(
+def test_forked_process_is_refused_without_hanging(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a fork only the thread that asked for it is there: what waits for the others waits for ever."""
+    """A forked process has only the calling thread, so waiting for the other threads would never end."""
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
         opened("s3", store).size("large.bin")
@@ -191,11 +198,11 @@ def _read_in_a_fork(url: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["s3", "http"])
-def test_failing_and_stalled_requests_are_passed(
+def test_failing_and_stalled_requests_are_retried(
     files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = (files / "large.bin").read_bytes()
-    ranges = [Range("large.bin", start, start + 4096) for start in range(0, 2_400_000, 8_000)]
+    ranges = [ByteRange("large.bin", start, start + 4096) for start in range(0, 2_400_000, 8_000)]
     expected = [large[one.start : one.end] for one in ranges]
     with served(files, failing=0.05, stalled=0.05) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -206,7 +213,7 @@ def test_failing_and_stalled_requests_are_passed(
         assert store.faulty["stalled"] > 3
         assert sum(store.faulty.values()) - store.faulty["stalled"] > 3
         # The control: one attempt each is not enough.
-        once = Limits(opening_seconds=0, another_share=0, silence_seconds=0.5)
+        once = RequestLimits(opening_seconds=0, hedge_share=0, silence_seconds=0.5)
         with pytest.raises(InputError, match="1 attempts"):
             opened(place, store, once).read_ranges(ranges)
 
@@ -254,8 +261,8 @@ def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
         "+data.sources.a={path: 's3://u:hunter2@b/x', weight: 1}",
     ],
 )
-def test_words_that_cannot_be_read_are_shown_without_secrets(word: str) -> None:
-    """Before a URL is known to be one: mistakes of grammar, unknown keys."""
+def test_malformed_urls_are_shown_without_secrets(word: str) -> None:
+    """Errors before a URL is recognised: grammar mistakes, unknown keys."""
     with pytest.raises(ConfigError) as caught:
         compose([word])
     assert "hunter2" not in str(caught.value)
@@ -267,13 +274,13 @@ def test_words_that_cannot_be_read_are_shown_without_secrets(word: str) -> None:
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InputError, match=r"data\.path="):
-        place_of(url)
+        parse_location(url)
 
 
 def test_what_urls_name() -> None:
-    assert place_of("file:///a/b%20c") == Path("/a/b c")
-    assert place_of("some/folder") == Path("some/folder")
-    assert place_of("s3://bucket/a/") / "./b/c" == "s3://bucket/a/b/c"
+    assert parse_location("file:///a/b%20c") == Path("/a/b c")
+    assert parse_location("some/folder") == Path("some/folder")
+    assert parse_location("s3://bucket/a/") / "./b/c" == "s3://bucket/a/b/c"
     with pytest.raises(ConfigError, match="data=stdlib is prepared on this machine"):
         DataConfig(path="s3://bucket/a")
 
@@ -290,9 +297,9 @@ READ = """
 import logging, sys, warnings
 logging.basicConfig(level=logging.DEBUG)
 warnings.simplefilter("always")
-from toolkit.data.remote.fetch import Limits
+from toolkit.data.remote.fetch import RequestLimits
 from toolkit.data.remote.storage import open_folder
-folder = open_folder(sys.argv[1], Limits(opening_seconds=0.3, silence_seconds=0.5))
+folder = open_folder(sys.argv[1], RequestLimits(opening_seconds=0.3, silence_seconds=0.5))
 print(folder, repr(folder), vars(folder))
 folder.read_files(["large.bin"])
 """
@@ -304,7 +311,9 @@ folder.read_files(["large.bin"])
     ids=lambda one: next(iter(one), "well"),
 )
 def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str, float]) -> None:
-    """Everything that a process says, its traceback too, in the worst cases: refusals whose body names the key."""
+    """Everything that a process says, its traceback too, in the worst cases: refusals whose body names the
+    key.
+    """
     with served(files, silence_seconds=2, **faults) as store:
         ended = subprocess.run(
             [sys.executable, "-c", READ, store.s3],
@@ -314,16 +323,16 @@ def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str
             timeout=120,
             env={**os.environ, **environment(store), "RUST_LOG": "trace"},
         )
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == (1 if faults else 0), said
-    assert "Traceback" in said or not faults
-    assert not [name for name, secret in SECRETS.items() if secret in said]
+    message = ended.stdout + ended.stderr
+    assert ended.returncode == (1 if faults else 0), message
+    assert "Traceback" in message or not faults
+    assert not [name for name, secret in SECRETS.items() if secret in message]
 
 
-def test_the_librarys_own_words_would_show_a_key(
+def test_control_library_errors_contain_a_key(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the test above: what is not passed on has the key in it."""
+    """Control of the test above: the suppressed text contains the key."""
     import obstore
     from obstore.store import from_url
 

@@ -1,6 +1,5 @@
-"""The stream: the same samples in the same order for any layout, resumable anywhere, read ahead by a thread that ends.
-
-pytest tests/data/test_stream.py
+"""The stream: the same samples in the same order for any layout, resumable anywhere, prefetched by a
+thread.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 
 from tests.data.made import Counting, batch_plan, documents, make_folder
 from toolkit.data.order import stream as stream_module
-from toolkit.data.order.permutation import VERSION
+from toolkit.data.order.permutation import ORDER_VERSION
 from toolkit.data.order.prefetch import Prefetch
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream, rank_positions
@@ -49,12 +48,14 @@ def stream_of(
 
 
 def starts(stream: Stream, positions: Ints) -> Ints:
-    """What a window of ``Counting`` begins with is where it stands."""
+    """Return the first token of a window of ``Counting``, which is its position."""
     return stream.samples(positions)[:, 0]
 
 
 def global_batch(streams: list[Stream], step: int) -> Ints:
-    """What all ranks see in a step, in the order of the global batch: micro-batch by micro-batch, rank by rank."""
+    """What all ranks see in a step, in the order of the global batch: micro-batch by micro-batch, rank by
+    rank.
+    """
     ranks = [next(stream.steps(step)) for stream in streams]
     for stream in streams:
         stream.close()
@@ -71,14 +72,19 @@ def test_worked_example() -> None:
 
 
 @given(
-    power=st.integers(0, 10), micro_power=st.integers(0, 10), odd=st.sampled_from([1, 3, 5]), step=st.integers(0, 10**9),
-    tokens=st.integers(200, 10**9), length=st.integers(1, 64), seed=st.integers(0, 2**40),
-)  # fmt: skip
+    power=st.integers(0, 10),
+    micro_power=st.integers(0, 10),
+    odd=st.sampled_from([1, 3, 5]),
+    step=st.integers(0, 10**9),
+    tokens=st.integers(200, 10**9),
+    length=st.integers(1, 64),
+    seed=st.integers(0, 2**40),
+)
 @settings(max_examples=40, deadline=None)
-def test_the_global_batch_does_not_know_its_layout(
+def test_global_batch_does_not_depend_on_layout(
     power: int, micro_power: int, odd: int, step: int, tokens: int, length: int, seed: int
 ) -> None:
-    """Up to 1,024 ranks: positions of all ranks are those of one; a control with counters per rank is not."""
+    """Positions of up to 1,024 ranks are those of one; a control with counters per rank differs."""
     size = 1024 * odd
     ranks, micro = 2**power, min(2**micro_power, size // 2**power // odd * odd)
     plan = batch_plan(micro, size, ranks) if size % (micro * ranks) == 0 else batch_plan(1, size, ranks)
@@ -106,19 +112,28 @@ def test_every_layout_reads_the_same_windows(micro: int, ranks: int, step: int) 
     )
 
 
-def test_an_old_checkpoint_goes_on_with_its_samples() -> None:
-    """First and last token of a rank's samples, as the stream gave them before there were mixtures (commit 28c2c24)."""
+def test_old_fingerprint_continues_with_the_same_samples() -> None:
+    """First and last token of a rank's samples, as the stream gave them before there were mixtures (commit
+    28c2c24).
+    """
     plan = batch_plan(2, 8, 2)
     for tokens, length, seed, expected in (
         (1000, 7, 0, [[[307, 314], [734, 741]], [[650, 657], [853, 860]]]),
-        (10**12, 128, 11, [[[681618283083, 681618283211], [712526541899, 712526542027]],
-                           [[266180707275, 266180707403], [393498013899, 393498014027]]]),
-    ):  # fmt: skip
+        (
+            10**12,
+            128,
+            11,
+            [
+                [[681618283083, 681618283211], [712526541899, 712526542027]],
+                [[266180707275, 266180707403], [393498013899, 393498014027]],
+            ],
+        ),
+    ):
         stream = open_stream(tokens, length, seed, plan, rank=1)
         assert [micro_batch[:, [0, -1]].tolist() for micro_batch in next(stream.steps(0))] == expected
         stream.close()
         assert stream.fingerprint() == {
-            "order": VERSION,
+            "order": ORDER_VERSION,
             "data": "data",
             "tokenizer": "tokenizer",
             "seed": seed,
@@ -143,7 +158,9 @@ def test_a_ramp_consumes_every_sample_once() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_an_epoch_predicts_its_tokens_once(tokens: int, length: int, seed: int, epoch: int) -> None:
-    """Windows are consecutive tokens around the end; no token is predicted twice, fewer than a window's are left out."""
+    """Windows are consecutive tokens around the end; no token is predicted twice, fewer than a window's are
+    left out.
+    """
     stream = open_stream(tokens, length, seed)
     windows = stream.samples(epoch * (tokens // length) + np.arange(tokens // length))
     assert windows.shape == (tokens // length, length + 1)
@@ -161,8 +178,8 @@ def test_windows_differ_between_epochs() -> None:
     assert first != second
 
 
-def test_resume_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also across the borders of the chunks that are ordered and read at once."""
+def test_resume_at_any_step_gives_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across the boundaries of chunks that are ordered and read at once."""
     monkeypatch.setattr(stream_module, "ORDERED_AT_ONCE", 40)
     monkeypatch.setattr(stream_module, "READ_AT_ONCE", 1 << 10)  # bytes: 16 samples
     source = Counting(1000)
@@ -179,7 +196,8 @@ def test_resume_anywhere_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_cost_is_flat(mixed: bool) -> None:
     """A million, 10^9 and 10^12 samples: alike in time to the first batch, resume, memory and state.
 
-    Measured on two quiet cores: 1 to 2 ms and 0.9 MB for one source, 3 to 4 ms for three; the bounds leave room for a busy machine.
+    Measured on two quiet cores: 1 to 2 ms and 0.9 MB for one source, 3 to 4 ms for three; the bounds leave
+    room for a busy machine.
     """
     costs = [measure_stream_cost(samples, mixed=mixed) for samples in (10**6, 10**9, 10**12)]
     for cost in costs:
@@ -202,7 +220,7 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     stream.close()
     assert [batch.shape for batch in micro_batches] == [(4, 10), (4, 10)]
     assert all(batch.dtype == np.int64 and batch.flags.c_contiguous for batch in micro_batches)
-    _, epochs, numbers = stream.places(np.arange(8))
+    _, epochs, numbers = stream.locate(np.arange(8))
     begins = TokenWindows(open_split(tmp_path / "data", "train"), 9, 1).starts(epochs, numbers)
     assert np.array_equal(np.concatenate(micro_batches), row[(begins[:, None] + np.arange(10)) % len(row)])
 
@@ -216,9 +234,14 @@ def test_too_short_a_split_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("order", "toolkit"), ("data", "data.path"), ("tokenizer", "data.path"), ("seed", "data.shuffle_seed=5"),
-     ("sequence_length", "train.sequence_length=5")],
-)  # fmt: skip
+    [
+        ("order", "toolkit"),
+        ("data", "data.path"),
+        ("tokenizer", "data.path"),
+        ("seed", "data.shuffle_seed=5"),
+        ("sequence_length", "train.sequence_length=5"),
+    ],
+)
 def test_a_stream_of_something_else_is_refused_by_name(key: str, words: str) -> None:
     stream = open_stream()
     saved = json.loads(json.dumps(stream.fingerprint()))
@@ -246,7 +269,7 @@ def wait_until_no_threads() -> None:
     assert not threads()
 
 
-def test_an_error_comes_out_where_the_samples_are_used() -> None:
+def test_prefetch_error_is_raised_by_next() -> None:
     class Breaking(Counting):
         def read(self, starts: Ints, out: Ints) -> None:
             raise OSError("the disk is gone")
@@ -277,7 +300,7 @@ def test_an_iterator_that_ends() -> None:
     assert list(Prefetch([[1], [2, 3]], depth=2)) == [1, 2, 3]
 
 
-def test_reading_ahead_is_bounded() -> None:
+def test_prefetch_is_bounded() -> None:
     made = []
 
     def chunks() -> Iterator[list[int]]:
@@ -298,7 +321,7 @@ def test_reading_ahead_is_bounded() -> None:
     wait_until_no_threads()
 
 
-def test_closing_and_dropping_end_the_thread() -> None:
+def test_closing_or_freeing_ends_the_thread() -> None:
     stream = open_stream()
     first, second = stream.steps(0), stream.steps(5)
     next(first)
@@ -317,7 +340,7 @@ def test_closing_and_dropping_end_the_thread() -> None:
 
 
 def test_a_script_may_end_while_samples_are_read_ahead() -> None:
-    """Seen before threads were ended at the exit: the process died of a signal, in about every second run."""
+    """Without joining threads at exit, about every second process died of a signal."""
     code = (
         "from toolkit.testing.stream_cost import synthetic_stream\n"
         "left = [synthetic_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"

@@ -1,6 +1,5 @@
-"""Damage inside a split that is too large to hash at opening ends the run before a damaged sample is handed over, here and in a store.
-
-pytest tests/data/test_sums.py
+"""Damage in a split too large to hash at opening is found before a damaged sample is used, local or
+remote.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import pytest
 
 from tests.data.made import batch_plan, documents, make_folder, without_sums
 from tests.data.served import served, set_environment
-from toolkit.data import sums
-from toolkit.data.manifest import NAME, read_manifest, write_content
+from toolkit.data import checksums as sums
+from toolkit.data.checksums import BLOCK, UNIT, CheckedReader, ChecksumBuilder, block_checksums
+from toolkit.data.manifest import MANIFEST_NAME, read_manifest, write_content
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream
 from toolkit.data.records import reader as records
 from toolkit.data.records.reader import open_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.remote.cache import BlockCache
-from toolkit.data.remote.storage import Range
-from toolkit.data.sums import BLOCK, UNIT, CheckedReader, SumsOfStream, block_sums
+from toolkit.data.remote.storage import ByteRange
 from toolkit.data.tokens import token_array as tokens
-from toolkit.data.tokens.token_array import MappedTokens, open_split, verify
+from toolkit.data.tokens.token_array import MappedTokens, open_split, verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -34,7 +33,9 @@ LENGTH = 512
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three shards of 200 KB of uint16, each with a part of a block at its end, as a split above 256 MiB: not hashed at opening."""
+    """Three shards of 200 KB of uint16, each with a part of a block at its end, as a split above 256 MiB: not
+    hashed at opening.
+    """
     random = np.random.default_rng(0)
     make_folder(
         tmp_path / "data",
@@ -65,19 +66,19 @@ def change(file: Path, at: int, count: int = 1, *, zero: bool = False) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1], [4096], [4095, 2, 4095], [10_000] * 5, [1, 0, 3, 20_000, 7]])
-def test_sums_do_not_depend_on_how_the_bytes_arrive(sizes: list[int]) -> None:
+def test_checksums_do_not_depend_on_chunking(sizes: list[int]) -> None:
     content = np.random.default_rng(0).bytes(sum(sizes))
-    made, start = SumsOfStream(), 0
+    made, start = ChecksumBuilder(), 0
     for size in sizes:
         made.update(content[start : start + size])
         start += size
     found = np.frombuffer(made.content(), "<u8").tolist()
-    assert found == block_sums(content)
+    assert found == block_checksums(content)
     assert len(found) == -(-len(content) // BLOCK)
 
 
 def test_random_damage_is_found_when_it_is_first_read(folder: Path) -> None:
-    """Single bits and zeroed pages anywhere. Without the sums all of it passes, which is the control."""
+    """Single bits and zeroed pages anywhere are detected. Control: without checksums all of it passes."""
     random = np.random.default_rng(3)
     whole = epoch(open_split(folder, "train"))
     shards = read_manifest(folder).split("train").shards
@@ -102,7 +103,7 @@ def test_only_blocks_that_are_read_are_checked_and_each_once(
 ) -> None:
     hashed: list[int] = []
     monkeypatch.setattr(
-        sums, "block_sums", lambda content: hashed.append(len(content)) or block_sums(content)
+        sums, "block_checksums", lambda content: hashed.append(len(content)) or block_checksums(content)
     )
     source = open_split(folder, "train")
     assert isinstance(source, MappedTokens)
@@ -128,7 +129,7 @@ def test_folders_without_sums_are_read_as_before(folder: Path, version: int) -> 
     whole = epoch(open_split(folder, "train"))
     fingerprint = open_split(folder, "train").data_hash
     without_sums(folder, version)
-    assert verify(folder, Progress.silent()).split("train").shards[0].sums is None
+    assert verify_tokens(folder, Progress.silent()).split("train").shards[0].sums is None
     np.testing.assert_array_equal(epoch(open_split(folder, "train")), whole)
     assert open_split(folder, "train").data_hash == fingerprint
 
@@ -136,19 +137,19 @@ def test_folders_without_sums_are_read_as_before(folder: Path, version: int) -> 
 def test_damaged_sums_are_found_by_verify(folder: Path) -> None:
     change(folder / "train-00001.sums", 9)
     with pytest.raises(InputError, match=r"train-00001\.sums: xxh3"):
-        verify(folder, Progress.silent())
+        verify_tokens(folder, Progress.silent())
 
 
 def test_a_manifest_with_another_number_is_refused(folder: Path) -> None:
-    content = json.loads((folder / NAME).read_text())
+    content = json.loads((folder / MANIFEST_NAME).read_text())
     content["tokenizer"]["end_of_text"] = 7
-    (folder / NAME).write_text(json.dumps(content))
+    (folder / MANIFEST_NAME).write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"its content has xxh3 .*\n.*manifest_xxh3_128") as caught:
         read_manifest(folder)
     assert "restore manifest.json" in caught.value.problems[0].remedy
     del content["manifest_xxh3_128"]
-    (folder / NAME).write_text(json.dumps(content))
-    with pytest.raises(InputError, match="manifest_xxh3_128 None"):
+    (folder / MANIFEST_NAME).write_text(json.dumps(content))
+    with pytest.raises(InputError, match="manifest_xxh3_128 is None"):
         read_manifest(folder)
     write_content(folder, content)  # the control
     assert read_manifest(folder).tokenizer.end_of_text == 7
@@ -215,7 +216,7 @@ class Wire:
     """Files in memory; the first ``damaged`` answers about data have a flipped bit."""
 
     def __init__(self, files: dict[str, bytes], damaged: int) -> None:
-        self.files, self.damaged, self.asked = files, damaged, list[Range]()
+        self.files, self.damaged, self.asked = files, damaged, list[ByteRange]()
 
     def read_ranges(self, ranges: Any) -> list[bytes]:
         self.asked += ranges
@@ -228,14 +229,14 @@ class Wire:
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
-def test_a_block_damaged_on_the_way_is_fetched_once_more(tmp_path: Path, damaged: int) -> None:
+def test_block_damaged_in_transit_is_fetched_again(tmp_path: Path, damaged: int) -> None:
     content = np.random.default_rng(0).bytes(5_000_001)
-    made = SumsOfStream()
+    made = ChecksumBuilder()
     made.update(content)
     wire = Wire({"a.bin": content, "a.sums": made.content()}, damaged)
     reader = CheckedReader(wire, tmp_path, {"a.bin": len(content)})
     starts = (0, 4_000_000, 2_097_000, 4_997_501)  # one with sums in two pages, and the end of the file
-    ranges = [Range("a.bin", start, start + 2500) for start in starts]
+    ranges = [ByteRange("a.bin", start, start + 2500) for start in starts]
     if damaged == 2:
         wire.damaged = 1000
         with pytest.raises(InputError, match="came twice with another hash"):
@@ -251,30 +252,30 @@ def test_a_block_damaged_on_the_way_is_fetched_once_more(tmp_path: Path, damaged
     assert len([one for one in wire.asked if one.name == "a.sums"]) == pages  # they are kept
 
 
-def test_neighbours_are_one_request_and_come_once(tmp_path: Path) -> None:
+def test_adjacent_ranges_are_merged(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(100_000)
-    made = SumsOfStream()
+    made = ChecksumBuilder()
     made.update(content)
     wire = Wire({"a.bin": content, "a.sums": made.content()}, 0)
     starts = np.random.default_rng(1).permutation(300).tolist()
-    ranges = [*(Range("a.bin", start, start + 100) for start in starts), Range("a.bin", 0, 5000)]
+    ranges = [*(ByteRange("a.bin", start, start + 100) for start in starts), ByteRange("a.bin", 0, 5000)]
     found = CheckedReader(wire, tmp_path, {"a.bin": len(content)}).read_ranges(ranges)
     assert [bytes(one) for one in found] == [content[one.start : one.end] for one in ranges]
-    assert [one for one in wire.asked if one.name == "a.bin"] == [Range("a.bin", 0, 2 * BLOCK)]
+    assert [one for one in wire.asked if one.name == "a.bin"] == [ByteRange("a.bin", 0, 2 * BLOCK)]
 
 
-def test_kept_sums_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "KEPT_PAGES", 1)
+def test_cached_checksums_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "CACHED_PAGES", 1)
     content = np.random.default_rng(0).bytes(5_000_001)
-    made = SumsOfStream()
+    made = ChecksumBuilder()
     made.update(content)
     reader = CheckedReader(
         Wire({"a.bin": content, "a.sums": made.content()}, 0), tmp_path, {"a.bin": len(content)}
     )
     for _ in range(2):
-        (found,) = reader.read_ranges([Range("a.bin", 0, 5_000_001)])
+        (found,) = reader.read_ranges([ByteRange("a.bin", 0, 5_000_001)])
         assert bytes(found) == content
-    assert len(reader._kept) == 1
+    assert len(reader._cached_pages) == 1
 
 
 def test_a_written_manifest_names_every_file(folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""The stream as PyTorch's data sets: the same samples with any number of workers, and a state that fits another.
-
-pytest tests/data/test_torch_dataset.py
-"""
+"""The stream as PyTorch datasets: the same samples with any number of workers, and portable states."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ def same(found: Iterable[torch.Tensor], expected: Iterable[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_torchs_own_loader(workers: int) -> None:
+def test_torch_dataloader(workers: int) -> None:
     loader = DataLoader(StepDataset(stream(), STEPS), batch_size=None, num_workers=workers)
     assert same(loader, straight())
     data = StepDataset(stream(), STEPS)
@@ -59,7 +56,7 @@ def test_torchs_own_loader(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("stop", [1, 4])
-def test_torchdatas_stateful_loader(workers: int, stop: int) -> None:
+def test_stateful_dataloader(workers: int, stop: int) -> None:
     loader = StatefulDataLoader(StepDataset(stream(), STEPS), batch_size=None, num_workers=workers)
     iterator = iter(loader)
     assert same(itertools.islice(iterator, stop), straight(stop))
@@ -86,14 +83,14 @@ def test_a_state_fits_other_ranks_and_stays_small() -> None:
 
 def test_a_state_of_something_else_is_refused() -> None:
     state = StepDataset(stream(), STEPS).state_at(3)
-    with pytest.raises(CheckpointError, match="sample 48, the state's at 24"):
+    with pytest.raises(CheckpointError, match="sample 48, in the saved state at 24"):
         StepDataset(mixed(batch=batch_plan(2, 16, 2)), STEPS).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"write data\.shuffle_seed=3"):
         StepDataset(stream(seed=4), STEPS).load_state_dict(state)
 
 
 def test_positions() -> None:
-    """Map-style: all ranks' samples in the run's order, alone, as batches and from the end."""
+    """Map-style: all ranks' samples in the run's order, one by one, in batches and from the end."""
     mine = stream()
     data = SampleDataset(mine, 40)
     whole = mine.samples(np.arange(40))
@@ -109,15 +106,16 @@ def test_positions() -> None:
             data[beyond]
 
 
-def test_positions_asked_for_in_order_are_ordered_together() -> None:
-    """Ordering costs a hundred numpy calls for any number of positions: a loader that asks for 8 at a time pays them once in 4,096.
-    Any other order of positions gives the same samples."""
+def test_consecutive_positions_are_located_once_per_run() -> None:
+    """Ordering costs a hundred numpy calls for any number of positions: a loader that asks for 8 at a time
+    pays them once in 4,096. Any other order of positions gives the same samples.
+    """
     calls = []
 
     class Counted(Stream):
-        def places(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
+        def locate(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
             calls.append(len(positions))
-            return super().places(positions)
+            return super().locate(positions)
 
     stream = Counted(
         {"train": TokenWindows(Counting(70_000), 7, 0)}, None, seed=0, batch=batch_plan(1, 1, 1), data_rank=0
@@ -134,8 +132,8 @@ def test_positions_asked_for_in_order_are_ordered_together() -> None:
     assert np.array_equal(shuffled, in_order[order])
 
 
-def test_the_guides_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block of docs/data.md as it stands there; and the experiment of its curriculum."""
+def test_loop_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the code block of docs/data.md as it is, and the experiment of its curriculum."""
     guide = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     make_folder(tmp_path / "data" / "web", {"train": documents(100, 300), "validation": documents(9, 300)})
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Text to prepare: made documents with what real ones have, written in every form that is read."""
+"""Synthetic documents with the features of real ones, written in every supported format."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WORDS = [
 
 
 def made_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
-    """No two are equal and none is empty."""
+    """Return texts that are all different and not empty."""
     random_ = random.Random(seed)
     return [
         f"{number} " + " ".join(random_.choices(WORDS, k=random_.randint(1, longest)))
@@ -48,7 +48,7 @@ def made_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
 
 
 def small_tokenizer(folder: Path) -> Path:
-    """A tokenizer.json of 400 tokens whose <|endoftext|> is id 0."""
+    """Write a tokenizer.json of 400 tokens whose <|endoftext|> is id 0."""
     folder.mkdir(parents=True, exist_ok=True)
     bpe.train_bpe(made_texts(200, seed=99), 400).save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
@@ -66,7 +66,7 @@ def write_jsonl(path: Path, texts: list[str], name: str = "text") -> Path:
 
 
 def write_gz(path: Path, content: bytes) -> None:
-    """Of two members, as several writers that append leave it."""
+    """Compress as two members, as after appending."""
     middle = len(content) // 2
     path.write_bytes(gzip.compress(content[:middle], mtime=0) + gzip.compress(content[middle:], mtime=0))
 
@@ -83,7 +83,9 @@ def write_zst(path: Path, content: bytes) -> None:
 def settings(
     source: object, output: Path, tokenizer: Path | TokenizerConfig, **changes: object
 ) -> PrepareConfig:
-    """With half of the documents for validation and special tokens as text, unless ``changes`` say otherwise: both splits are filled."""
+    """With half of the documents for validation and special tokens as text, unless ``changes`` say otherwise:
+    both splits are filled.
+    """
     given = (
         TokenizerConfig(path=str(tokenizer), end_of_text=bpe.END_OF_TEXT)
         if isinstance(tokenizer, Path)
@@ -124,7 +126,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def documents_of(folder: Path, split: str) -> list[list[int]]:
-    """The tokens of each document of a split, in order."""
+    """Return the tokens of each document of a split, in order."""
     manifest = read_manifest(folder)
     found: list[list[int]] = []
     for shard in manifest.splits[split].shards if split in manifest.splits else ():
@@ -135,9 +137,9 @@ def documents_of(folder: Path, split: str) -> list[list[int]]:
 
 
 def texts_of(folder: Path, split: str) -> list[str]:
-    """The documents of a split as text, without the end-of-text that each must end with."""
+    """Return the documents of a split as text, without their end-of-text."""
     manifest = read_manifest(folder)
-    end, tokenizer = manifest.tokenizer.end_of_text, bpe.load(manifest.tokenizer_folder)
+    end, tokenizer = manifest.tokenizer.end_of_text, bpe.read_tokenizer(manifest.tokenizer_folder)
     documents = documents_of(folder, split)
     assert all(document[-1] == end and end not in document[:-1] for document in documents)
     return [tokenizer.decode(document[:-1], skip_special_tokens=False) for document in documents]

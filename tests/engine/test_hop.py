@@ -29,7 +29,7 @@ from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.measure import EVALUATION_STEP
 from toolkit.testing.parity import rank_samples, train_steps
 from toolkit.testing.tiny import micro_batches
-from toolkit.train.task import IGNORED, text_task
+from toolkit.train.task import IGNORE_INDEX, text_task
 
 STAYS = Cell(engine=EngineName.local, family="llama")
 HOPS = (
@@ -168,7 +168,7 @@ def probe(batches: list[Any], position: int, token: int) -> list[Any]:
     """The same inputs, with ``token`` at ``position`` as the only label of each row."""
     found = []
     for batch in batches:
-        labels = torch.full_like(batch["labels"], IGNORED)
+        labels = torch.full_like(batch["labels"], IGNORE_INDEX)
         labels[:, position] = token
         found.append({**batch, "labels": labels})
     return found
@@ -208,7 +208,9 @@ def check_export(exporter: str, family: str, pool: RankPool, folder: Path) -> No
     tokens, labels = held_out(plan)
     with torch.no_grad():
         chances = model.eval()(input_ids=tokens).logits.float().log_softmax(-1)
-    expected = [float(-chances[labels != IGNORED].gather(1, labels[labels != IGNORED][:, None]).mean())]
+    expected = [
+        float(-chances[labels != IGNORE_INDEX].gather(1, labels[labels != IGNORE_INDEX][:, None]).mean())
+    ]
     expected += [float(-chances[:, position, token].mean()) for position, token in PROBES]
     differences = [abs(a - b) for a, b in zip(reported, expected, strict=True)]
     assert max(differences) <= TOLERANCE, differences

@@ -18,7 +18,7 @@ from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import TOLERANCE, Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.measure import Measured, measure
 from toolkit.testing.tiny import micro_batches
-from toolkit.train.task import IGNORED
+from toolkit.train.task import IGNORE_INDEX
 
 COEFFICIENT = 0.5
 STEPS = 4
@@ -44,7 +44,8 @@ def unmasked(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
     """Micro-batches with equal numbers of tokens."""
     found = micro_batches(plan, step, data_rank)
     return [
-        {**batch, "labels": torch.where(batch["labels"] == IGNORED, 0, batch["labels"])} for batch in found
+        {**batch, "labels": torch.where(batch["labels"] == IGNORE_INDEX, 0, batch["labels"])}
+        for batch in found
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 
 STEPS, EVERY = 6, 2
 KEYS = (
@@ -31,7 +31,7 @@ KEYS = (
 
 def prepare_data(folder: Path) -> Path:
     """Tokenize the source of the package under test."""
-    ensure(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit")
+    ensure_stdlib(folder, 264, root=Path(__file__).resolve().parents[2] / "toolkit")
     return folder
 
 

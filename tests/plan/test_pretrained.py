@@ -16,7 +16,7 @@ import pytest
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
 from toolkit.config.schema import EngineName, ModelConfig
-from toolkit.data.sources import vocabulary_problem
+from toolkit.data.checks import check_vocabulary
 from toolkit.errors import InputError, PlanError, UserError
 from toolkit.families import get_family
 from toolkit.plan import make_plan
@@ -151,11 +151,11 @@ def test_remedies_for_a_pretrained_model_suggest_no_other_sizes(
 def test_remedy_for_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
     manifest: Any = SimpleNamespace(tokenizer=SimpleNamespace(size=600))
     config = run_config(data__name="prepared")
-    found = vocabulary_problem(config, manifest, "data/mine", 512)
+    found = check_vocabulary(config, manifest, "data/mine", 512)
     assert found is not None
     assert found.remedy == "write model.vocab_size=600 or more"
     config.model.pretrained = "org/model"
-    found = vocabulary_problem(config, manifest, "data/mine", 512)
+    found = check_vocabulary(config, manifest, "data/mine", 512)
     assert found is not None
     assert found.remedy == "prepare the data with the tokenizer of org/model"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.tiny_run import TinyRun
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import ExitCode
 
 LINES = 100
@@ -29,7 +29,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "email"
-    ensure(folder, 264, root=texts)
+    ensure_stdlib(folder, 264, root=texts)
     return folder
 
 

@@ -18,8 +18,8 @@ from toolkit.checkpoint import open_reader
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, OptimizerKernel, RunConfig, RunSection
 from toolkit.data.dataset.stream import DatasetStream
-from toolkit.data.manifest import generation_with
-from toolkit.data.open import ready_for
+from toolkit.data.manifest import find_generation
+from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
@@ -98,7 +98,7 @@ class DatasetRun:
             config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True)
         )
         self.directory = RunDirectory(folder)
-        self.data = ready_for(config, None, Progress.silent())
+        self.data = prepare_data(config, None, Progress.silent())
         attempt = self.directory.begin(config, to_json(plan))
         try:
             codes = pool.run(on_a_rank, config, attempt, self.data, stop_after, forget, ranks=ranks)
@@ -173,4 +173,4 @@ def test_export_and_generation_find_the_tokenizer(corpus: Corpus, whole: Dataset
     assert tokenizer.decode(tokenizer("word1 word2").input_ids) == "word1 word2"
     data = open_reader(whole.directory.path).scalars["data"]
     assert isinstance(data, dict)
-    assert generation_with(corpus.folder / "data", data["tokenizer"]).tokenizer.hash == data["tokenizer"]
+    assert find_generation(corpus.folder / "data", data["tokenizer"]).tokenizer.hash == data["tokenizer"]

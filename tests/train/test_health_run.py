@@ -27,7 +27,7 @@ from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, OnNonfinite, RunConfig, RunSection
 from toolkit.data.order import stream as stream_module
 from toolkit.data.order.samples import TokenWindows
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
@@ -226,7 +226,7 @@ BUSY = {"host-busy"}  # true while other tests run
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "asyncio"
-    ensure(folder, 264, root=Path(asyncio.__file__).parent)
+    ensure_stdlib(folder, 264, root=Path(asyncio.__file__).parent)
     return folder
 
 

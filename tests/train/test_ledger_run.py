@@ -16,7 +16,7 @@ import pytest
 from tests.data.dataset_files import Corpus, config_of, make_corpus
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
-from toolkit.data.open import ready_for
+from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger import part_names
@@ -92,7 +92,7 @@ def run_training(
     )
     config.debug.threads, config.eval = 1, EvalConfig(every=3, batches=2)
     directory = RunDirectory(folder)
-    data = ready_for(config, None, Progress.silent())
+    data = prepare_data(config, None, Progress.silent())
     attempt = directory.begin(config, to_json(plan_of(config)))
     try:
         codes = pool.run(train_on_rank, config, attempt, data, stop_after)

@@ -27,7 +27,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.data.manifest import read_manifest
 from toolkit.data.order import stream as stream_module
 from toolkit.data.order.samples import TokenWindows
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
 from toolkit.plan import make_plan
@@ -126,7 +126,7 @@ def test_separate_documents_change_losses_in_training_and_evaluation(
     texts.mkdir()
     for number in range(200):
         (texts / f"{number}.py").write_text(f"x{number} = {number * number}\n")
-    ensure(tmp_path / "data", 257, root=texts)
+    ensure_stdlib(tmp_path / "data", 257, root=texts)
     settings = {"data__documents": DocumentMasking.separate, "optim__lr": 1e-2}
     separate = TinyRun(tmp_path / "separate", tmp_path / "data", **settings)
     assert re.search(
@@ -219,7 +219,7 @@ def test_run_keeps_its_data_generation_when_the_folder_gets_a_new_one(
     shared = tmp_path / "data"
     shutil.copytree(data, shared)
     mine = read_manifest(shared)
-    ensure(shared, 260, root=texts)
+    ensure_stdlib(shared, 260, root=texts)
     assert read_manifest(shared).tokenizer.hash != mine.tokenizer.hash
     start = TinyRun(tmp_path / "run", shared, generation=mine.folder)
     assert start.rows() == whole.rows()
@@ -390,7 +390,7 @@ def test_resume_with_other_data_is_refused(stopped: Path, data: Path, tmp_path: 
     texts.mkdir()
     for number in range(40):
         (texts / f"{number}.py").write_text(f"print({number})\n" * 100)
-    ensure(tmp_path / "other", 264, root=texts)
+    ensure_stdlib(tmp_path / "other", 264, root=texts)
     with pytest.raises(CheckpointError, match=r"data=.*the checkpoint has data="):
         TinyRun(copied(stopped, tmp_path), tmp_path / "other")
 

@@ -15,7 +15,7 @@ from tests.data.made import documents, make_folder
 from tests.train.tiny_run import TinyRun, equal_tensors, read_jsonl
 from toolkit.config.compose import compose
 from toolkit.config.schema import EvalConfig, RunConfig
-from toolkit.data.open import ready_for
+from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode, InputError, UserError
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
@@ -97,7 +97,7 @@ def test_overrides_define_a_mixture(folders: dict[str, str]) -> None:
         "web": {"path": folders["web"], "weight": 0.7},
     }
     assert config.data.phases == [{"from_step": 10, "weights": {"code": 0.5, "web": 0.5}}]
-    assert ready_for(config, None, Progress.silent()) == folders["code"]
+    assert prepare_data(config, None, Progress.silent()) == folders["code"]
 
 
 CONFIGURATION_MISTAKES = {
@@ -132,7 +132,7 @@ def test_mixture_without_sources_is_refused() -> None:
 
 
 DATA_MISTAKES = {
-    "+data.sources.other.path={other}": "all sources are made with one tokenizer",
+    "+data.sources.other.path={other}": "all sources have the same tokenizer",
     "+data.sources.web.path=/nowhere": "data.sources.web.path",
     "train.sequence_length=100000": "train.sequence_length",
     "eval.sets=[validation]": r"eval.sets=\[code/validation,web/validation\]",
@@ -145,4 +145,4 @@ DATA_MISTAKES = {
 def test_sources_that_do_not_fit_are_refused(override: str, folders: dict[str, str]) -> None:
     config = compose_mixture(folders, override.format(**folders))
     with pytest.raises(InputError, match=DATA_MISTAKES[override]):
-        ready_for(config, None, Progress.silent())
+        prepare_data(config, None, Progress.silent())

@@ -14,7 +14,7 @@ from tests.monitor.wandb_file import configuration, exit_code, history, run_reco
 from tests.monitor.wandb_process import without_network
 from toolkit.config.monitor import WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import ExitCode
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
@@ -63,7 +63,7 @@ def trained(folder: Path, data: Path, mode: WandbMode) -> list[dict[str, Any]]:
 @pytest.mark.full
 def test_two_nodes_write_one_wandb_run_without_changing_losses(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    ensure(data, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
+    ensure_stdlib(data, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
     rows = trained(tmp_path / "run", data, WandbMode.offline)
     without = trained(tmp_path / "without", data, WandbMode.disabled)
     assert [row["loss"] for row in rows] == [row["loss"] for row in without]

@@ -17,7 +17,7 @@ import pytest
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
 from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
-from toolkit.data.tokens.stdlib import ensure
+from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import ExitCode
 from toolkit.monitor.system.sampler import PATIENCE_SECONDS
 from toolkit.plan import make_plan
@@ -99,7 +99,7 @@ def trained(folder: Path, data: Path, *, system_seconds: float, faults: bool) ->
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tmp_path_factory.mktemp("data") / "monitor"
-    ensure(data, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
+    ensure_stdlib(data, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
     return data
 
 

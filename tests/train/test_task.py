@@ -20,7 +20,7 @@ from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.generate import load_model
-from toolkit.train.task import IGNORED, CustomLoss, NextToken, load_balance, text_task
+from toolkit.train.task import IGNORE_INDEX, CustomLoss, NextToken, load_balance, text_task
 
 CPU = torch.device("cpu")
 
@@ -31,21 +31,21 @@ def model_of(plan: RunPlan) -> nn.Module:
 
 
 def test_collate_shifts_and_masks() -> None:
-    samples = np.array([[5, 6, 7, 8], [1, 2, IGNORED, IGNORED]])
+    samples = np.array([[5, 6, 7, 8], [1, 2, IGNORE_INDEX, IGNORE_INDEX]])
     batch = NextToken().collate(samples, CPU)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [1, 2, 0]]
-    assert batch["labels"].tolist() == [[6, 7, 8], [2, IGNORED, IGNORED]]
+    assert batch["labels"].tolist() == [[6, 7, 8], [2, IGNORE_INDEX, IGNORE_INDEX]]
     assert batch["labels"].dtype == torch.int64
     assert NextToken().units(batch) == 4
 
 
 def test_collate_restarts_positions_in_each_document() -> None:
-    samples = np.array([[5, 9, 7, 8, 9], [1, 2, 9, IGNORED, IGNORED]])
+    samples = np.array([[5, 9, 7, 8, 9], [1, 2, 9, IGNORE_INDEX, IGNORE_INDEX]])
     assert "position_ids" not in NextToken().collate(samples, CPU)
     for task in (NextToken(end_of_text=9), CustomLoss("my.Model", end_of_text=9)):
         batch = task.collate(samples, CPU)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
-        assert batch["labels"].tolist() == [[9, 7, 8, 9], [2, 9, IGNORED, IGNORED]]
+        assert batch["labels"].tolist() == [[9, 7, 8, 9], [2, 9, IGNORE_INDEX, IGNORE_INDEX]]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -58,7 +58,7 @@ def test_next_token_sums_over_unmasked_labels(family: str) -> None:
             log_probabilities[row, place, label].item()
             for row, labels in enumerate(batch["labels"].tolist())
             for place, label in enumerate(labels)
-            if label != IGNORED
+            if label != IGNORE_INDEX
         )
         assert task.loss_sum(model, batch).item() == pytest.approx(expected, rel=1e-5)
     assert task.units(batch) == int((batch["labels"] >= 0).sum())
@@ -135,7 +135,7 @@ def test_mean_loss_of_a_module_is_weighted_by_its_tokens(form: str) -> None:
 
 
 def test_mean_over_no_labels_counts_as_zero() -> None:
-    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), IGNORED)}
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), IGNORE_INDEX)}
     assert CustomLoss("my.Model").loss_sum(Bigram("tensor"), batch).item() == 0
 
 

@@ -18,11 +18,11 @@ from torch import nn
 from tests.images import BANDS, CLASSES, SIZE, VIT, image_plan, image_task, make_small_tiles, use_images
 from tests.train.tiny_run import TinyRun, equal_tensors
 from toolkit.config.schema import EvalConfig, RunConfig
-from toolkit.data.evaluation import IGNORED
-from toolkit.data.open import ready_for
-from toolkit.data.records.arrays import IMAGE, LABEL
+from toolkit.data.evaluation import IGNORE_INDEX
+from toolkit.data.kinds.arrays import IMAGE, LABEL
 from toolkit.data.records.reader import open_records
 from toolkit.data.records.writer import RecordWriter
+from toolkit.data.registry import prepare_data
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, PlanError
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
@@ -150,7 +150,7 @@ def test_collate_of_no_samples_gives_a_masked_image(tiles: Path) -> None:
     task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
     nothing = np.zeros(0, dtype=np.int64)
     batch = task.collate(records.read(nothing, nothing), CPU)
-    assert (task.units(batch), batch["labels"].tolist()) == (0, [IGNORED])
+    assert (task.units(batch), batch["labels"].tolist()) == (0, [IGNORE_INDEX])
     sums = task.eval_sums(Constant(CLASSES), batch)
     assert {name: float(value.detach()) for name, value in sums.items()} == {"loss": 0.0, "accuracy": 0.0}
 
@@ -234,27 +234,31 @@ def test_records_without_what_the_task_needs_are_refused(
     fields: dict[str, Any], values: dict[str, Any], shows: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=shows):
-        ready_for(image_plan(write(tmp_path / "records", fields, **values)).config, None, Progress.silent())
+        prepare_data(
+            image_plan(write(tmp_path / "records", fields, **values)).config, None, Progress.silent()
+        )
 
 
 def test_a_missing_split_is_refused(tiles: Path, tmp_path: Path) -> None:
     config = image_plan(tiles).config
-    assert ready_for(config, None, Progress.silent()) == str(tiles)
+    assert prepare_data(config, None, Progress.silent()) == str(tiles)
     config.eval = EvalConfig(every=1, sets=["validation", "test"])
     with pytest.raises(InputError, match=r"no split test"):
-        ready_for(config, None, Progress.silent())
+        prepare_data(config, None, Progress.silent())
 
 
 def test_experiment_model_fits_its_tiles() -> None:
     """Shapes and classes of ``python -m toolkit.data.tiles`` as it stands, and of +exp=vit_tiles."""
     from toolkit.config.compose import compose
     from toolkit.data.tiles import CLASSES as TILE_CLASSES
-    from toolkit.data.tiles import tile
+    from toolkit.data.tiles import make_tile
     from toolkit.models.target import build_target
 
     config = compose(["+exp=vit_tiles"])
     assert set(VIT) <= set(config.model.arguments)
     assert config.model.arguments["classes"] == TILE_CLASSES
     model = build_target(config.model, 0)
-    image = torch.from_numpy(tile(3, np.random.default_rng(0), 12, 64, TILE_CLASSES).astype(np.float32))[None]
+    image = torch.from_numpy(make_tile(3, np.random.default_rng(0), 12, 64, TILE_CLASSES).astype(np.float32))[
+        None
+    ]
     assert model(pixel_values=image).logits.shape == (1, TILE_CLASSES)

@@ -1,1 +1,1 @@
-"""Tokenised shards, and an order over them that is a pure function of the position."""
+"""Data for training: token and record folders, sample order, remote stores, and data preparation."""

@@ -1,4 +1,4 @@
-"""What a file of a data folder must be: its size and hash; and the check that it still is."""
+"""Size and hash of the files of a data folder, and checks that files still match them."""
 
 from __future__ import annotations
 
@@ -12,50 +12,56 @@ from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
 CHUNK_BYTES = 1 << 22
-# Up to here opening a split hashes it whole (well under a second); beyond, blocks are checked when they are read.
+# Opening a split hashes it whole up to this size (well under a second). Blocks of larger splits are checked
+# when read.
 HASHED_AT_OPENING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
-    """``xxh3_128`` is of all the file's bytes, in hex."""
+class FileDigest:
+    """Size of a file and the hash of all its bytes in hexadecimal."""
 
     bytes: int
     xxh3_128: str
 
 
-def digest(path: Path) -> Digest:
+def hash_file(path: Path) -> FileDigest:
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             hasher.update(chunk)
             size += len(chunk)
-    return Digest(size, hasher.hexdigest())
+    return FileDigest(size, hasher.hexdigest())
 
 
-def check_size(file: Path, expected: Digest) -> Path:
-    """``file``, which is there and as long as the manifest says. Raises InputError."""
+def check_file_size(file: Path, expected: FileDigest) -> Path:
+    """Return ``file``. Raises InputError if it is absent or its size differs from the manifest's."""
     size = file.stat().st_size if file.is_file() else None
     if size != expected.bytes:
-        raise broken(
-            file, "absent" if size is None else f"{size} bytes", f"the manifest says {expected.bytes} bytes"
+        raise damaged_file(
+            file, "absent" if size is None else f"{size} bytes", f"the manifest has {expected.bytes} bytes"
         )
     return file
 
 
-def check_bytes(files: Sequence[tuple[Path, Digest]], progress: Progress) -> None:
-    """Read every byte of ``files`` and compare. Raises InputError naming the first that differs."""
+def check_file_hashes(files: Sequence[tuple[Path, FileDigest]], progress: Progress) -> None:
+    """Read every byte of ``files`` and compare hashes.
+
+    Raises InputError naming the first file that differs.
+    """
     with progress.task(
         "verifying data", total=sum(expected.bytes for _, expected in files), unit="B"
     ) as task:
         for file, expected in files:
-            seen = digest(check_size(file, expected))
-            if seen != expected:
-                raise broken(file, f"xxh3 {seen.xxh3_128}", f"the manifest says xxh3 {expected.xxh3_128}")
+            found = hash_file(check_file_size(file, expected))
+            if found != expected:
+                raise damaged_file(
+                    file, f"xxh3 {found.xxh3_128}", f"the manifest has xxh3 {expected.xxh3_128}"
+                )
             task.advance(expected.bytes, note=file.name)
 
 
-def broken(path: Path, seen: str, rule: str) -> InputError:
+def damaged_file(path: Path, found: str, rule: str) -> InputError:
     return InputError(
-        Problem(str(path), f"{path}: {seen}", rule, "restore the file, or prepare the data again")
+        Problem(str(path), f"{path}: {found}", rule, "restore the file, or prepare the data again")
     )

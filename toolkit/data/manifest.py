@@ -1,4 +1,4 @@
-"""``manifest.json`` of a data folder: what it holds, where it came from, and what each file must be."""
+"""``manifest.json`` of a data folder: its contents, their origin, and size and hash of every file."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from typing import Any
 
 import xxhash
 
-from toolkit.data.digest import Digest
-from toolkit.data.remote.storage import Place, Url, open_folder, place_of
+from toolkit.data.digest import FileDigest
+from toolkit.data.remote.errors import data_path_error
+from toolkit.data.remote.storage import Location, Url, open_folder, parse_location
 from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
 from toolkit.paths import UnsafePath, inside, relative_name
 
 FORMAT_VERSION = 3
-# Format 1 had no recipe, no versions and no other files; each of its documents ends with end_of_text, as that field said.
-# Format 2 had no sums of blocks and no hash of the manifest itself.
+# Format 1 has no recipe, no versions and no other files, and each document ends with end_of_text.
+# Format 2 has no block checksums and no hash of the manifest itself.
 READABLE = (1, 2, FORMAT_VERSION)
-NAME = "manifest.json"
-OWN_HASH = "manifest_xxh3_128"
-TOKENIZER = "tokenizer.json"
-KIND = "tokens"  # of a manifest that names none
-# What a folder holds -> the option that reads it.
-REMEDIES = {KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
-# What makes a folder of it.
-MADE_BY = {
-    KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or import=FOLDER for Megatron's files) "
-    "and name it with data.path=FOLDER",
-    "records": "make one: python -m toolkit.data.tiles FOLDER, or your own with toolkit.data.records.writer (docs/data.md)",
+MANIFEST_NAME = "manifest.json"
+MANIFEST_HASH_KEY = "manifest_xxh3_128"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENS_KIND = "tokens"  # the kind of a manifest that has no "kind"
+# Kind of a folder -> the option that reads it.
+READ_WITH = {TOKENS_KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
+# Kind of a folder -> how to make such a folder.
+MAKE_WITH = {
+    TOKENS_KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or "
+    "import=FOLDER for Megatron's files) and name it with data.path=FOLDER",
+    "records": "make a folder of records: python -m toolkit.data.tiles FOLDER, or your own with "
+    "toolkit.data.records.writer (docs/data.md)",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """The files ``<name>.bin``, ``<name>.idx`` and, unless they were made before format 3, ``<name>.sums`` (toolkit/data/sums.py)."""
+class TokenShard:
+    """The files ``<name>.bin``, ``<name>.idx`` and, from format 3 on, ``<name>.sums`` (checksums.py)."""
 
     name: str
     documents: int
     tokens: int
-    bin: Digest
-    idx: Digest
-    sums: Digest | None = None
+    bin: FileDigest
+    idx: FileDigest
+    sums: FileDigest | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Shards in the order in which their tokens follow one another."""
+class TokenSplit:
+    """The shards of a split in the order of their tokens."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
 
     @property
     def documents(self) -> int:
@@ -64,91 +66,91 @@ class Split:
 
     @property
     def data_hash(self) -> str:
-        """Of the tokens in their order: 32 hex digits."""
+        """Hash of the tokens in their order, 32 hex digits."""
         parts = [(shard.tokens, shard.bin.xxh3_128) for shard in self.shards]
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
     @property
-    def files(self) -> dict[str, Digest]:
-        """What each file of the shards must be, by name."""
-        found: dict[str, Digest] = {}
+    def files(self) -> dict[str, FileDigest]:
+        """Size and hash of each file of the shards, by file name."""
+        files: dict[str, FileDigest] = {}
         for shard in self.shards:
-            found |= {f"{shard.name}.bin": shard.bin, f"{shard.name}.idx": shard.idx}
+            files |= {f"{shard.name}.bin": shard.bin, f"{shard.name}.idx": shard.idx}
             if shard.sums is not None:
-                found[f"{shard.name}.sums"] = shard.sums
-        return found
+                files[f"{shard.name}.sums"] = shard.sums
+        return files
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """The tokenizer that made the tokens. Its folder lies beside the shards and opens with transformers' AutoTokenizer."""
+    """The tokenizer that encoded the text.
+
+    Its folder is stored with the shards; transformers' AutoTokenizer opens it.
+    """
 
     folder: str
     hash: str  # xxh3-128 of tokenizer.json
     size: int  # of the vocabulary, special tokens included
     end_of_text: int
-    ends_documents: bool = True  # end_of_text is the last token of every document, and stands nowhere else
+    ends_documents: bool = True  # end_of_text is the last token of every document and occurs nowhere else
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """The text that the tokens were made from."""
+class DataOrigin:
+    """The text from which the tokens were encoded."""
 
     description: str
     licence: str
     files: int
     bytes: int
-    xxh3_128: str  # of the texts, names and recipe
+    xxh3_128: str  # hash of the texts, their names and the recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataManifest:
-    folder: Path  # where the files lie; not written. Of data in a store: where their tokenizer lies on this machine
-    url: Url | None = None  # of the folder, for data in a store; not written
-    dtype: str  # of a token in .bin: uint16 or int32
-    origin: Origin
+    # Local folder of the files (not written); for data in a store, the local copy of their tokenizer.
+    folder: Path
+    url: Url | None = None  # the folder's URL for data in a store (not written)
+    dtype: str  # dtype of a token in .bin: uint16 or int32
+    origin: DataOrigin
     tokenizer: TokenizerInfo
-    splits: Mapping[str, Split]
-    files: Mapping[str, Digest] = field(
-        default_factory=dict
-    )  # beside the shards: path below the folder -> what it must be
-    recipe: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the settings that decided the bytes, where launch/prepare.py made them
-    versions: Mapping[str, str] = field(default_factory=dict)  # packages that made them
-    # String of a special token of the tokenizer -> how often the documents contained it, where launch/prepare.py counted them.
+    splits: Mapping[str, TokenSplit]
+    # Files other than the shards: path below the folder -> size and hash.
+    files: Mapping[str, FileDigest] = field(default_factory=dict)
+    # The settings of launch/prepare.py that determine the bytes.
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that wrote the data
+    # String of a special token -> its number of occurrences in the documents, as counted by
+    # launch/prepare.py.
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    bad_rows: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # left out of it: how many, "count", and the "first" ones in words
+    # Rows that were skipped: their number "count", and descriptions of the "first" of them.
+    bad_rows: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokenizer_folder(self) -> Path:
         return self.folder / self.tokenizer.folder
 
     def file(self, name: str) -> Path:
-        """Where the file ``name`` of this folder lies on this machine. Raises InputError if a link leads out of the folder."""
-        return file_in(self.folder, name)
+        """Return the local path of the file ``name``. Raises InputError if a link leads out of the folder."""
+        return resolve_file(self.folder, name)
 
     @property
-    def place(self) -> str:
-        """The folder, as ``data.path`` names it."""
+    def location(self) -> str:
+        """The folder as ``data.path`` names it."""
         return str(self.url or self.folder)
 
-    def split(self, name: str) -> Split:
-        """Raises InputError naming the splits that there are."""
+    def split(self, name: str) -> TokenSplit:
+        """Raises InputError naming the available splits if there is no split ``name``."""
         if name not in self.splits:
             remedy = f"use one of: {', '.join(sorted(self.splits))}"
-            raise InputError(
-                Problem(
-                    "data.path", f"split {name} of {self.place}", "the data folder holds the split", remedy
-                )
+            raise data_path_error(
+                f"split {name} of {self.location}", "the data folder holds the split", remedy
             )
         return self.splits[name]
 
 
 def write_manifest(manifest: DataManifest, folder: Path) -> None:
-    """Into ``folder``, which is ``manifest.folder`` or above it."""
+    """Write the manifest into ``folder``, which is ``manifest.folder`` or a parent of it."""
     fields = {name: value for name, value in asdict(manifest).items() if name not in ("folder", "url")}
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
@@ -156,152 +158,154 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
 
 
 def write_content(folder: Path, content: Mapping[str, Any]) -> None:
-    """The manifest file of a data folder, with its hash of itself."""
-    write_whole(folder / NAME, json.dumps({**content, OWN_HASH: own_hash(content)}, indent=1) + "\n")
+    """Write the manifest file of a data folder with its own hash."""
+    write_whole(
+        folder / MANIFEST_NAME,
+        json.dumps({**content, MANIFEST_HASH_KEY: hash_content(content)}, indent=1) + "\n",
+    )
 
 
-def own_hash(content: Mapping[str, Any]) -> str:
-    """Of everything that a manifest says but its hash."""
-    said = {name: value for name, value in content.items() if name != OWN_HASH}
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+def hash_content(content: Mapping[str, Any]) -> str:
+    """Hash everything in a manifest except its hash."""
+    fields = {name: value for name, value in content.items() if name != MANIFEST_HASH_KEY}
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
-def file_in(folder: Path, name: str) -> Path:
-    """The file ``name`` of a data folder. Raises InputError if its name or a link leads out of the folder."""
+def resolve_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of a data folder.
+
+    Raises InputError if its name or a link leads out of the folder.
+    """
     try:
         return inside(folder, name)
     except UnsafePath as error:
-        raise InputError(
-            Problem(
-                "data.path",
-                f"{folder}: {error}",
-                "the files of a data folder lie in it",
-                "put the file itself there, or prepare the data again",
-            )
+        raise data_path_error(
+            f"{folder}: {error}",
+            "the files of a data folder lie in it",
+            "put the file itself there, or prepare the data again",
         ) from error
 
 
-def kind_of(path: str | Path) -> str:
-    """What the data folder ``path`` holds. Raises InputError where it has no manifest that can be read."""
-    return str(_content(path)[1].get("kind", KIND))
+def read_kind(path: str | Path) -> str:
+    """Return the kind of data in the folder ``path``. Raises InputError if it has no readable manifest."""
+    return str(_content(path)[1].get("kind", TOKENS_KIND))
 
 
-def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tuple[Place, dict[str, Any]]:
-    """The manifest file of the data folder ``path`` and what it says, which is of ``kind`` and of one of the format versions ``readable``.
+def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tuple[Location, dict[str, Any]]:
+    """Read and check the manifest file of the data folder ``path``.
+
+    Args:
+        kind: the expected kind of data.
+        readable: the accepted format versions, the newest last.
+
+    Returns:
+        The manifest file's location and its content.
 
     Raises:
-        InputError: there is none, it is of another kind or format version, or it cannot be read.
+        InputError: the file is absent, has another kind or format version, or cannot be read.
     """
-    file, content = _content(path, MADE_BY[kind])
-    found = content.get("kind", KIND)
-    if found != kind:
-        seen, rule = f"data.path={path} holds {found}", f"the kind of data chosen reads {kind}"
-        raise InputError(
-            Problem(
-                "data.path",
-                seen,
-                rule,
-                f"write {REMEDIES.get(str(found), 'the option of data= that reads it')}",
-            )
+    file, content = _content(path, MAKE_WITH[kind])
+    found_kind = content.get("kind", TOKENS_KIND)
+    if found_kind != kind:
+        seen, rule = f"data.path={path} holds {found_kind}", f"the kind of data chosen reads {kind}"
+        raise data_path_error(
+            seen, rule, f"write {READ_WITH.get(str(found_kind), 'the option of data= that reads it')}"
         )
     version = content.get("format_version")
     if version not in readable:
-        known = " and ".join(map(str, readable))
+        versions = " and ".join(map(str, readable))
         seen, rule = (
             f"format_version={version} in {file}",
-            f"this toolkit reads data of format versions {known}",
+            f"this toolkit reads data of format versions {versions}",
         )
-        raise InputError(Problem("data.path", seen, rule, "prepare the data again"))
-    if version == readable[-1] or OWN_HASH in content:  # the formats before had none
-        expected, seen = content.get(OWN_HASH), own_hash(content)
+        raise data_path_error(seen, rule, "prepare the data again")
+    if version == readable[-1] or MANIFEST_HASH_KEY in content:  # earlier formats have no hash
+        expected, seen = content.get(MANIFEST_HASH_KEY), hash_content(content)
         if seen != expected:
-            raise InputError(
-                Problem(
-                    "data.path",
-                    f"{file}: its content has xxh3 {seen}",
-                    f"it says of itself: {OWN_HASH} {expected}",
-                    f"restore {NAME} as it was written, or prepare the data again",
-                )
+            raise data_path_error(
+                f"{file}: its content has xxh3 {seen}",
+                f"its {MANIFEST_HASH_KEY} is {expected}",
+                f"restore {MANIFEST_NAME} as it was written, or prepare the data again",
             )
     return file, content
 
 
-def _content(path: str | Path, remedy: str = MADE_BY[KIND]) -> tuple[Place, dict[str, Any]]:
-    place = place_of(path)
-    file = place / NAME
+def _content(path: str | Path, remedy: str = MAKE_WITH[TOKENS_KIND]) -> tuple[Location, dict[str, Any]]:
+    location = parse_location(path)
+    file = location / MANIFEST_NAME
     try:
-        text = open_folder(path).read_bytes(NAME) if isinstance(file, Url) else file.read_bytes()
+        text = open_folder(path).read_bytes(MANIFEST_NAME) if isinstance(file, Url) else file.read_bytes()
     except OSError as error:
-        raise InputError(
-            Problem("data.path", f"data.path={path}: {error}", f"a data folder holds {NAME}", remedy)
+        raise data_path_error(
+            f"data.path={path}: {error}", f"a data folder holds {MANIFEST_NAME}", remedy
         ) from error
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            Problem("data.path", f"{file}: {error}", "the manifest is JSON", "prepare the data again")
-        ) from error
+        raise data_path_error(f"{file}: {error}", "the manifest is JSON", "prepare the data again") from error
     if not isinstance(content, dict):
-        raise incomplete(file, TypeError(type(content).__name__))
+        raise incomplete_manifest(file, TypeError(type(content).__name__))
     return file, content
 
 
-def incomplete(file: Place, error: Exception) -> InputError:
-    """Of a manifest that lacks a field, or has one that cannot be."""
+def incomplete_manifest(file: Location, error: Exception) -> InputError:
+    """The error for a manifest with a missing or invalid field."""
     seen = f"{file}: {type(error).__name__} {error}"
-    return InputError(
-        Problem("data.path", seen, "the manifest has every field of its format", "prepare the data again")
-    )
+    return data_path_error(seen, "the manifest has every field of its format", "prepare the data again")
 
 
 def read_manifest(path: str | Path) -> DataManifest:
-    """The manifest of the data folder ``path``, which may be a URL: then its tokenizer is copied to this machine.
+    """Read the manifest of the data folder ``path``. If it is a URL, copy its tokenizer to this machine.
 
     Raises:
-        InputError: there is none, it is of another format version, or it cannot be read.
+        InputError: the manifest is absent, has another format version, or cannot be read.
     """
-    file, content = read_content(path, KIND, READABLE)
+    file, content = read_content(path, TOKENS_KIND, READABLE)
     try:
-        manifest = _manifest(content, _root(place_of(path), content["root"]))
+        manifest = _parse_manifest(content, _root(parse_location(path), content["root"]))
         if manifest.dtype not in ("uint16", "int32"):
             raise TypeError(f"dtype {manifest.dtype}")
     except (KeyError, TypeError, AttributeError, UnsafePath) as error:
-        raise incomplete(file, error) from error
+        raise incomplete_manifest(file, error) from error
     if manifest.url is not None:
         _fetch_tokenizer(manifest)
     return manifest
 
 
-def _root(place: Place, root: object) -> Place:
-    """The folder ``root`` of ``place``; ``.`` is ``place`` itself."""
+def _root(location: Location, root: object) -> Location:
+    """Resolve the manifest's ``root`` relative to ``place``; ``.`` is ``place`` itself."""
     if root == ".":
-        return place
-    return place / relative_name(root) if isinstance(place, Url) else file_in(place, relative_name(root))
+        return location
+    return (
+        location / relative_name(root)
+        if isinstance(location, Url)
+        else resolve_file(location, relative_name(root))
+    )
 
 
 def _fetch_tokenizer(manifest: DataManifest) -> None:
-    """Copy the tokenizer's files from the store to ``manifest.folder``, which is named after their hash, unless they are there.
+    """Copy the tokenizer's files from the store to ``manifest.folder``, unless they are there.
 
-    Raises InputError where one is absent or differs, or the copy cannot be written.
+    Raises InputError if a file is absent or differs, or if the copy cannot be written.
     """
-    assert manifest.url is not None, "a folder on this machine is read where it lies"
+    assert manifest.url is not None, "a local folder needs no copy of its tokenizer"
     below = f"{manifest.tokenizer.folder}/"
-    # Before format 2 the manifest named none of them.
-    others = [name for name in manifest.files if name.startswith(below) and name != below + TOKENIZER] or [
-        f"{below}tokenizer_config.json"
-    ]
-    names = [*others, below + TOKENIZER]  # the last one written says that all are there
+    # Manifests of format 1 do not list these files.
+    others = [
+        name for name in manifest.files if name.startswith(below) and name != below + TOKENIZER_FILE
+    ] or [f"{below}tokenizer_config.json"]
+    names = [*others, below + TOKENIZER_FILE]  # the last file is written last: if it exists, all do
     if all((manifest.folder / name).is_file() for name in names):
         return
     contents = dict(zip(names, open_folder(manifest.url).read_files(names), strict=True))
     for name, content in contents.items():
         seen = xxhash.xxh3_128_hexdigest(content)
-        expected = manifest.tokenizer.hash if name == below + TOKENIZER else None
+        expected = manifest.tokenizer.hash if name == below + TOKENIZER_FILE else None
         expected = manifest.files[name].xxh3_128 if name in manifest.files else expected
         if expected not in (None, seen):
-            rule = f"the tokenizer beside the tokens made them: xxh3 {expected}"
-            remedy = "put back the tokenizer that made the tokens, or prepare the data again"
-            raise InputError(Problem("data.path", f"{manifest.url / name}: xxh3 {seen}", rule, remedy))
+            rule = f"the stored tokenizer is the one that encoded the tokens: xxh3 {expected}"
+            remedy = "put back the tokenizer that encoded the tokens, or prepare the data again"
+            raise data_path_error(f"{manifest.url / name}: xxh3 {seen}", rule, remedy)
     try:
         for name, content in contents.items():
             manifest.file(name).parent.mkdir(parents=True, exist_ok=True)
@@ -318,43 +322,42 @@ def _fetch_tokenizer(manifest: DataManifest) -> None:
         ) from error
 
 
-def generation_with(path: str | Path, tokenizer: str) -> DataManifest:
-    """The generation of the data folder ``path`` whose tokenizer has the hash ``tokenizer``; the folder may point to a newer one.
+def find_generation(path: str | Path, tokenizer: str) -> DataManifest:
+    """Find the generation of the data folder ``path`` whose tokenizer has the hash ``tokenizer``.
+
+    The folder's own manifest may point to a newer generation.
 
     Raises:
-        InputError: there is none, or ``path`` is no data folder.
+        InputError: there is no such generation, or ``path`` is not a data folder.
     """
     newest = read_manifest(path)
     if newest.tokenizer.hash == tokenizer:
         return newest
-    generations = [] if newest.url else Path(path).glob(f"*/{NAME}")  # a store is not listed
+    generations = [] if newest.url else Path(path).glob(f"*/{MANIFEST_NAME}")  # stores are not listed
     for folder in sorted(file.parent for file in generations):
-        with suppress(InputError):  # of another format version: not the one that is looked for
+        with suppress(InputError):  # a generation of another format version
             manifest = read_manifest(folder)
             if manifest.tokenizer.hash == tokenizer:
                 return manifest
-    raise InputError(
-        Problem(
-            "data.path",
-            f"data.path={path} has no tokenizer of hash {tokenizer}",
-            "text is made with the tokenizer that the model was trained with",
-            "name the folder that has it",
-        )
+    raise data_path_error(
+        f"data.path={path} has no tokenizer of hash {tokenizer}",
+        "text is encoded with the tokenizer that the model was trained with",
+        "name the folder that has it",
     )
 
 
-def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
+def _parse_manifest(content: dict[str, Any], location: Location) -> DataManifest:
     splits = {
-        name: Split(tuple(shard_of(shard) for shard in split["shards"]))
+        name: TokenSplit(tuple(parse_shard(shard) for shard in split["shards"]))
         for name, split in content["splits"].items()
     }
-    origin, tokenizer = Origin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
+    origin, tokenizer = DataOrigin(**content["origin"]), TokenizerInfo(**content["tokenizer"])
     relative_name(tokenizer.folder)
-    if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # it names a folder of the cache
+    if not re.fullmatch("[0-9a-f]{32}", tokenizer.hash):  # the hash names a folder of the cache
         raise TypeError(f"the tokenizer's hash is {tokenizer.hash!r:.80}, not 32 hexadecimal digits")
-    files = {relative_name(name): Digest(**seen) for name, seen in content.get("files", {}).items()}
-    url = place if isinstance(place, Url) else None
-    folder = place if isinstance(place, Path) else user_cache() / "tokenizers" / tokenizer.hash
+    files = {relative_name(name): FileDigest(**seen) for name, seen in content.get("files", {}).items()}
+    url = location if isinstance(location, Url) else None
+    folder = location if isinstance(location, Path) else user_cache() / "tokenizers" / tokenizer.hash
     return DataManifest(
         folder=folder,
         url=url,
@@ -370,35 +373,41 @@ def _manifest(content: dict[str, Any], place: Place) -> DataManifest:
     )
 
 
-def shard_of(content: Mapping[str, Any]) -> Shard:
-    """From its fields as JSON. Raises UnsafePath if its name leads out of the folder, KeyError or TypeError if a field cannot be."""
+def parse_shard(content: Mapping[str, Any]) -> TokenShard:
+    """Parse a shard's JSON fields.
+
+    Raises UnsafePath if its name leads out of the folder, KeyError or TypeError if a field is invalid.
+    """
     relative_name(content["name"])
-    sums = Digest(**content["sums"]) if content.get("sums") is not None else None
-    return Shard(
-        **{**content, "bin": Digest(**content["bin"]), "idx": Digest(**content["idx"]), "sums": sums}
+    sums = FileDigest(**content["sums"]) if content.get("sums") is not None else None
+    return TokenShard(
+        **{**content, "bin": FileDigest(**content["bin"]), "idx": FileDigest(**content["idx"]), "sums": sums}
     )
 
 
-def describe(manifest: DataManifest) -> list[str]:
-    """Lines for people: text, tokenizer, splits, place."""
+def describe_manifest(manifest: DataManifest) -> list[str]:
+    """Format the manifest for display: text, tokenizer, splits, and what was skipped."""
     origin, tokenizer = manifest.origin, manifest.tokenizer
     lines = [
-        f"text       {origin.description}: {origin.files:,} files, {origin.bytes:,} bytes, xxh3 {origin.xxh3_128} ({origin.licence})"
+        f"text       {origin.description}: {origin.files:,} files, {origin.bytes:,} bytes, "
+        f"xxh3 {origin.xxh3_128} ({origin.licence})"
     ]
     lines.append(f"tokenizer  {tokenizer.size:,} tokens, xxh3 {tokenizer.hash}, {manifest.tokenizer_folder}")
     for name, split in manifest.splits.items():
         size = f"{sum(shard.bin.bytes for shard in split.shards):,} bytes of {manifest.dtype}"
         lines.append(
-            f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, xxh3 {split.data_hash}"
+            f"{name:<10} {split.documents:,} documents, {split.tokens:,} tokens, {size}, "
+            f"xxh3 {split.data_hash}"
         )
     if manifest.special_tokens:
         counts = ", ".join(f"{content} {count:,} times" for content, count in manifest.special_tokens.items())
         lines.append(
-            f"special    the documents contain {counts} (special_tokens={manifest.recipe.get('special_tokens')})"
+            f"special    the documents contain {counts} "
+            f"(special_tokens={manifest.recipe.get('special_tokens')})"
         )
     if manifest.bad_rows:
         lines.append(
-            f"bad rows   {manifest.bad_rows['count']:,} were left out (on_bad_row=skip), the first of them:"
+            f"bad rows   {manifest.bad_rows['count']:,} were skipped (on_bad_row=skip), the first of them:"
         )
         lines += [f"           {seen}" for seen in manifest.bad_rows["first"]]
     return lines

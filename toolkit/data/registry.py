@@ -1,7 +1,15 @@
-"""What a kind of data is to the rest: made ready before ranks start, then opened by each rank. ``open.py`` has them all."""
+"""The kinds of data (``data.name``), and the interface between a run and its data.
+
+    folder = prepare_data(config, None, progress)        # one process per node, before ranks start
+    data = open_data(config, batch, data_rank, folder)   # every rank
+    for micro_batches in data.stream.steps(first_step): ...
+
+To add a kind, write a ``DataKind`` in a module of ``toolkit/data/kinds`` and add it to ``get_data_kind``.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,50 +19,59 @@ import numpy as np
 
 from toolkit.config.schema import RunConfig
 from toolkit.data.evaluation import EvalSet
+from toolkit.data.manifest import MANIFEST_NAME
 from toolkit.data.records.reader import RecordManifest
-from toolkit.data.tokens.documents import Waste
+from toolkit.data.tokens.documents import WindowWaste
+from toolkit.errors import Problem, UserError
 from toolkit.plan.types import BatchPlan
 from toolkit.progress import Progress
 
 
 class SampleStream(Protocol):
-    """One data rank's samples. Whatever the number of ranks, the global batch of a step is the same."""
+    """The samples of one data rank. The global batch of a step does not depend on the number of ranks."""
 
     def steps(self, first_step: int) -> Iterator[list[np.ndarray]]:
-        """This rank's micro-batches [micro_batch, ...], one list a step from ``first_step`` on, without end."""
+        """Yield this rank's micro-batches [micro_batch, ...], one list per step from ``first_step`` on."""
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
-        """Samples and epochs that the first ``step`` steps take of each source, by its name."""
+        """Return the samples and epochs that the first ``step`` steps use of each source, by its name."""
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What decides the samples beside the step: equal on all ranks, plain JSON types, kept in checkpoints."""
+        """Return what, apart from the step, determines the samples: plain JSON types, equal on all ranks."""
 
     def check_fingerprint(self, saved: Mapping[str, object]) -> None:
-        """Raises CheckpointError naming everything in which the stream that was saved differs from this one."""
+        """Raise CheckpointError naming every difference between the saved stream and this one."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after ``step`` steps keeps beside the fingerprint: plain JSON types, empty where the step decides.
-        Called on all ranks at the same step; that of rank 0 is kept."""
+        """Return what a checkpoint after ``step`` steps stores besides the fingerprint: plain JSON types.
+
+        Called on all ranks at the same step; the state of rank 0 is saved.
+        """
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Before the first ``steps``, with what ``state`` gave at the step that a run continues from."""
+        """Continue from the ``state`` of the step at which the run resumes.
+
+        Called before the first ``steps``.
+        """
 
     def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
-        """As ``restore``, with the fingerprint and state of another run, whose batch and data may differ."""
+        """Continue like ``restore`` from another run, whose batch size and data may differ."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """
+    """The opened data of a run on one rank.
+
     Attributes:
-        sets: of ``eval.sets``, empty where the run does not evaluate.
-        tokenizer: the folder that goes with exported weights; None where samples are not text.
-        unigram: the loss of the unigram model on the first evaluation set, in nats a token; None without one. Takes a while.
-        records: what the samples are where they are no text.
-        end_of_text: the token that ends every document, and stands nowhere else; None where samples are no text.
-        waste: what cutting windows costs the documents of each source, where its documents are known beforehand.
+        sets: the evaluation sets of ``eval.sets``; empty if the run does not evaluate.
+        tokenizer: the folder to store with exported weights; None if samples are not text.
+        unigram: returns the unigram model's loss on the first evaluation set in nats per token, or None.
+            Slow.
+        records: the manifest of samples that are not text.
+        end_of_text: the token that ends every document and occurs nowhere else; None if samples are not text.
+        waste: returns how windows cut the documents of each source, if its documents are known in advance.
     """
 
     stream: SampleStream
@@ -63,19 +80,114 @@ class RunData:
     unigram: Callable[[], float | None]
     records: RecordManifest | None = None
     end_of_text: int | None = None
-    waste: Callable[[], Mapping[str, Waste]] = dict
+    waste: Callable[[], Mapping[str, WindowWaste]] = dict
 
 
 @dataclass(frozen=True, slots=True)
 class DataKind:
-    """
+    """How a run prepares and opens one kind of data.
+
     Attributes:
-        ready: (configuration, rows of the embedding where the plan knows them, progress) -> the folder to open. By one process a
-            machine, before ranks start: makes the data where that is needed, and raises InputError with everything that the run
-            asks of them and does not find.
-        open: (configuration, batch, data rank, that folder) -> what the run reads. By every rank. Raises InputError where a file
-            is absent or is not what its manifest says.
+        prepare: (configuration, embedding rows if the plan determines them, progress) -> the folder to open.
+            Called by one process per machine before ranks start. Makes the data if needed. Raises InputError
+            with everything that the run needs and the data lacks.
+        open: (configuration, batch, data rank, folder) -> the run's data. Called by every rank. Raises
+            InputError if a file is absent or does not match its manifest.
     """
 
-    ready: Callable[[RunConfig, int | None, Progress], str]
+    prepare: Callable[[RunConfig, int | None, Progress], str]
     open: Callable[[RunConfig, BatchPlan, int, str], RunData]
+
+
+def get_data_kind(name: str) -> DataKind:
+    """Look up the kind ``data.name``. The modules of kinds import this one, so they are imported here."""
+    from toolkit.data.kinds.arrays import ARRAYS
+    from toolkit.data.kinds.dataset import DATASET
+    from toolkit.data.kinds.mixture import MIXTURE
+    from toolkit.data.kinds.text import TEXT
+
+    kinds = {"stdlib": TEXT, "prepared": TEXT, "mixture": MIXTURE, "dataset": DATASET, "arrays": ARRAYS}
+    return kinds[name]
+
+
+def prepare_data(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
+    """Make or find the data of a run and check that they fit it.
+
+    Args:
+        vocab_size: embedding rows, if the plan determines them rather than ``model.vocab_size``
+            (``model.pretrained``).
+
+    Returns:
+        The folder to open. ``data.path`` itself may point to another generation of the data later.
+
+    Raises:
+        InputError: the data are absent, cannot be read, or lack something that the run needs.
+    """
+    return get_data_kind(config.data.name).prepare(config, vocab_size, progress)
+
+
+def open_data(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
+    """Open the data of one rank.
+
+    Args:
+        folder: the result of ``prepare_data``.
+
+    Raises:
+        InputError: a file is absent or does not match its manifest.
+    """
+    return get_data_kind(config.data.name).open(config, batch, data_rank, folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReadCheck:
+    """Whether this machine can read a run's data.
+
+    Attributes:
+        problems: why the data cannot be read.
+        open_seconds: seconds until the data were found fit for the run.
+        read_seconds: seconds for the first samples; None if they were not read.
+        note: why samples were not read although nothing is wrong.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    open_seconds: float = 0.0
+    read_seconds: float | None = None
+    note: str | None = None
+
+
+def check_data_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan | None) -> DataReadCheck:
+    """Read the first step's samples of data rank 0, without making or downloading data.
+
+    Args:
+        vocab_size: as for ``prepare_data``.
+        batch: None if there is no plan; then no samples are read.
+    """
+    name = config.data.name
+    if name == "stdlib" and not (Path(config.data.path) / MANIFEST_NAME).exists():
+        return DataReadCheck(note=f"the first run makes {config.data.path} when it starts")
+    if name == "dataset":
+        return DataReadCheck(
+            note="the run finds a dataset's files, or fetches them from the hub, when it starts"
+        )
+    start = time.perf_counter()
+    try:
+        folder = prepare_data(config, vocab_size, Progress.silent())
+        opened = time.perf_counter()
+        if batch is None:
+            return DataReadCheck(open_seconds=opened - start, note="without a plan no samples are read")
+        data = open_data(config, batch, 0, folder)
+        try:
+            next(iter(data.stream.steps(0)))
+        finally:
+            data.stream.close()
+    except UserError as error:
+        return DataReadCheck(problems=error.problems)
+    except OSError as error:  # StorageError: a store stopped answering
+        problem = Problem(
+            "data.path",
+            f"data.path: {error}",
+            "the data can be read",
+            "check the network and the store, and try again",
+        )
+        return DataReadCheck(problems=(problem,))
+    return DataReadCheck(open_seconds=opened - start, read_seconds=time.perf_counter() - opened)

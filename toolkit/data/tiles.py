@@ -1,10 +1,11 @@
-"""Made-up tiles of a many-band satellite image, with a class that can be learnt: something to train +exp=vit_tiles on.
+"""Synthetic tiles of a many-band satellite image with a class that can be learned, for +exp=vit_tiles.
 
     python -m toolkit.data.tiles data/tiles
     python -m toolkit.data.tiles data/large --train 100000 --validation 2000 --bands 4 --size 128
 
-A class decides the spectrum of its ground and the direction and width of its stripes. Each tile has its own brightness, phase and noise,
-and is mixed with the ground of another class, so that no single pixel tells the class. The same arguments give the same bytes.
+The class determines the spectrum of the ground and the direction and width of its stripes. Each tile has its
+own brightness, phase and noise, and is mixed with the ground of another class, so that no single pixel
+identifies the class. The same arguments give the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.records.reader import RecordManifest, describe
+from toolkit.data.records.reader import RecordManifest, describe_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.errors import ExitCode, UserError
 from toolkit.progress import Progress
@@ -34,7 +35,10 @@ def make_tiles(
     classes: int = CLASSES,
     progress: Progress | None = None,
 ) -> RecordManifest:
-    """Write ``splits`` (records of each) of ``image`` uint16 [bands, size, size] and ``label`` int64. Raises InputError."""
+    """Write ``splits`` (name -> records) of ``image`` uint16 [bands, size, size] and ``label`` int64.
+
+    Raises InputError.
+    """
     fields: dict[str, tuple[str, tuple[int, ...]]] = {
         "image": ("uint16", (bands, size, size)),
         "label": ("int64", ()),
@@ -43,7 +47,7 @@ def make_tiles(
     with RecordWriter(
         folder,
         fields,
-        description="made-up tiles of an image",
+        description="synthetic tiles of an image",
         licence="CC0-1.0",
         source="toolkit.data.tiles",
     ) as writer:
@@ -52,15 +56,15 @@ def make_tiles(
                 for record in range(records):
                     random = np.random.default_rng((number, record))
                     label = int(random.integers(classes))
-                    writer.add(split, image=tile(label, random, bands, size, classes), label=label)
+                    writer.add(split, image=make_tile(label, random, bands, size, classes), label=label)
                     task.advance(1)
     return writer.manifest
 
 
-def tile(
+def make_tile(
     label: int, random: np.random.Generator, bands: int, size: int, classes: int
 ) -> npt.NDArray[np.uint16]:
-    """uint16 [bands, size, size], in the usual ten-thousandths of reflectance."""
+    """Return one tile, uint16 [bands, size, size], in ten-thousandths of reflectance as is usual."""
     other = (label + random.integers(1, classes)) % classes if classes > 1 else label
     mixed = random.uniform(0, 0.45)
     ground = (1 - mixed) * _spectrum(label, bands) + mixed * _spectrum(int(other), bands)
@@ -75,7 +79,7 @@ def tile(
 
 
 def _spectrum(label: int, bands: int) -> npt.NDArray[np.float64]:
-    """[bands]."""
+    """Return the reflectance of a class's ground, float64 [bands]."""
     return np.random.default_rng((label, bands)).uniform(1200, 2000, bands)
 
 
@@ -90,21 +94,21 @@ def main(arguments: Sequence[str]) -> int:
         ("classes", CLASSES),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         with Progress() as progress:
             manifest = make_tiles(
-                given.folder,
-                {"train": given.train, "validation": given.validation},
-                bands=given.bands,
-                size=given.size,
-                classes=given.classes,
+                options.folder,
+                {"train": options.train, "validation": options.validation},
+                bands=options.bands,
+                size=options.size,
+                classes=options.classes,
                 progress=progress,
             )
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
-    print("\n".join([f"data       {manifest.folder}", *describe(manifest)]))
+    print("\n".join([f"data       {manifest.folder}", *describe_records(manifest)]))
     return ExitCode.DONE
 
 

@@ -1,9 +1,9 @@
-"""A stream as PyTorch's data sets, for a loop of one's own: ``docs/data.md`` shows one whole.
+"""PyTorch datasets over a stream, for a training loop of your own; docs/data.md shows a complete one.
 
-    loader = DataLoader(Steps(stream, steps=1000), batch_size=None, num_workers=2)              # iterable-style
-    loader = DataLoader(Positions(stream, count), batch_size=8)                                  # map-style, not to be shuffled
+    loader = DataLoader(StepDataset(stream, steps=1000), batch_size=None, num_workers=2)   # iterable-style
+    loader = DataLoader(SampleDataset(stream, count), batch_size=8)        # map-style, unshuffled
 
-Worker processes are forked: they share the mapped files. With the threads that a stream reads with, text needs none.
+Worker processes are forked and share the mapped files. Streams read with threads, so text needs no workers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ Array = npt.NDArray[Any]
 
 
 class SampleDataset(Dataset[Array]):
-    """The first ``count`` samples of the run's order, over all ranks: sample ``i`` is the one at position ``i``. They come shuffled
-    and mixed already, so a sampler takes them in their order; any subset of positions is as quick."""
+    """The first ``count`` samples of the run's order over all ranks: sample ``i`` is at position ``i``.
+
+    Samples are already shuffled and mixed, so use a sequential sampler.
+    """
 
     def __init__(self, stream: Stream, count: int) -> None:
         self._stream, self._count = stream, count
@@ -35,20 +37,21 @@ class SampleDataset(Dataset[Array]):
         return self.__getitems__([position])[0]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Array]:
-        """A whole batch at once, as PyTorch asks where a data set can."""
-        asked = np.array(positions, dtype=np.int64)
-        if asked.size and not (-self._count <= asked.min() and asked.max() < self._count):
-            raise IndexError(f"positions {asked.min()} .. {asked.max()} of {self._count} samples")
-        return list(self._stream.samples(np.where(asked < 0, asked + self._count, asked)))
+        """Return a whole batch at once; PyTorch calls this method if a dataset has it."""
+        indices = np.array(positions, dtype=np.int64)
+        if indices.size and not (-self._count <= indices.min() and indices.max() < self._count):
+            raise IndexError(f"positions {indices.min()} .. {indices.max()} of {self._count} samples")
+        return list(self._stream.samples(np.where(indices < 0, indices + self._count, indices)))
 
 
 class StepDataset(IterableDataset[Array]):
-    """One item a step: this rank's micro-batches as one array [accumulation, micro_batch, ...].
+    """One item per step: this rank's micro-batches as one array [accumulation, micro_batch, ...].
 
-    Of ``n`` workers each makes every ``n``-th step, and PyTorch puts them in order. The state is the step that comes next (in a
-    worker: the next of that worker, as ``torchdata.stateful_dataloader`` keeps it). It fits any number of ranks and micro-batches.
-    Where workers read ahead, the object in the main process does not know what was used: take ``state_at(step)`` there, which fits
-    any number of workers too.
+    Each of ``n`` workers produces every ``n``-th step, and PyTorch restores their order. The state is the
+    next step (in a worker: the next step of that worker, as ``torchdata.stateful_dataloader`` stores it). It
+    fits any number of ranks and any micro-batch size. Because workers read ahead, the object in the main
+    process does not know which steps were used: call ``state_at(step)`` there, which fits any number of
+    workers too.
     """
 
     def __init__(self, stream: Stream, steps: int, first_step: int = 0) -> None:
@@ -58,7 +61,8 @@ class StepDataset(IterableDataset[Array]):
 
     def __iter__(self) -> Iterator[Array]:
         worker = get_worker_info()
-        # A worker's own state is a step of its own; any other says where all of them begin.
+        # A state saved in a worker is that worker's own step; any other state is the first step of all
+        # workers.
         number, stride = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if not self._resumed:
             self._next += number
@@ -76,7 +80,7 @@ class StepDataset(IterableDataset[Array]):
             steps.close()
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """After ``step`` steps. Plain JSON types, below 1 KB for a dozen sources."""
+        """Return the state after ``step`` steps: plain JSON types, below 1 KB for a dozen sources."""
         return {
             "step": step,
             "samples": self._stream.first_sample(step),
@@ -87,16 +91,16 @@ class StepDataset(IterableDataset[Array]):
         return self.state_at(self._next)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where it is of other data, another order or another global batch."""
+        """Raise CheckpointError if the state is of other data, another order or another global batch."""
         self._stream.check_fingerprint(state["fingerprint"])
         step, samples = state["step"], self._stream.first_sample(state["step"])
         if samples != state["samples"]:
             raise CheckpointError(
                 Problem(
                     "train.global_batch",
-                    f"step {step} begins at sample {samples}, the state's at {state['samples']}",
-                    "a run continues with the global batch that it began with",
-                    "bring the global batch and its ramp back",
+                    f"step {step} begins at sample {samples}, in the saved state at {state['samples']}",
+                    "a run continues with the global batch with which it began",
+                    "restore the global batch and its ramp",
                 )
             )
         self._next, self._resumed = step, get_worker_info() is not None

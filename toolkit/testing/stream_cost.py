@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.order.mixture import Mixture, Phase
+from toolkit.data.order.mixture import Mixture, MixturePhase
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream, source_seed
 from toolkit.plan.types import BatchPlan, RampStage
@@ -57,7 +57,7 @@ def synthetic_stream(samples: int, *, mixed: bool) -> Stream:
         windows = TokenWindows(SyntheticTokens(samples * LENGTH), LENGTH, 0)
         return Stream({"train": windows}, None, seed=0, batch=batch, data_rank=3)
     tables = [tuple(Fraction(str(weight)) for weight in weights) for weights in WEIGHTS]
-    mixture = Mixture([Phase(0, tables[0]), Phase(samples // 2, tables[1])], 0)
+    mixture = Mixture([MixturePhase(0, tables[0]), MixturePhase(samples // 2, tables[1])], 0)
     names = ("code", "maths", "web")
     sources = {
         name: TokenWindows(SyntheticTokens(samples // 3 * LENGTH), LENGTH, source_seed(0, name))

@@ -21,7 +21,7 @@ from toolkit.config.schema import (
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.train.task import IGNORED
+from toolkit.train.task import IGNORE_INDEX
 
 VOCABULARY, LENGTH, MICRO_BATCH, GLOBAL_BATCH = 264, 32, 2, 8
 END_OF_TEXT = 256  # in samples that consist of documents
@@ -101,7 +101,7 @@ def document_sample(number: int) -> dict[str, torch.Tensor]:
 
 def _shifted(row: torch.Tensor, masked: int) -> dict[str, torch.Tensor]:
     labels = row[1:].clone()
-    labels[:masked] = IGNORED
+    labels[:masked] = IGNORE_INDEX
     return {"input_ids": row[:-1], "labels": labels}
 
 

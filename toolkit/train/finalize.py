@@ -164,8 +164,8 @@ def format_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None)
 def _continue_prompt(
     plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
 ) -> str:
-    from toolkit.data.sources import special_tokens_of, text_folder
-    from toolkit.data.tokens.tokenizer import load
+    from toolkit.data.checks import special_tokens_mode, tokenizer_folder
+    from toolkit.data.tokens.tokenizer import read_tokenizer
     from toolkit.train.generate import continue_text, load_model
 
     if plan.shape is None:
@@ -177,13 +177,13 @@ def _continue_prompt(
     model = load_model(plan.shape, open_reader(checkpoint, model=plan.shape))
     return continue_text(
         model,
-        load(tokenizer),
+        read_tokenizer(tokenizer),
         prompt,
         temperature=TEMPERATURE,
         seed=plan.config.train.seed,
         context=plan.shape.max_position_embeddings,
         stop=stop,
-        special_tokens=special_tokens_of(plan.config.data, text_folder(plan.config.data)),
+        special_tokens=special_tokens_mode(plan.config.data, tokenizer_folder(plan.config.data)),
     )
 
 

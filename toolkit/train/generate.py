@@ -13,9 +13,9 @@ from torch import nn
 from toolkit import families
 from toolkit.checkpoint.shard import WEIGHT, Box, Shard, StateReader, TensorKey
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.manifest import generation_with, read_manifest
-from toolkit.data.tokens.special_tokens import SpecialStrings, prepare_tokenizer
-from toolkit.data.tokens.tokenizer import load
+from toolkit.data.manifest import find_generation, read_manifest
+from toolkit.data.tokens.special_tokens import SpecialTokenFinder, configure_tokenizer
+from toolkit.data.tokens.tokenizer import read_tokenizer
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.train.state import DATA
@@ -60,8 +60,8 @@ def load_tokenizer(data_folder: str | Path, reader: StateReader) -> Tokenizer:
     """
     data = reader.scalars.get(DATA)
     trained_on = data.get("tokenizer") if isinstance(data, Mapping) else None
-    manifest = read_manifest(data_folder) if trained_on is None else generation_with(data_folder, trained_on)
-    return load(manifest.tokenizer_folder)
+    manifest = read_manifest(data_folder) if trained_on is None else find_generation(data_folder, trained_on)
+    return read_tokenizer(manifest.tokenizer_folder)
 
 
 @torch.no_grad()
@@ -94,8 +94,8 @@ def continue_text(
             ``special_tokens`` refuses.
     """
     if special_tokens is SpecialTokens.refuse:
-        SpecialStrings(tokenizer).check(prompt, where="the prompt", key="--special-tokens")
-    prepare_tokenizer(tokenizer, special_tokens)
+        SpecialTokenFinder(tokenizer).check(prompt, location="the prompt", key="--special-tokens")
+    configure_tokenizer(tokenizer, special_tokens)
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise InputError(

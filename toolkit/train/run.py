@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from toolkit.data.open import open_data
-from toolkit.data.registry import RunData
+from toolkit.data.registry import RunData, open_data
 from toolkit.engine.build import build_engine
 from toolkit.engine.rank_sync import check_same_data, make_flag_reduce
 from toolkit.errors import ExitCode

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.evaluation import IGNORED, inputs_and_labels
+from toolkit.data.evaluation import IGNORE_INDEX, inputs_and_labels
 from toolkit.data.tokens.documents import position_ids
 from toolkit.engine.protocol import MicroBatch, Objective
 from toolkit.errors import ConfigError, Problem
@@ -45,7 +45,7 @@ class TextTask(Task):
         return {name: torch.from_numpy(array).to(device) for name, array in found.items()}
 
     def units(self, batch: MicroBatch) -> int:
-        return int((batch["labels"] != IGNORED).sum())
+        return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 class NextToken(TextTask):
@@ -72,7 +72,7 @@ class NextToken(TextTask):
         output = model(input_ids=batch["input_ids"], use_cache=False, **_positions(batch), **extra)
         logits = output.logits.float().flatten(0, 1)
         loss = functional.cross_entropy(
-            logits, batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+            logits, batch["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
         if not balanced:
             return loss

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from toolkit.data.evaluation import IGNORED
-from toolkit.data.records.arrays import IMAGE, LABEL, classes
+from toolkit.data.evaluation import IGNORE_INDEX
+from toolkit.data.kinds.arrays import IMAGE, LABEL, count_classes
 from toolkit.data.records.reader import RecordManifest
 from toolkit.engine.protocol import LOSS, MicroBatch
 from toolkit.errors import ConfigError, Problem
@@ -28,7 +28,7 @@ class VisionTask(Task):
 
     def __init__(self, target: str, manifest: RecordManifest) -> None:
         self._target = target
-        self._classes = classes(manifest)
+        self._classes = count_classes(manifest)
         statistics = manifest.split("train").statistics[IMAGE]
         self._mean = _by_band(statistics.mean)
         self._scale = _by_band(
@@ -47,10 +47,10 @@ class VisionTask(Task):
         pixels = torch.from_numpy(samples[IMAGE]).to(device).to(torch.float32, copy=True)
         pixels.sub_(self._mean.to(device)).mul_(self._scale.to(device))
         labels = torch.from_numpy(samples[LABEL].astype(np.int64)).to(device)
-        return {"pixel_values": pixels, "labels": torch.full_like(labels, IGNORED) if masked else labels}
+        return {"pixel_values": pixels, "labels": torch.full_like(labels, IGNORE_INDEX) if masked else labels}
 
     def units(self, batch: MicroBatch) -> int:
-        return int((batch["labels"] != IGNORED).sum())
+        return int((batch["labels"] != IGNORE_INDEX).sum())
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         return _loss_sum(self._logits(model, batch), batch["labels"])
@@ -96,7 +96,7 @@ class VisionTask(Task):
 
 
 def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _by_band(values: Any) -> torch.Tensor:

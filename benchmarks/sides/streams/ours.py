@@ -51,10 +51,12 @@ def _open(
 ) -> Opened:
     import torch
 
-    from toolkit.data.order.mixture import Mixture, Phase
+    from toolkit.data.order.mixture import Mixture, MixturePhase
     from toolkit.data.order.stream import Stream
 
-    mixture = Mixture([Phase(0, tuple(Fraction(weight) for weight in weights))], SEED) if weights else None
+    mixture = (
+        Mixture([MixturePhase(0, tuple(Fraction(weight) for weight in weights))], SEED) if weights else None
+    )
     sources = {name: _windows(folder) for name, folder in folders.items()}
     stream = Stream(sources, mixture, seed=SEED, batch=batch_plan(place), data_rank=place.rank)
     saved = json.loads(state) if state else {"step": 0}

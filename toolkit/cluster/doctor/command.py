@@ -51,12 +51,10 @@ ENDS_SECONDS = 5.0  # rank 0 reports first; then the others exit
 class Measurements:
     """Measurements from parts of the toolkit that this package does not import."""
 
-    first_read: Callable[
-        [RunConfig, int | None, BatchPlan | None], DataReadResult
-    ]  # toolkit/data/first_read.py
-    links: Callable[
-        [Axes | None, torch.device, int, int], Sequence[Mapping[str, Any]]
-    ]  # toolkit/observe/comm_benchmark.py
+    # toolkit/data/registry.py: check_data_read
+    check_data_read: Callable[[RunConfig, int | None, BatchPlan | None], DataReadResult]
+    # toolkit/observe/comm_benchmark.py: measure_links
+    links: Callable[[Axes | None, torch.device, int, int], Sequence[Mapping[str, Any]]]
 
 
 class DoctorCommand:
@@ -254,7 +252,7 @@ class DoctorCommand:
         def read() -> DataReadResult:
             plan = target.plan
             vocab_size = plan.shape.vocab_size if plan is not None and plan.shape is not None else None
-            return self._measurements.first_read(
+            return self._measurements.check_data_read(
                 target.config, vocab_size, plan.batch if plan is not None else None
             )
 

@@ -1,5 +1,5 @@
 """Check that a machine can read the run's data. ``launch/doctor.py`` provides the reader,
-``toolkit/data/first_read.py``.
+``toolkit/data/registry.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HANGS_SECONDS = 45.0  # an object store retries for a while and then reports mor
 
 
 class DataReadResult(Protocol):
-    """Result of reading the first samples; see toolkit/data/first_read.py."""
+    """Result of reading the first samples; see toolkit/data/registry.py."""
 
     @property
     def problems(self) -> Sequence[Problem]: ...

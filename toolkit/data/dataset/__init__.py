@@ -1,1 +1,1 @@
-"""Training straight from a local or hub ``datasets`` source: read in arrow batches, tokenised on the way by worker processes."""
+"""Training directly on a local or hub ``datasets`` source: worker processes tokenise text during training."""

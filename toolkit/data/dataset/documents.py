@@ -1,9 +1,7 @@
-"""The documents of a run by their number in its order, which never ends: after the last one of an epoch comes the next epoch.
+"""The documents of a run by their number in its endless order, epoch after epoch.
+    streaming    one after another in the source's order, resumed through a state of `datasets`
 
-    map-style    arrow files, mapped: any document at once, in an order that is a pure function of the number (`data/order/permutation.py`)
-    streaming    one after another as the source gives them, through a state of `datasets` that says where to go on
-
-Both give text in arrow columns and never make a row into a Python object.
+Both return text from arrow columns and never convert a row to a Python object.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.dataset.encode import Texts
-from toolkit.data.order.permutation import Order
+from toolkit.data.dataset.tokenizer_pool import Texts
+from toolkit.data.order.permutation import SampleOrder
 from toolkit.errors import InputError, Problem
 
 if TYPE_CHECKING:
@@ -26,91 +24,99 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
-JOINED_BY = "\n\n"  # columns of one document
-BLOCK_DOCUMENTS = 16  # the unit of the shuffle: documents that lie together in their file
-STREAM_ROWS = 1000  # of an arrow batch; a state of the source is kept for each
+JOINED_BY = "\n\n"  # separates the columns of one document
+BLOCK_DOCUMENTS = 16  # the unit of shuffling: documents that are adjacent in their file
+STREAM_ROWS = 1000  # per arrow batch; a state of the source is stored for each batch
 
 
-class Documents(Protocol):
-    """Safe in several threads.
+class DocumentSource(Protocol):
+    """The documents of a run. Safe in several threads.
 
     Attributes:
-        count: documents of an epoch; None where only the end of the stream would tell.
+        count: documents per epoch; None for a stream of unknown length.
     """
 
     count: int | None
 
-    def texts(self, numbers: Ints) -> Texts:
-        """The documents at ``numbers`` [n] of the run's order, in this order. Null is the empty text.
+    def read(self, numbers: Ints) -> Texts:
+        """Return the documents at ``numbers`` [n] of the run's order; null is the empty text.
 
-        A streaming source gives each document once, and of each lane in rising order.
+        A streaming source returns each document once, and those of each lane in rising order.
         """
 
-    def passed(self, least: int) -> None:
-        """No document before ``least`` is asked for again, here or where a run continues."""
+    def release(self, first_needed: int) -> None:
+        """Declare that no document before ``least`` will be requested again, also after a resume."""
 
     def state(self) -> dict[str, Any]:
-        """From which ``restore`` goes on so that what has not ``passed`` can be read. Plain JSON types; empty, or with ``number``:
-        the first document that can be read. Of several ranks' states the least number's serves all."""
+        """Return the state from which ``restore`` can read every document not yet released: plain JSON types.
+
+        It is empty or contains ``number``, the first document that can be read. The state of the rank with
+        the least number is valid for all ranks.
+        """
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Before the first ``texts``."""
+        """Restore a state. Called before the first ``read_documents``."""
 
 
-class ArrowDocuments(Documents):
-    """Local arrow files in the stream format, as ``datasets`` keeps them. Opening maps them; ranks share the page cache."""
+class ArrowDocuments(DocumentSource):
+    """Local arrow files in the stream format of ``datasets``.
+
+    Opening maps them; ranks share the page cache.
+    """
 
     def __init__(self, files: Sequence[str], columns: Sequence[str], seed: int) -> None:
-        """Raises InputError where a file is absent or cut short."""
-        self._batches = [batch for file in files for batch in _mapped(file, columns)]
+        """Raises InputError if a file is absent or truncated."""
+        self._batches = [batch for file in files for batch in _map_batches(file, columns)]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         self.count = int(self._ends[-1])
-        self._order = Order(self.count, block_samples=BLOCK_DOCUMENTS, seed=seed)
+        self._order = SampleOrder(self.count, block_samples=BLOCK_DOCUMENTS, seed=seed)
 
-    def texts(self, numbers: Ints) -> Texts:
+    def read(self, numbers: Ints) -> Texts:
         _, rows = self._order(numbers)
         return self.rows(rows)
 
     def rows(self, rows: Ints) -> Texts:
-        """By their place in the files."""
+        """Return the documents at ``rows`` [n] of the files."""
         import pyarrow as pa
 
-        where = np.searchsorted(self._ends, rows, side="right")
-        by_batch = np.argsort(where, kind="stable")
-        batches, firsts = np.unique(where[by_batch], return_index=True)
-        parts = []
-        for number, places in zip(batches.tolist(), np.split(by_batch, firsts[1:]), strict=True):
+        batch_index = np.searchsorted(self._ends, rows, side="right")
+        by_batch = np.argsort(batch_index, kind="stable")
+        batches, firsts = np.unique(batch_index[by_batch], return_index=True)
+        texts_by_batch = []
+        for number, indices in zip(batches.tolist(), np.split(by_batch, firsts[1:]), strict=True):
             batch = self._batches[number]
-            parts.append(text_of(batch.take(pa.array(rows[places] - (self._ends[number] - batch.num_rows)))))
-        back = np.empty_like(by_batch)
-        back[by_batch] = np.arange(len(rows))
-        return as_texts(pa.concat_arrays(parts).take(pa.array(back)))
+            texts_by_batch.append(
+                join_columns(batch.take(pa.array(rows[indices] - (self._ends[number] - batch.num_rows))))
+            )
+        original_order = np.empty_like(by_batch)
+        original_order[by_batch] = np.arange(len(rows))
+        return to_texts(pa.concat_arrays(texts_by_batch).take(pa.array(original_order)))
 
     def in_file_order(self) -> Iterator[Texts]:
         for batch in self._batches:
-            yield as_texts(text_of(batch))
+            yield to_texts(join_columns(batch))
 
-    def passed(self, least: int) -> None:
+    def release(self, first_needed: int) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        assert not state, "a map-style source has no state"
+        assert not state, "a map-style source is stateless"
 
 
-class _Mark(NamedTuple):
-    """Reading on from ``state`` gives document ``number`` first."""
+class _StreamPosition(NamedTuple):
+    """A stream loaded from ``state`` yields document ``number`` first."""
 
     number: int
     state: dict[str, Any]
 
 
-class StreamedDocuments(Documents):
-    """A ``datasets`` stream, again and again. What belongs to other ranks' lanes is passed over, so every rank reads the whole stream.
+class StreamedDocuments(DocumentSource):
+    """An endlessly repeated ``datasets`` stream. Every rank reads all of it and skips other ranks' lanes.
 
-    Lanes need documents at different times: what one does not need yet waits here, as text.
+    Lanes need documents at different times; documents that are not needed yet are stored here as text.
     """
 
     count = None
@@ -120,82 +126,83 @@ class StreamedDocuments(Documents):
     ) -> None:
         """
         Args:
-            lanes: of this rank, of ``all_lanes``.
+            lanes: the lanes of this rank.
+            all_lanes: the number of lanes of all ranks.
         """
         self._open, self._columns, self._all_lanes = open_stream, list(columns), all_lanes
-        self._mine = np.isin(np.arange(all_lanes), lanes)
+        self._is_own_lane = np.isin(np.arange(all_lanes), lanes)
         self._lock = threading.Lock()
-        self._waiting: dict[int, bytes] = {}
-        self._marks: deque[_Mark] = deque()
-        self._begin = _Mark(0, {})
+        self._pending: dict[int, bytes] = {}
+        self._positions: deque[_StreamPosition] = deque()
+        self._start = _StreamPosition(0, {})
         self._batches: Iterator[pa.Array] | None = None
         self._next = 0
 
-    def texts(self, numbers: Ints) -> Texts:
+    def read(self, numbers: Ints) -> Texts:
         with self._lock:
             for number in numbers.tolist():
-                while number not in self._waiting:
-                    self._read()
-            found = [self._waiting.pop(number) for number in numbers.tolist()]
-        return b"".join(found), np.cumsum([len(text) for text in found], dtype=np.int64)
+                while number not in self._pending:
+                    self._read_batch()
+            documents = [self._pending.pop(number) for number in numbers.tolist()]
+        return b"".join(documents), np.cumsum([len(text) for text in documents], dtype=np.int64)
 
-    def passed(self, least: int) -> None:
+    def release(self, first_needed: int) -> None:
         with self._lock:
-            while len(self._marks) > 1 and self._marks[1].number <= least:
-                self._marks.popleft()
+            while len(self._positions) > 1 and self._positions[1].number <= first_needed:
+                self._positions.popleft()
 
     def state(self) -> dict[str, Any]:
         with self._lock:
-            mark = self._marks[0] if self._marks else self._begin
-            return {"number": mark.number, "state": mark.state}
+            position = self._positions[0] if self._positions else self._start
+            return {"number": position.number, "state": position.state}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state:
-            self._begin = _Mark(state["number"], state["state"])
+            self._start = _StreamPosition(state["number"], state["state"])
 
-    def _read(self) -> None:
-        """One arrow batch more."""
+    def _read_batch(self) -> None:
+        """Read one more arrow batch."""
         if self._batches is None:
-            self._next = self._begin.number
-            self._batches = self._endless()
+            self._next = self._start.number
+            self._batches = self._repeat()
         column = next(self._batches)
         numbers = self._next + np.arange(len(column))
-        mine = np.flatnonzero(self._mine[numbers % self._all_lanes])
-        text, ends = as_texts(column)
+        own_rows = np.flatnonzero(self._is_own_lane[numbers % self._all_lanes])
+        text, ends = to_texts(column)
         firsts = np.concatenate([[0], ends[:-1]])
-        for place in mine.tolist():
-            self._waiting[self._next + place] = bytes(text[firsts[place] : ends[place]])
+        for row_index in own_rows.tolist():
+            self._pending[self._next + row_index] = bytes(text[firsts[row_index] : ends[row_index]])
         self._next += len(column)
 
-    def _endless(self) -> Iterator[pa.Array]:
-        state = self._begin.state
+    def _repeat(self) -> Iterator[pa.Array]:
+        state = self._start.state
         while True:
             stream = self._open().select_columns(self._columns).with_format("arrow")
             if state:
                 stream.load_state_dict(state)
-            before = stream.state_dict()
-            empty = not state
+            state_before = stream.state_dict()
+            is_empty = not state
             for table in stream.iter(batch_size=STREAM_ROWS):
-                self._marks.append(_Mark(self._next, before))
-                yield text_of(table.combine_chunks().to_batches()[0])
-                before, empty = stream.state_dict(), False
-            if empty:
-                raise no_documents()
+                self._positions.append(_StreamPosition(self._next, state_before))
+                yield join_columns(table.combine_chunks().to_batches()[0])
+                state_before, is_empty = stream.state_dict(), False
+            if is_empty:
+                raise empty_dataset_error()
             state = {}
 
 
-def no_documents() -> InputError:
+def empty_dataset_error() -> InputError:
     return InputError(
         Problem(
             "data.dataset.path",
             "the stream ended without a document",
-            "there is a document to train on",
+            "the dataset has a document to train on",
             "name another split or another dataset",
         )
     )
 
 
-def _mapped(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
+def _map_batches(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
     import pyarrow as pa
 
     try:
@@ -206,14 +213,14 @@ def _mapped(file: str, columns: Sequence[str]) -> list[pa.RecordBatch]:
             Problem(
                 file,
                 f"{file}: {error}",
-                "the arrow files that `datasets` made of the dataset are there and whole",
-                "delete the folder that it lies in and start again, which makes them anew",
+                "the arrow files that `datasets` wrote for the dataset are present and complete",
+                "delete their folder and start again, which writes them again",
             )
         ) from error
 
 
-def text_of(batch: pa.RecordBatch) -> pa.Array:
-    """One text a row of the batch's columns, joined by an empty line where there are several; null is left out."""
+def join_columns(batch: pa.RecordBatch) -> pa.Array:
+    """Return one text per row, the columns joined by an empty line; nulls are skipped."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -225,8 +232,8 @@ def text_of(batch: pa.RecordBatch) -> pa.Array:
     )
 
 
-def as_texts(column: pa.Array) -> Texts:
-    """large_string without nulls -> its bytes, not copied."""
+def to_texts(column: pa.Array) -> Texts:
+    """Return the bytes of a large_string array without nulls, not copied."""
     _, offsets, content = column.buffers()
     ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
     text = memoryview(content)[int(ends[0]) : int(ends[-1])] if content is not None else b""

@@ -1,13 +1,15 @@
-"""Documents to windows, lane by lane: exact on any number of ranks though no one knows how many tokens a document will have.
+"""Pack documents into windows lane by lane, reproducibly on any number of ranks without known token counts.
 
-How many tokens a text has is known when it is tokenised, so in one row of all documents the place of a sample would be known only
-to who has tokenised everything before it. Instead each place of the global batch is a *lane* with an endless row of documents of its
-own: of ``lanes`` lanes, lane ``i`` has the documents at positions ``i, i + lanes, i + 2 lanes ...`` of the run's order, and sample
-``n`` of the lane begins at its token ``n * sequence_length``. Which rank a place of the batch falls to depends on the layout; what
-its lane holds does not. So ranks need not talk, none tokenises what another does, and every document is in one lane, once an epoch.
+The number of tokens of a text is known only after tokenising it, so in one row of all documents a sample
+could be located only by tokenising everything before it. Instead each index of the global batch is a *lane*
+with its own endless row of documents: of ``lanes`` lanes, lane ``i`` has the documents at positions ``i, i +
+lanes, i + 2 lanes ...`` of the run's order, and sample ``n`` of the lane begins at its token ``n *
+sequence_length``. The rank of a lane depends on the layout, its content does not. So ranks need no
+communication, no document is tokenised twice, and every document is in one lane, once per epoch.
 
-The state of a lane is two numbers: the document that its next sample begins in, and where in it. Continuing tokenises that document
-again and nothing before it. While the batch grows (``train.batch_ramp``) the lanes of later places wait.
+The state of a lane is two numbers: the document in which its next sample begins, and the token within it.
+Resuming tokenises that document again and nothing before it. While the batch grows (``train.batch_ramp``)
+later lanes wait.
 """
 
 from __future__ import annotations
@@ -20,101 +22,106 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.order.stream import rank_places
+from toolkit.data.order.stream import rank_batch_indices
 from toolkit.plan.types import BatchPlan
 
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]  # uint16 or uint32
 
 
-def lanes_of(batch: BatchPlan, data_rank: int) -> Ints:
-    """The lanes of a data rank, in the order of its places in a global batch after the ramp: int64 [lanes of the rank].
+def rank_lanes(batch: BatchPlan, data_rank: int) -> Ints:
+    """Return a data rank's lanes in the order of its indices in the final global batch: int64 [lanes].
 
-    A smaller batch of the ramp has the first places, so these are also the lanes of every batch before.
+    A smaller batch of the ramp has the first indices, so the same lanes serve every earlier batch.
     """
     accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    return rank_places(accumulation, batch.data_parallel, batch.micro_batch, data_rank).ravel()
+    return rank_batch_indices(accumulation, batch.data_parallel, batch.micro_batch, data_rank).ravel()
 
 
-def fork_places(documents: Sequence[int], offsets: Sequence[int], lanes: int) -> Ints:
-    """Where ``lanes`` lanes begin so that they read on from the places of ``len(documents)`` other ones: [lanes, 2], document and offset.
+def fork_positions(documents: Sequence[int], offsets: Sequence[int], lanes: int) -> Ints:
+    """Return where ``lanes`` new lanes continue from the positions of ``len(documents)`` old lanes.
 
-    Nothing unread is left out. If ``lanes`` is a multiple of the other number, nothing is read twice either, since each lane's documents
-    are then all of one former lane. Otherwise all begin with the first unread document, and documents that faster lanes had already
-    read come again.
+    No unread document is skipped. If ``lanes`` is a multiple of the old number, none is read twice either,
+    since each new lane's documents then belong to one old lane. Otherwise all lanes begin with the first
+    unread document, and documents that faster lanes had already read are repeated.
+
+    Returns:
+        Document and offset of each lane, int64 [lanes, 2].
     """
-    former, now = len(documents), np.arange(lanes)
-    unread = np.asarray(documents, dtype=np.int64) * former + np.arange(
-        former
-    )  # each lane's first, in the run's order
-    parents = now % former if lanes % former == 0 else np.full(lanes, unread.argmin())
-    firsts = np.maximum(0, -((now - unread[parents]) // lanes))
-    same = firsts * lanes + now == unread[parents]
-    return np.stack([firsts, np.where(same, np.asarray(offsets, dtype=np.int64)[parents], 0)], axis=1)
+    old_lanes, lane_numbers = len(documents), np.arange(lanes)
+    # Each old lane's first unread document, in the run's order.
+    unread = np.asarray(documents, dtype=np.int64) * old_lanes + np.arange(old_lanes)
+    source_lanes = lane_numbers % old_lanes if lanes % old_lanes == 0 else np.full(lanes, unread.argmin())
+    firsts = np.maximum(0, -((lane_numbers - unread[source_lanes]) // lanes))
+    continues = firsts * lanes + lane_numbers == unread[source_lanes]
+    return np.stack(
+        [firsts, np.where(continues, np.asarray(offsets, dtype=np.int64)[source_lanes], 0)], axis=1
+    )
 
 
 @dataclass(slots=True)
 class Lane:
-    """One lane's tokens from its next sample on.
+    """The tokens of one lane from its next sample on.
 
     Attributes:
-        document: the lane's document that the next sample begins in; its first is 0.
-        offset: the token of that document.
-        asked: the next document to ask for.
-        parts: the tokens of documents ``document`` and following, as far as they have come.
-        tokens: in ``parts`` from ``offset`` on; negative while the first document has not come.
+        document: the lane's document in which the next sample begins; the first is 0.
+        offset: the token of that document at which the sample begins.
+        asked: the next document to request.
+        parts: the tokens of the documents received so far, from ``document`` on.
+        tokens: number of tokens in ``parts`` from ``offset`` on; negative before the first document is
+            received.
     """
 
     document: int
     offset: int
-    asked: int = field(init=False)
+    next_request: int = field(init=False)
     parts: deque[Tokens] = field(init=False, default_factory=deque)
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.asked, self.tokens = self.document, -self.offset
+        self.next_request, self.tokens = self.document, -self.offset
 
     def add(self, tokens: Tokens) -> None:
-        """The tokens of the next document, which may be none."""
+        """Append the tokens of the next document, which may be empty."""
         self.parts.append(tokens)
         self.tokens += len(tokens)
 
     def take(self, row: Ints) -> None:
-        """Fill ``row`` [sequence_length + 1] and go on by ``sequence_length``: windows share a token, a label here and an input there."""
+        """Fill ``row`` [sequence_length + 1] and advance by ``sequence_length``: windows share one token."""
         assert self.tokens >= len(row), f"{self.tokens} tokens for a row of {len(row)}"
-        filled, at = 0, self.offset
-        for part in self.parts:
-            piece = part[at : at + len(row) - filled]
-            row[filled : filled + len(piece)] = piece
-            filled, at = filled + len(piece), 0
+        filled, start = 0, self.offset
+        for document_tokens in self.parts:
+            chunk = document_tokens[start : start + len(row) - filled]
+            row[filled : filled + len(chunk)] = chunk
+            filled, start = filled + len(chunk), 0
             if filled == len(row):
                 break
         self.offset += len(row) - 1
         self.tokens -= len(row) - 1
-        while self.offset >= len(self.parts[0]):  # ends: the token that both windows share is there
+        while self.offset >= len(self.parts[0]):  # ends: the token that both windows share is still in parts
             self.offset -= len(self.parts.popleft())
             self.document += 1
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """Documents to tokenise next: the ``numbers[i]``-th of lane ``lanes[i]``, both [documents]; lanes are counted within the rank."""
+class DocumentRequest:
+    """Documents to tokenise: number ``numbers[i]`` of this rank's lane ``lanes[i]``, int64 [documents]."""
 
     lanes: Ints
     numbers: Ints
 
 
-def demand(lanes: Sequence[Lane], mean_tokens: float, target: int) -> Demand:
-    """What to ask for, so that each lane will have about ``target`` tokens: first the next document of every lane, then the second.
+def plan_requests(lanes: Sequence[Lane], mean_tokens: float, target: int) -> DocumentRequest:
+    """Choose requests that give each lane about ``target`` tokens: one document per lane, then the next.
 
     Args:
-        mean_tokens: of a document, as far as seen.
+        mean_tokens: mean length of the documents seen so far.
     """
     expected = np.array(
-        [lane.tokens + (lane.asked - lane.document - len(lane.parts)) * mean_tokens for lane in lanes]
+        [lane.tokens + (lane.next_request - lane.document - len(lane.parts)) * mean_tokens for lane in lanes]
     )
     counts = np.ceil(np.maximum(target - expected, 0) / mean_tokens).astype(np.int64)
     rounds = np.arange(int(counts.max(initial=0)))
-    turns, chosen = np.nonzero(rounds[:, None] < counts[None, :])
-    firsts = np.array([lane.asked for lane in lanes], dtype=np.int64)
-    return Demand(chosen.astype(np.int64), firsts[chosen] + turns)
+    round_numbers, chosen = np.nonzero(rounds[:, None] < counts[None, :])
+    firsts = np.array([lane.next_request for lane in lanes], dtype=np.int64)
+    return DocumentRequest(chosen.astype(np.int64), firsts[chosen] + round_numbers)

@@ -1,6 +1,6 @@
-"""From ``data.dataset.*`` to a dataset that is there: what splits it has, what decides its bytes, where its arrow files lie.
+"""Open the dataset of ``data.dataset.*``: its splits, what determines its bytes, and its arrow files.
 
-``data.dataset.path`` is looked for on this machine first and on the hub only where it cannot be a file's name.
+``data.dataset.path`` is looked up on this machine first, and on the hub only if it cannot be a file name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.paths import UnsafePath, inside
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, Features, IterableDataset
 
-# Endings of single files and patterns -> the reader of `datasets`.
+# Suffixes of single files and patterns -> the reader of `datasets`.
 READERS = {
     ".jsonl": "json",
     ".json": "json",
@@ -36,39 +36,44 @@ READERS = {
     ".txt": "text",
 }
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-# Files of a split are hashed whole up to this size together, which takes a second; of larger ones places spread over each file are.
+# Up to this total size the files of a split are hashed whole, which takes a second; of larger files, samples
+# are hashed.
 HASHED_BYTES = 1 << 30
-PLACES, PLACE_BYTES = 64, 1 << 16
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowSplit:
-    """``files`` in the order of their rows, each in arrow's stream format."""
+    """Arrow files in stream format, in the order of their rows."""
 
     files: tuple[str, ...]
     features: Features
 
 
-class Source(Protocol):
-    """
+class DatasetSource(Protocol):
+    """A dataset with named splits.
+
     Attributes:
-        revision: the commit of a dataset on the hub.
+        revision: the commit of a dataset on the hub; None for a local dataset.
     """
 
     splits: tuple[str, ...]
     revision: str | None
 
     def digests(self, split: str) -> dict[str, str]:
-        """What decides the split's bytes: a hash for each file, by its name; or of a dataset on the hub, its commit."""
+        """Return what determines the split's bytes: a hash per file, or the commit of a hub dataset."""
 
     def arrow(self, split: str) -> ArrowSplit:
-        """Fetched, and made into arrow files, where that was not done before."""
+        """Fetch the split and convert it to arrow files, unless that was done before."""
 
     def stream(self, split: str) -> IterableDataset: ...
 
 
-def find(data: DatasetConfig) -> Source:
-    """Raises InputError where there is no such dataset, configuration or revision."""
+def open_source(data: DatasetConfig) -> DatasetSource:
+    """Open the configured dataset.
+
+    Raises InputError if there is no such dataset, configuration or revision.
+    """
     path = data.path
     if path is None:
         raise InputError(
@@ -89,7 +94,7 @@ def find(data: DatasetConfig) -> Source:
         )
     saved = Path(path)
     if (saved / "dataset_dict.json").is_file() or (saved / "state.json").is_file():
-        return _Saved(saved, data)
+        return _SavedDataset(saved, data)
     from datasets import load_dataset_builder
 
     arguments: dict[str, Any] = {"path": path}
@@ -101,89 +106,89 @@ def find(data: DatasetConfig) -> Source:
                 _path_problem(
                     data,
                     "the dataset's folder or file is there",
-                    f"correct it; {Path(path).absolute()} is absent",
+                    f"correct the path; {Path(path).absolute()} is absent",
                 )
             )
-        hub.online()
-    with _named(data):
+        hub.is_online()
+    with _dataset_errors(data):
         builder = load_dataset_builder(**arguments, name=data.name, revision=data.revision)
     if not all((builder.config.data_files or {"": [path]}).values()):
         raise InputError(
             _path_problem(data, "the dataset's files are there", "correct the pattern; no file matches it")
         )
-    return _Built(builder, data, local=_is_local(path))
+    return _BuiltDataset(builder, data, local=_is_local(path))
 
 
-def check(source: Source, data: DatasetConfig, split: str, key: str) -> None:
-    """Raises InputError where the split is absent."""
+def check_split_exists(source: DatasetSource, data: DatasetConfig, split: str, key: str) -> None:
+    """Raises InputError if the split is absent."""
     if split not in source.splits:
-        there = ", ".join(source.splits)
+        available = ", ".join(source.splits)
         remedy = (
-            f"there are: {there}"
+            f"available: {available}"
             if "[" not in split and "+" not in split
-            else f"name a whole split; there are: {there}"
+            else f"name a whole split; available: {available}"
         )
         raise InputError(
-            Problem(key, f"{key}={split}, which {data.path} has not", "the dataset has the split", remedy)
+            Problem(key, f"{key}={split} is absent from {data.path}", "the dataset has the split", remedy)
         )
 
 
 def check_columns(data: DatasetConfig, features: Features) -> None:
-    """Raises InputError where a column of ``data.dataset.text`` is absent or is not text."""
+    """Raises InputError if a column of ``data.dataset.text`` is absent or is not text."""
     import pyarrow as pa
 
-    kinds = {field.name: field.type for field in features.arrow_schema}
+    types = {field.name: field.type for field in features.arrow_schema}
     texts = [
-        name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        name for name, kind in types.items() if pa.types.is_string(kind) or pa.types.is_large_string(kind)
     ]
-    wrong = [
-        f"{name} ({kinds[name]})" if name in kinds else f"{name} (absent)"
+    invalid = [
+        f"{name} ({types[name]})" if name in types else f"{name} (absent)"
         for name in data.text
         if name not in texts
     ]
-    if wrong or not data.text:
+    if invalid or not data.text:
         choice = (
-            f"write data.dataset.text=[{texts[0]}]; of text are: {', '.join(texts)}"
+            f"write data.dataset.text=[{texts[0]}]; columns of text: {', '.join(texts)}"
             if texts
             else "choose a dataset that has text"
         )
         raise InputError(
             Problem(
                 "data.dataset.text",
-                f"data.dataset.text=[{','.join(data.text)}]: {', '.join(wrong) or 'no column'}",
-                f"each is a column of {data.path} that holds text",
+                f"data.dataset.text=[{','.join(data.text)}]: {', '.join(invalid) or 'no column'}",
+                f"each is a column of {data.path} with text",
                 choice,
             )
         )
 
 
-class _Built(Source):
-    """Files on this machine or on the hub, by the readers of `datasets`."""
+class _BuiltDataset(DatasetSource):
+    """Files on this machine or on the hub, opened with the readers of `datasets`."""
 
     def __init__(self, builder: DatasetBuilder, data: DatasetConfig, *, local: bool) -> None:
         self._builder, self._data, self._local = builder, data, local
         self._files = {str(name): list(files) for name, files in (builder.config.data_files or {}).items()}
         self.splits = tuple(self._files or (builder.info.splits or {}))
-        # What `datasets` calls the hash of a dataset of the hub is its commit; so is the name of the folder that it was fetched to.
+        # For a hub dataset, the `hash` of `datasets` is its commit, and the name of its folder in the cache.
         self.revision = None if local else str(builder.hash)
 
     def digests(self, split: str) -> dict[str, str]:
         if self._local:
-            return file_digests([Path(file) for file in self._files[split]])
+            return hash_files([Path(file) for file in self._files[split]])
         return {f"{self._data.path} {self._builder.config.name}": str(self.revision)}
 
     def arrow(self, split: str) -> ArrowSplit:
-        with _named(self._data):
+        with _dataset_errors(self._data):
             self._builder.download_and_prepare()
             return _arrow_split(self._builder.as_dataset(split=split), self._data, split)
 
     def stream(self, split: str) -> IterableDataset:
-        with _named(self._data):
+        with _dataset_errors(self._data):
             return self._builder.as_streaming_dataset(split=split)
 
 
-class _Saved(Source):
-    """A folder by ``save_to_disk``: its arrow files are read where they lie."""
+class _SavedDataset(DatasetSource):
+    """A folder written by ``save_to_disk``: its arrow files are read in place."""
 
     revision = None
 
@@ -197,22 +202,22 @@ class _Saved(Source):
         self.splits = tuple(self._folders)
 
     def digests(self, split: str) -> dict[str, str]:
-        return file_digests(self._arrow_files(split))
+        return hash_files(self._arrow_files(split))
 
     def arrow(self, split: str) -> ArrowSplit:
         from datasets import load_from_disk
 
         if not self._arrow_files(split):
             raise _no_rows(self._data, split)
-        with _named(self._data):
+        with _dataset_errors(self._data):
             return _arrow_split(load_from_disk(str(self._folders[split])), self._data, split)
 
     def stream(self, split: str) -> IterableDataset:
         raise InputError(
             Problem(
                 "data.dataset.streaming",
-                "data.dataset.streaming=true of a folder by save_to_disk",
-                "what streams is fetched piece by piece; this folder is here in the form that training reads",
+                "data.dataset.streaming=true with a folder written by save_to_disk",
+                "a stream is fetched while it is read; this folder is local and already in arrow format",
                 "leave out data.dataset.streaming",
             )
         )
@@ -247,35 +252,36 @@ def _no_rows(data: DatasetConfig, split: str) -> InputError:
         Problem(
             "data.dataset.split",
             f"split {split} of {data.path} has 0 rows",
-            "a split that is read has rows",
+            "a split has rows",
             "name another split or another dataset",
         )
     )
 
 
-def file_digests(files: Sequence[Path]) -> dict[str, str]:
-    """By the path below the folder that all share: a moved or copied dataset is the same.
+def hash_files(files: Sequence[Path]) -> dict[str, str]:
+    """Hash files, by their path below their common folder: a moved or copied dataset has the same hashes.
 
-    Of large files a hash of their size and of places spread over them: a change elsewhere that keeps the size is not seen.
+    Of large files, size and evenly spread samples are hashed: another change that keeps the size is not
+    detected.
     """
     if not files:
         return {}
-    shared = os.path.commonpath([file.absolute().parent for file in files])
+    common_folder = os.path.commonpath([file.absolute().parent for file in files])
     whole = sum(file.stat().st_size for file in files) <= HASHED_BYTES
-    return {file.absolute().relative_to(shared).as_posix(): _hash(file, whole) for file in files}
+    return {file.absolute().relative_to(common_folder).as_posix(): _hash(file, whole) for file in files}
 
 
 def _hash(file: Path, whole: bool) -> str:
     size = file.stat().st_size
     hasher = xxhash.xxh3_128(str(size).encode())
     with file.open("rb") as content:
-        if whole or size <= PLACES * PLACE_BYTES:
+        if whole or size <= SAMPLES * SAMPLE_BYTES:
             while chunk := content.read(CHUNK_BYTES):
                 hasher.update(chunk)
         else:
-            for place in range(PLACES):
-                content.seek((size - PLACE_BYTES) * place // (PLACES - 1))
-                hasher.update(content.read(PLACE_BYTES))
+            for number in range(SAMPLES):
+                content.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                hasher.update(content.read(SAMPLE_BYTES))
     return hasher.hexdigest()
 
 
@@ -284,12 +290,12 @@ def _is_pattern(path: str) -> bool:
 
 
 def _is_local(path: str) -> bool:
-    """Of this machine: it is there, or it is written as only a file can be."""
-    known = _suffix(path) in READERS
+    """Return whether ``path`` exists locally or can only be a local file name."""
+    readers = _suffix(path) in READERS
     return (
         Path(path).exists()
         or _is_pattern(path)
-        or known
+        or readers
         or path.startswith((".", "/", "~"))
         or path.count("/") > 1
     )
@@ -304,39 +310,39 @@ def _suffix(path: str) -> str:
 def _reader(data: DatasetConfig, path: str) -> str:
     reader = READERS.get(_suffix(path))
     if reader is None:
-        known = ", ".join(READERS)
+        readers = ", ".join(READERS)
         raise InputError(
             _path_problem(
                 data,
-                f"a file that is a dataset ends with one of {known} (and {', '.join(COMPRESSED)})",
-                "rename it, or name the folder that it lies in",
+                f"a dataset file ends with one of {readers} (and {', '.join(COMPRESSED)})",
+                "rename it, or name its folder",
             )
         )
     return reader
 
 
 @contextmanager
-def _named(data: DatasetConfig) -> Iterator[None]:
-    """What `datasets` finds wrong with the user's words or files, as an InputError."""
+def _dataset_errors(data: DatasetConfig) -> Iterator[None]:
+    """Convert exceptions of `datasets` about the user's settings or files to InputError."""
     import datasets
     from datasets.exceptions import DatasetsError
 
     if not sys.stderr.isatty():
-        datasets.disable_progress_bars()  # in a log file each of their updates is a line
+        datasets.disable_progress_bars()  # in a log file each update would be a line
     try:
         yield
     except InputError:
         raise
     except (DatasetsError, OSError, ValueError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        words = " ".join(f"{error}{cause}".split())[:400]
-        absent = "" if data.path is not None and _is_local(data.path) else hub.why_absent()
+        message = " ".join(f"{error}{cause}".split())[:400]
+        absent = "" if data.path is not None and _is_local(data.path) else hub.offline_hint()
         seen = f"data.dataset.path={data.path}" + (f" data.dataset.name={data.name}" if data.name else "")
         seen += f" data.dataset.revision={data.revision}" if data.revision else ""
         raise InputError(
             Problem(
                 "data.dataset.path",
-                f"{seen}: {words}{absent}",
+                f"{seen}: {message}{absent}",
                 "the dataset can be opened by the package datasets",
                 "correct the path, data.dataset.name or data.dataset.revision, or fetch the dataset first",
             )

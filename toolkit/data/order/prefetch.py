@@ -1,4 +1,7 @@
-"""Items made ahead of their use, by a thread. They cross over in chunks: waking a thread costs more than a short sample."""
+"""Prefetch items with a thread.
+
+Items cross over in chunks: waking a thread costs more than reading a short sample.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-JOIN_SECONDS = 10.0  # a thread ends after the chunk that it is making
+JOIN_SECONDS = 10.0  # a thread ends after its current chunk
 
 
 class _Buffer(Generic[T]):
-    """What producer and consumer share. The thread holds this and not the `Prefetch`, so that a dropped one can end it."""
+    """State shared by producer and consumer.
+
+    The thread refers to this and not to `Prefetch`, which can then be freed.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -32,7 +38,7 @@ class _Buffer(Generic[T]):
             for item in items:
                 if not self._put(item):
                     return
-        except BaseException as caught:  # noqa: BLE001 - it is raised again where the items are used
+        except BaseException as caught:  # noqa: BLE001 - it is raised by the consumer's next()
             error = caught
         with self._changed:
             self._error, self._ended = error, True
@@ -71,7 +77,7 @@ _running: dict[threading.Thread, _Buffer[Any]] = {}
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is inside numpy when the interpreter goes away takes the process down with it: none is left by then."""
+    """Join all threads: a thread inside numpy while the interpreter shuts down would crash the process."""
     running = dict(_running)
     for buffer in running.values():
         buffer.close()
@@ -79,7 +85,7 @@ def _end_all() -> None:
         thread.join(timeout=JOIN_SECONDS)
 
 
-def _work(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
+def _produce(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
     try:
         buffer.fill(chunks)
     finally:
@@ -87,11 +93,11 @@ def _work(buffer: _Buffer[T], chunks: Iterable[T]) -> None:
 
 
 class Prefetch(Iterator[T]):
-    """The items of ``chunks``, one by one; from the first ``next`` on, at most ``depth`` chunks are made ahead.
+    """Iterates over the items of ``chunks``; after the first ``next`` up to ``depth`` chunks are prefetched.
 
-    ``finish`` is done to an item by the thread that takes it, when it does: what it makes is in that core's cache, and is not kept ahead.
-    An error of ``chunks`` is raised after the items before it. ``close`` (or dropping the object) ends the thread; a closed
-    one has no more items.
+    ``finish`` is applied by the consuming thread: its result is in that core's cache and is not stored in
+    advance. An error of ``chunks`` is raised after the items before it. ``close`` (or freeing the object)
+    ends the thread; a closed iterator has no more items.
     """
 
     def __init__(
@@ -107,8 +113,8 @@ class Prefetch(Iterator[T]):
         self._buffer = buffer
         self._finish = finish
         self._chunk: Iterator[T] = iter(())
-        self._chunks: Iterator[Sequence[T]] | None = iter(chunks)  # until the thread has them
-        self._thread = threading.Thread(target=_work, args=(buffer, self._chunks), name=name, daemon=True)
+        self._chunks: Iterator[Sequence[T]] | None = iter(chunks)  # None once the thread has it
+        self._thread = threading.Thread(target=_produce, args=(buffer, self._chunks), name=name, daemon=True)
         self._finalizer = weakref.finalize(self, buffer.close)
 
     def __next__(self) -> T:
@@ -118,7 +124,7 @@ class Prefetch(Iterator[T]):
             self._chunk = iter(self._buffer.get() if self._chunks is None else self._first(self._chunks))
 
     def _first(self, chunks: Iterator[Sequence[T]]) -> Sequence[T]:
-        """The first chunk is made here: a thread at work gives the interpreter away after 5 ms, and that chunk takes less."""
+        """Produce the first chunk here: a busy thread would hold the interpreter longer than that takes."""
         self._chunks = None
         try:
             return next(chunks, ())

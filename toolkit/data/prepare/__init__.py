@@ -1,18 +1,22 @@
-"""From text to a data folder: in parallel, in bounded memory, and the same bytes however often it was killed.
+"""From text to a data folder: parallel, in bounded memory, resumable with the same bytes.
 
-    store.py      an input in a store, brought here
-    plan.py       what there is to read, cut into units; the recipe: the settings that decide bytes
-    read.py       a unit of any format -> documents, in order
-    vocabulary.py the tokenizer: given, or trained on a sample
-    tokenise.py   first pass: a unit -> parts, each sorted by key
-    parts.py      files of a part and their receipt
-    merge.py      second pass: a range of keys of all parts -> a shard
-    work.py       tasks over processes
-    report.py     statistics, histogram, manifest
-    run.py        all of it, resumable
-    inspect.py    what a data folder is
+    input_store.py     copies an input from a store to this machine
+    plan.py            lists the input and cuts it into work units; the recipe: settings that determine bytes
+    input_file.py, rows.py, hf_dataset.py, read.py
+                       a work unit of any format -> documents, in order
+    tokenizer.py       the tokenizer: installed, or trained on a sample
+    document_keys.py   sort keys of documents, and their split
+    tokenise.py        first pass: a work unit -> parts, each sorted by key
+    parts.py           files of a part and their receipt
+    merge.py           second pass: a range of keys of all parts -> a shard
+    input_changes.py   updates a plan whose input changed
+    worker_pool.py     tasks over processes
+    report.py          statistics, histogram, manifest
+    run.py             all of it, resumable
+    import_megatron.py a manifest for existing Megatron files
+    inspect.py         verifies and describes a data folder
 
-A document's key is a hash of its content and, unless equal documents are removed, of where it stood; shards hold documents by
-ascending key. So neither units, parts, memory nor processes decide where a document comes to stand: the order is the
-sorted one, and equal keys are equal documents.
+A document's key is a hash of its content and, unless duplicates are removed, of its source and position.
+Shards contain documents by ascending key. So neither units, parts, memory nor processes affect the order of
+documents, and equal keys are equal documents.
 """

@@ -1,6 +1,6 @@
-"""``inspect=PATH``: verify every byte of a data folder, and tell what it is.
+"""``inspect=PATH``: verify every byte of a data folder, and describe it.
 
-Memory: some twenty bytes a document of the largest split, and the index of one shard.
+Memory: about twenty bytes per document of the largest split, and the index of one shard.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.prepare import PrepareConfig
-from toolkit.data.digest import Digest
-from toolkit.data.manifest import DataManifest, Split, describe, kind_of, read_manifest
+from toolkit.data.digest import FileDigest
+from toolkit.data.manifest import DataManifest, TokenSplit, describe_manifest, read_kind, read_manifest
 from toolkit.data.prepare import report
-from toolkit.data.prepare.plan import as_typed
-from toolkit.data.records import reader as records
-from toolkit.data.remote.storage import Folder, open_folder
-from toolkit.data.tokens import tokenizer as bpe
-from toolkit.data.tokens.documents import waste
+from toolkit.data.prepare.plan import format_value
+from toolkit.data.records.reader import RECORDS_KIND, describe_records, verify_records
+from toolkit.data.remote.storage import DataFolder, open_folder
+from toolkit.data.tokens.documents import compute_waste
 from toolkit.data.tokens.index import HEADER
-from toolkit.data.tokens.token_array import verify
+from toolkit.data.tokens.token_array import verify_tokens
+from toolkit.data.tokens.tokenizer import read_tokenizer
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
@@ -37,19 +37,19 @@ Lengths = npt.NDArray[np.int32]
 
 
 def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
-    """Lines for people. Raises InputError naming the first file that is not what the manifest says."""
+    """Return lines to print. Raises InputError naming the first file that does not match the manifest."""
     assert config.inspect is not None
-    if kind_of(config.inspect) == records.KIND:
-        found = records.verify_records(config.inspect, progress)
-        return [f"data       {found.folder}: every file is what the manifest says", *records.describe(found)]
-    manifest = verified(config.inspect, progress)
+    if read_kind(config.inspect) == RECORDS_KIND:
+        found = verify_records(config.inspect, progress)
+        return [f"data       {found.folder}: every file matches the manifest", *describe_records(found)]
+    manifest = verify_folder(config.inspect, progress)
     folder = open_folder(str(manifest.url or manifest.folder))
-    lines = [f"data       {manifest.place}: every file is what the manifest says", *describe(manifest)]
+    lines = [f"data       {manifest.location}: every file matches the manifest", *describe_manifest(manifest)]
     if manifest.recipe:
         lines.append(
             "recipe     "
             + " ".join(
-                f"{key}={as_typed(value)}" for key, value in manifest.recipe.items() if value is not None
+                f"{key}={format_value(value)}" for key, value in manifest.recipe.items() if value is not None
             )
         )
         lines.append(
@@ -63,11 +63,11 @@ def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
     return [*lines, *_samples(manifest, folder, config.samples)]
 
 
-def verified(path: str, progress: Progress) -> DataManifest:
-    """Every byte of the folder ``path`` is read and compared, wherever it lies."""
+def verify_folder(path: str, progress: Progress) -> DataManifest:
+    """Read and verify every byte of the local or remote folder ``path``."""
     manifest = read_manifest(path)
     if manifest.url is None:
-        return verify(path, progress)
+        return verify_tokens(path, progress)
     folder = open_folder(manifest.url)
     files = dict(manifest.files)
     for split in manifest.splits.values():
@@ -81,12 +81,12 @@ def verified(path: str, progress: Progress) -> DataManifest:
                 content = folder.read_range(name, start, min(size, start + READ_AT_ONCE))
                 hasher.update(content)
                 task.advance(len(content), note=name)
-            seen = Digest(size, hasher.hexdigest())
+            seen = FileDigest(size, hasher.hexdigest())
             if seen != expected:
-                rule = f"the manifest says {expected.bytes} bytes, xxh3 {expected.xxh3_128}"
-                told = f"{manifest.place}/{name}: {seen.bytes} bytes, xxh3 {seen.xxh3_128}"
+                rule = f"the manifest has {expected.bytes} bytes, xxh3 {expected.xxh3_128}"
+                message = f"{manifest.location}/{name}: {seen.bytes} bytes, xxh3 {seen.xxh3_128}"
                 raise InputError(
-                    Problem("inspect", told, rule, "restore the file, or prepare the data again")
+                    Problem("inspect", message, rule, "restore the file, or prepare the data again")
                 )
     return manifest
 
@@ -105,36 +105,38 @@ def _sources(sources: list[Mapping[str, Any]]) -> list[str]:
     )
 
 
-# -- what the lengths of documents tell
+# -- document lengths
 
 
-def _splits(manifest: DataManifest, folder: Folder, sequence_length: int) -> list[str]:
+def _splits(manifest: DataManifest, folder: DataFolder, sequence_length: int) -> list[str]:
     lines = []
     for name, split in manifest.splits.items():
-        lengths = document_lengths(folder, split)
+        lengths = read_document_lengths(folder, split)
         if not len(lengths):
             continue
-        middle, most = (int(value) for value in np.quantile(lengths, (0.5, 0.99)))
+        median, quantile = (int(value) for value in np.quantile(lengths, (0.5, 0.99)))
         lines.append(
-            f"{name:<10} lengths: median {middle:,}, 99% up to {most:,}, longest {int(lengths.max()):,} tokens"
+            f"{name:<10} lengths: median {median:,}, 99% up to {quantile:,}, "
+            f"longest {int(lengths.max()):,} tokens"
         )
-        lost = waste(lengths, sequence_length)
+        window_waste = compute_waste(lengths, sequence_length)
         lines.append(
-            f"           in windows of {sequence_length:,}: {lost.cut:.1%} of documents are cut ({lost.longer:.1%} are longer), "
-            f"{lost.lost:.1%} of tokens do not see their document's beginning"
+            f"           in windows of {sequence_length:,}: {window_waste.cut:.1%} of documents are cut "
+            f"({window_waste.longer:.1%} are longer), {window_waste.lost:.1%} of tokens do not see their "
+            "document's beginning"
         )
         quality = shuffle_quality(lengths)
-        told = (
-            "too few documents to tell"
+        message = (
+            "too few documents"
             if quality is None
-            else f"chi2/df {quality:.2f} of lengths over places (1: well shuffled)"
+            else f"chi2/df {quality:.2f} of lengths over positions (1: well shuffled)"
         )
-        lines.append(f"           shuffle: {told}")
+        lines.append(f"           shuffle: {message}")
     return lines
 
 
-def document_lengths(folder: Folder, split: Split) -> Lengths:
-    """Tokens of each document, in order; a document may be several sequences."""
+def read_document_lengths(folder: DataFolder, split: TokenSplit) -> Lengths:
+    """Return the tokens of each document, in order; a document may consist of several sequences."""
     found = [np.empty(0, dtype=np.int32)]
     for shard in split.shards:
         content = memoryview(folder.read_bytes(f"{shard.name}.idx"))
@@ -150,22 +152,22 @@ def document_lengths(folder: Folder, split: Split) -> Lengths:
 
 
 def shuffle_quality(lengths: Lengths) -> float | None:
-    """chi2/df of how often documents of each of DOMAINS ranges of length stand in each of up to SEGMENTS stretches of the data.
+    """Return chi2/df for counts of DOMAINS ranges of length in up to SEGMENTS segments of the data.
 
-    About 1 where length and place have nothing to do with each other; far above where files or sources of one kind lie together.
-    What differs in no length is not seen. None for too few documents.
+    About 1 if length and position are independent; far above 1 if files or sources of one kind are adjacent.
+    Differences that do not affect lengths are not detected. None if there are too few documents.
     """
     if not len(lengths):
         return None
     edges = np.unique(np.quantile(lengths, np.arange(1, DOMAINS) / DOMAINS))
-    domain = np.searchsorted(edges, lengths, side="right")
-    shares = np.bincount(domain, minlength=len(edges) + 1) / len(lengths)
+    length_range = np.searchsorted(edges, lengths, side="right")
+    shares = np.bincount(length_range, minlength=len(edges) + 1) / len(lengths)
     segments = min(SEGMENTS, int(len(lengths) * shares[shares > 0].min() / LEAST_IN_A_CELL))
     domains = int((shares > 0).sum())
     if segments < 2 or domains < 2:
         return None
-    place = np.arange(len(lengths)) * segments // len(lengths)
-    counts = np.bincount(place * len(shares) + domain, minlength=segments * len(shares)).reshape(
+    segment = np.arange(len(lengths)) * segments // len(lengths)
+    counts = np.bincount(segment * len(shares) + length_range, minlength=segments * len(shares)).reshape(
         segments, -1
     )[:, shares > 0]
     expected = counts.sum(axis=1, keepdims=True) * shares[shares > 0]
@@ -173,38 +175,41 @@ def shuffle_quality(lengths: Lengths) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DocumentLocation:
     shard: str
     start: int  # first token
     tokens: int
 
 
-def _samples(manifest: DataManifest, folder: Folder, count: int) -> list[str]:
-    """The beginnings of ``count`` documents that lie evenly over the training split, decoded."""
+def _samples(manifest: DataManifest, folder: DataFolder, count: int) -> list[str]:
+    """Decode the beginnings of ``count`` documents spread evenly over the training split."""
     if not count or "train" not in manifest.splits:
         return []
-    tokenizer, split, lines = bpe.load(manifest.tokenizer_folder), manifest.split("train"), []
+    tokenizer, split, lines = read_tokenizer(manifest.tokenizer_folder), manifest.split("train"), []
     dtype = np.dtype(manifest.dtype)
     for number in sorted({(2 * index + 1) * split.documents // (2 * count) for index in range(count)}):
-        place = _find(folder, split, number)
-        end = place.start + min(place.tokens, SHOWN_TOKENS)
+        segment = _find(folder, split, number)
+        end = segment.start + min(segment.tokens, SHOWN_TOKENS)
         content = (
-            folder.read_range(f"{place.shard}.bin", place.start * dtype.itemsize, end * dtype.itemsize)
-            if place.tokens
+            folder.read_range(f"{segment.shard}.bin", segment.start * dtype.itemsize, end * dtype.itemsize)
+            if segment.tokens
             else b""
         )
         text = tokenizer.decode(np.frombuffer(content, dtype).tolist(), skip_special_tokens=False)
-        more = " ..." if place.tokens > SHOWN_TOKENS else ""
+        ellipsis = " ..." if segment.tokens > SHOWN_TOKENS else ""
         lines.append(
-            f"sample     document {number:,} of {place.tokens:,} tokens: {json.dumps(text, ensure_ascii=False)}{more}"
+            f"sample     document {number:,} of {segment.tokens:,} tokens: "
+            f"{json.dumps(text, ensure_ascii=False)}{ellipsis}"
         )
     return lines
 
 
-def _find(folder: Folder, split: Split, number: int) -> _Place:
+def _find(folder: DataFolder, split: TokenSplit, number: int) -> _DocumentLocation:
     for shard in split.shards:
         if number < shard.documents:
-            lengths = document_lengths(folder, Split((shard,)))
-            return _Place(shard.name, int(lengths[:number].sum(dtype=np.int64)), int(lengths[number]))
+            lengths = read_document_lengths(folder, TokenSplit((shard,)))
+            return _DocumentLocation(
+                shard.name, int(lengths[:number].sum(dtype=np.int64)), int(lengths[number])
+            )
         number -= shard.documents
     raise AssertionError(f"document {number} behind the last one")

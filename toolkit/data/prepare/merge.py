@@ -1,7 +1,7 @@
-"""Second pass: each shard takes the documents of its range of keys from all parts, by ascending key.
+"""Second pass: each shard gets the documents of its key range from all parts, by ascending key.
 
-How many shards a split has follows from its tokens; keys are hashes, so shards are about equally large. Memory of a process: the tokens of
-a slice of the range (``memory_mib``), and twice a document.
+The number of shards of a split follows from its tokens; keys are hashes, so shards are about equally large.
+Memory of a process: the tokens of a slice of the range (``memory_mib``), and twice one document.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.manifest import Shard, shard_of
-from toolkit.data.prepare.keys import first_of_equal
-from toolkit.data.prepare.parts import SPLITS, Chunk, Receipt, read_chunk, read_receipts
+from toolkit.data.manifest import TokenShard, parse_shard
+from toolkit.data.prepare.document_keys import first_of_equal_keys
+from toolkit.data.prepare.parts import SPLITS, PartReceipt, PartSlice, read_part_slice, read_receipts
 from toolkit.data.prepare.tokenise import PARTS
 from toolkit.data.tokens.writer import ShardWriter
 from toolkit.files import write_whole
 
 SHARDS = "shards"
-KEYS = 1 << 64  # of the high word, which decides the shard
+KEYS = 1 << 64  # values of the key's high word, which determines the shard
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One shard: number ``number`` of ``of`` of a split, of about ``bytes``."""
+class ShardPlan:
+    """A shard to write: number ``number`` of the ``of`` shards of a split, about ``bytes`` large."""
 
     split: int
     number: int
@@ -40,68 +40,69 @@ class Piece:
         return f"{SPLITS[self.split]}-{self.number:05}"
 
     def bounds(self, slices: int) -> Iterator[tuple[int, int]]:
-        """The shard's keys in ``slices`` ranges, which meet."""
+        """Split the shard's key range into ``slices`` adjacent ranges."""
         parts = self.of * slices
         edges = [-(-KEYS * (self.number * slices + index) // parts) for index in range(slices + 1)]
         return pairwise(edges)
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """The receipt of a shard; ``shard`` is None where no document has a key of its range. ``equal``: documents dropped here."""
+class ShardReceipt:
+    """The result of a shard: None if no key is in its range; and the number of duplicates dropped."""
 
-    shard: Shard | None
+    shard: TokenShard | None
     equal: int
 
 
-def pieces(receipts: Sequence[Receipt], token_bytes: int, shard_bytes: int) -> list[Piece]:
-    """Every shard of every split, from the tokens before equal documents are dropped."""
-    found = []
+def plan_shards(receipts: Sequence[PartReceipt], token_bytes: int, shard_bytes: int) -> list[ShardPlan]:
+    """Plan every shard of every split, from the token counts before duplicates are dropped."""
+    plans = []
     for split in range(len(SPLITS)):
         size = sum(receipt.tokens[split] for receipt in receipts) * token_bytes
         count = -(-size // shard_bytes)
-        found += [Piece(split, number, count, size // count) for number in range(count)]
-    return found
+        plans += [ShardPlan(split, number, count, size // count) for number in range(count)]
+    return plans
 
 
-def merging(
+def start_merging(
     work: Path,
     output: Path,
     dtype: np.dtype[Any],
-    shards: Sequence[Piece],
+    shards: Sequence[ShardPlan],
     memory_bytes: int,
     deduplicate: bool,
 ) -> Callable[[int, Callable[[int], None]], None]:
-    """What a process does with the number of a shard; it tells the bytes of tokens that it has written."""
+    """Return a function that writes a shard by number and reports the bytes of tokens written."""
     receipts = read_receipts(work / PARTS)
 
-    def one(number: int, advance: Callable[[int], None]) -> None:
-        piece = shards[number]
-        writer = ShardWriter(output, piece.name, dtype)
+    def merge_shard(number: int, advance: Callable[[int], None]) -> None:
+        planned = shards[number]
+        writer = ShardWriter(output, planned.name, dtype)
         try:
             equal = 0
-            for low, high in piece.bounds(max(1, -(-piece.bytes // memory_bytes))):
+            for low, high in planned.bounds(max(1, -(-planned.bytes // memory_bytes))):
                 chunks = (
-                    read_chunk(work / PARTS, receipt, piece.split, low, high, dtype) for receipt in receipts
+                    read_part_slice(work / PARTS, receipt, planned.split, low, high, dtype)
+                    for receipt in receipts
                 )
                 equal += _slice([chunk for chunk in chunks if len(chunk.high)], writer, deduplicate, advance)
             if writer.bytes:
-                written = Written(writer.close(), equal)
+                receipt = ShardReceipt(writer.close(), equal)
             else:
                 writer.discard()
-                written = Written(None, equal)
+                receipt = ShardReceipt(None, equal)
         except BaseException:
             writer.discard()
             raise
-        write_whole(work / SHARDS / f"{piece.name}.json", json.dumps(asdict(written)))
+        write_whole(work / SHARDS / f"{planned.name}.json", json.dumps(asdict(receipt)))
 
-    return one
+    return merge_shard
 
 
 def _slice(
-    chunks: Sequence[Chunk], writer: ShardWriter, deduplicate: bool, advance: Callable[[int], None]
+    chunks: Sequence[PartSlice], writer: ShardWriter, deduplicate: bool, advance: Callable[[int], None]
 ) -> int:
-    """Write the documents of a range of keys; the number of those that were dropped."""
+    """Write the documents of a key range and return the number of duplicates dropped."""
     if not chunks:
         return 0
     highs, lows = (
@@ -113,7 +114,7 @@ def _slice(
     last = np.concatenate([chunk.starts[1:] for chunk in chunks])
     order = np.lexsort((lows, highs))
     if deduplicate:
-        order = order[first_of_equal(highs[order], lows[order])]
+        order = order[first_of_equal_keys(highs[order], lows[order])]
     for number, start, end in zip(
         owner[order].tolist(), first[order].tolist(), last[order].tolist(), strict=True
     ):
@@ -122,14 +123,14 @@ def _slice(
     return len(highs) - len(order)
 
 
-def written(work: Path, shards: Sequence[Piece]) -> dict[int, Written]:
-    """Number of a shard -> its receipt, of those that are done."""
-    found = {}
-    for number, piece in enumerate(shards):
-        path = work / SHARDS / f"{piece.name}.json"
+def read_shard_receipts(work: Path, shards: Sequence[ShardPlan]) -> dict[int, ShardReceipt]:
+    """Read the receipts of finished shards, by shard number."""
+    plans = {}
+    for number, planned in enumerate(shards):
+        path = work / SHARDS / f"{planned.name}.json"
         if path.is_file():
             content = json.loads(path.read_bytes())
             shard = content["shard"]
-            made = shard_of(shard) if shard else None
-            found[number] = Written(made, content["equal"])
-    return found
+            parsed_shard = parse_shard(shard) if shard else None
+            plans[number] = ShardReceipt(parsed_shard, content["equal"])
+    return plans

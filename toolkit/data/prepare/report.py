@@ -1,4 +1,4 @@
-"""What became of the input: counts, lengths and their picture; and the manifest, which is written last."""
+"""The results of a preparation: counts, the histogram of document lengths, and the manifest."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ import numpy as np
 import numpy.typing as npt
 
 import toolkit
-from toolkit.data.digest import digest
-from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, write_manifest
-from toolkit.data.prepare.merge import Piece, Written
-from toolkit.data.prepare.parts import FIRST_BAD, SPLITS, Receipt
-from toolkit.data.prepare.plan import Plan
+from toolkit.data.digest import hash_file
+from toolkit.data.manifest import DataManifest, DataOrigin, TokenizerInfo, TokenSplit, write_manifest
+from toolkit.data.prepare.merge import ShardPlan, ShardReceipt
+from toolkit.data.prepare.parts import FIRST_BAD, SPLITS, PartReceipt
+from toolkit.data.prepare.plan import PreparationPlan
 from toolkit.data.tokens.index import IndexFile
 from toolkit.files import write_whole
 
 SOURCES, REPORT, PICTURE = "sources.json", "report.json", "lengths.png"
-VERSIONED = ("tokenizers", "numpy", "xxhash")  # packages that decide bytes
+VERSIONED = ("tokenizers", "numpy", "xxhash")  # packages that affect the bytes
 BINS_A_DOUBLING = 2
 LONGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """
+class PreparationStatistics:
+    """Statistics of a preparation.
+
     Attributes:
         read: rows of the input. ``read = documents + equal + empty + bad``.
-        equal: dropped since an equal one is kept.
-        empty: dropped since they hold no text.
-        replaced: of those kept or equal: with bytes that are not UTF-8, written as U+FFFD.
-        bad: left out since they have no document that can be read (``on_bad_row=skip``).
-        text_bytes: of all documents that are not empty, as UTF-8; bytes_per_token is over the same documents.
+        equal: dropped as duplicates.
+        empty: dropped because they have no text.
+        replaced: documents (duplicates included) with bytes that are not UTF-8, written as U+FFFD.
+        bad: rows skipped because no document could be read (``on_bad_row=skip``).
+        text_bytes: UTF-8 bytes of all documents that are not empty; bytes_per_token is over the same
+            documents.
         histogram: [shortest, documents] of each bin of lengths in tokens; a bin ends where the next begins.
     """
 
@@ -57,82 +59,95 @@ class Statistics:
     bad: int = 0
 
 
-def finish(
-    plan: Plan, output: Path, tokenizer: TokenizerInfo, dtype: np.dtype[Any], receipts: Sequence[Receipt], shards: Sequence[Piece],
-    done: Mapping[int, Written],
-) -> DataManifest:  # fmt: skip
-    """Write sources, report, picture and manifest into ``output``. The same input and recipe give the same bytes."""
-    made: dict[str, list[Any]] = {name: [] for name in SPLITS}
+def write_results(
+    plan: PreparationPlan,
+    output: Path,
+    tokenizer: TokenizerInfo,
+    dtype: np.dtype[Any],
+    receipts: Sequence[PartReceipt],
+    shards: Sequence[ShardPlan],
+    shard_receipts: Mapping[int, ShardReceipt],
+) -> DataManifest:
+    """Write sources, report, histogram and manifest; equal input and recipe give equal bytes."""
+    shards_by_split: dict[str, list[Any]] = {name: [] for name in SPLITS}
     for number, piece in enumerate(shards):
-        if (shard := done[number].shard) is not None:
-            made[SPLITS[piece.split]].append(shard)
-    splits = {name: Split(tuple(found)) for name, found in made.items() if found}
-    statistics = _statistics(receipts, done.values(), splits, output)
+        if (shard := shard_receipts[number].shard) is not None:
+            shards_by_split[SPLITS[piece.split]].append(shard)
+    splits = {name: TokenSplit(tuple(entries)) for name, entries in shards_by_split.items() if entries}
+    statistics = _statistics(receipts, shard_receipts.values(), splits, output)
     write_whole(output / SOURCES, json.dumps(_sources(plan, receipts), indent=1) + "\n")
     write_whole(output / REPORT, json.dumps(asdict(statistics), indent=1) + "\n")
-    draw(statistics, output / PICTURE)
-    beside = (path for path in sorted((output / tokenizer.folder).rglob("*")) if path.is_file())
-    files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in beside)]
-    ends = TokenizerInfo(
+    draw_histogram(statistics, output / PICTURE)
+    tokenizer_files = (path for path in sorted((output / tokenizer.folder).rglob("*")) if path.is_file())
+    files = [SOURCES, REPORT, PICTURE, *(path.relative_to(output).as_posix() for path in tokenizer_files)]
+    tokenizer_info = TokenizerInfo(
         **{**asdict(tokenizer), "ends_documents": not any(receipt.inside for receipt in receipts)}
     )
-    origin = Origin(
-        plan.seen, plan.recipe["licence"], len(plan.present), plan.bytes, digest(output / SOURCES).xxh3_128
+    origin = DataOrigin(
+        plan.seen, plan.recipe["licence"], len(plan.present), plan.bytes, hash_file(output / SOURCES).xxh3_128
     )
     manifest = DataManifest(
-        folder=output, dtype=dtype.name, origin=origin, tokenizer=ends, splits=splits, recipe=plan.recipe, versions=versions(),
-        files={name: digest(output / name) for name in files}, special_tokens=_special(receipts), bad_rows=_bad_rows(plan, receipts),
-    )  # fmt: skip
+        folder=output,
+        dtype=dtype.name,
+        origin=origin,
+        tokenizer=tokenizer_info,
+        splits=splits,
+        recipe=plan.recipe,
+        versions=package_versions(),
+        files={name: hash_file(output / name) for name in files},
+        special_tokens=_special(receipts),
+        bad_rows=_bad_rows(plan, receipts),
+    )
     write_manifest(manifest, output)
     return manifest
 
 
-def _bad_rows(plan: Plan, receipts: Sequence[Receipt]) -> dict[str, Any]:
-    """How many there are, and the first of them by file and place: the same however the work was cut."""
+def _bad_rows(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> dict[str, Any]:
+    """Return number and examples of bad rows by file and position, however the work was split."""
     count = sum(receipt.bad for receipt in receipts)
     if not count:
         return {}
     first = sorted(
-        (plan.sources[source].name, place, seen)
+        (plan.sources[source].name, position, statistics)
         for receipt in receipts
-        for source, place, seen in receipt.first_bad
+        for source, position, statistics in receipt.first_bad
     )
-    return {"count": count, "first": [f"{name}, {seen}" for name, _, seen in first[:FIRST_BAD]]}
+    return {"count": count, "first": [f"{name}, {statistics}" for name, _, statistics in first[:FIRST_BAD]]}
 
 
-def _special(receipts: Sequence[Receipt]) -> dict[str, int]:
-    found: Counter[str] = Counter()
+def _special(receipts: Sequence[PartReceipt]) -> dict[str, int]:
+    entries: Counter[str] = Counter()
     for receipt in receipts:
-        found.update(dict(receipt.special))
-    return dict(sorted(found.items()))
+        entries.update(dict(receipt.special))
+    return dict(sorted(entries.items()))
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     python = ".".join(map(str, sys.version_info[:2]))
     return {"toolkit": toolkit.__version__, "python": python, **{name: version(name) for name in VERSIONED}}
 
 
-def _sources(plan: Plan, receipts: Sequence[Receipt]) -> list[dict[str, Any]]:
-    """What was read, with the documents of each that are not empty; the files of a dataset are read as one."""
+def _sources(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> list[dict[str, Any]]:
+    """Describe the sources, with their numbers of documents that are not empty, except for datasets."""
     documents: Counter[int] = Counter()
     for receipt in receipts:
         documents.update(dict(receipt.sources))
-    found = []
+    entries = []
     present = [(number, source) for number, source in enumerate(plan.sources) if not source.gone]
     for number, source in sorted(present, key=lambda entry: entry[1].name):
-        known = {
+        entry = {
             "name": source.name,
             "format": source.format,
             "bytes": source.bytes,
             "xxh3_128": source.xxh3_128,
         }
-        found.append(known if source.format == "dataset" else {**known, "documents": documents[number]})
-    return found
+        entries.append(entry if source.format == "dataset" else {**entry, "documents": documents[number]})
+    return entries
 
 
 def _statistics(
-    receipts: Sequence[Receipt], done: Any, splits: Mapping[str, Split], output: Path
-) -> Statistics:
+    receipts: Sequence[PartReceipt], shard_receipts: Any, splits: Mapping[str, TokenSplit], output: Path
+) -> PreparationStatistics:
     edges = np.unique((2 ** (np.arange(31 * BINS_A_DOUBLING + 1) / BINS_A_DOUBLING)).astype(np.int64))
     counts = np.zeros(len(edges), dtype=np.int64)
     shortest, longest = LONGEST, 0
@@ -145,48 +160,56 @@ def _statistics(
         sum(split.tokens for split in splits.values()),
     )
     text_bytes = sum(receipt.text_bytes for receipt in receipts)
-    before = sum(sum(receipt.tokens) for receipt in receipts)
-    used = np.flatnonzero(counts)
-    return Statistics(
-        read=sum(receipt.empty + receipt.bad + receipt.equal + sum(receipt.kept) for receipt in receipts), documents=documents,
+    token_count = sum(sum(receipt.tokens) for receipt in receipts)
+    nonempty = np.flatnonzero(counts)
+    return PreparationStatistics(
+        read=sum(receipt.empty + receipt.bad + receipt.equal + sum(receipt.kept) for receipt in receipts),
+        documents=documents,
         tokens=tokens,
-        equal=sum(receipt.equal for receipt in receipts) + sum(one.equal for one in done),
-        empty=sum(receipt.empty for receipt in receipts), replaced=sum(receipt.replaced for receipt in receipts), text_bytes=text_bytes,
-        bytes_per_token=text_bytes / before, shortest=shortest, longest=longest, mean=tokens / documents,
+        equal=sum(receipt.equal for receipt in receipts)
+        + sum(shard_receipt.equal for shard_receipt in shard_receipts),
+        empty=sum(receipt.empty for receipt in receipts),
+        replaced=sum(receipt.replaced for receipt in receipts),
+        text_bytes=text_bytes,
+        bytes_per_token=text_bytes / token_count,
+        shortest=shortest,
+        longest=longest,
+        mean=tokens / documents,
         bad=sum(receipt.bad for receipt in receipts),
-        histogram=tuple((int(edges[bin]), int(counts[bin])) for bin in range(used[0], used[-1] + 1)),
-    )  # fmt: skip
+        histogram=tuple((int(edges[bin]), int(counts[bin])) for bin in range(nonempty[0], nonempty[-1] + 1)),
+    )
 
 
-def describe(manifest: DataManifest) -> list[str]:
-    """Lines for people: what ``describe`` of the manifest does not have. The report's are absent if launch/prepare.py did not write it."""
+def describe_preparation(manifest: DataManifest) -> list[str]:
+    """Format the results that the manifest lacks, from the report if launch/prepare.py wrote one."""
     lines, file = [], manifest.folder / REPORT
     if SPLITS[1] not in manifest.splits:
         lines.append(
-            "validation none: write eval.every=0 when you train on this data, since there is nothing to evaluate on"
+            "validation none: write eval.every=0 to train on this data, since there is nothing to evaluate on"
         )
     if file.is_file():
         lines += [
             *describe_report(file.read_bytes()),
-            f"           lengths as a picture: {manifest.folder / PICTURE}",
+            f"           histogram of lengths: {manifest.folder / PICTURE}",
         ]
     return lines
 
 
 def describe_report(content: bytes) -> list[str]:
-    seen = Statistics(**json.loads(content))
-    lengths = f"{seen.shortest:,} to {seen.longest:,} tokens, mean {seen.mean:,.0f}"
+    statistics = PreparationStatistics(**json.loads(content))
+    lengths = f"{statistics.shortest:,} to {statistics.longest:,} tokens, mean {statistics.mean:,.0f}"
     lines = [
-        f"documents  {seen.read:,} read, {seen.documents:,} kept; dropped: {seen.equal:,} equal to another, {seen.empty:,} empty",
-        f"           {lengths}; {seen.bytes_per_token:.2f} bytes a token",
+        f"documents  {statistics.read:,} read, {statistics.documents:,} kept; "
+        f"dropped: {statistics.equal:,} duplicates, {statistics.empty:,} empty",
+        f"           {lengths}; {statistics.bytes_per_token:.2f} bytes per token",
     ]
-    if seen.replaced:
-        lines.append(f"           {seen.replaced:,} had bytes that are not UTF-8, written as U+FFFD")
+    if statistics.replaced:
+        lines.append(f"           {statistics.replaced:,} had bytes that are not UTF-8, written as U+FFFD")
     return lines
 
 
-def draw(statistics: Statistics, path: Path) -> None:
-    """Documents by length in tokens, both axes logarithmic."""
+def draw_histogram(statistics: PreparationStatistics, path: Path) -> None:
+    """Draw the histogram of document lengths in tokens, with logarithmic axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -194,8 +217,8 @@ def draw(statistics: Statistics, path: Path) -> None:
     axes = figure.subplots()
     starts: npt.NDArray[Any] = np.array([start for start, _ in statistics.histogram], dtype=np.float64)
     counts = [count for _, count in statistics.histogram]
-    ends = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_A_DOUBLING))
-    axes.bar(starts, counts, width=ends - starts, align="edge", edgecolor="white", linewidth=0.5)
+    tokenizer_info = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_A_DOUBLING))
+    axes.bar(starts, counts, width=tokenizer_info - starts, align="edge", edgecolor="white", linewidth=0.5)
     axes.set(
         xscale="log",
         yscale="log",

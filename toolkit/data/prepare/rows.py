@@ -1,4 +1,4 @@
-"""Documents in a stream of text, by its format: what a line, an element or a row of it holds."""
+"""Documents in a text file by its format: what a line, an element or a row contains."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class BadRow(Exception):
-    """A row without a document that can be read. The rows after it can."""
+    """A row from which no document can be read. Later rows can still be read."""
 
     def __init__(self, key: str, seen: str, rule: str, remedy: str) -> None:
         self.key, self.seen, self.rule, self.remedy = key, seen, rule, remedy
         super().__init__(seen)
 
 
-Row = tuple[int, bytes | BadRow]  # its number in the file from 0 on, its document
-MEND = "correct or remove it, then start again to continue; or write on_bad_row=skip to leave out such rows"
+NumberedRow = tuple[int, bytes | BadRow]  # its number in the file from 0, and its document
+FIX = "correct or remove it, then start again to continue; or write on_bad_row=skip to skip such rows"
 
 
-def rows(kind: str, file: IO[bytes], name: str) -> Iterator[Row]:
-    """The documents of ``file``, which is uncompressed text.
+def read_rows(kind: str, file: IO[bytes], name: str) -> Iterator[NumberedRow]:
+    """Yield the documents of ``file``, which is uncompressed text.
 
     Args:
-        name: of the field or column that holds the text.
+        name: the field or column with the text.
 
     Raises:
-        BadRow: the file cannot be read from here on.
+        BadRow: the rest of the file cannot be read.
     """
     return READERS[kind](file, name)
 
 
-def line_of(kind: str, line: bytes, name: str) -> bytes:
-    """The document of a line of ``lines`` or ``jsonl``. Raises BadRow."""
+def parse_line(kind: str, line: bytes, name: str) -> bytes:
+    """Return the document of a line of ``lines`` or ``jsonl``. Raises BadRow."""
     if kind == InputFormat.lines.name:
         return line.removesuffix(b"\n").removesuffix(b"\r")
     if not line.strip():
@@ -50,25 +50,31 @@ def line_of(kind: str, line: bytes, name: str) -> bytes:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRow("input", str(error), "every line of a .jsonl file is JSON", MEND) from error
-    return text_of(record, name)
+        raise BadRow("input", str(error), "every line of a .jsonl file is JSON", FIX) from error
+    return extract_text(record, name)
 
 
-def text_of(record: Any, name: str) -> bytes:
-    """Of an object, the field ``name``; ``meta.body`` is the field body of the field meta, unless a field has that whole name."""
+def extract_text(record: Any, name: str) -> bytes:
+    """Return the field ``name`` of an object.
+
+    ``meta.body`` is a nested field, unless a field has that whole name.
+    """
     try:
-        value = pick(record, name)
+        value = get_field(record, name)
     except KeyError:
-        there = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        rule = f"every row is an object with the document's text (here: {there})"
+        available = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        rule = f"every row is an object with the document's text (here: {available})"
         raise BadRow(
             "text", f"text={name}, no such field in it", rule, "write text=FIELD, or on_bad_row=skip"
         ) from None
-    return text_bytes(value, name)
+    return encode_text(value, name)
 
 
-def pick(record: Any, name: str) -> Any:
-    """Raises KeyError where there is no such field. Null has none below it: null."""
+def get_field(record: Any, name: str) -> Any:
+    """Get a possibly nested field.
+
+    Below a null, the value is null. Raises KeyError if there is no such field.
+    """
     if isinstance(record, dict) and name in record:
         return record[name]
     for part in name.split("."):
@@ -80,8 +86,8 @@ def pick(record: Any, name: str) -> Any:
     return record
 
 
-def text_bytes(value: Any, name: str) -> bytes:
-    """Null is the empty document. Half a surrogate pair, which JSON can hold, is not UTF-8: replaced later, as any such byte."""
+def encode_text(value: Any, name: str) -> bytes:
+    """Encode a text; null is the empty document. Lone surrogates, which JSON allows, are replaced later."""
     if value is None:
         return b""
     if not isinstance(value, str):
@@ -95,55 +101,55 @@ def text_bytes(value: Any, name: str) -> bytes:
     return value.encode("utf-8", errors="surrogatepass")
 
 
-def _text(file: IO[bytes], name: str) -> Iterator[Row]:
+def _read_text(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
     yield 0, file.read()
 
 
-def _by_lines(kind: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
-    def read(file: IO[bytes], name: str) -> Iterator[Row]:
+def _line_reader(kind: str) -> Callable[[IO[bytes], str], Iterator[NumberedRow]]:
+    def read(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
         for number, line in enumerate(file):
             try:
-                yield number, line_of(kind, line, name)
+                yield number, parse_line(kind, line, name)
             except BadRow as bad:
                 yield number, bad
 
     return read
 
 
-def _json(file: IO[bytes], name: str) -> Iterator[Row]:
-    """An array, or JSON lines, which many files of this ending are."""
+def _read_json(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
+    """Read a JSON array, or JSON lines, which many .json files contain."""
     head = cast(io.BufferedReader, file).peek(CHUNK).lstrip()
     if not head.startswith(b"["):
-        yield from _by_lines(InputFormat.jsonl.name)(file, name)
+        yield from _line_reader(InputFormat.jsonl.name)(file, name)
         return
-    for number, record in enumerate(_elements(file)):
+    for number, record in enumerate(_json_elements(file)):
         try:
-            yield number, text_of(record, name)
+            yield number, extract_text(record, name)
         except BadRow as bad:
             yield number, bad
 
 
-def _elements(file: IO[bytes]) -> Iterator[Any]:
-    """The elements of a JSON array, one after another."""
+def _json_elements(file: IO[bytes]) -> Iterator[Any]:
+    """Yield the elements of a JSON array one after another."""
     decoder, text = json.JSONDecoder(), io.TextIOWrapper(cast(Any, file), "utf-8", errors="replace")
-    buffer, place, number = "", 0, 0
+    buffer, position, number = "", 0, 0
 
-    def more() -> bool:
-        nonlocal buffer, place
-        buffer, place = buffer[place:], 0
+    def read_more() -> bool:
+        nonlocal buffer, position
+        buffer, position = buffer[position:], 0
         chunk = text.read(max(CHUNK, len(buffer)))
         buffer += chunk
         return bool(chunk)
 
     def skip_space() -> str:
-        """The next character that is no space, at ``place``; empty at the end."""
-        nonlocal place
+        """Return the next character that is not space, at ``place``; empty at the end."""
+        nonlocal position
         while True:
-            place = cast(re.Match[str], _SPACE.match(buffer, place)).end()
-            if place < len(buffer) or not more():
-                return buffer[place : place + 1]
+            position = cast(re.Match[str], _SPACE.match(buffer, position)).end()
+            if position < len(buffer) or not read_more():
+                return buffer[position : position + 1]
 
-    def broken(why: object) -> BadRow:
+    def malformed(why: object) -> BadRow:
         return BadRow(
             "input",
             f"element {number}: {why}",
@@ -152,33 +158,33 @@ def _elements(file: IO[bytes]) -> Iterator[Any]:
         )
 
     skip_space()
-    place += 1  # the bracket
+    position += 1  # the bracket
     if skip_space() == "]":
         return
     while True:
         skip_space()
         try:
-            value, end = decoder.raw_decode(buffer, place)
-            if end == len(buffer) and more():
-                continue  # a number may go on
+            value, end = decoder.raw_decode(buffer, position)
+            if end == len(buffer) and read_more():
+                continue  # a number may continue in the next chunk
         except json.JSONDecodeError as error:
-            if len(buffer) - place > MOST_ELEMENT or not more():
-                raise broken(error) from error
+            if len(buffer) - position > MOST_ELEMENT or not read_more():
+                raise malformed(error) from error
             continue
         except RecursionError as error:
-            raise broken(error) from error
+            raise malformed(error) from error
         yield value
-        number, place = number + 1, end
-        following = skip_space()
-        place += 1
-        if following == "]":
+        number, position = number + 1, end
+        next_character = skip_space()
+        position += 1
+        if next_character == "]":
             return
-        if following != ",":
-            raise broken(f"{following or 'the end'!r} in place of a comma or a bracket")
+        if next_character != ",":
+            raise malformed(f"{next_character or 'the end'!r} instead of a comma or a bracket")
 
 
-def _separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
-    def read(file: IO[bytes], name: str) -> Iterator[Row]:
+def _read_separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[NumberedRow]]:
+    def read(file: IO[bytes], name: str) -> Iterator[NumberedRow]:
         csv.field_size_limit(sys.maxsize)
         text = io.TextIOWrapper(cast(Any, file), "utf-8", errors="surrogateescape", newline="")
         lines = csv.reader(text, delimiter=delimiter, strict=True)
@@ -194,7 +200,7 @@ def _separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
         while True:
             try:
                 row = next(lines)
-                yield number, _cell(row, column, len(header))
+                yield number, _read_cell(row, column, len(header))
             except StopIteration:
                 return
             except (csv.Error, BadRow) as error:
@@ -202,21 +208,26 @@ def _separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Row]]:
                     number,
                     error
                     if isinstance(error, BadRow)
-                    else BadRow("input", str(error), "a row follows the rules of CSV", MEND),
+                    else BadRow("input", str(error), "a row follows the rules of CSV", FIX),
                 )
             number += 1
 
     return read
 
 
-def _cell(row: list[str], column: int, columns: int) -> bytes:
+def _read_cell(row: list[str], column: int, columns: int) -> bytes:
     if row and len(row) != columns:
         raise BadRow(
-            "input", f"{len(row)} fields", f"every row has the {columns} fields of the first line", MEND
+            "input", f"{len(row)} fields", f"every row has the {columns} fields of the first line", FIX
         )
     return row[column].encode("utf-8", errors="surrogateescape") if row else b""
 
 
-READERS: dict[str, Callable[[IO[bytes], str], Iterator[Row]]] = {
-    "text": _text, "lines": _by_lines("lines"), "jsonl": _by_lines("jsonl"), "json": _json, "csv": _separated(","), "tsv": _separated("\t"),
-}  # fmt: skip
+READERS: dict[str, Callable[[IO[bytes], str], Iterator[NumberedRow]]] = {
+    "text": _read_text,
+    "lines": _line_reader("lines"),
+    "jsonl": _line_reader("jsonl"),
+    "json": _read_json,
+    "csv": _read_separated(","),
+    "tsv": _read_separated("\t"),
+}

@@ -1,6 +1,7 @@
-"""First pass: a unit of the input becomes parts, each committed when it is whole.
+"""First pass: tokenise a work unit into parts, each committed when it is complete.
 
-Memory of a process: the tokens of one part (PART_BYTES of text), and what the tokenizer makes of TEXT_AT_ONCE. One document is held whole.
+Memory of a process: the tokens of one part (PART_BYTES of text), the tokenizer's results for TEXT_AT_ONCE,
+and one document.
 """
 
 from __future__ import annotations
@@ -17,62 +18,67 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.prepare.keys import Keys, first_of_equal
-from toolkit.data.prepare.limits import check_size
-from toolkit.data.prepare.parts import FIRST_BAD, Receipt, parts_of, write_part
-from toolkit.data.prepare.plan import Plan, read_plan
-from toolkit.data.prepare.read import Document, decoded, documents
-from toolkit.data.prepare.vocabulary import Vocabulary
-from toolkit.data.tokens.special_tokens import SpecialStrings
+from toolkit.data.prepare.document_keys import DocumentKeys, first_of_equal_keys
+from toolkit.data.prepare.parts import FIRST_BAD, PartReceipt, read_unit_receipts, write_part
+from toolkit.data.prepare.plan import PreparationPlan, read_plan
+from toolkit.data.prepare.read import InputDocument, check_memory, decode_document, read_documents
+from toolkit.data.prepare.tokenizer import TokenizerSpec
+from toolkit.data.tokens.special_tokens import SpecialTokenFinder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PART_BYTES = 16 << 20  # of text: what a kill can cost each process
-TEXT_AT_ONCE = 256 << 10  # encoded in one call: the library's own results take a hundred times the text
+PART_BYTES = 16 << 20  # of text: what each process can lose in a kill
+# Bytes of text encoded in one call: the library's results need a hundred times the memory of the text.
+TEXT_AT_ONCE = 256 << 10
 PARTS = "parts"
-SHOWN = 240  # characters of what is wrong with a row
+SHOWN = 240  # characters of an error about a row
 
 
-def tokenising(work: Path, vocabulary: Vocabulary) -> Callable[[int, Callable[[int], None]], None]:
-    """What a process does with the number of a unit; it tells the bytes of input that it has done."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
+def start_tokenising(work: Path, vocabulary: TokenizerSpec) -> Callable[[int, Callable[[int], None]], None]:
+    """Return a function that tokenises a unit by number and reports the input bytes processed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel
     plan = read_plan(work)
     assert plan is not None
     tokenizer = vocabulary.load()
-    special = SpecialStrings(tokenizer)
+    special = SpecialTokenFinder(tokenizer)
 
-    def one(number: int, advance: Callable[[int], None]) -> None:
+    def tokenise_unit(number: int, advance: Callable[[int], None]) -> None:
         assert plan is not None
-        _tokenise(work / PARTS, plan, number, tokenizer, special, vocabulary, advance)
+        _tokenise_unit(work / PARTS, plan, number, tokenizer, special, vocabulary, advance)
 
-    return one
+    return tokenise_unit
 
 
-def _tokenise(
-    folder: Path, plan: Plan, number: int, tokenizer: Tokenizer, special: SpecialStrings, vocabulary: Vocabulary,
+def _tokenise_unit(
+    folder: Path,
+    plan: PreparationPlan,
+    number: int,
+    tokenizer: Tokenizer,
+    special: SpecialTokenFinder,
+    vocabulary: TokenizerSpec,
     advance: Callable[[int], None],
-) -> None:  # fmt: skip
-    before = parts_of(folder, number)
-    if before and before[-1].last:
+) -> None:
+    finished = read_unit_receipts(folder, number)
+    if finished and finished[-1].last:
         return
-    read = before[-1].read if before else 0
-    part = _Part(plan, vocabulary, special, number, len(before), read)
-    done = 0
-    for batch in _batches(islice(documents(plan, plan.units[number]), read, None)):
+    documents_read = finished[-1].read if finished else 0
+    part = _Part(plan, vocabulary, special, number, len(finished), documents_read)
+    bytes_done = 0
+    for batch in _batches(islice(read_documents(plan, plan.units[number]), documents_read, None)):
         if part.text_bytes >= PART_BYTES:
             part.commit(folder, last=False)
-            part = _Part(plan, vocabulary, special, number, part.number + 1, part.read)
+            part = _Part(plan, vocabulary, special, number, part.number + 1, part.documents_read)
         part.add(batch, tokenizer)
-        advance(batch[-1].done - done)
-        done = batch[-1].done
+        advance(batch[-1].bytes_done - bytes_done)
+        bytes_done = batch[-1].bytes_done
     part.commit(folder, last=True)
 
 
-def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(documents: Iterator[InputDocument]) -> Iterator[list[InputDocument]]:
+    batch: list[InputDocument] = []
     size = 0
-    for document in found:
+    for document in documents:
         batch.append(document)
         size += len(document.content)
         if size >= TEXT_AT_ONCE:
@@ -83,86 +89,103 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 class _Part:
-    """A part under way."""
+    """A part that is being tokenised."""
 
     def __init__(
-        self, plan: Plan, vocabulary: Vocabulary, special: SpecialStrings, unit: int, number: int, read: int
+        self,
+        plan: PreparationPlan,
+        vocabulary: TokenizerSpec,
+        special: SpecialTokenFinder,
+        unit: int,
+        number: int,
+        documents_read: int,
     ) -> None:
         self._plan = plan
         self._vocabulary = vocabulary
         self._special = special
-        self._keys = Keys.of(plan)
+        self._keys = DocumentKeys.of(plan)
         self._unit = unit
         self.number = number
-        self.read = read
+        self.documents_read = documents_read
         self.text_bytes = 0
         self._tokens: list[npt.NDArray[Any]] = []
-        self._high, self._low, self._side = array("Q"), array("Q"), array("B")
+        self._high, self._low, self._is_validation = array("Q"), array("Q"), array("B")
         self._sources: Counter[int] = Counter()
-        self._found: Counter[str] = Counter()  # strings of special tokens
-        self._empty = self._replaced = self._inside = 0
+        self._special_counts: Counter[str] = Counter()
+        self._empty = self._replaced = self._inner_end_tokens = 0
         self._bad: list[tuple[int, int, str]] = []
 
-    def add(self, batch: list[Document], tokenizer: Tokenizer) -> None:
+    def add(self, batch: list[InputDocument], tokenizer: Tokenizer) -> None:
         texts = []
         for document in batch:
-            self.read += 1
+            self.documents_read += 1
             if document.bad:
                 self._bad.append(
-                    (document.source, document.place, f"{document.where}: {document.bad}"[:SHOWN])
+                    (document.source, document.position, f"{document.location}: {document.bad}"[:SHOWN])
                 )
                 continue
             if not document.content:
                 self._empty += 1
                 continue
             path = self._plan.path(document.source)
-            check_size(document, path)
-            content, text = decoded(document.content)
+            check_memory(document, path)
+            content, text = decode_document(document.content)
             if self._vocabulary.special_tokens is SpecialTokens.refuse:
-                self._special.check(text, where=f"{path}, {document.where}", key="special_tokens")
+                self._special.check(text, location=f"{path}, {document.location}", key="special_tokens")
             else:
-                self._found += self._special.count(text)
+                self._special_counts += self._special.count(text)
             self._replaced += content is not document.content
-            key, validation = self._keys(content, self._plan.sources[document.source].name, document.place)
+            key, validation = self._keys(content, self._plan.sources[document.source].name, document.position)
             self._high.append(key >> 64)
             self._low.append(key & 0xFFFF_FFFF_FFFF_FFFF)
-            self._side.append(validation)
+            self._is_validation.append(validation)
             self._sources[document.source] += 1
             self.text_bytes += len(content)
             texts.append(text)
-        end = self._vocabulary.end_of_text
+        end_token = self._vocabulary.end_of_text
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             ids = np.frombuffer(array("I", encoding.ids), dtype=np.uint32)
-            self._inside += int(np.count_nonzero(ids == end))
+            self._inner_end_tokens += int(np.count_nonzero(ids == end_token))
             tokens = np.empty(len(ids) + 1, dtype=self._vocabulary.dtype)
             tokens[:-1] = ids
-            tokens[-1] = end
+            tokens[-1] = end_token
             self._tokens.append(tokens)
 
     def commit(self, folder: Path, *, last: bool) -> None:
         high, low = np.frombuffer(self._high, dtype="<u8"), np.frombuffer(self._low, dtype="<u8")
-        side = np.frombuffer(self._side, dtype=np.uint8)
+        is_validation = np.frombuffer(self._is_validation, dtype=np.uint8)
         lengths = np.fromiter(map(len, self._tokens), dtype=np.int64, count=len(self._tokens))
-        order = np.lexsort((low, high, side))
+        order = np.lexsort((low, high, is_validation))
         if self._plan.recipe["deduplicate"]:
-            order = order[first_of_equal(high[order], low[order])]
+            order = order[first_of_equal_keys(high[order], low[order])]
         starts = np.zeros(len(order) + 1, dtype="<i8")
         np.cumsum(lengths[order], out=starts[1:])
-        validation = int(side[order].sum())
-        receipt = Receipt(
-            unit=self._unit, part=self.number, read=self.read, last=last, kept=(len(order) - validation, validation),
-            tokens=(int(lengths[side == 0].sum()), int(lengths[side == 1].sum())), text_bytes=self.text_bytes, empty=self._empty,
-            equal=len(high) - len(order), replaced=self._replaced, inside=self._inside, special=tuple(sorted(self._found.items())),
-            bad=len(self._bad), first_bad=tuple(self._bad[:FIRST_BAD]), sources=tuple(sorted(self._sources.items())),
-        )  # fmt: skip
+        validation = int(is_validation[order].sum())
+        receipt = PartReceipt(
+            unit=self._unit,
+            part=self.number,
+            read=self.documents_read,
+            last=last,
+            kept=(len(order) - validation, validation),
+            tokens=(int(lengths[is_validation == 0].sum()), int(lengths[is_validation == 1].sum())),
+            text_bytes=self.text_bytes,
+            empty=self._empty,
+            equal=len(high) - len(order),
+            replaced=self._replaced,
+            inside=self._inner_end_tokens,
+            special=tuple(sorted(self._special_counts.items())),
+            bad=len(self._bad),
+            first_bad=tuple(self._bad[:FIRST_BAD]),
+            sources=tuple(sorted(self._sources.items())),
+        )
         tokens = (
             np.concatenate([self._tokens[number] for number in order.tolist()]) if len(order) else np.empty(0)
         )
         write_part(folder, receipt, tokens, high[order], low[order], starts)
 
 
-def units_left(folder: Path, plan: Plan) -> tuple[list[int], int]:
-    """Numbers of the units that are not done, and the bytes of those that are."""
-    done = {int(path.name[:6]) for path in folder.glob("*.json") if '"last": true' in path.read_text()}
-    left = [number for number in range(len(plan.units)) if number not in done]
-    return left, sum(plan.units[number].bytes for number in done)
+def find_unfinished_units(folder: Path, plan: PreparationPlan) -> tuple[list[int], int]:
+    """Return the numbers of unfinished units, and the bytes of finished ones."""
+    bytes_done = {int(path.name[:6]) for path in folder.glob("*.json") if '"last": true' in path.read_text()}
+    remaining = [number for number in range(len(plan.units)) if number not in bytes_done]
+    return remaining, sum(plan.units[number].bytes for number in bytes_done)

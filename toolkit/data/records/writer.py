@@ -1,12 +1,12 @@
-"""Writing a folder of records (toolkit/data/records/reader.py says what it is).
+"""Write a folder of records; toolkit/data/records/reader.py describes the format.
 
     fields = {"image": ("uint16", (12, 64, 64)), "label": ("int64", ())}
-    with RecordWriter("data/tiles", fields, description="tiles of a field campaign", licence="CC-BY-4.0") as writer:
+    with RecordWriter("data/tiles", fields, description="field campaign", licence="CC-BY-4.0") as writer:
         for image, label in tiles:
             writer.add("train", image=image, label=label)
 
-The folder appears whole when the ``with`` ends, and not at all where an error ends it. Until then it grows beside its place as
-``.tiles.<hex>.writing``, which a killed writer leaves behind and anybody may delete.
+The complete folder appears when the ``with`` block ends without an error. Until then the files are in
+``.tiles.<hex>.writing`` next to it, which a killed writer leaves behind and which may be deleted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy.typing as npt
 
 from toolkit.data.records.reader import (
     DTYPES,
-    ENDING,
-    Field,
+    RECORD_SUFFIX,
+    FieldStatistics,
+    RecordField,
     RecordManifest,
     RecordOrigin,
     RecordShard,
     RecordSplit,
-    Statistics,
-    write_manifest,
+    write_record_manifest,
 )
 from toolkit.data.tokens.writer import SHARD_BYTES, HashedFile
 from toolkit.errors import InputError, Problem
@@ -39,8 +39,11 @@ BUFFER_BYTES = 1 << 20
 
 
 class RecordWriter:
-    """As a context manager; see the module. Bounded memory: 1 MiB of each split, or one record where that is larger, and up to
-    eight times as much while its statistics are computed."""
+    """Writes a folder of records; a context manager.
+
+    Memory: 1 MiB per split, or one record if that is larger, and up to eight times as much for the
+    statistics.
+    """
 
     def __init__(
         self,
@@ -54,17 +57,17 @@ class RecordWriter:
     ) -> None:
         """
         Args:
-            fields: of every record, in their order: dtype and shape by name.
+            fields: dtype and shape of every field by name, in their order.
             source: where the records come from; may be an address.
-            shard_bytes: of a file; a record is never cut.
+            shard_bytes: maximum size of a file; records are not cut.
 
         Raises:
-            InputError: ``folder`` holds something already, or a field cannot be.
+            InputError: ``folder`` is not empty, or a field is invalid.
         """
         self._folder = Path(folder)
         if self._folder.exists() and (not self._folder.is_dir() or any(self._folder.iterdir())):
             raise _problem(
-                f"{folder} is there", "a writer makes a new folder", "name another folder, or remove this one"
+                f"{folder} exists", "a writer makes a new folder", "name another folder, or remove this one"
             )
         self._dtype, self._fields = _layout(fields)
         self._origin = RecordOrigin(description, licence, source)
@@ -76,16 +79,17 @@ class RecordWriter:
         self._manifest: RecordManifest | None = None
 
     def add(self, split: str, /, **values: npt.ArrayLike) -> None:
-        """One record at the end of ``split``: a value for every field, of its shape.
+        """Add one record at the end of ``split``, with a value of the right shape for every field.
 
         Raises:
-            InputError: a field is missing or of another shape, a number does not fit its dtype or is not finite.
+            InputError: a field is missing or of another shape, or a number does not fit its dtype or is not
+                finite.
         """
         if split not in self._splits:
             if not split.isidentifier():
                 raise _problem(
                     f"split {split!r}",
-                    "a split's name is made of letters, digits and '_'",
+                    "a split's name consists of letters, digits and '_'",
                     "name it train or validation",
                 )
             self._splits[split] = _SplitWriter(self._partial, split, self._dtype, self._shard_bytes)
@@ -93,17 +97,20 @@ class RecordWriter:
 
     @property
     def manifest(self) -> RecordManifest:
-        """Of the folder, once it is there."""
-        assert self._manifest is not None, "a writer that is closed"
+        """The manifest of the closed folder."""
+        assert self._manifest is not None, "close the writer first"
         return self._manifest
 
     def close(self) -> None:
-        """Finish the folder and put it in its place; once closed, nothing. Raises InputError where there is no record."""
+        """Finish the folder and rename it.
+
+        Closing again has no effect. Raises InputError if there is no record.
+        """
         if self._manifest is not None:
             return
         if not self._splits:
             raise _problem(
-                "no record", "a folder of records holds some", "add records before closing the writer"
+                "no record", "a folder of records has at least one", "add records before closing the writer"
             )
         splits = {name: writer.close() for name, writer in self._splits.items()}
         self._splits = {}
@@ -111,13 +118,13 @@ class RecordWriter:
         manifest = RecordManifest(
             folder=self._partial, origin=self._origin, fields=self._fields, record_bytes=size, splits=splits
         )
-        write_manifest(manifest)
+        write_record_manifest(manifest)
         self._partial.replace(self._folder)
         sync_folder(self._folder.parent)
         self._manifest = replace(manifest, folder=self._folder)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove everything that was written."""
         for writer in self._splits.values():
             writer.discard()
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -137,112 +144,118 @@ class RecordWriter:
 
 
 class _SplitWriter:
-    """The shards ``<split>-00000``, ``<split>-00001`` ... and the statistics of what went into them."""
+    """Writes the shards ``<split>-00000``, ``<split>-00001`` ... and computes their field statistics."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[np.void], shard_bytes: int) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._shard_records = max(1, shard_bytes // dtype.itemsize)
         self._buffer = np.zeros(max(1, min(BUFFER_BYTES // dtype.itemsize, self._shard_records)), dtype=dtype)
         self._filled = 0
-        self._sums = {name: _Sums() for name in dtype.names or ()}
-        self._done: list[RecordShard] = []
+        self._statistics_by_field = {name: _RunningStatistics() for name in dtype.names or ()}
+        self._shards: list[RecordShard] = []
         self._file: HashedFile | None = None
-        self._records = 0  # in the shard under way
+        self._records = 0  # in the current shard
 
     def add(self, values: Mapping[str, npt.ArrayLike]) -> None:
         names = self._dtype.names or ()
         if values.keys() != set(names):
-            raise self._refusal(
+            raise self._record_error(
                 f"has {', '.join(values) or 'nothing'}",
                 f"a record has the fields {', '.join(names)}",
-                "give each of them",
+                "give a value for each of them",
             )
         if self._filled == len(self._buffer):
             self._flush()
         for name in names:
-            self._buffer[name][self._filled] = self._fitting(name, np.asarray(values[name]))
+            self._buffer[name][self._filled] = self._convert(name, np.asarray(values[name]))
         self._filled += 1
 
     def close(self) -> RecordSplit:
         self._flush()
         self._end_shard()
-        return RecordSplit(tuple(self._done), {name: sums.statistics() for name, sums in self._sums.items()})
+        return RecordSplit(
+            tuple(self._shards),
+            {name: running.statistics() for name, running in self._statistics_by_field.items()},
+        )
 
     def discard(self) -> None:
         if self._file is not None:
             self._file.discard()
 
-    def _fitting(self, name: str, value: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-        """``value`` in the field's dtype and shape."""
+    def _convert(self, name: str, value: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """Convert ``value`` to the field's dtype after checking its shape."""
         dtype, shape = self._dtype[name].base, self._dtype[name].shape
         if value.shape != shape:
-            raise self._refusal(
+            raise self._record_error(
                 f"has a {name} of shape {list(value.shape)}",
                 f"its shape is {list(shape)}",
-                "cut or fill it before",
+                "crop or pad it first",
             )
         if value.dtype.kind not in "biuf":
-            raise self._refusal(
-                f"has a {name} of dtype {value.dtype}", "a field holds numbers", "convert it before"
+            raise self._record_error(
+                f"has a {name} of dtype {value.dtype}", "a field stores numbers", "convert it first"
             )
         if value.dtype.kind == "f" and not np.isfinite(value).all():
-            raise self._refusal(
+            raise self._record_error(
                 f"has a {name} with NaN or infinity",
                 "numbers are finite, as losses must be",
-                "fill what has no data",
+                "fill missing values",
             )
         if value.dtype == dtype:
             return value
-        with np.errstate(all="ignore"):  # what does not fit is told below
-            fitting = value.astype(dtype)
-        if not (np.isfinite(fitting).all() if dtype.kind == "f" else np.array_equal(fitting, value)):
-            raise self._refusal(
+        with np.errstate(all="ignore"):  # values that do not fit are reported below
+            converted = value.astype(dtype)
+        if not (np.isfinite(converted).all() if dtype.kind == "f" else np.array_equal(converted, value)):
+            raise self._record_error(
                 f"has a {name} in {value.min()} .. {value.max()}",
-                f"each number is one of {dtype}",
-                "scale it, or take a wider dtype",
+                f"each number fits {dtype}",
+                "scale it, or use a wider dtype",
             )
-        return fitting
+        return converted
 
     def _flush(self) -> None:
-        """What is buffered goes into the shards; what was never a field stays zero."""
-        rest = self._buffer[: self._filled]
-        for name, sums in self._sums.items():
-            if len(rest):
-                sums.add(rest[name])
-        while len(rest):
+        """Write the buffered records to shards; padding stays zero."""
+        remaining = self._buffer[: self._filled]
+        for name, running in self._statistics_by_field.items():
+            if len(remaining):
+                running.add(remaining[name])
+        while len(remaining):
             if self._file is None:
-                self._file = HashedFile(self._folder / f"{self._split}-{len(self._done):05}{ENDING}")
-            part = rest[: self._shard_records - self._records]
+                self._file = HashedFile(self._folder / f"{self._split}-{len(self._shards):05}{RECORD_SUFFIX}")
+            part = remaining[: self._shard_records - self._records]
             self._file.write(part.view(np.uint8).data)
             self._records += len(part)
-            rest = rest[len(part) :]
+            remaining = remaining[len(part) :]
             if self._records == self._shard_records:
                 self._end_shard()
         self._filled = 0
 
     def _end_shard(self) -> None:
         if self._file is not None:
-            self._done.append(
-                RecordShard(f"{self._split}-{len(self._done):05}", self._records, *self._file.close())
+            self._shards.append(
+                RecordShard(f"{self._split}-{len(self._shards):05}", self._records, *self._file.close())
             )
             self._file, self._records = None, 0
 
-    def _refusal(self, seen: str, rule: str, remedy: str) -> InputError:
-        written = sum(shard.records for shard in self._done) + self._records + self._filled
+    def _record_error(self, seen: str, rule: str, remedy: str) -> InputError:
+        written = sum(shard.records for shard in self._shards) + self._records + self._filled
         return _problem(f"record {written} of split {self._split} {seen}", rule, remedy)
 
 
-class _Sums:
-    """Mean and variance of what is added part by part: Chan, Golub, LeVeque 1983, which does not cancel as sums of squares do."""
+class _RunningStatistics:
+    """Mean and variance updated batch by batch (Chan, Golub, LeVeque 1983), without cancellation."""
 
     def __init__(self) -> None:
         self._count = 0
         self._mean = self._squares = np.zeros(1)
-        self._least, self._most = np.inf, -np.inf
+        self._minimum, self._maximum = np.inf, -np.inf
 
     def add(self, values: npt.NDArray[np.generic]) -> None:
-        """[records, *shape]."""
-        self._least, self._most = min(self._least, values.min().item()), max(self._most, values.max().item())
+        """Add values [records, *shape]."""
+        self._minimum, self._maximum = (
+            min(self._minimum, values.min().item()),
+            max(self._maximum, values.max().item()),
+        )
         bands = values.shape[1] if values.ndim > 1 else 1
         parts = values.reshape(len(values), bands, -1).astype(np.float64)
         count = len(values) * parts.shape[2]
@@ -250,36 +263,39 @@ class _Sums:
         parts -= mean[:, None]
         squares = np.einsum("rbi,rbi->b", parts, parts)
         total = self._count + count
-        apart = mean - self._mean
-        self._squares = self._squares + squares + apart**2 * (self._count * count / total)
-        self._mean = self._mean + apart * (count / total)
+        difference = mean - self._mean
+        self._squares = self._squares + squares + difference**2 * (self._count * count / total)
+        self._mean = self._mean + difference * (count / total)
         self._count = total
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> FieldStatistics:
         std = np.sqrt(self._squares / self._count)
-        return Statistics(tuple(self._mean.tolist()), tuple(std.tolist()), self._least, self._most)
+        return FieldStatistics(tuple(self._mean.tolist()), tuple(std.tolist()), self._minimum, self._maximum)
 
 
 def _layout(
     fields: Mapping[str, tuple[npt.DTypeLike, Sequence[int]]],
-) -> tuple[np.dtype[np.void], tuple[Field, ...]]:
-    """The struct of these fields, aligned as C does it, little endian."""
+) -> tuple[np.dtype[np.void], tuple[RecordField, ...]]:
+    """Return the struct of the fields, aligned as in C, little endian."""
     parts = []
     for name, (kind, shape) in fields.items():
-        found = np.dtype(kind)
-        if found.name not in DTYPES or not name.isidentifier() or any(size < 1 for size in shape):
+        field_dtype = np.dtype(kind)
+        if field_dtype.name not in DTYPES or not name.isidentifier() or any(size < 1 for size in shape):
             raise _problem(
-                f"field {name!r} of dtype {found} and shape {list(shape)}",
-                f"a field has a name of letters, digits and '_', one of the dtypes {', '.join(DTYPES)}, and no empty dim",
-                "describe it so: image=('uint16', (12, 64, 64))",
+                f"field {name!r} of dtype {field_dtype} and shape {list(shape)}",
+                f"a field has a name of letters, digits and '_', one of the dtypes {', '.join(DTYPES)}, "
+                "and no empty dimension",
+                "describe it like this: image=('uint16', (12, 64, 64))",
             )
-        parts.append((name, found.newbyteorder("<"), tuple(shape)))
+        parts.append((name, field_dtype.newbyteorder("<"), tuple(shape)))
     if not parts:
-        raise _problem("no field", "a record has a field", "describe it so: image=('uint16', (12, 64, 64))")
+        raise _problem(
+            "no field", "a record has a field", "describe it like this: image=('uint16', (12, 64, 64))"
+        )
     dtype = np.dtype(parts, align=True)
     assert dtype.fields is not None
     return dtype, tuple(
-        Field(name, kind.name, shape, int(dtype.fields[name][1])) for name, kind, shape in parts
+        RecordField(name, kind.name, shape, int(dtype.fields[name][1])) for name, kind, shape in parts
     )
 
 

@@ -1,11 +1,11 @@
-"""Many requests at once, each carried through failures and silence, in bounded time and with a bounded number of repetitions.
+"""Concurrent requests with retries after failures and silence, in bounded time and attempts.
 
-An attempt that fails is repeated after a pause that doubles. One that takes much longer than answers usually do is not waited for:
-another attempt starts beside it, and the first answer counts. A store in which every twentieth request stalls so costs a fraction
-of a second now and then, not its time limit.
+A failed attempt is repeated after exponential backoff. If an attempt takes much longer than usual, a second
+attempt starts in parallel and the first answer counts (a hedged request). In a store that stalls every
+twentieth request a read then takes a fraction of a second longer, not the time limit of a request.
 
-Attempts block threads, which are joined when Python ends. The asynchronous functions of a library whose own threads call back into
-Python would need fewer, but such a thread that finds Python ending aborts the process.
+Attempts run in threads, which Python joins at exit. obstore's asynchronous functions would need fewer
+threads, but a library thread that calls into Python during interpreter shutdown aborts the process.
 """
 
 from __future__ import annotations
@@ -24,50 +24,54 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-AT_ONCE = 4  # attempts of one request
-THREADS = 256  # of a process, made as they are needed
-TICK_SECONDS = 0.02  # how often the requests under way are looked at
+MAX_ATTEMPTS = 4  # attempts of one request
+THREADS = 256  # per process, started as needed
+TICK_SECONDS = 0.02  # how often active requests are checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What requests to a store may cost."""
+class RequestLimits:
+    """Bounds of requests to a store."""
 
     in_flight: int = 64
-    """Requests of one reading at once, fewer while the store does not keep up. Attempts that are no longer waited for come on top,
-    THREADS in all."""
+    """Concurrent requests of one read; fewer while the store is overloaded. Abandoned attempts are not
+    counted; there are at most THREADS in all.
+    """
     part_bytes: int = 1 << 20
-    """The largest request; more is cut into several."""
+    """The largest request; longer ranges are split."""
     connect_seconds: float = 5.0
     silence_seconds: float = 5.0
-    """An attempt has failed when no byte came for so long: a stalled body too."""
+    """An attempt fails if no byte arrives for this time, within a body too."""
     request_seconds: float = 30.0
-    """An attempt has failed when it is not whole after so long."""
-    first_pause_seconds: float = 0.1
-    longest_pause_seconds: float = 5.0
-    """Before a failed attempt is repeated: the first pause, doubled each time up to the longest, times 0.5 to 1 at random."""
+    """An attempt fails if it is incomplete after this time."""
+    first_backoff_seconds: float = 0.1
+    max_backoff_seconds: float = 5.0
+    """A failed attempt is repeated after the first backoff, doubled up to the maximum, times 0.5 to 1."""
     opening_seconds: float = 20.0
-    """No attempt starts later than this after the first while data are opened: a wrong address is told soon."""
+    """While data are opened, no attempt starts later than this after the first."""
     reading_seconds: float = 300.0
-    """The same while training reads: a store that is away for some minutes does not end a run."""
-    another_after: float = 4.0
-    """Another attempt starts beside one that takes so many times as long as answers usually do ..."""
-    another_least_seconds: float = 0.1
-    another_most_seconds: float = 1.0
-    """... but no sooner and no later than these; never before twice as long as answers usually take."""
-    another_share: float = 1 / 8
-    """At most this share of all requests, and 8 more, get another attempt so: a slow store is not loaded twice. 0: none."""
+    """The same while training reads: a store may be unavailable for some minutes without ending a run."""
+    hedge_after: float = 4.0
+    """A parallel attempt starts after this multiple of the usual answer time ..."""
+    hedge_min_seconds: float = 0.1
+    hedge_max_seconds: float = 1.0
+    """... within these bounds, and never before twice the usual answer time."""
+    hedge_share: float = 1 / 8
+    """At most this share of all requests, and 8 more, are hedged; 0: none."""
 
 
-class Transient(Exception):
-    """An attempt failed in a way that another may not. The text says how."""
+class TransientError(Exception):
+    """An attempt failed in a way that may not recur. The text describes the failure."""
 
 
-class TooSlow(Transient):
-    """An attempt ran into a time limit. Repeating many of them at once makes an overloaded store slower still."""
+class RequestTimeout(TransientError):
+    """An attempt exceeded a time limit.
+
+    Repeating many of them at once would slow down an overloaded store further.
+    """
 
 
-class Unanswered(Exception):
+class RetriesExhausted(Exception):
     """A request failed until its time was over."""
 
     def __init__(self, attempts: int, seconds: float, last: str) -> None:
@@ -75,80 +79,87 @@ class Unanswered(Exception):
         super().__init__(f"{attempts} attempts in {seconds:.0f} s; the last: {last}")
 
 
-class Pace:
-    """How long answers of a store usually take, what was asked of it, and how many requests at once it keeps up with.
+class RequestPacing:
+    """A store's usual answer time, request counts, and the concurrent requests that it can serve.
 
-    The last is found as TCP finds it: an attempt that runs into a time limit halves it, each answer lets it grow a little. Else 64 requests
-    that wait for one another time out together, and are repeated together without an end. Shared by the threads that read from the store.
+    The concurrency is adapted as in TCP: a timeout halves it, each answer increases it slightly. Otherwise 64
+    requests that wait for one another would time out together and be repeated together without end. Shared by
+    reading threads.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
-        self._usual: float | None = None
+        self._usual_seconds: float | None = None
         self._at_once = float(limits.in_flight)
-        self._halved = 0.0  # when
+        self._halved_at = 0.0  # when the concurrency was last halved
         self.requests = 0
-        self.others = 0  # attempts beside one under way
+        self.hedges = 0  # parallel attempts
         self.repeated = 0  # attempts after a failed one
 
-    def begin(self, requests: int) -> None:
+    def count_requests(self, requests: int) -> None:
         with self._lock:
             self.requests += requests
 
     def answered(self, seconds: float) -> None:
         with self._lock:
-            self._usual = seconds if self._usual is None else 0.9 * self._usual + 0.1 * seconds
+            self._usual_seconds = (
+                seconds if self._usual_seconds is None else 0.9 * self._usual_seconds + 0.1 * seconds
+            )
             self._at_once = min(self._limits.in_flight, self._at_once + 1 / self._at_once)
 
     @property
     def at_once(self) -> int:
-        """Requests of one reading, at least one."""
+        """Concurrent requests of one read, at least one."""
         return int(self._at_once)
 
-    def too_slow(self, began: float) -> None:
-        """An attempt that began then ran into a time limit. Those that began before the last halving say nothing new."""
+    def too_slow(self, started: float) -> None:
+        """Count a timeout of an attempt, unless the attempt started before the last halving."""
         with self._lock:
-            if began > self._halved:
-                self._at_once, self._halved = max(1.0, self._at_once / 2), time.monotonic()
+            if started > self._halved_at:
+                self._at_once, self._halved_at = max(1.0, self._at_once / 2), time.monotonic()
 
     def repeat(self) -> None:
         with self._lock:
             self.repeated += 1
 
-    def another_due(self, waited_seconds: float) -> bool:
-        """Whether a request that waits so long gets another attempt, which is then counted."""
+    def hedge_due(self, waited_seconds: float) -> bool:
+        """Return whether a request that has waited this long gets a parallel attempt, and count it."""
         limits = self._limits
         with self._lock:
-            often = limits.another_most_seconds if self._usual is None else limits.another_after * self._usual
-            patience = max(
-                min(max(often, limits.another_least_seconds), limits.another_most_seconds),
-                2 * (self._usual or 0.0),
+            expected = (
+                limits.hedge_max_seconds
+                if self._usual_seconds is None
+                else limits.hedge_after * self._usual_seconds
             )
-            allowed = limits.another_share and self.others < 8 + limits.another_share * self.requests
+            patience = max(
+                min(max(expected, limits.hedge_min_seconds), limits.hedge_max_seconds),
+                2 * (self._usual_seconds or 0.0),
+            )
+            allowed = limits.hedge_share and self.hedges < 8 + limits.hedge_share * self.requests
             due = bool(allowed) and waited_seconds > patience
-            self.others += due
+            self.hedges += due
             return due
 
 
-class Forked(Exception):
-    """Requests were made by the process that this one was forked from: the threads that carry them out, ours and a library's, are there."""
+class ForkedProcess(Exception):
+    """The process was forked after it made requests: the threads that serve them exist only in the parent."""
 
 
 @cache
 def _threads() -> tuple[ThreadPoolExecutor, int]:
-    """And the process that they are in."""
+    """Return the thread pool and the process that created it."""
     return ThreadPoolExecutor(THREADS, thread_name_prefix="storage"), os.getpid()
 
 
 class _Attempt(Generic[T]):
-    def __init__(self, job: _Job[T]) -> None:
+    def __init__(self, job: _Request[T]) -> None:
         self.job = job
-        self.began: float | None = None  # when a thread took it up
+        self.started: float | None = None  # when a thread started it
 
 
-class _Job(Generic[T]):
-    """One request. All fields but ``done`` belong to the thread that asked."""
+class _Request(Generic[T]):
+    """One request. All fields but ``done`` belong to the calling thread."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.call = call
@@ -156,103 +167,109 @@ class _Job(Generic[T]):
         self.attempts = 0
         self.failures = 0
         self.retry_at: float | None = None
-        self.done = False  # answered, or nobody waits any more
-        self.answer: T
+        self.finished = False  # answered or abandoned
+        self.result: T
 
 
-def fetch_all(calls: Sequence[Callable[[], T]], pace: Pace, limits: Limits, seconds: float) -> list[T]:
-    """The answers of ``calls``, in their order. Each call is one attempt; it may run in another thread, more than once, also at once.
+def fetch_all(
+    calls: Sequence[Callable[[], T]], pace: RequestPacing, limits: RequestLimits, seconds: float
+) -> list[T]:
+    """Return the results of ``calls`` in their order.
 
     Args:
-        seconds: no attempt starts later than so long after the first.
+        calls: each call is one attempt. It runs in another thread, perhaps several times, also concurrently.
+        seconds: no attempt starts later than this after the first.
 
     Raises:
-        Unanswered: a call raised Transient until then.
-        Forked: waiting would have no end.
-        Exception: whatever else a call raised, at once.
+        RetriesExhausted: a call raised TransientError until then.
+        ForkedProcess: the thread pool belongs to the parent process; waiting would never end.
+        Exception: any other exception of a call, at once.
     """
-    answers: SimpleQueue[tuple[_Attempt[T], T | None, Exception | None]] = SimpleQueue()
-    (pool, process), start = _threads(), time.monotonic()
-    if process != os.getpid():
-        raise Forked
-    jobs = [_Job(call) for call in calls]
-    waiting, active = deque(jobs), 0  # requests with an attempt under way
-    pace.begin(len(jobs))
+    results: SimpleQueue[tuple[_Attempt[T], T | None, Exception | None]] = SimpleQueue()
+    (pool, pid), start = _threads(), time.monotonic()
+    if pid != os.getpid():
+        raise ForkedProcess
+    jobs = [_Request(call) for call in calls]
+    waiting, active_requests = deque(jobs), 0  # active: requests with a running attempt
+    pace.count_requests(len(jobs))
 
-    def carry_out(attempt: _Attempt[T]) -> None:
-        if attempt.job.done:
+    def run_attempt(attempt: _Attempt[T]) -> None:
+        if attempt.job.finished:
             return
-        attempt.began = time.monotonic()
+        attempt.started = time.monotonic()
         try:
-            answers.put((attempt, attempt.job.call(), None))
-        except Exception as error:  # noqa: BLE001 - it is judged, and raised, by the thread that asked
-            answers.put((attempt, None, error))
+            results.put((attempt, attempt.job.call(), None))
+        except Exception as error:  # noqa: BLE001 - the calling thread handles or raises it
+            results.put((attempt, None, error))
 
-    def begin(job: _Job[T]) -> None:
-        nonlocal active
+    def start_attempt(job: _Request[T]) -> None:
+        nonlocal active_requests
         attempt = _Attempt(job)
-        active += not job.running
+        active_requests += not job.running
         job.running.append(attempt)
         job.attempts += 1
         job.retry_at = None
-        pool.submit(carry_out, attempt)
+        pool.submit(run_attempt, attempt)
 
-    def look_after(job: _Job[T], now: float) -> None:
-        if job.retry_at is not None and now >= job.retry_at and active < pace.at_once:
+    def retry_or_hedge(job: _Request[T], now: float) -> None:
+        if job.retry_at is not None and now >= job.retry_at and active_requests < pace.at_once:
             pace.repeat()
-            begin(job)
+            start_attempt(job)
         elif (
-            0 < len(job.running) < AT_ONCE
-            and (began := job.running[-1].began) is not None
-            and pace.another_due(now - began)
+            0 < len(job.running) < MAX_ATTEMPTS
+            and (started := job.running[-1].started) is not None
+            and pace.hedge_due(now - started)
         ):
-            begin(job)
+            start_attempt(job)
 
     try:
-        left, looked = len(jobs), start
-        while left:
-            while waiting and active < pace.at_once:
-                begin(waiting.popleft())
+        remaining, last_check = len(jobs), start
+        while remaining:
+            while waiting and active_requests < pace.at_once:
+                start_attempt(waiting.popleft())
             try:
-                attempt, answer, error = answers.get(timeout=TICK_SECONDS)
+                attempt, result, error = results.get(timeout=TICK_SECONDS)
             except Empty:
                 pass
             else:
                 job = attempt.job
                 job.running.remove(attempt)
-                if job.done:
+                if job.finished:
                     continue
                 if error is None:
-                    assert attempt.began is not None
-                    pace.answered(time.monotonic() - attempt.began)
-                    job.answer, job.done = answer, True  # type: ignore[assignment]
-                    left -= 1
-                    active -= 1
-                elif not isinstance(error, Transient):
+                    assert attempt.started is not None
+                    pace.answered(time.monotonic() - attempt.started)
+                    job.result, job.finished = result, True  # type: ignore[assignment]
+                    remaining -= 1
+                    active_requests -= 1
+                elif not isinstance(error, TransientError):
                     raise error
                 else:
-                    if isinstance(error, TooSlow):
-                        assert attempt.began is not None
-                        pace.too_slow(attempt.began)
-                    if not job.running:  # no other attempt of it is under way
-                        active -= 1
-                        job.retry_at = time.monotonic() + _pause(job.failures, limits)
+                    if isinstance(error, RequestTimeout):
+                        assert attempt.started is not None
+                        pace.too_slow(attempt.started)
+                    if not job.running:  # no parallel attempt is running
+                        active_requests -= 1
+                        job.retry_at = time.monotonic() + _backoff_seconds(job.failures, limits)
                         job.failures += 1
                         if job.retry_at - start > seconds:
-                            raise Unanswered(job.attempts, time.monotonic() - start, str(error))
+                            raise RetriesExhausted(job.attempts, time.monotonic() - start, str(error))
             now = time.monotonic()
-            if now - looked >= TICK_SECONDS:
-                looked = now
+            if now - last_check >= TICK_SECONDS:
+                last_check = now
                 for job in jobs:
-                    if not job.done:
-                        look_after(job, now)
+                    if not job.finished:
+                        retry_or_hedge(job, now)
     finally:
         for job in jobs:
-            job.done = True  # what no thread has taken up yet is left
-    return [job.answer for job in jobs]
+            job.finished = True  # queued attempts will not start
+    return [job.result for job in jobs]
 
 
-def _pause(failures: int, limits: Limits) -> float:
-    """Random, so that ranks that failed together do not come back together. No result depends on it."""
-    longest = min(limits.longest_pause_seconds, limits.first_pause_seconds * 2**failures)
+def _backoff_seconds(failures: int, limits: RequestLimits) -> float:
+    """Return a random backoff, so that ranks that failed together do not retry together.
+
+    It affects no result.
+    """
+    longest = min(limits.max_backoff_seconds, limits.first_backoff_seconds * 2**failures)
     return longest * random.uniform(0.5, 1.0)

@@ -1,6 +1,7 @@
-"""Documents in windows that are cut from one long row of tokens: where each begins, and what the cutting costs.
+"""Document boundaries in windows cut from one long row of tokens, and how often windows cut documents.
 
-Every document ends with the tokenizer's end-of-text token, so where documents begin is a function of a window's tokens alone.
+Every document ends with the tokenizer's end-of-text token, so a window's tokens alone determine the
+boundaries.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ from toolkit.data.tokens.token_array import TokenSource
 Ints = npt.NDArray[np.int64]
 
 LENGTHS_AT_ONCE = 1 << 20
-LOOKED_AT = 1 << 20
+SAMPLED_TOKENS = 1 << 20
 
 
 def position_ids(tokens: Ints, end_of_text: int) -> Ints:
-    """The place of each input token in its document, counted from the window's start for a document that began before it.
+    """Return each input token's position in its document, or in the window if that began earlier.
 
     Args:
-        tokens: windows int64 [n, length + 1]; the last token of each is a label only.
+        tokens: windows int64 [n, length + 1]; the last token of each is only a label.
 
     Returns:
-        int64 [n, length]: 0 at the start of a window and after each end-of-text, which is the last token of its document.
+        int64 [n, length]: 0 at the start of a window and after each end-of-text, which is the last token of
+        its document.
     """
     rows, length = len(tokens), tokens.shape[1] - 1
-    row, place = np.divmod(np.flatnonzero(tokens == end_of_text), length + 1)
-    followed = place < length - 1
-    first = np.sort(np.concatenate([np.arange(rows) * length, (row * length + place + 1)[followed]]))
-    # A running sum of ones that falls back to 0 at each first token: one pass, and documents are few beside tokens.
+    row, column = np.divmod(np.flatnonzero(tokens == end_of_text), length + 1)
+    followed = column < length - 1
+    first = np.sort(np.concatenate([np.arange(rows) * length, (row * length + column + 1)[followed]]))
+    # A running sum of ones, reset to 0 at each first token: one pass, and documents are few compared with
+    # tokens.
     steps = np.ones(rows * length, dtype=np.int64)
     steps[first[:1]] = 0
     steps[first[1:]] = 1 - np.diff(first)
@@ -40,54 +43,64 @@ def position_ids(tokens: Ints, end_of_text: int) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Waste:
-    """What windows of one length do to documents: shares in [0, 1].
+class WindowWaste:
+    """How windows of one length cut documents: shares in [0, 1].
 
-    They are means over all places where the first window may begin: each epoch shifts its windows.
+    The shares are means over all possible starts of the first window, since each epoch shifts its windows.
+
+    Attributes:
+        cut: share of documents in more than one window.
+        longer: share of documents longer than a window, which no packing could keep whole.
+        lost: share of tokens whose document began in an earlier window.
     """
 
     documents: int
     tokens: int
-    cut: float  # of documents: in more than one window
-    longer: float  # of documents: longer than a window, which no packing would keep whole
-    lost: float  # of tokens: they see no beginning of their document, which an earlier window has
+    cut: float
+    longer: float
+    lost: float
 
     def __str__(self) -> str:
         return (
-            f"of {self.documents:,} documents {self.cut:.1%} are cut ({self.longer:.1%} are longer than a window), so that "
-            f"{self.lost:.1%} of tokens do not see where their document begins"
+            f"of {self.documents:,} documents {self.cut:.1%} are cut "
+            f"({self.longer:.1%} are longer than a window), so that {self.lost:.1%} of tokens do not see "
+            "where their document begins"
         )
 
 
-def waste_of(source: TokenSource, end_of_text: int, sequence_length: int) -> Waste:
-    """As the first LOOKED_AT tokens of a split show it: documents are shuffled when they are written. Of the whole split, ``waste`` of
-    the lengths in its index says it (``launch/prepare.py inspect=FOLDER``)."""
-    tokens = np.empty((1, min(LOOKED_AT, source.tokens)), dtype=np.int64)
+def estimate_waste(source: TokenSource, end_of_text: int, sequence_length: int) -> WindowWaste:
+    """Estimate the waste from the first LOOKED_AT tokens of a split, which is shuffled.
+
+    ``compute_waste`` of the lengths in a split's index is exact (``launch/prepare.py inspect=FOLDER``).
+    """
+    tokens = np.empty((1, min(SAMPLED_TOKENS, source.tokens)), dtype=np.int64)
     source.read(np.zeros(1, dtype=np.int64), tokens)
     lengths = np.diff(np.flatnonzero(tokens[0] == end_of_text), prepend=-1)
-    return waste(
-        lengths if len(lengths) else np.array([tokens.size]), sequence_length
-    )  # the last one, which is not whole, counts alone
+    # Without a complete document, the incomplete one counts.
+    return compute_waste(lengths if len(lengths) else np.array([tokens.size]), sequence_length)
 
 
-def waste(lengths: npt.NDArray[Any], sequence_length: int) -> Waste:
-    """Of documents of ``lengths`` tokens (integers [documents], end-of-text included), one after another, in windows of
-    ``sequence_length`` inputs. O(documents), in bounded memory beside ``lengths``.
+def compute_waste(lengths: npt.NDArray[Any], sequence_length: int) -> WindowWaste:
+    """Compute the waste for documents of the given lengths in windows of ``sequence_length`` inputs.
 
-    A window's edge that comes ``j`` tokens after a document's first one (``1 <= j < length``) leaves ``length - j`` tokens without
-    it; of the ``sequence_length`` places that the first edge after it can have, all are equally frequent.
+    Args:
+        lengths: tokens of each document, end-of-text included, integers [documents].
+
+    Takes O(documents) time and bounded additional memory. A window edge ``j`` tokens after a document's first
+    token (``1 <= j < length``) separates ``length - j`` tokens from it; all ``sequence_length`` positions of
+    the first edge are equally frequent.
     """
     size = sequence_length
     tokens = cut = longer = lost = 0
     for start in range(0, len(lengths), LENGTHS_AT_ONCE):
-        some = lengths[start : start + LENGTHS_AT_ONCE].astype(np.int64)
-        edges = np.clip(some - 1, 0, size)  # places of the first edge that cut the document
-        tokens += int(some.sum())
-        cut += int(edges.sum())
-        longer += int((some > size).sum())
-        lost += int((edges * some - edges * (edges + 1) // 2).sum())
+        part = lengths[start : start + LENGTHS_AT_ONCE].astype(np.int64)
+        cuts = np.clip(part - 1, 0, size)  # positions of the first edge that cut the document
+        tokens += int(part.sum())
+        cut += int(cuts.sum())
+        longer += int((part > size).sum())
+        lost += int((cuts * part - cuts * (cuts + 1) // 2).sum())
     documents = len(lengths)
-    return Waste(
+    return WindowWaste(
         documents,
         tokens,
         cut / (size * max(documents, 1)),

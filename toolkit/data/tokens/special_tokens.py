@@ -1,4 +1,4 @@
-"""Strings of special tokens in text: found, counted, and encoded as ``data.special_tokens`` asks."""
+"""Strings of special tokens in text: search, count, and encoding as ``data.special_tokens`` requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from toolkit.errors import InputError, Problem
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-AROUND = 30  # characters shown on each side of what was found
+AROUND = 30  # characters of context shown on each side of a match
 
 
-class SpecialStrings:
-    """The strings of a tokenizer's special tokens. Searching costs about a thousandth of tokenising."""
+class SpecialTokenFinder:
+    """Finds the strings of a tokenizer's special tokens. A search costs about a thousandth of tokenising."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = [
@@ -24,34 +24,40 @@ class SpecialStrings:
             for token in tokenizer.get_added_tokens_decoder().values()
             if token.special and token.content
         ]
-        # The longest first, as tokenizers matches them.
+        # The longest first, as the package tokenizers matches them.
         alternatives = "|".join(
             re.escape(content) for content in sorted(special, key=lambda content: (-len(content), content))
         )
         self._pattern = re.compile(alternatives) if alternatives else None
 
     def count(self, text: str) -> Counter[str]:
-        """String of a special token -> how often the text contains it."""
+        """Count the occurrences of each special token's string."""
         return Counter(self._pattern.findall(text)) if self._pattern else Counter()
 
-    def check(self, text: str, *, where: str, key: str) -> None:
-        """Raises InputError if the text contains one.
+    def check(self, text: str, *, location: str, key: str) -> None:
+        """Raise InputError if the text contains a special token's string.
 
         Args:
-            where: the document, as a user can find it.
+            where: names the document in the error.
             key: the setting that refuses such text.
         """
         found = self._pattern.search(text) if self._pattern else None
         if found is None:
             return
-        shown = text[max(0, found.start() - AROUND) : found.end() + AROUND]
-        rule = f"with {key}=refuse, no text contains the string of one of the tokenizer's special tokens (here: {found.group()})"
-        remedy = f"write {key}=parse to make it that token, as in rendered conversations, or {key}=text to treat it as ordinary text"
-        raise InputError(Problem(key, f"{where}: {shown!r}", rule, remedy))
+        context = text[max(0, found.start() - AROUND) : found.end() + AROUND]
+        rule = (
+            f"with {key}=refuse, no text contains the string of one of the tokenizer's special tokens "
+            f"(here: {found.group()})"
+        )
+        remedy = (
+            f"write {key}=parse to encode it as that token, as in rendered conversations, "
+            f"or {key}=text to treat it as ordinary text"
+        )
+        raise InputError(Problem(key, f"{location}: {context!r}", rule, remedy))
 
 
-def prepare_tokenizer(tokenizer: Tokenizer, mode: SpecialTokens) -> None:
-    """From now on the tokenizer encodes whole texts, without padding, and special tokens as ``mode`` asks."""
+def configure_tokenizer(tokenizer: Tokenizer, mode: SpecialTokens) -> None:
+    """Configure the tokenizer for whole texts without padding, and special tokens as in ``mode``."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = mode is not SpecialTokens.parse

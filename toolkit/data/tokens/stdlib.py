@@ -1,12 +1,12 @@
-"""The embedded data set: the source files of the running Python's standard library, real text that every machine has.
+"""The embedded data set: the source files of the running Python's standard library.
 
-    ensure("data/stdlib", vocab_size=4096, progress=progress)
+    ensure_stdlib("data/stdlib", vocab_size=4096, progress=progress)
 
     data/stdlib/manifest.json          points to the newest generation
     data/stdlib/<fingerprint>/         one generation: manifest.json, shards, tokenizer/
 
-The fingerprint is of the files' names and bytes and of the recipe. A generation appears by one rename and is never
-changed, so runs that use an older one (another vocabulary, another Python) go on undisturbed.
+The fingerprint covers the files' names and bytes and the recipe. A generation appears by one rename and never
+changes, so runs can continue to use an older one (another vocabulary, another Python).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pathlib import Path
 
 import xxhash
 
-from toolkit.data.manifest import NAME, DataManifest, Origin, read_manifest, write_manifest
-from toolkit.data.tokens import tokenizer as bpe
+from toolkit.data.manifest import MANIFEST_NAME, DataManifest, DataOrigin, read_manifest, write_manifest
 from toolkit.data.tokens.index import token_dtype
+from toolkit.data.tokens.tokenizer import encode_texts, save_tokenizer, train_bpe
 from toolkit.data.tokens.writer import SplitWriter
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder
 from toolkit.progress import Progress
 
-RECIPE = 1  # raise it when the same files would give other tokens
+RECIPE = 1  # increase it if the same files would give other tokens
 LICENCE = "PSF-2.0"
-# Tests are a third of the library and read like each other; the rest is not part of it.
+# Tests are a third of the library and are repetitive; the other folders are not part of it.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 VALIDATION_PERMILLE = 75
 TEXTS_AT_ONCE = 64
@@ -42,31 +42,33 @@ WAIT_SECONDS = 600.0
 Texts = Sequence[tuple[str, bytes]]  # relative path, content
 
 
-def ensure(
+def ensure_stdlib(
     path: str | Path, vocab_size: int, progress: Progress | None = None, *, root: Path | None = None
 ) -> DataManifest:
-    """Make the data folder ``path`` if its generation is not there; else find it, in a fraction of a second.
+    """Make the data folder ``path``, unless it already has the current generation.
 
-    Any number of processes may call it at once: one makes the data, the others wait. A killed one leaves nothing that is
-    mistaken for data. The same files give the same bytes on every machine.
+    Any number of processes may call this function at once: one makes the data, the others wait. A killed
+    process leaves nothing that could be mistaken for data. The same files give the same bytes on every
+    machine.
 
     Args:
-        vocab_size: of the tokenizer; a small text may give fewer tokens.
+        vocab_size: the requested size of the vocabulary; a small text may give fewer tokens.
         root: the folder whose ``.py`` files are the text; the standard library by default.
 
     Raises:
-        InputError: there are no such files, ``path`` cannot be written, or another process does not finish.
+        InputError: there are no such files, ``path`` cannot be written, or another process does not finish in
+            time.
     """
     path, progress = Path(path), progress or Progress.silent()
-    texts = source_texts(root or Path(sysconfig.get_path("stdlib")))
-    fingerprint = fingerprint_of(texts, vocab_size)
+    texts = read_source_texts(root or Path(sysconfig.get_path("stdlib")))
+    fingerprint = hash_texts(texts, vocab_size)
     generation = path / fingerprint[:12]
-    if not _in_place(path, generation):
+    if not _is_current(path, generation):
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with _locked(path / ".lock"):
-                if not (generation / NAME).is_file():
-                    _make(generation, texts, fingerprint, vocab_size, progress)
+            with _lock(path / ".lock"):
+                if not (generation / MANIFEST_NAME).is_file():
+                    _write_generation(generation, texts, fingerprint, vocab_size, progress)
                 write_manifest(read_manifest(generation), path)
         except OSError as error:
             remedy = "name a folder that can be written and has room: data.path=FOLDER"
@@ -76,14 +78,20 @@ def ensure(
     return read_manifest(generation)
 
 
-def source_texts(root: Path) -> Texts:
-    """Every ``.py`` file under ``root`` but the SKIPPED folders, by path. Raises InputError where there is none."""
+def read_source_texts(root: Path) -> Texts:
+    """Read every ``.py`` file under ``root`` except SKIPPED folders, sorted by path.
+
+    Raises InputError if there is none.
+    """
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        remedy = "install a Python that brings its library as files, or train on your own text: data=prepared data.path=FOLDER"
+        remedy = (
+            "install a Python that has its library as files, "
+            "or train on your own text: data=prepared data.path=FOLDER"
+        )
         raise InputError(
             Problem(
                 "data.name",
@@ -95,8 +103,8 @@ def source_texts(root: Path) -> Texts:
     return sorted((file.relative_to(root).as_posix(), file.read_bytes()) for file in files)
 
 
-def fingerprint_of(texts: Texts, vocab_size: int) -> str:
-    """Of everything that decides the tokens: 32 hex digits."""
+def hash_texts(texts: Texts, vocab_size: int) -> str:
+    """Hash everything that determines the tokens: 32 hex digits."""
     hasher = xxhash.xxh3_128(f"{RECIPE} {vocab_size} {VALIDATION_PERMILLE}".encode())
     for name, content in texts:
         hasher.update(f"\0{name}\0{len(content)}\0".encode())
@@ -105,40 +113,43 @@ def fingerprint_of(texts: Texts, vocab_size: int) -> str:
 
 
 def is_validation(content: bytes) -> bool:
-    """By the document's own hash: equal documents fall on the same side, whatever else is in the data."""
+    """Decide by the document's hash, so that equal documents are in the same split in all data."""
     return xxhash.xxh3_64_intdigest(content) % 1000 < VALIDATION_PERMILLE
 
 
-def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, progress: Progress) -> None:
-    """Write the generation beside its place and rename it. The caller holds the lock."""
-    for left_over in generation.parent.glob(
-        "*.partial"
-    ):  # of a killed process: nobody else writes while we hold the lock
-        shutil.rmtree(left_over)
-    if generation.exists():  # without its manifest: somebody emptied it
+def _write_generation(
+    generation: Path, texts: Texts, fingerprint: str, vocab_size: int, progress: Progress
+) -> None:
+    """Write the generation to a temporary folder and rename it. The caller holds the lock."""
+    # Temporary folders are left by killed processes: only the holder of the lock writes here.
+    for abandoned_folder in generation.parent.glob("*.partial"):
+        shutil.rmtree(abandoned_folder)
+    if generation.exists():  # incomplete: its manifest was deleted
         shutil.rmtree(generation)
     partial = generation.with_name(f"{generation.name}.partial")
     partial.mkdir()
     size = sum(len(content) for _, content in texts)
-    # Shuffled once, by hash: an order that does not depend on names or on how many files there are.
+    # Shuffled once, by hash, so that the order does not depend on names or on the number of files.
     shuffled = sorted(texts, key=lambda text: (xxhash.xxh3_64_intdigest(text[1], seed=RECIPE), text[0]))
     train = [content for _, content in shuffled if not is_validation(content)]
     validation = [content for _, content in shuffled if is_validation(content)]
-    tokenizer = bpe.train_bpe(_decoded(train, "training the tokenizer", progress), vocab_size)
-    info = bpe.save(tokenizer, partial)
+    tokenizer = train_bpe(_iterate_texts(train, "training the tokenizer", progress), vocab_size)
+    info = save_tokenizer(tokenizer, partial)
     dtype = token_dtype(info.size)
     splits = {}
     with progress.task("tokenising", total=size, unit="B") as task, ExitStack() as open_writers:
         for name, documents in (("train", train), ("validation", validation)):
             writer = open_writers.enter_context(SplitWriter(partial, name, dtype))
             for first in range(0, len(documents), TEXTS_AT_ONCE):
-                some = documents[first : first + TEXTS_AT_ONCE]
-                for tokens in bpe.encode(tokenizer, [_text(document) for document in some], info.end_of_text):
+                batch = documents[first : first + TEXTS_AT_ONCE]
+                for tokens in encode_texts(
+                    tokenizer, [_decode(document) for document in batch], info.end_of_text
+                ):
                     writer.add(tokens)
-                task.advance(sum(map(len, some)))
+                task.advance(sum(map(len, batch)))
             splits[name] = writer.close()
     python = ".".join(map(str, sys.version_info[:3]))
-    origin = Origin(f"standard library of Python {python}", LICENCE, len(texts), size, fingerprint)
+    origin = DataOrigin(f"standard library of Python {python}", LICENCE, len(texts), size, fingerprint)
     write_manifest(
         DataManifest(folder=partial, dtype=dtype.name, origin=origin, tokenizer=info, splits=splits), partial
     )
@@ -146,30 +157,30 @@ def _make(generation: Path, texts: Texts, fingerprint: str, vocab_size: int, pro
     sync_folder(generation.parent)
 
 
-def _text(content: bytes) -> str:
+def _decode(content: bytes) -> str:
     return content.decode("utf-8", errors="replace")
 
 
-def _decoded(documents: Sequence[bytes], description: str, progress: Progress) -> Iterator[str]:
+def _iterate_texts(documents: Sequence[bytes], description: str, progress: Progress) -> Iterator[str]:
     with progress.task(description, total=sum(map(len, documents)), unit="B") as task:
         for document in documents:
-            yield _text(document)
+            yield _decode(document)
             task.advance(len(document))
 
 
-def _in_place(path: Path, generation: Path) -> bool:
-    """The generation is whole and the folder's manifest points to it."""
-    if not (generation / NAME).is_file():
+def _is_current(path: Path, generation: Path) -> bool:
+    """Return whether the generation is complete and the folder's manifest points to it."""
+    if not (generation / MANIFEST_NAME).is_file():
         return False
     try:
         return read_manifest(path).folder == generation
-    except InputError:  # absent, or of an older format: written anew
+    except InputError:  # absent, or of an older format: it is written again
         return False
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone among processes. The kernel lets go of the lock when its holder ends, however it ends."""
+def _lock(path: Path) -> Iterator[None]:
+    """Exclude other processes. The kernel releases the lock when its holder exits for any reason."""
     deadline = time.monotonic() + WAIT_SECONDS
     with path.open("w") as file:
         while True:

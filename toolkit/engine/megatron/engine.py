@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import Shard, StateReader
-from toolkit.data.evaluation import IGNORED
+from toolkit.data.evaluation import IGNORE_INDEX
 from toolkit.engine import seeding
 from toolkit.engine.megatron import cpu, patches
 from toolkit.engine.optimizers import has_optimizer_state, master_or_weight_key
@@ -187,7 +187,7 @@ class MegatronEngine:
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 with self._recorder.part(FORWARD):
-                    total = (output.float() * (labels != IGNORED)).sum()
+                    total = (output.float() * (labels != IGNORE_INDEX)).sum()
                     return total * (weight or 0.0), total.detach().double()
 
             return losses, loss
@@ -231,7 +231,7 @@ class MegatronEngine:
         found = list(micro_batches)
         stages = self._plan.axes.pipeline if len(self._model.chunks) > 1 else 1
         while len(found) % stages:
-            found.append({**found[0], "labels": torch.full_like(found[0]["labels"], IGNORED)})
+            found.append({**found[0], "labels": torch.full_like(found[0]["labels"], IGNORE_INDEX)})
         return found
 
     def _seed_micro_batch(self, step: int, micro_batch: int, chunk: int) -> None:

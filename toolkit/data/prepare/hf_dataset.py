@@ -1,4 +1,4 @@
-"""Any ``datasets`` source as rows: a folder that ``save_to_disk`` wrote, else whatever ``load_dataset`` streams (a folder or a hub id)."""
+"""Rows of a ``datasets`` source: a folder of ``save_to_disk``, or a folder or hub id to stream."""
 
 from __future__ import annotations
 
@@ -16,41 +16,46 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 64
 
 
-def ranges(path: str, config: InputDatasetConfig, aim: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges [start, end) of rows of about ``aim`` bytes, with their bytes; of a streamed dataset its shards, of unknown bytes."""
+def row_ranges(path: str, config: InputDatasetConfig, target_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ranges [start, end) of rows of about ``aim`` bytes, with their bytes.
+
+    For a streamed dataset the ranges are its shards, of unknown size.
+    """
     from datasets import Dataset
 
     opened = _open(path, config.name, config.split, config.revision)
     if not isinstance(opened, Dataset):
         yield from ((number, number + 1, 0) for number in range(opened.num_shards))
         return
-    rows = max(1, int(opened.num_rows * aim / max(1, opened.data.nbytes)))
+    rows = max(1, int(opened.num_rows * target_bytes / max(1, opened.data.nbytes)))
     for start in range(0, opened.num_rows, rows):
         end = min(start + rows, opened.num_rows)
         yield start, end, opened.data.nbytes * (end - start) // opened.num_rows
 
 
-def records(
+def read_range(
     path: str, config: InputDatasetConfig, column: str, start: int, end: int
 ) -> Iterator[tuple[int, Any]]:
-    """(number, {column: value}) of a range of :func:`ranges`; the number is the row's, in its shard where it is streamed. Of
-    ``meta.body`` the column is ``meta``, unless one has that whole name."""
+    """Yield (number, {column: value}) of a range; numbers of a streamed dataset count in its shard.
+
+    For ``meta.body`` the column is ``meta``, unless a column has that whole name.
+    """
     from datasets import Dataset
 
     opened = _open(path, config.name, config.split, config.revision)
-    whole = isinstance(opened, Dataset)
-    chosen: Any = (
+    map_style = isinstance(opened, Dataset)
+    selected: Any = (
         opened.select(range(start, end))
         if isinstance(opened, Dataset)
         else opened.shard(opened.num_shards, start)
     )
-    number = start if whole else 0
-    for table in chosen.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+    number = start if map_style else 0
+    for table in selected.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
         name = column if column in table.column_names else column.partition(".")[0]
         if name not in table.column_names:
-            seen, there = f"text={column}, no such column in {path}", ", ".join(table.column_names)
+            seen, available = f"text={column}, no such column in {path}", ", ".join(table.column_names)
             raise InputError(
-                Problem("text", seen, f"the columns are {there}", "write text=COLUMN with one of them")
+                Problem("text", seen, f"the columns are {available}", "write text=COLUMN with one of them")
             )
         for value in table.column(name).to_pylist():
             yield number, {name: value}
@@ -69,5 +74,8 @@ def _open(path: str, name: str | None, split: str, revision: str | None) -> Data
         return datasets.load_dataset(path, name, split=split, streaming=True, revision=revision)
     except (KeyError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         seen = f"input={path} dataset.split={split}: {type(error).__name__} {error}"
-        remedy = "write input=FOLDER or a hub id that is reachable, with dataset.split=, dataset.name= and dataset.revision= as it has them"
+        remedy = (
+            "write input=FOLDER or a hub id that is reachable, "
+            "with its dataset.split=, dataset.name= and dataset.revision="
+        )
         raise InputError(Problem("input", seen, "the package datasets opens the input", remedy)) from error

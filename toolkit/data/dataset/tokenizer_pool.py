@@ -1,4 +1,4 @@
-"""The parent's side of the tokenizer processes."""
+"""A pool of tokenizer processes (tokenizer_worker.py), seen from the training process."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from toolkit.config.special_tokens import SpecialTokens
 from toolkit.errors import InputError
 
 Ints = npt.NDArray[np.int64]
-Texts = tuple[
-    bytes | memoryview, Ints
-]  # UTF-8 of all documents, one after another, and where each ends [documents]
-Encoded = list[npt.NDArray[Any]]  # each document's tokens, uint16 or uint32
+# UTF-8 of all documents, concatenated, and the end of each [documents].
+Texts = tuple[bytes | memoryview, Ints]
+Encoded = list[npt.NDArray[Any]]  # tokens of each document, uint16 or uint32
 Fetch = Callable[[], Texts]
 
-MODULE = "toolkit.data.dataset.worker"
+MODULE = "toolkit.data.dataset.tokenizer_worker"
 
 
 class WorkerDied(RuntimeError):
-    """No mistake of the user's: the same start may well succeed."""
+    """A tokenizer process ended unexpectedly. Not a user error: the same start may succeed."""
 
 
-class Encoders:
-    """``count`` processes that tokenise. A thread each serves one of them, a request at a time: read, send, receive.
+class TokenizerPool:
+    """``count`` tokenizer processes, each served by a thread: read texts, send, receive tokens.
 
-    So a process waits while its thread reads the next texts, which takes a hundredth of the time that tokenising them does.
+    A process is idle while its thread reads the next texts, which takes a hundredth of the tokenising time.
     """
 
     def __init__(
@@ -70,10 +69,10 @@ class Encoders:
         return [worker.process.pid for worker in self._workers]
 
     def submit(self, fetch: Fetch) -> Future[Encoded]:
-        """The tokens of the texts that ``fetch`` gives; it is called by another thread.
+        """Tokenise the texts that ``fetch`` returns; another thread calls it.
 
-        The future raises what ``fetch`` raises, InputError for a text that ``special_tokens`` refuses, WorkerDied, or
-        CancelledError after ``close``.
+        The future raises what ``fetch`` raises, InputError for a text that ``special_tokens`` refuses,
+        WorkerDied, or CancelledError after ``close``.
         """
         future: Future[Encoded] = Future()
         if self._closed:
@@ -83,13 +82,13 @@ class Encoders:
         return future
 
     def check(self) -> None:
-        """Raises WorkerDied where a process has ended, though nothing may be asked of it for a while."""
+        """Raise WorkerDied if a process has ended, even if no request is pending."""
         for worker in self._workers:
             if worker.process.poll() is not None and not self._closed:
-                raise WorkerDied(worker.how_it_ended())
+                raise WorkerDied(worker.describe_exit())
 
     def close(self) -> None:
-        """End the processes. Who waits for a future gets CancelledError."""
+        """End the processes. Pending futures raise CancelledError."""
         if self._closed:
             return
         self._closed = True
@@ -101,37 +100,38 @@ class Encoders:
             thread.join(timeout=10)
 
     def _serve(self, worker: _Worker) -> None:
-        """Until ``close``; a worker that died refuses every further request."""
+        """Handle requests until ``close``. If the worker died, every further request fails."""
         while (task := self._tasks.get()) is not None:
             fetch, future = task
             try:
                 if self._closed:
                     raise CancelledError
                 future.set_result(worker.encode(*fetch()))
-            except BaseException as error:  # noqa: BLE001  it is raised where the tokens are used
+            except BaseException as error:  # noqa: BLE001  it is raised by future.result()
                 future.set_exception(CancelledError() if self._closed else error)
 
 
 class _Worker:
-    """One process, and the socket to it."""
+    """One process and its socket."""
 
     def __init__(self, arguments: list[str]) -> None:
-        ours, theirs = socket.socketpair()
-        # One core each: `data.dataset.workers` says how many. Nothing of the parent's own threads is inherited by a new program.
+        parent_socket, worker_socket = socket.socketpair()
+        # One core each: `data.dataset.workers` is their number. A new program inherits none of the parent's
+        # threads.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", MODULE, str(theirs.fileno()), *arguments]
+        command = [sys.executable, "-m", MODULE, str(worker_socket.fileno()), *arguments]
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+            command, pass_fds=[worker_socket.fileno()], env=environment, stdin=subprocess.DEVNULL
         )
-        theirs.close()
-        self._pipe = Connection(ours.detach())
+        worker_socket.close()
+        self._pipe = Connection(parent_socket.detach())
 
     def encode(self, text: bytes | memoryview, ends: Ints) -> Encoded:
         try:
             self._pipe.send((bytes(text), ends))
             answer = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise WorkerDied(self.how_it_ended()) from error
+            raise WorkerDied(self.describe_exit()) from error
         if isinstance(answer, InputError):
             raise answer
         if isinstance(answer, str):
@@ -140,18 +140,21 @@ class _Worker:
         return np.split(tokens, np.cumsum(lengths)[:-1])
 
     def end(self) -> None:
-        """The thread that waits for its answer finds the connection closed."""
+        """Kill the process. The thread that waits for its answer finds the connection closed."""
         self.process.kill()
         self.process.wait()
 
-    def how_it_ended(self) -> str:
+    def describe_exit(self) -> str:
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return f"tokenizer process {self.process.pid} closed its connection"
-        how = (
-            f"signal {-code}; without memory the kernel ends processes by signal 9"
+        reason = (
+            f"signal {-code}; if memory runs out, the kernel ends processes with signal 9"
             if code < 0
             else f"exit code {code}"
         )
-        return f"tokenizer process {self.process.pid} ended ({how}). Start again to continue; data.dataset.workers says how many there are"
+        return (
+            f"tokenizer process {self.process.pid} ended ({reason}). Start again to continue; "
+            "data.dataset.workers sets their number"
+        )

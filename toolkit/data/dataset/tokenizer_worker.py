@@ -1,9 +1,10 @@
-"""A tokenizer process: texts in, tokens out, until its parent ends.
+"""A tokenizer process: receives texts and sends tokens until its parent ends.
 
-    python -m toolkit.data.dataset.worker SOCKET TOKENIZER END_OF_TEXT DTYPE SHARE_HELD_OUT SPECIAL_TOKENS
+    python -m toolkit.data.dataset.tokenizer_worker SOCKET TOKENIZER END_OF_TEXT DTYPE HELD_OUT SPECIAL_TOKENS
 
-A program of its own and not a child of multiprocessing: it imports neither the parent's main module nor torch, so it is there in a
-quarter of a second and holds 60 MB. It ends when the socket does, which the kernel closes however the parent dies.
+It is a separate program rather than a child of multiprocessing: it imports neither the parent's main module
+nor torch, so it starts in a quarter of a second and needs 60 MB. It ends when its socket closes, which the
+kernel does for a dead parent.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.config.special_tokens import SpecialTokens
-from toolkit.data.tokens.special_tokens import SpecialStrings, prepare_tokenizer
+from toolkit.data.tokens.special_tokens import SpecialTokenFinder, configure_tokenizer
 from toolkit.errors import InputError
 
-SHOWN = 60  # characters of a document that an error shows
-WATCH_SECONDS = 5.0  # a process forked from the parent may hold the other end open after it
+SHOWN = 60  # characters of a document shown in an error
+WATCH_SECONDS = (
+    5.0  # how often to check the parent: a process forked from it may keep the other end of the socket open
+)
 
 
 def is_held_out(text: bytes, share: float) -> bool:
-    """By the document's own hash: equal documents fall on the same side, whatever else is in the data."""
+    """Decide by the document's hash, so that equal documents are in the same split in all data."""
     return xxhash.xxh3_64_intdigest(text) < share * 2**64
 
 
@@ -39,17 +42,17 @@ def serve(
     held_out: float,
     special_tokens: SpecialTokens,
 ) -> None:
-    """Answer each (text, ends) with (tokens, lengths), with the InputError of a text that ``special_tokens`` refuses, or with the
-    traceback of what went wrong.
+    """Answer each (text, ends) with (tokens, lengths), the InputError of a refused text, or a traceback.
 
-    ``text`` is UTF-8 of all documents, one after another, and ``ends`` int64 [documents]; ``tokens`` are those of all documents,
-    and ``lengths`` int64 [documents]. A document that is held out of training has none; every other ends with ``end_of_text``.
+    ``text`` is the UTF-8 of all documents, concatenated, and ``ends`` int64 [documents]. ``tokens`` are those
+    of all documents and ``lengths`` int64 [documents]. A document that is held out of training has no tokens;
+    every other ends with ``end_of_text``.
     """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(tokenizer_file)
-    prepare_tokenizer(tokenizer, special_tokens)
-    special = SpecialStrings(tokenizer)
+    configure_tokenizer(tokenizer, special_tokens)
+    special = SpecialTokenFinder(tokenizer)
     parent = os.getppid()
     while True:
         while not pipe.poll(WATCH_SECONDS):
@@ -64,29 +67,29 @@ def serve(
                 bytes(text[first:last])
                 for first, last in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)
             ]
-            kept = [not held_out or not is_held_out(document, held_out) for document in documents]
+            is_training = [not held_out or not is_held_out(document, held_out) for document in documents]
             texts = [
                 document.decode(errors="replace")
-                for document, keep in zip(documents, kept, strict=True)
-                if keep
+                for document, is_included in zip(documents, is_training, strict=True)
+                if is_included
             ]
             if special_tokens is SpecialTokens.refuse:
                 for document in texts:
                     special.check(
                         document,
-                        where=f"a document that begins {document[:SHOWN]!r}",
+                        location=f"a document that begins {document[:SHOWN]!r}",
                         key="data.special_tokens",
                     )
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             parts: list[npt.NDArray[np.unsignedinteger]] = [
                 np.array([*encoding.ids, end_of_text], dtype) for encoding in encodings
             ]
-            lengths = np.zeros(len(kept), dtype=np.int64)
-            lengths[np.flatnonzero(kept)] = [len(part) for part in parts]
+            lengths = np.zeros(len(is_training), dtype=np.int64)
+            lengths[np.flatnonzero(is_training)] = [len(part) for part in parts]
             answer: object = (np.concatenate(parts) if parts else np.empty(0, dtype), lengths)
         except InputError as error:
             answer = error
-        except Exception:  # noqa: BLE001  raised in the parent
+        except Exception:  # noqa: BLE001  the parent raises it
             answer = traceback.format_exc()
         try:
             pipe.send(answer)
@@ -95,7 +98,7 @@ def serve(
 
 
 if __name__ == "__main__":
-    # A signal to the whole group means the parent, which saves first and still needs tokens for that step.
+    # Signals to the process group are meant for the parent, which saves first and needs tokens for that step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     serve(
