@@ -29,7 +29,7 @@ GIVE = "give the folder that train.py printed"
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ReportArguments:
     run: Path
     out: Path
     nodes: tuple[Path, ...]
@@ -42,14 +42,14 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.DONE
     try:
         with file_errors():
-            print(f"the report is in {write(read_words(arguments))}")
+            print(f"the report is in {write_report(parse_arguments(arguments))}")
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
     return ExitCode.DONE
 
 
-def read_words(words: Sequence[str]) -> Given:
+def parse_arguments(words: Sequence[str]) -> ReportArguments:
     """Raises InputError with every mistake."""
     options = dict(word.split("=", 1) for word in words if "=" in word and not Path(word).exists())
     runs = [find_run(word, "run") for word in words if "=" not in word or Path(word).exists()]
@@ -83,18 +83,18 @@ def read_words(words: Sequence[str]) -> Given:
     ]
     if problems:
         raise InputError(*problems)
-    return Given(runs[0], Path(options.get("out", runs[0] / "report.html")), nodes)
+    return ReportArguments(runs[0], Path(options.get("out", runs[0] / "report.html")), nodes)
 
 
-def write(given: Given) -> Path:
+def write_report(given: ReportArguments) -> Path:
     """Raises InputError where ``out`` cannot be written."""
     from toolkit.files import write_whole
-    from toolkit.monitor.report.data import read_run
-    from toolkit.monitor.report.page import page
+    from toolkit.monitor.report.page import render_page
+    from toolkit.monitor.report.run_data import read_run
     from toolkit.progress import Progress
 
     with Progress() as progress:
-        html = page(read_run(given.run, progress, nodes=given.nodes))
+        html = render_page(read_run(given.run, progress, nodes=given.nodes))
     try:
         write_whole(given.out, html, durable=False)
     except OSError as error:

@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
-from toolkit.monitor.parts import LOGGING, UNRECORDED, Recorder
 from toolkit.monitor.sink import Row
+from toolkit.monitor.step_parts import LOGGING, UNRECORDED, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StepDone:
 class Hook:
     """Base class of hooks; every event does nothing by default.
 
-    Time spent in a hook counts as its ``part`` of the step (``monitor/parts.py``).
+    Time spent in a hook counts as its ``part`` of the step (``monitor/step_parts.py``).
     """
 
     part: ClassVar[str] = LOGGING

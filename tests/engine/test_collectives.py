@@ -18,8 +18,8 @@ from toolkit.engine import clock as clock_module
 from toolkit.engine import collectives
 from toolkit.engine.clock import CudaClock, SideStreams
 from toolkit.layout.axes import Axes, Axis
-from toolkit.monitor.parts import BACKWARD, UNEXPLAINED, communication
 from toolkit.monitor.recorder import HostClock, StepRecorder
+from toolkit.monitor.step_parts import BACKWARD, UNEXPLAINED, communication
 from toolkit.testing.dist import RankPool
 
 AXES = Axes(tensor=2, data=2)
@@ -64,7 +64,7 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
         recorder.next_step(3)
         assert len(collectives.last_calls()) > len(found)  # a thread's calls are not the step's, and can hang
     assert collectives.last_calls() == []
-    first, second = recorder.taken()
+    first, second = recorder.take_steps()
     return found, dict(first.parts), dict(second.parts)
 
 
@@ -131,4 +131,4 @@ def test_waiting_for_a_side_stream_is_what_was_put_there(monkeypatch: pytest.Mon
     recorder.next_step(2)
     streams.close()
     assert torch.cuda.Stream.wait_stream is waits
-    assert recorder.taken()[0].parts == {UNEXPLAINED: 0, BACKWARD: 3, communication("data"): 2}
+    assert recorder.take_steps()[0].parts == {UNEXPLAINED: 0, BACKWARD: 3, communication("data"): 2}

@@ -25,7 +25,7 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.subprocess_sink import SubprocessSink
-from toolkit.monitor.sinks.wandb import WandbSink, part
+from toolkit.monitor.sinks.wandb import WandbSink, wandb_run
 
 STEPS, STEP_SECONDS = 100, 0.02
 START_SECONDS, CLOSE_SECONDS = 1.5, 4.0
@@ -140,7 +140,7 @@ def online(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wandb(folder: Path, node: int, start_seconds: float, close_seconds: float) -> QueuedSink:
     arguments = {
-        "part": part(folder, "1a2b3c4d", WandbMode.online, node, 2),
+        "part": wandb_run(folder, "1a2b3c4d", WandbMode.online, node, 2),
         "mode": WandbMode.online,
         "project": "p",
         "entity": "us",

@@ -16,9 +16,9 @@ import pytest
 from tests.monitor.fake_nvml import GIB, FakeGpu, FakeNvml
 from tests.train.fakes import FakeClock
 from toolkit.monitor.system import gpu as gpu_module
-from toolkit.monitor.system import gpu_measures
-from toolkit.monitor.system.gpu import Gpus, XidEvents, find_cards, open_gpus
-from toolkit.monitor.system.gpu_codes import HARMFUL, REASONS, XIDS, is_harmful, reasons_of, xid_of
+from toolkit.monitor.system import gpu_metrics
+from toolkit.monitor.system.gpu import NodeGpus, XidEvents, find_gpus, open_gpus
+from toolkit.monitor.system.gpu_codes import HARMFUL, REASONS, XIDS, is_harmful, throttle_reasons, xid_info
 
 HOPPER = {
     "name": "NVIDIA H100 80GB HBM3",
@@ -58,12 +58,12 @@ HOPPER = {
 }
 
 
-def opened(nvml: FakeNvml, count: int = 8, selection: str | None = None) -> Gpus:
+def opened(nvml: FakeNvml, count: int = 8, selection: str | None = None) -> NodeGpus:
     nvml.nvmlInit()
-    return Gpus(nvml, find_cards(nvml, selection)[:count], FakeClock())
+    return NodeGpus(nvml, find_gpus(nvml, selection)[:count], FakeClock())
 
 
-def second_reading(gpus: Gpus, *, after: float = 10.0) -> dict[str, Any]:
+def second_reading(gpus: NodeGpus, *, after: float = 10.0) -> dict[str, Any]:
     gpus.read()
     gpus._clock.now += after  # type: ignore[attr-defined]
     return gpus.read()
@@ -110,7 +110,7 @@ def test_rates_need_two_readings() -> None:
 def test_an_older_gpu_and_driver_have_what_they_have(caplog: pytest.LogCaptureFixture) -> None:
     """A V100 with a driver of 2021: older functions, counters of the links, no row remapping, no performance monitor."""
     tx, rx = (
-        (kind, gpu_measures.ALL_LINKS)
+        (kind, gpu_metrics.ALL_LINKS)
         for kind in (
             pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
             pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
@@ -242,7 +242,7 @@ def many() -> FakeNvml:
 def test_gpus_are_those_that_cuda_shows(selection: str | None, expected: list[str]) -> None:
     nvml = many()
     nvml.nvmlInit()
-    cards = find_cards(nvml, selection)
+    cards = find_gpus(nvml, selection)
     assert [card.uuid[: len("GPU-00000000")] for card in cards] == expected
     assert [card.place for card in cards] == list(range(len(expected)))
 
@@ -324,14 +324,14 @@ def test_reasons_are_pynvmls() -> None:
     ],
 )
 def test_bits_have_names(bits: int, names: tuple[str, ...], harmful: bool) -> None:
-    assert reasons_of(bits) == names
+    assert throttle_reasons(bits) == names
     assert is_harmful(names) is harmful
 
 
 def test_xids_that_training_meets_are_explained() -> None:
     assert {13, 31, 43, 45, 48, 63, 64, 74, 79, 92, 94, 95, 119, 120} <= XIDS.keys()
     assert all(one.meaning and one.next_step for one in XIDS.values())
-    assert "not in this toolkit's table" in xid_of(9999).meaning
+    assert "not in this toolkit's table" in xid_info(9999).meaning
 
 
 # ---- the fake and the real
@@ -359,7 +359,7 @@ def used_names(path: str) -> tuple[set[str], list[tuple[str, int]]]:
     return names, calls
 
 
-USED = [used_names(str(module.__file__)) for module in (gpu_module, gpu_measures)]
+USED = [used_names(str(module.__file__)) for module in (gpu_module, gpu_metrics)]
 
 
 def test_pynvml_has_every_name_and_takes_every_call() -> None:

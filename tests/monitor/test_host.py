@@ -16,8 +16,13 @@ import psutil
 import pytest
 
 from tests.train.fakes import FakeClock
-from toolkit.monitor.system.figures import COLLECTED_BY_WANDB, Rates, Thrifty, beyond_wandb
-from toolkit.monitor.system.host import TREE_SECONDS, Host, cgroup_memory, trees
+from toolkit.monitor.system.host import TREE_SECONDS, HostMetrics, process_trees, read_cgroup_memory
+from toolkit.monitor.system.metrics import (
+    COLLECTED_BY_WANDB,
+    CounterRates,
+    SteadyMetricFilter,
+    without_wandb_metrics,
+)
 
 MIB = 2**20
 ALWAYS = {
@@ -84,7 +89,7 @@ def test_a_group_of_version_2_has_a_limit_without_its_page_cache(tmp_path: Path)
             f"{group}/memory.stat": "anon 300\nactive_file 200\ninactive_file 350\nshmem 50\n",
         },
     )
-    assert cgroup_memory(root) == (1000, 350)
+    assert read_cgroup_memory(root) == (1000, 350)
 
 
 def test_the_tightest_of_several_limits_counts(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_the_tightest_of_several_limits_counts(tmp_path: Path) -> None:
             f"{base}/b/memory.stat": "anon 100\n",
         },
     )
-    assert cgroup_memory(root) == (1000, 950)
+    assert read_cgroup_memory(root) == (1000, 950)
 
 
 def test_a_group_of_version_1(tmp_path: Path) -> None:
@@ -117,7 +122,7 @@ def test_a_group_of_version_1(tmp_path: Path) -> None:
             f"{base}/docker/x/memory.stat": "total_active_file 300\ntotal_inactive_file 200\nactive_file 1\n",
         },
     )
-    assert cgroup_memory(root) == (2000, 1000)
+    assert read_cgroup_memory(root) == (2000, 1000)
 
 
 def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
@@ -131,14 +136,14 @@ def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
             f"{base}/memory.stat": "total_inactive_file 500\n",
         },
     )
-    assert cgroup_memory(root) == (2000, 1000)
-    assert cgroup_memory(write(tmp_path / "none", {"proc/self/cgroup": "0::/\n"})) is None
-    assert cgroup_memory(tmp_path / "no-proc") is None
+    assert read_cgroup_memory(root) == (2000, 1000)
+    assert read_cgroup_memory(write(tmp_path / "none", {"proc/self/cgroup": "0::/\n"})) is None
+    assert read_cgroup_memory(tmp_path / "no-proc") is None
 
 
 def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
     clock = FakeClock()
-    host = Host(tmp_path / "not" / "yet", {5: os.getpid()}, clock=clock)
+    host = HostMetrics(tmp_path / "not" / "yet", {5: os.getpid()}, clock=clock)
     first = host.read()
     clock.now += 10
     row = host.read()
@@ -152,7 +157,7 @@ def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
     # With children: other tests in this process may have left some.
     held = sum(
         memory.rss - memory.shared
-        for memory in (process.memory_info() for process in trees({5: os.getpid()})[5])
+        for memory in (process.memory_info() for process in process_trees({5: os.getpid()})[5])
     )
     assert abs(float(row["rank/5/private_bytes"]) - held) < 100 * MIB
 
@@ -172,7 +177,7 @@ def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> No
         },
     )
     clock = FakeClock()
-    host = Host(tmp_path, {}, root=root, clock=clock)
+    host = HostMetrics(tmp_path, {}, root=root, clock=clock)
     host.read()
     write(root, {disk: "1 0 300 7 2 0 1400 9 0 3 4\n", f"{port}/port_rcv_data": "51000\n"})
     clock.now += 10
@@ -185,11 +190,11 @@ def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> No
 
 def test_a_ranks_children_count_to_it_and_other_ranks_do_not(two_processes: int, tmp_path: Path) -> None:
     clock = FakeClock()
-    host = Host(tmp_path, {0: os.getpid(), 1: two_processes, 2: 2**22 + 1}, clock=clock)
+    host = HostMetrics(tmp_path, {0: os.getpid(), 1: two_processes, 2: 2**22 + 1}, clock=clock)
     row = host.read()
     assert 100 * MIB < float(row["rank/1/private_bytes"]) < 160 * MIB
     assert "rank/2/private_bytes" not in row
-    found = trees({0: os.getpid(), 1: two_processes})
+    found = process_trees({0: os.getpid(), 1: two_processes})
     assert len(found[1]) == 2
     assert two_processes not in {process.pid for process in found[0]}
     # Processes that end are left out; new ones are found a minute later.
@@ -206,7 +211,7 @@ def test_a_ranks_children_count_to_it_and_other_ranks_do_not(two_processes: int,
 
 
 def test_a_rate_is_the_increase_a_second() -> None:
-    rates = Rates()
+    rates = CounterRates()
     assert rates.per_second("a", 100, 1.0) is None
     assert rates.per_second("a", 160, 4.0) == 20
     assert rates.per_second("b", 5, 4.0) is None
@@ -216,7 +221,7 @@ def test_a_rate_is_the_increase_a_second() -> None:
 
 
 def test_steady_figures_are_written_where_they_change() -> None:
-    thrifty = Thrifty()
+    thrifty = SteadyMetricFilter()
     row = {"step": 1, "gpu/0/name": "H100", "gpu/0/ecc_corrected_errors": 0, "gpu/0/utilization_percent": 97}
     assert thrifty(dict(row)) == row
     assert thrifty({**row, "step": 2}) == {"step": 2, "gpu/0/utilization_percent": 97}
@@ -236,7 +241,7 @@ def test_w_and_b_gets_what_it_does_not_collect() -> None:
         "host/load_1m": 2.0,
         "rank/1/private_bytes": 7,
     }
-    assert beyond_wandb(row) == {
+    assert without_wandb_metrics(row) == {
         "step": 4,
         "gpu/3/throttled": 1,
         "gpu/power_watts_sum": 5000.0,

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.monitor.probe import (
+from toolkit.monitor.link_probe import (
     ALL_REDUCE,
     SEND,
-    Timed,
+    LinkTiming,
     bus_bandwidth,
-    missing_row,
+    format_probe,
     probe_row,
     quantile,
-    words,
+    unprobed_row,
 )
 
-TIMED = Timed(
+TIMED = LinkTiming(
     operation=SEND,
     ranks=2,
     small_seconds=[1e-4] * 99 + [5e-3],
@@ -37,7 +37,7 @@ def test_quantiles_are_values_that_were_measured() -> None:
 
 
 def test_an_outlier_shows_in_p99_only() -> None:
-    slower = Timed(
+    slower = LinkTiming(
         operation=SEND, ranks=2, small_seconds=[1e-4] * 29 + [5e-3], large_bytes=1, large_seconds=[1.0]
     )
     assert slower.latency_p50 == TIMED.latency_p50 == 1e-4
@@ -56,7 +56,7 @@ def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
     assert seconds(0) == pytest.approx(1e-4)
     assert seconds(4_000_000) == pytest.approx(4.1e-3)
     assert seconds(2_000_000) == pytest.approx(2.1e-3)
-    backwards = Timed(
+    backwards = LinkTiming(
         operation=SEND, ranks=2, small_seconds=[1e-3], large_bytes=100, large_seconds=[1e-4]
     ).transfer()
     assert backwards(100) == 1e-3
@@ -74,7 +74,10 @@ def test_words_name_a_slow_group_where_there_is_one() -> None:
         fastest_large=4e-3,
         slowest_of=(0, 2),
     )
-    assert words(row) == "probe of axis data (2 ranks): all_reduce 200 µs (p99 900), bus bandwidth 1.00 GB/s"
+    assert (
+        format_probe(row)
+        == "probe of axis data (2 ranks): all_reduce 200 µs (p99 900), bus bandwidth 1.00 GB/s"
+    )
     slow = probe_row(
         "data",
         operation=ALL_REDUCE,
@@ -86,7 +89,7 @@ def test_words_name_a_slow_group_where_there_is_one() -> None:
         fastest_large=4e-3,
         slowest_of=(1, 3),
     )
-    assert words(slow).endswith(
+    assert format_probe(slow).endswith(
         "bus bandwidth 0.10 GB/s, the fastest group 1.00 GB/s; the slowest: ranks 1, 3"
     )
-    assert "not made, no process group" in words(missing_row("tensor", 4))
+    assert "not made, no process group" in format_probe(unprobed_row("tensor", 4))

@@ -17,7 +17,7 @@ import pytest
 from toolkit.errors import ExitCode
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
 from toolkit.monitor.sinks.jsonl import JsonlSink
-from toolkit.monitor.sinks.queued import DROPPED, QueuedSink, size
+from toolkit.monitor.sinks.queued import DROPPED, QueuedSink, count_values
 from toolkit.rows import read_rows
 
 
@@ -141,7 +141,7 @@ def test_memory_is_bounded_whatever_a_rows_form() -> None:
         "parts": {"forward": 0.1, "backward": {"least": 1, "most": 2}},
         "gpus": [{"watts": 1}, {"watts": 2}],
     }
-    assert size(row.values()) == 6
+    assert count_values(row.values()) == 6
     slow = Slow()
     slow.gate.clear()
     sink, _ = queued(slow, waiting=1000)

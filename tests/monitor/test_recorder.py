@@ -11,7 +11,17 @@ from collections.abc import Iterable
 
 import pytest
 
-from toolkit.monitor.parts import (
+from toolkit.monitor.recorder import (
+    MAX_STEPS,
+    MAX_UNREAD_MARKS,
+    PIPELINE,
+    Clock,
+    HostClock,
+    StepRecorder,
+    attribute,
+    step_time,
+)
+from toolkit.monitor.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -21,16 +31,6 @@ from toolkit.monitor.parts import (
     OPTIMIZER,
     UNEXPLAINED,
     communication,
-)
-from toolkit.monitor.recorder import (
-    KEPT,
-    PIPELINE,
-    UNREAD,
-    Clock,
-    HostClock,
-    StepRecorder,
-    attribute,
-    step_time,
 )
 
 TENSOR = communication("tensor")
@@ -69,7 +69,7 @@ def started(**settings: bool) -> tuple[StepRecorder, Hands]:
 
 def parts(recorder: StepRecorder) -> dict[str, float]:
     recorder.next_step(2)
-    (found,) = recorder.taken()
+    (found,) = recorder.take_steps()
     return dict(found.parts)
 
 
@@ -106,7 +106,7 @@ def test_an_evaluation_has_what_is_in_it() -> None:
     for name in (EVALUATION, CHECKPOINT):
         with recorder.part(name):
             clock.now += 1
-            with recorder.part(FORWARD), recorder.exposed("data"):
+            with recorder.part(FORWARD), recorder.collective_part("data"):
                 clock.now += 2
             with recorder.part(CHECKPOINT):
                 clock.now += 3
@@ -169,8 +169,8 @@ def test_before_the_first_step_nothing_is_recorded() -> None:
     recorder.next_step(11)
     clock.now = 8
     recorder.next_step(12)
-    assert [(found.step, found.wall) for found in recorder.taken()] == [(11, 1)]
-    assert recorder.taken() == []
+    assert [(found.step, found.wall) for found in recorder.take_steps()] == [(11, 1)]
+    assert recorder.take_steps() == []
 
 
 def test_steps_are_read_when_the_device_has_come_by() -> None:
@@ -179,50 +179,50 @@ def test_steps_are_read_when_the_device_has_come_by() -> None:
     for step in range(2, 5):
         clock.now += 1
         recorder.next_step(step)
-    assert recorder.taken() == []
+    assert recorder.take_steps() == []
     clock.late = 2
-    assert [found.step for found in recorder.taken()] == [1, 2]
+    assert [found.step for found in recorder.take_steps()] == [1, 2]
     assert clock.released == [0, 1]
     clock.late = 3
-    assert [found.step for found in recorder.taken()] == [3]
+    assert [found.step for found in recorder.take_steps()] == [3]
 
 
 def test_what_nobody_takes_is_bounded() -> None:
     recorder, _ = started()
-    for step in range(2, KEPT + 100):
+    for step in range(2, MAX_STEPS + 100):
         recorder.next_step(step)
-    taken = recorder.taken()
-    assert len(taken) == KEPT
-    assert taken[-1].step == KEPT + 98
+    taken = recorder.take_steps()
+    assert len(taken) == MAX_STEPS
+    assert taken[-1].step == MAX_STEPS + 98
 
 
 def test_marks_that_nobody_takes_are_read_by_the_step() -> None:
     recorder, clock = started()
     for step in range(2, 12):
-        for _ in range(UNREAD // 4):
+        for _ in range(MAX_UNREAD_MARKS // 4):
             with recorder.part(FORWARD):
                 clock.now += 1
         recorder.next_step(step)
-    assert len(clock.released) > 7 * UNREAD // 2
-    assert [found.parts[FORWARD] for found in recorder.taken()] == [UNREAD // 4] * 10
+    assert len(clock.released) > 7 * MAX_UNREAD_MARKS // 2
+    assert [found.parts[FORWARD] for found in recorder.take_steps()] == [MAX_UNREAD_MARKS // 4] * 10
 
 
 def test_waiting_for_another_stage_is_bubble() -> None:
     recorder, clock = started(pipelined=True)
-    recorder.transfers_take(lambda size: size / 1000)
+    recorder.set_transfer_seconds(lambda size: size / 1000)
     with recorder.schedule(), recorder.part(FORWARD):
-        with recorder.passing("pipeline"):
+        with recorder.transfer_start_part("pipeline"):
             clock.now += 1
         with recorder.passed("pipeline", 500):
             clock.now += 2
-        with recorder.exposed("tensor"):
+        with recorder.collective_part("tensor"):
             clock.now += 4
     with recorder.part(OPTIMIZER):
-        with recorder.exposed("data"):
+        with recorder.collective_part("data"):
             clock.now += 8
-        with recorder.exposed("data+pipeline"):
+        with recorder.collective_part("data+pipeline"):
             clock.now += 16
-        with recorder.exposed("all"):
+        with recorder.collective_part("all"):
             clock.now += 32
         with recorder.passed("pipeline", 500):
             clock.now += 64
@@ -233,17 +233,17 @@ def test_waiting_for_another_stage_is_bubble() -> None:
     with recorder.schedule():
         pass
     recorder.next_step(3)
-    with recorder.exposed("all"):  # of the next step: nobody waits for an end of a schedule
+    with recorder.collective_part("all"):  # of the next step: nobody waits for an end of a schedule
         clock.now += 1
     recorder.next_step(4)
-    assert recorder.taken()[-1].parts == {UNEXPLAINED: 0, communication("all"): 1}
+    assert recorder.take_steps()[-1].parts == {UNEXPLAINED: 0, communication("all"): 1}
 
 
 def test_without_stages_a_schedule_has_no_bubble() -> None:
     recorder, clock = started()
     with recorder.schedule():
         clock.now += 1
-    with recorder.exposed("all"):
+    with recorder.collective_part("all"):
         clock.now += 2
     assert parts(recorder) == {UNEXPLAINED: 1, communication("all"): 2}
 

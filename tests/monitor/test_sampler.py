@@ -14,13 +14,13 @@ from typing import Any
 
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health import nodes
-from toolkit.monitor.health.nodes import NodeDetector
+from toolkit.monitor.health import node_detector
+from toolkit.monitor.health.node_detector import NodeDetector
 from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.sinks.jsonl import JsonlSink
-from toolkit.monitor.system.figures import Figures
 from toolkit.monitor.system.gpu import XidEvents, open_gpus
-from toolkit.monitor.system.sampler import CLOSE_SECONDS, GpuSource, Sampler, Source
+from toolkit.monitor.system.metrics import SystemMetrics
+from toolkit.monitor.system.sampler import CLOSE_SECONDS, GpuMetricSource, MetricSource, NodeSampler
 from toolkit.rows import read_rows
 
 EVERY = 0.02
@@ -37,27 +37,27 @@ class Node:
     """One node's sampler over a fake NVML, and what came out of it."""
 
     def __init__(
-        self, number: int, nvml: FakeNvml, host: Callable[[], Figures] = lambda: {"host/load_1m": 0.5}
+        self, number: int, nvml: FakeNvml, host: Callable[[], SystemMetrics] = lambda: {"host/load_1m": 0.5}
     ) -> None:
         self.rows: list[Row] = []
         self.alerts: list[Alert] = []
         self.said: list[str] = []
         self.nvml = nvml
-        self.gpus = GpuSource(
+        self.gpus = GpuMetricSource(
             lambda: open_gpus(nvml, 8, None),
             lambda gpus: XidEvents(nvml, gpus.cards),
             say=self.said.append,
             xid=lambda card, xid: self.alerts.append(
-                nodes.xid(xid, card and card.place, number, self.sampler.step)
+                node_detector.xid_alert(xid, card and card.place, number, self.sampler.step)
             ),
         )
-        self.sampler = Sampler(
+        self.sampler = NodeSampler(
             node=number,
             seconds=EVERY,
             tell=self.said.append,
             sources=[
-                Source("host", host, self.said.append),
-                Source("gpu", self.gpus.read, self.said.append, self.gpus.close),
+                MetricSource("host", host, self.said.append),
+                MetricSource("gpu", self.gpus.read, self.said.append, self.gpus.close),
             ],
             log=self.rows.append,
             detect=NodeDetector(number).see,
@@ -144,7 +144,7 @@ def test_a_driver_that_hangs_costs_its_figures_and_nothing_else() -> None:
 def test_nothing_is_logged_after_the_end() -> None:
     late = threading.Event()
 
-    def slow() -> Figures:
+    def slow() -> SystemMetrics:
         late.wait(5)
         return {}
 
@@ -159,7 +159,7 @@ def test_nothing_is_logged_after_the_end() -> None:
 def test_a_source_that_fails_is_told_once_and_asked_again() -> None:
     calls: list[int] = []
 
-    def flaky() -> Figures:
+    def flaky() -> SystemMetrics:
         calls.append(1)
         if len(calls) in (2, 4):
             raise FileNotFoundError("the run's directory is gone")
@@ -174,7 +174,7 @@ def test_a_source_that_fails_is_told_once_and_asked_again() -> None:
 
 
 def test_late_rows_are_not_made_up_for() -> None:
-    def slow() -> Figures:
+    def slow() -> SystemMetrics:
         time.sleep(5 * EVERY)
         return {}
 

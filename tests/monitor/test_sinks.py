@@ -16,9 +16,9 @@ import pytest
 
 from toolkit.monitor import sink as sink_module
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Row, Sink
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
+from toolkit.monitor.loss_plot import plot_loss, read_eval_losses, read_train_losses, running_mean
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, NullSink, Row, Sink
+from toolkit.monitor.sinks.console import AlertConsoleSink, ConsoleSink, StepTable
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
@@ -85,8 +85,8 @@ def test_a_broken_sink_is_told_once_and_dropped_and_the_others_go_on() -> None:
 def test_who_wants_some_rows_gets_those_and_is_told_by_its_own_name() -> None:
     told: list[str] = []
     some = Recording()
-    firsts = Only(some, lambda kind, row: kind is Kind.STEP and row["step"] == 1)
-    sink = CompositeSink([firsts, Only(Broken(), lambda kind, row: kind is Kind.EVAL)], told.append)
+    firsts = FilteredSink(some, lambda kind, row: kind is Kind.STEP and row["step"] == 1)
+    sink = CompositeSink([firsts, FilteredSink(Broken(), lambda kind, row: kind is Kind.EVAL)], told.append)
     sink.log(Kind.STEP, ROW)
     sink.log(Kind.STEP, {**ROW, "step": 2})
     assert (len(some.calls), told) == (1, [])
@@ -153,7 +153,7 @@ def test_a_number_that_is_not_finite_is_null(value: float, beside: int, tmp_path
     assert (tmp_path / "metrics.jsonl").read_text().replace(
         " ", ""
     ) == f'{{"step":1,"loss":null,"beside":{beside},"inner":{{"list":[1,null,[null]]}}}}\n'
-    assert [math.isnan(loss) for loss in train_losses(tmp_path / "metrics.jsonl")[1]] == [True]
+    assert [math.isnan(loss) for loss in read_train_losses(tmp_path / "metrics.jsonl")[1]] == [True]
 
 
 def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
     file.write_bytes(
         b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}'
     )
-    assert train_losses(file) == ([1, 3], [2.0, 1.0])
+    assert read_train_losses(file) == ([1, 3], [2.0, 1.0])
     assert list(read_rows(tmp_path / "absent.jsonl")) == []
 
 
@@ -172,7 +172,7 @@ def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
         sink = JsonlSink({Kind.STEP: file})
         sink.log(Kind.STEP, {"step": step, "loss": 1.0})
         sink.close(0)
-    assert train_losses(file) == ([1, 3, 4], [2.0, 1.0, 1.0])
+    assert read_train_losses(file) == ([1, 3, 4], [2.0, 1.0, 1.0])
     assert file.read_bytes().count(b"\n") == 4
 
 
@@ -188,7 +188,9 @@ FULL = {
 def console(**keys: Any) -> tuple[ConsoleSink, list[str]]:
     said: list[str] = []
     keys = {"steps": 40, "done": 10, "every": 10, "say": said.append, **keys}
-    return ConsoleSink(keys.pop("progress", Progress(io.StringIO(), terminal=False)), Table(), **keys), said
+    return ConsoleSink(
+        keys.pop("progress", Progress(io.StringIO(), terminal=False)), StepTable(), **keys
+    ), said
 
 
 def test_console_has_a_row_at_the_first_step_and_at_its_cadence() -> None:
@@ -206,7 +208,7 @@ def test_console_has_a_row_at_the_first_step_and_at_its_cadence() -> None:
 
 def test_console_rows_stand_under_their_heading_in_eighty_columns() -> None:
     """Of the longest values that there are."""
-    table = Table(device=True, utilisation=True)
+    table = StepTable(device=True, utilisation=True)
     longest = {
         **FULL,
         "step": 1_000_000,
@@ -219,7 +221,7 @@ def test_console_rows_stand_under_their_heading_in_eighty_columns() -> None:
     lines = [
         table.heading(),
         table.row(longest),
-        Table(unit="images").row({**FULL, "images_per_second": 12.0}),
+        StepTable(unit="images").row({**FULL, "images_per_second": 12.0}),
     ]
     assert {len(line) for line in lines} == {80}, lines
     assert lines[1].split()[4:8] == ["123.5M", "41.2%", "61.2", "GB"]
@@ -248,7 +250,7 @@ def test_the_bar_counts_every_step_and_the_last_one_of_a_stopped_run() -> None:
 
 
 def test_an_alert_is_logged_in_full_unless_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
-    sink = AlertLines()
+    sink = AlertConsoleSink()
     alert = Alert(
         name="data-stall",
         level=Level.WARNING,
@@ -282,18 +284,18 @@ def written(folder: Path, steps: int) -> Path:
 
 def test_the_curve_is_drawn_from_the_files(tmp_path: Path) -> None:
     run = written(tmp_path / "run", 5000)
-    picture = loss_curve(run, unigram=6.5)
+    picture = plot_loss(run, unigram=6.5)
     assert picture == run / "plots" / "loss.png"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     with_line = picture.read_bytes()
-    loss_curve(run)
+    plot_loss(run)
     assert picture.read_bytes() != with_line
     assert [entry.name for entry in picture.parent.iterdir()] == ["loss.png"]
-    assert eval_losses(run / "eval.jsonl") == {"validation": [(2, 5.0), (4, 3.0)], "other": [(4, 4.0)]}
+    assert read_eval_losses(run / "eval.jsonl") == {"validation": [(2, 5.0), (4, 3.0)], "other": [(4, 4.0)]}
 
 
 def test_there_is_no_curve_without_a_step(tmp_path: Path) -> None:
-    assert loss_curve(tmp_path) is None
+    assert plot_loss(tmp_path) is None
     assert not (tmp_path / "plots").exists()
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.plan.cases import CPU, h100s, run_config
 from toolkit import rows as rows_of_files
 from toolkit.config.schema import BatchRampConfig, Precision
-from toolkit.monitor.throughput import Course, Spent, Throughput, spent
+from toolkit.monitor.throughput import RunTimer, Throughput, TimeSpent, time_spent
 from toolkit.plan import make_plan
 from toolkit.plan.flops import hardware_flops, model_flops, without_utilisation
 from toolkit.plan.types import RunPlan, World
@@ -23,7 +23,7 @@ from toolkit.rows import last_row
 
 BF16 = {"precision__name": Precision.bf16, "zero__stage": 1}
 COMPUTED = 8 * 32  # tokens of a step of run_config()
-NOTHING = Spent()
+NOTHING = TimeSpent()
 
 
 def planned(world: World, **changes: object) -> RunPlan:
@@ -97,10 +97,10 @@ def test_on_cpus_nothing_is_told_per_gpu() -> None:
 
 
 def driven(
-    plan: RunPlan, steps: Sequence[tuple[float, float]], before: Spent = NOTHING, first: int = 1
+    plan: RunPlan, steps: Sequence[tuple[float, float]], before: TimeSpent = NOTHING, first: int = 1
 ) -> list[dict[str, float]]:
     """Rows of steps of (seconds, seconds until the next one begins), the first of which begins 7 seconds after the attempt."""
-    course, now, found = Course(plan, before, 100.0), 107.0, []
+    course, now, found = RunTimer(plan, before, 100.0), 107.0, []
     for number, (seconds, between) in enumerate(steps):
         now += seconds
         found.append(course.row(step=first + number, seconds=seconds, now=now))
@@ -110,7 +110,9 @@ def driven(
 
 def test_time_and_cost_add_up_over_attempts() -> None:
     plan = planned(h100s(4), **BF16, monitor__price_per_gpu_hour=2.5)
-    rows = driven(plan, [(3.0, 0.0), (1.0, 5.0), (1.0, 0.0)], Spent(seconds=1000.0, gpu_hours=2.0), first=11)
+    rows = driven(
+        plan, [(3.0, 0.0), (1.0, 5.0), (1.0, 0.0)], TimeSpent(seconds=1000.0, gpu_hours=2.0), first=11
+    )
     assert [found["elapsed_seconds"] for found in rows] == [1010.0, 1011.0, 1017.0]
     assert rows[2]["gpu_hours"] == pytest.approx(2.0 + 17.0 * 4 / 3600, rel=1e-12)
     assert rows[2]["cost"] == pytest.approx(2.5 * rows[2]["gpu_hours"], rel=1e-12)
@@ -165,22 +167,22 @@ def test_steps_to_come_may_be_larger() -> None:
 
 
 def test_a_run_of_months_is_reckoned_in_bounded_memory() -> None:
-    course = Course(planned(CPU, train__steps=20_000), Spent(), 0.0)
+    course = RunTimer(planned(CPU, train__steps=20_000), TimeSpent(), 0.0)
     for step in range(1, 20_001):
         course.row(step=step, seconds=1.0, now=float(step))
     assert len(course._recent) == 100
 
 
 def test_people_are_told_at_the_end() -> None:
-    course = Course(
-        planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), Spent(), 50.0
+    course = RunTimer(
+        planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), TimeSpent(), 50.0
     )
     assert course.words(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
-    later = Course(
-        planned(h100s(8), **BF16, train__micro_batch=1), Spent(seconds=36000.0, gpu_hours=1234.0), 0.0
+    later = RunTimer(
+        planned(h100s(8), **BF16, train__micro_batch=1), TimeSpent(seconds=36000.0, gpu_hours=1234.0), 0.0
     )
     assert later.words(3600.0) == "11:00:00 over all attempts, 1,242 GPU-hours"
-    assert Course(planned(CPU), Spent(), 0.0).words(61.0) == "1:01"
+    assert RunTimer(planned(CPU), TimeSpent(), 0.0).words(61.0) == "1:01"
 
 
 # ---- earlier attempts
@@ -188,8 +190,8 @@ def test_people_are_told_at_the_end() -> None:
 
 def test_what_was_spent_is_in_the_last_rows_of_what_stands_and_of_what_was_run_again() -> None:
     stands, again = {"elapsed_seconds": 60.0, "gpu_hours": 0.5}, {"elapsed_seconds": 90.0, "gpu_hours": 0.75}
-    assert spent([stands, again]) == spent([again, stands]) == Spent(90.0, 0.75)
-    assert spent([{"step": 3}]) == spent([]) == Spent()
+    assert time_spent([stands, again]) == time_spent([again, stands]) == TimeSpent(90.0, 0.75)
+    assert time_spent([{"step": 3}]) == time_spent([]) == TimeSpent()
 
 
 def test_the_last_row_is_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.subprocess_sink import NICE
-from toolkit.monitor.sinks.wandb import WandbSink, part
+from toolkit.monitor.sinks.wandb import WandbSink, wandb_run
 from toolkit.observe import sinks
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
@@ -177,14 +177,14 @@ def test_two_nodes_offline_are_two_runs_of_one_group(
     [("runs/quickstart-1a2b3c4d", "quickstart-1a2b3c4d"), ("/data/my run: 7", "my-run-7-1a2b3c4d")],
 )
 def test_a_runs_id_follows_from_its_directory_and_identity(run_dir: str, expected: str) -> None:
-    assert part(run_dir, IDENTITY, WandbMode.offline, 0, 1).run_id == expected
+    assert wandb_run(run_dir, IDENTITY, WandbMode.offline, 0, 1).run_id == expected
 
 
 def test_online_several_nodes_write_one_run_and_each_in_its_own_folder() -> None:
-    parts = [part("runs/a", IDENTITY, WandbMode.online, node, 3) for node in range(3)]
+    parts = [wandb_run("runs/a", IDENTITY, WandbMode.online, node, 3) for node in range(3)]
     assert {(one.run_id, one.name, one.shared) for one in parts} == {(f"a-{IDENTITY}-shared", "a", True)}
     assert len({one.folder for one in parts}) == 3
-    alone = part("runs/a", IDENTITY, WandbMode.online, 0, 1)
+    alone = wandb_run("runs/a", IDENTITY, WandbMode.online, 0, 1)
     assert (alone.run_id, alone.shared) == (f"a-{IDENTITY}", False), (
         "W&B loses rows of a run that is written in both modes"
     )
@@ -246,7 +246,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
 
 def sink_of(folder: Path, mode: WandbMode = WandbMode.offline, node: int = 0, nodes: int = 1) -> WandbSink:
     return WandbSink(
-        part(folder, IDENTITY, mode, node, nodes),
+        wandb_run(folder, IDENTITY, mode, node, nodes),
         mode=mode,
         project="p",
         entity=None,
@@ -348,10 +348,10 @@ from toolkit.config.monitor import WandbMode
 from toolkit.monitor.sinks.subprocess_sink import SubprocessSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind
-from toolkit.monitor.sinks.wandb import part
+from toolkit.monitor.sinks.wandb import wandb_run
 
 folder = Path(sys.argv[1])
-arguments = dict(part=part(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p", entity=None, group="g",
+arguments = dict(wandb_run=wandb_run(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p", entity=None, group="g",
                  tags=[], config={}, trainer=os.getpid(), command=["train.py"])
 made = []
 def make():

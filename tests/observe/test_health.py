@@ -18,8 +18,8 @@ import torch
 
 from tests.train.fakes import FakeClock
 from toolkit.monitor.alert import Alert, Level
+from toolkit.monitor.health.alert_limiter import FIRST_GAP_SECONDS
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.health.limiter import FIRST_GAP_SECONDS
 from toolkit.monitor.sink import Kind, NullSink, Row
 from toolkit.observe.health import Alerts, HealthSink, Saves
 from toolkit.observe.process_stats import ProcessStats

@@ -24,10 +24,10 @@ from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import GlooFlagReduce, StepConsensus
 from toolkit.hooks import Hook, Hooks, StepDone
 from toolkit.layout.axes import Axes
-from toolkit.monitor.ledger import Vectors, part_names
-from toolkit.monitor.parts import FORWARD
+from toolkit.monitor.ledger_rows import StepVectors, part_names
 from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.monitor.sink import Row
+from toolkit.monitor.step_parts import FORWARD
 from toolkit.observe.gather import Gather, alone, gather_of
 from toolkit.observe.ledger import Ledger
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
@@ -91,8 +91,8 @@ def followed(
         return clock.now
 
     ledger = Ledger(
-        recorded.taken,
-        Vectors(part_names(Axes(data=ranks))),
+        recorded.take_steps,
+        StepVectors(part_names(Axes(data=ranks))),
         gather or gather_of(rank, ranks, ranks_per_node),
         rows.append,
         rank=rank,
@@ -261,8 +261,8 @@ class Waiting:
 def alone_ledger(gather: Gather, clock: FakeClock, rows: list[Row]) -> tuple[Hooks, Ledger]:
     recorded = Recorded(rank=0)
     ledger = Ledger(
-        recorded.taken,
-        Vectors(part_names(Axes())),
+        recorded.take_steps,
+        StepVectors(part_names(Axes())),
         gather,
         rows.append,
         rank=0,

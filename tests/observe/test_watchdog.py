@@ -19,7 +19,7 @@ import pytest
 from tests.train.fakes import step_done
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.stacks import ProcessId, process_state, this_process
 from toolkit.monitor.sink import NullSink
 from toolkit.observe import watchdog as module
@@ -31,8 +31,8 @@ from toolkit.rundir.status import RunState, Status
 LIMIT = 0.5
 
 
-def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True) -> Call:
-    return Call(
+def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True) -> CollectiveCall:
+    return CollectiveCall(
         group="0",
         ranks=(0, 1, 2),
         axis="data",
@@ -58,7 +58,7 @@ class Ranks:
         self._processes, self._clock = processes, clock
         self.watches: dict[int, Watchdog] = {}
 
-    def watch(self, rank: int, *calls: Call, limit: float = LIMIT) -> Watchdog:
+    def watch(self, rank: int, *calls: CollectiveCall, limit: float = LIMIT) -> Watchdog:
         self.watches[rank] = watch = Watchdog(
             limit,
             rank=rank,

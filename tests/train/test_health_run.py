@@ -33,7 +33,7 @@ from toolkit.engine.protocol import StepResult
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.health import detector
-from toolkit.monitor.parts import DATA, communication
+from toolkit.monitor.step_parts import DATA, communication
 from toolkit.plan import make_plan
 from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, RunPlan, World
@@ -251,7 +251,7 @@ def trained(rank: int, ranks: int, config: RunConfig, attempt: int, fault: Fault
         from toolkit.engine.deepspeed.engine import DeepSpeedEngine as engine
     plan = plan_of(config, ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(detector, "UNIT_SECONDS", unit_seconds)
+        patch.setattr(detector, "GROUP_SECONDS", unit_seconds)
         if fault is slow_network:
             network = SlowNetwork()
             beside_each_step(patch, engine, lambda self, step: setattr(network, "slow", True))
@@ -406,7 +406,7 @@ def test_two_thousand_clean_steps_beside_a_hog_say_that_the_host_is_busy_and_not
             ranks,
             pool if ranks == 2 else None,
             2000,
-            detector.UNIT_SECONDS,
+            detector.GROUP_SECONDS,
             checkpoint__every="100",
         )
     assert [str(Alert.of(row)) for row in found if row["name"] not in BUSY] == []
@@ -422,7 +422,7 @@ def test_a_rank_that_shares_its_processor_with_a_hog_is_told(data: Path, tmp_pat
     os.sched_setaffinity(0, {min(before)})  # the hog and the threads of the run are its children
     try:
         with hog():
-            found = alerts_of(tmp_path / "run", data, padded, 1, None, 1000, detector.UNIT_SECONDS)
+            found = alerts_of(tmp_path / "run", data, padded, 1, None, 1000, detector.GROUP_SECONDS)
     finally:
         os.sched_setaffinity(0, before)
     assert {row["name"] for row in found} == BUSY

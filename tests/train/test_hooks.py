@@ -24,7 +24,7 @@ from toolkit.hooks import Hook, Hooks, StepDone
 from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
-from toolkit.monitor.throughput import Course, Spent
+from toolkit.monitor.throughput import RunTimer, TimeSpent
 from toolkit.observe.reporting import PLOT_SECONDS, STATUS_SECONDS, Metrics, Plots, StatusFile
 from toolkit.plan import make_plan
 from toolkit.plan.flops import flops_per_step
@@ -50,7 +50,7 @@ def written(
 ) -> dict[str, Any]:
     """By an attempt that began 5 seconds ago, after others of a minute."""
     sink, clock = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"}), FakeClock()
-    Metrics(plan, sink, consumed, Course(plan, Spent(seconds=60.0), clock() - 5), clock).on_step(done)
+    Metrics(plan, sink, consumed, RunTimer(plan, TimeSpent(seconds=60.0), clock() - 5), clock).on_step(done)
     sink.close(0)
     return json.loads((tmp_path / "metrics.jsonl").read_text())
 

@@ -20,7 +20,7 @@ from toolkit.checkpoint.directory import committed
 from toolkit.config.schema import OnNonfinite, RunConfig
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import ExitCode
-from toolkit.monitor.plots import train_losses
+from toolkit.monitor.loss_plot import read_train_losses
 from toolkit.rows import read_rows
 from toolkit.rundir.status import RunState
 from toolkit.train.nonfinite import Diverged, all_finite
@@ -189,7 +189,7 @@ def test_rows_are_json_and_the_readers_take_null_for_nan(
     ):
         for text in file.read_text().splitlines():
             json.loads(text, parse_constant=refuse)
-    steps, losses = train_losses(run.directory.metrics_file)
+    steps, losses = read_train_losses(run.directory.metrics_file)
     assert [step for step, loss in zip(steps, losses, strict=True) if math.isnan(loss)] == list(
         range(BAD, STEPS + 1)
     )

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from toolkit.engine.clock import SideStreams
 from toolkit.layout.axes import OTHER, Axes, axis_name
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.recorder import StepRecorder
 
 # Methods of ProcessGroup, and what torch.distributed calls the operation. torch 2.13 has new names for some of 2.11's.
@@ -88,7 +88,7 @@ def watched(axes: Axes, recorder: StepRecorder | None) -> Iterator[None]:
         watching.streams.close()
 
 
-def last_calls() -> list[Call]:
+def last_calls() -> list[CollectiveCall]:
     """Of each group that is there the last ``RECENT`` collectives, and as many sends to and receives from each rank, oldest first. For any
     thread; empty where nobody watches."""
     found = _watched
@@ -246,7 +246,7 @@ class _Watched:
         self, original: Callable[..., Any], work: Work, arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
         made, part = self._works.pop(id(work), ((), None))
-        if part is None or self._recorder is None or not self._recorder.mine():
+        if part is None or self._recorder is None or not self._recorder.is_recording():
             answer = original(work, *arguments, **named)
         else:
             with part:
@@ -254,7 +254,7 @@ class _Watched:
         _finish(made)
         return answer
 
-    def snapshot(self) -> list[Call]:
+    def snapshot(self) -> list[CollectiveCall]:
         with self._lock:
             groups = list(self._groups.values())
         return [
@@ -298,20 +298,20 @@ class _Watched:
     def _parts(self, made: _Made) -> tuple[Part | None, Part | None]:
         """Of beginning a call, and of waiting for it; None where that is not timed."""
         recorder = self._recorder
-        if recorder is None or not made.axis or not recorder.mine():
+        if recorder is None or not made.axis or not recorder.is_recording():
             return None, None
         if made.operation in PASSING:
-            return recorder.passing(made.axis), recorder.passed(made.axis, made.size)
-        made.wait = recorder.exposed(made.axis)
+            return recorder.transfer_start_part(made.axis), recorder.passed(made.axis, made.size)
+        made.wait = recorder.collective_part(made.axis)
         return made.wait, made.wait
 
     def _parts_together(self, made: Sequence[_Made]) -> tuple[Part | None, Part | None]:
         """Of several calls that begin as one."""
         recorder = self._recorder
-        if recorder is None or not made or not made[0].axis or not recorder.mine():
+        if recorder is None or not made or not made[0].axis or not recorder.is_recording():
             return None, None
         if made[0].operation in PASSING:
-            return recorder.passing(made[0].axis), recorder.passed(
+            return recorder.transfer_start_part(made[0].axis), recorder.passed(
                 made[0].axis, sum(one.size for one in made)
             )
         return made[-1].wait, made[-1].wait
@@ -325,8 +325,8 @@ class _Watched:
         return found
 
 
-def _in_public(group: _Group, made: _Made) -> Call:
-    return Call(
+def _in_public(group: _Group, made: _Made) -> CollectiveCall:
+    return CollectiveCall(
         group=group.name,
         ranks=group.ranks,
         axis=made.axis,

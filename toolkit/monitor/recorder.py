@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 from toolkit.layout.axes import ALL, Axis
 from toolkit.monitor.delays import NO_DELAYS, Delays, ReadDelays
-from toolkit.monitor.parts import (
+from toolkit.monitor.step_parts import (
     BUBBLE,
     CHECKPOINT,
     COMMUNICATION,
     DATA,
     EVALUATION,
+    NOT_SPLIT,
     UNEXPLAINED,
-    WHOLE,
     Recorder,
     communication,
 )
@@ -32,10 +32,10 @@ from toolkit.monitor.parts import (
 Stamp = Any  # a moment, as its clock has it
 Mark = tuple[str, Stamp]  # from this moment on time belongs to this part
 
-KEPT = 10_000  # steps that may wait to be taken, and as many to be read
-UNREAD = 20_000  # marks that may wait for who takes the steps; beyond, the step's own thread reads them: some megabytes
+MAX_STEPS = 10_000  # steps that may wait to be taken, and as many to be read
+MAX_UNREAD_MARKS = 20_000  # marks that may wait for who takes the steps; beyond, the step's own thread reads them: some megabytes
 PIPELINE = communication(Axis.PIPELINE)
-NOT_BUSY = (BUBBLE, DATA, CHECKPOINT, EVALUATION)  # nor is communication
+WAITING_PARTS = (BUBBLE, DATA, CHECKPOINT, EVALUATION)  # nor is communication
 
 
 class Clock(Protocol):
@@ -119,7 +119,7 @@ def attribute(
 def step_time(step: int, parts: Mapping[str, float], delays: Delays = NO_DELAYS) -> StepTime:
     wall = sum(parts.values())
     waited = sum(
-        seconds for part, seconds in parts.items() if part in NOT_BUSY or part.startswith(COMMUNICATION)
+        seconds for part, seconds in parts.items() if part in WAITING_PARTS or part.startswith(COMMUNICATION)
     )
     return StepTime(step, parts, wall, wall - waited, delays)
 
@@ -161,8 +161,8 @@ class StepRecorder(Recorder):
         self._transfers: dict[int, float] = {}
         self._pipelined = pipelined
         self._in_schedule = self._drains = False
-        self._over: deque[_Over] = deque(maxlen=KEPT)
-        self._read: deque[StepTime] = deque(maxlen=KEPT)
+        self._over: deque[_Over] = deque(maxlen=MAX_STEPS)
+        self._read: deque[StepTime] = deque(maxlen=MAX_STEPS)
         self._reading = threading.Lock()
         self._made, self._seen = 0, 0  # marks
 
@@ -180,7 +180,7 @@ class StepRecorder(Recorder):
         finally:
             self._in_schedule = False
 
-    def transfers_take(self, seconds: Callable[[int], float]) -> None:
+    def set_transfer_seconds(self, seconds: Callable[[int], float]) -> None:
         self._transfer_seconds = seconds
 
     def next_step(self, step: int) -> None:
@@ -190,10 +190,10 @@ class StepRecorder(Recorder):
             self._made += len(self._marks)
         self._step, self._marks, self._transfers = step, [(self._stack[-1], now)], {}
         self._drains = False
-        if self._made - self._seen > UNREAD:
+        if self._made - self._seen > MAX_UNREAD_MARKS:
             self._look()
 
-    def taken(self) -> list[StepTime]:
+    def take_steps(self) -> list[StepTime]:
         """Steps that are over and were not taken before, of the last ``KEPT`` ones; those that the device has not come by yet come another
         time. For any thread, though not for several."""
         self._look()
@@ -204,21 +204,21 @@ class StepRecorder(Recorder):
         """The step under way and its open part, for any thread."""
         return self._step, self._stack[-1]
 
-    def mine(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether what this thread does is the step's, and can be timed."""
         here = threading.get_ident() == self._thread or isinstance(
             threading.current_thread(), threading._DummyThread
         )
         return here and not self._idle()
 
-    def exposed(self, axes: str) -> AbstractContextManager[None]:
+    def collective_part(self, axes: str) -> AbstractContextManager[None]:
         """The part of a collective over ``axes`` that begins now, and of waiting for it."""
         if self._drains and (axes == ALL or Axis.PIPELINE in axes):
             self._drains = False
             return self.part(BUBBLE)
         return self.part(communication(axes))
 
-    def passing(self, axes: str) -> AbstractContextManager[None]:
+    def transfer_start_part(self, axes: str) -> AbstractContextManager[None]:
         """The part of beginning to send to, or to receive from, a rank that lies in this direction."""
         return self.part(BUBBLE if self._in_schedule and axes == Axis.PIPELINE else communication(axes))
 
@@ -232,7 +232,7 @@ class StepRecorder(Recorder):
     def _push(self, name: str) -> None:
         stack = self._stack
         now = stack[-1]
-        if now in WHOLE:
+        if now in NOT_SPLIT:
             name = now
         stack.append(name)
         if name != now and self._marks is not None:
@@ -278,11 +278,11 @@ class _Part(AbstractContextManager[None]):
         self._recorder, self._name = recorder, name
 
     def __enter__(self) -> None:
-        if self._recorder.mine():
+        if self._recorder.is_recording():
             self._recorder._push(self._name)
 
     def __exit__(self, *_error: object) -> None:
-        if self._recorder.mine():
+        if self._recorder.is_recording():
             self._recorder._pop()
 
 
@@ -295,9 +295,9 @@ class _Stall(AbstractContextManager[None]):
         self._recorder, self._transfer = recorder, transfer
 
     def __enter__(self) -> None:
-        if self._recorder.mine():
+        if self._recorder.is_recording():
             self._recorder._push_stall(self._transfer)
 
     def __exit__(self, *_error: object) -> None:
-        if self._recorder.mine():
+        if self._recorder.is_recording():
             self._recorder._pop()

@@ -22,7 +22,7 @@ class Kind(StrEnum):
 
     STEP = "step"  # one training step, as all ranks together see it
     EVAL = "eval"  # one evaluation of one set
-    LEDGER = "ledger"  # where one step's time went, over all ranks: ``monitor/ledger.py``
+    LEDGER = "ledger"  # where one step's time went, over all ranks: ``monitor/ledger_rows.py``
     SYSTEM = "system"  # GPUs and host of one node, one sample: ``monitor/system/sampler.py``
     ALERT = "alert"  # ``monitor/alert.py``
 
@@ -117,7 +117,7 @@ class CompositeSink(Sink):
                     )
 
 
-class Only(NullSink):
+class FilteredSink(NullSink):
     """Rows that are ``wanted``, and nothing else, to ``sink``."""
 
     def __init__(self, sink: Sink, wanted: Callable[[Kind, Row], bool]) -> None:

@@ -78,23 +78,23 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class TimeSpent:
     """By a run, over its attempts. ``gpu_hours`` are 0 on CPUs."""
 
     seconds: float = 0.0
     gpu_hours: float = 0.0
 
 
-def spent(rows: Iterable[Row]) -> Spent:
+def time_spent(rows: Iterable[Row]) -> TimeSpent:
     """By the attempts of which these rows are some: each row has the sums up to it, so the largest are those of the last."""
     kept = [row for row in rows if "elapsed_seconds" in row]
-    return Spent(
+    return TimeSpent(
         max((row["elapsed_seconds"] for row in kept), default=0.0),
         max((row.get("gpu_hours", 0.0) for row in kept), default=0.0),
     )
 
 
-class Course:
+class RunTimer:
     """Where a run stands between its beginning and its end: time, cost and time left.
 
     What each attempt took before its first step (starting, loading) is counted with that step. What it took after its last row is lost
@@ -105,7 +105,7 @@ class Course:
         now: when this attempt began, by a clock that never goes back; later times are by the same one.
     """
 
-    def __init__(self, plan: RunPlan, before: Spent, now: float) -> None:
+    def __init__(self, plan: RunPlan, before: TimeSpent, now: float) -> None:
         self._plan, self._before, self._began = plan, before, now
         self._gpus = plan.world.ranks if plan.world.device is Device.CUDA else 0
         self._price = plan.config.monitor.price_per_gpu_hour
@@ -133,9 +133,9 @@ class Course:
             row["eta_seconds"] = self._left(step)
         return row
 
-    def spent(self, now: float) -> Spent:
+    def spent(self, now: float) -> TimeSpent:
         seconds = now - self._began
-        return Spent(self._before.seconds + seconds, self._before.gpu_hours + seconds * self._gpus / HOUR)
+        return TimeSpent(self._before.seconds + seconds, self._before.gpu_hours + seconds * self._gpus / HOUR)
 
     def words(self, now: float) -> str:
         """The time that the run took, and what it cost."""

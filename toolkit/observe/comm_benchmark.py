@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from toolkit.engine.rank_sync import make_flag_reduce
 from toolkit.layout.axes import ALL, ORDER, Axes
-from toolkit.monitor.probe import probe_row
+from toolkit.monitor.link_probe import probe_row
 from toolkit.monitor.sink import Row
 from toolkit.observe.probe import NANO, time_all_reduces
 
@@ -17,7 +17,7 @@ Groups = list[tuple[int, ...]]
 
 
 def measure_links(axes: Axes | None, device: torch.device, rank: int, ranks: int) -> list[Row]:
-    """All-reduces along each axis, also along the pipeline's, and over all ranks; rows as ``monitor/probe.py`` has them.
+    """All-reduces along each axis, also along the pipeline's, and over all ranks; rows as ``monitor/link_probe.py`` has them.
 
     Collective: every rank calls it, in the process group of all.
 

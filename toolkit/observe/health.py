@@ -11,8 +11,8 @@ from pathlib import Path
 from toolkit.checkpoint_folder import step_of
 from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
+from toolkit.monitor.health.alert_limiter import AlertLimiter
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.health.limiter import Limiter
 from toolkit.monitor.sink import Kind, NullSink, Row, Sink
 
 
@@ -24,7 +24,7 @@ class Alerts:
 
     def __init__(self, sink: Sink, run_dir: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._sink, self._run_dir, self._clock = sink, run_dir, clock
-        self._limiter, self._lock = Limiter(), threading.Lock()
+        self._limiter, self._lock = AlertLimiter(), threading.Lock()
 
     def __call__(self, alert: Alert) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.stacks import ProcessId, this_process
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ def open_neighbour_records(processes: Sequence[ProcessId], rank: int) -> dict[in
     return found
 
 
-def read_last_collective(box: int) -> Call | None:
+def read_last_collective(box: int) -> CollectiveCall | None:
     """What a box has, without the group's ranks, which its other ranks know; None where nothing was noted."""
     group, *rest = os.pread(box, RECORD_BYTES, 0).partition(b"\0")[0].decode(errors="replace").split("\n")
     try:
         axis, number, operation, peer, begun, tensors = rest
-        return Call(
+        return CollectiveCall(
             group=group,
             ranks=(),
             axis=axis,

@@ -1,4 +1,4 @@
-"""Gathers the ranks' times of each step beside training, and tells rank 0's sinks where they went: ``monitor/ledger.py``.
+"""Gathers the ranks' times of each step beside training, and tells rank 0's sinks where they went: ``monitor/ledger_rows.py``.
 
 The training thread makes no collective for it. About once a second rank 0 asks for a gather, with one integer in the exchange that every
 step has anyway; a thread of each rank then sends what its clocks have passed. What is not passed yet goes with the next gather.
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from toolkit.hooks import Hook, StepDone
-from toolkit.monitor.ledger import Assembly, Totals, Vectors, part_names
+from toolkit.monitor.ledger_rows import LedgerAssembler, LedgerTotals, StepVectors, part_names
 from toolkit.monitor.recorder import StepRecorder, StepTime
 from toolkit.monitor.sink import Row
 from toolkit.observe.gather import Gather, gather_of
@@ -44,7 +44,7 @@ class Ledger(Hook):
     def __init__(
         self,
         taken: Callable[[], Iterable[StepTime]],
-        vectors: Vectors,
+        vectors: StepVectors,
         gather: Gather,
         log: Callable[[Row], None],
         *,
@@ -59,7 +59,7 @@ class Ledger(Hook):
         self._rank, self._say, self._tell = rank, say, tell
         self._end_seconds, self._clock = end_seconds, clock
         self._most = most_slots(ranks, vectors.width)
-        self._assembly, self._totals = Assembly(vectors, ranks), Totals()
+        self._assembly, self._totals = LedgerAssembler(vectors, ranks), LedgerTotals()
         self._waiting: deque[StepTime] = deque(maxlen=2 * self._most)
         self._jobs: queue.SimpleQueue[tuple[int, int, Iterable[StepTime]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
@@ -169,8 +169,8 @@ def ledger_of(
     """Collective."""
     ranks = plan.world.ranks
     return Ledger(
-        recorder.taken,
-        Vectors(part_names(plan.axes)),
+        recorder.take_steps,
+        StepVectors(part_names(plan.axes)),
         gather_of(rank, ranks, plan.world.ranks_per_node),
         log,
         rank=rank,

@@ -17,12 +17,12 @@ from toolkit.engine.rank_sync import FlagReduce
 from toolkit.errors import ExitCode
 from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health.detectors import detectors
-from toolkit.monitor.health.saving import LateCheckpoint
-from toolkit.monitor.parts import UNRECORDED, Recorder
+from toolkit.monitor.health.build import build_detectors
+from toolkit.monitor.health.checkpoints import LateCheckpoint
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import CompositeSink, Kind, Only, Sink
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.step_parts import UNRECORDED, Recorder
 from toolkit.observe.gather import gather_of
 from toolkit.observe.health import Alerts, HealthSink, Saves
 from toolkit.observe.ledger import Ledger, ledger_of
@@ -134,7 +134,7 @@ def watching(
                     rank=rank,
                     file=attempt_folder / "probe.json",
                     sink=sink,
-                    take=recorder.transfers_take,
+                    take=recorder.set_transfer_seconds,
                     say=log.info,
                 )
             )
@@ -167,7 +167,7 @@ def judge(
     """On rank 0: looks at the rows of the run, in a thread of its own."""
     late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
     makers.append(lambda engine: Saves(late.saved))
-    judges = [*detectors(plan), late]
+    judges = [*build_detectors(plan), late]
     queued = QueuedSink(
         lambda: HealthSink(judges, alert, log.warning),
         "health",
@@ -176,7 +176,7 @@ def judge(
     )
     wanted = {kind for one in judges for kind in one.kinds}
     health = CompositeSink(
-        [Only(queued, lambda kind, row: kind in wanted)]
+        [FilteredSink(queued, lambda kind, row: kind in wanted)]
     )  # trouble of its own is told, and ends nothing
     stack.callback(health.close, int(ExitCode.DONE))
     return health

@@ -16,7 +16,7 @@ from toolkit.engine.rank_sync import FlagReduce
 from toolkit.files import write_whole
 from toolkit.hooks import Hook
 from toolkit.layout.axes import ORDER, Axes, Axis
-from toolkit.monitor.probe import ALL_REDUCE, SEND, Timed, missing_row, probe_row, words
+from toolkit.monitor.link_probe import ALL_REDUCE, SEND, LinkTiming, format_probe, probe_row, unprobed_row
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
 
@@ -65,8 +65,8 @@ class Probe(Hook):
             json.dumps({"step": step, "seconds": time.perf_counter() - began, "axes": rows}, indent=1) + "\n",
         )
         for row in rows:
-            self._say(words(row))
-        self._sink.log_summary("probe", "\n".join(words(row) for row in rows))
+            self._say(format_probe(row))
+        self._sink.log_summary("probe", "\n".join(format_probe(row) for row in rows))
 
     def _row(self, axis: Axis) -> Row:
         peers = peers_along(self._plan.axes, axis, self._rank)
@@ -74,7 +74,7 @@ class Probe(Hook):
         if self._all_reduce_flags([group is None])[
             0
         ]:  # on no rank where it lacks on one: the others would wait for it
-            return missing_row(axis, len(peers))
+            return unprobed_row(axis, len(peers))
         assert group is not None
         if axis is Axis.PIPELINE:
             timed = self._time_sends(group, peers)
@@ -83,7 +83,7 @@ class Probe(Hook):
             timed = time_all_reduces(group, self._device)
         return self._compare(axis, peers, timed)
 
-    def _time_sends(self, group: ProcessGroup, peers: Sequence[int]) -> Timed:
+    def _time_sends(self, group: ProcessGroup, peers: Sequence[int]) -> LinkTiming:
         """Over both links of a stage in the middle: the slower one."""
         # DeepSpeed sends one tensor at a time over the group of all ranks, Megatron-core batches over the pipeline's own. With NCCL those
         # are different communicators, and here is none made that training does not use.
@@ -104,7 +104,7 @@ class Probe(Hook):
                 found.append(link.timed(len(peers)))
         return max(found, key=lambda timed: timed.large_median)
 
-    def _compare(self, axis: Axis, peers: Sequence[int], timed: Timed) -> Row:
+    def _compare(self, axis: Axis, peers: Sequence[int], timed: LinkTiming) -> Row:
         p50, p99, large = (
             round(seconds * NANO) for seconds in (timed.latency_p50, timed.latency_p99, timed.large_median)
         )
@@ -152,7 +152,7 @@ def find_group(ranks: Sequence[int], axis: Axis, device: torch.device) -> Proces
     return min(fitting, key=preference, default=None)
 
 
-def time_all_reduces(group: ProcessGroup, device: torch.device) -> Timed:
+def time_all_reduces(group: ProcessGroup, device: torch.device) -> LinkTiming:
     small = torch.zeros(SMALL_NUMBERS, device=device)
     large = torch.zeros(LARGE_BYTES[device.type] // 4, device=device)
 
@@ -167,7 +167,7 @@ def time_all_reduces(group: ProcessGroup, device: torch.device) -> Timed:
         slowest, dist.ReduceOp.MAX, group=group
     )  # ranks that counted differently would wait for each other
     large_seconds = [once(large) for _ in range(_repeats(float(slowest)))]
-    return Timed(
+    return LinkTiming(
         operation=ALL_REDUCE,
         ranks=group.size(),
         small_seconds=small_seconds,
@@ -194,12 +194,12 @@ class Link:
             device,
         )
 
-    def timed(self, ranks: int) -> Timed:
+    def timed(self, ranks: int) -> LinkTiming:
         small = torch.zeros(SMALL_NUMBERS, device=self._device)
         large = torch.zeros(LARGE_BYTES[self._device.type] // 4, device=self._device)
         for tensor in (*[small] * WARM_UP, large):
             self._there_and_back(tensor)
-        return Timed(
+        return LinkTiming(
             operation=SEND,
             ranks=ranks,
             small_seconds=[self._there_and_back(small) / 2 for _ in range(SMALL_REPEATS)],

@@ -18,14 +18,21 @@ from toolkit.engine.protocol import Engine
 from toolkit.engine.rank_sync import FlagReduce
 from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.replicas import Set, Verdicts, block, pack_names, row_of, unpack_names
+from toolkit.monitor.replica_hashes import (
+    ReplicaDetector,
+    TensorSet,
+    hash_block,
+    hash_row,
+    pack_names,
+    unpack_names,
+)
 from toolkit.observe.gather import Gather
 from toolkit.plan.types import RunPlan
 
 END_SECONDS = 5.0  # how long the end waits for the last comparison
 
 Job = tuple[
-    int, list[Set], "_Pending", int, bytes | None
+    int, list[TensorSet], "_Pending", int, bytes | None
 ]  # step, sets, their hashes, sets of the rank that has most, new names
 
 
@@ -60,8 +67,8 @@ class Replicas(Hook):
         )
         self._rank, self._every, self._alert, self._tell = rank, every, alert, tell
         self._end_seconds = end_seconds
-        self._sets: list[Set] = []  # whose names rank 0 has
-        self._verdicts = Verdicts(plan.world.ranks_per_node)
+        self._sets: list[TensorSet] = []  # whose names rank 0 has
+        self._verdicts = ReplicaDetector(plan.world.ranks_per_node)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="replicas", daemon=True)
 
@@ -69,7 +76,7 @@ class Replicas(Hook):
         if done.step % self._every:
             return
         copies = self._engine.copies()
-        sets = [Set(one.what, one.ranks[0], tuple(one.tensors)) for one in copies]
+        sets = [TensorSet(one.what, one.ranks[0], tuple(one.tensors)) for one in copies]
         # Optimizers make their state in their first step: what there is may change.
         names = pack_names(sets, self._rank) if sets != self._sets else b""
         changed, slots, length = self._all_reduce_flags([sets != self._sets, len(sets), len(names)])
@@ -105,7 +112,7 @@ class Replicas(Hook):
             self._tell(f"copies are compared no more: {type(error).__name__}: {error}")
 
     def _compare(
-        self, step: int, sets: Sequence[Set], pending: _Pending, slots: int, names: bytes | None
+        self, step: int, sets: Sequence[TensorSet], pending: _Pending, slots: int, names: bytes | None
     ) -> None:
         if names is not None:
             everyones = self._gather(np.frombuffer(names, dtype=np.uint8).copy())
@@ -113,8 +120,10 @@ class Replicas(Hook):
                 self._verdicts.learn(unpack_names(row.tobytes(), rank))
         values = pending.wait()
         ends = np.cumsum([len(one.names) for one in sets], dtype=np.int64).tolist()
-        rows = [row_of(one, values[end - len(one.names) : end]) for one, end in zip(sets, ends, strict=True)]
-        blocks = self._gather(block(rows, slots))
+        rows = [
+            hash_row(one, values[end - len(one.names) : end]) for one, end in zip(sets, ends, strict=True)
+        ]
+        blocks = self._gather(hash_block(rows, slots))
         for alert in () if blocks is None else self._verdicts.see(step, blocks):
             self._alert(alert)
 

@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.config.schema import Precision
 from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.sink import Kind, Row, Sink
-from toolkit.monitor.throughput import Course, Throughput
+from toolkit.monitor.throughput import RunTimer, Throughput
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -28,7 +28,7 @@ class Metrics(Hook):
         plan: RunPlan,
         sink: Sink,
         consumed: Callable[[int], Mapping[str, tuple[int, float]]],
-        course: Course,
+        course: RunTimer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """

@@ -16,14 +16,14 @@ from typing import Any
 from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink
-from toolkit.monitor.sinks import facts
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, NullSink, Sink
+from toolkit.monitor.sinks import environment
+from toolkit.monitor.sinks.console import AlertConsoleSink, ConsoleSink, StepTable
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.rate_limit import RateLimitedSink
 from toolkit.monitor.sinks.subprocess_sink import CLOSE_SECONDS, SubprocessSink
-from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
+from toolkit.monitor.sinks.wandb import WandbSink, run_id, wandb_run
 from toolkit.plan.flops import peak_flops
 from toolkit.plan.types import Device, RunPlan
 from toolkit.progress import Progress
@@ -58,7 +58,11 @@ def open_sinks(
     if place != 0:
         return NullSink()
     monitor = plan.config.monitor
-    known = {"git": facts.git_state(), "environment": facts.environment(launcher), "data": dict(data)}
+    known = {
+        "git": environment.read_git_state(),
+        "environment": environment.collect_environment(launcher),
+        "data": dict(data),
+    }
     files = {Kind.SYSTEM: directory.system_file(node), Kind.ALERT: directory.node_alerts_file(node)}
     if node == 0:
         _keep(directory, attempt, known)
@@ -78,11 +82,11 @@ def open_sinks(
         )
         sinks.append(RateLimitedSink(process))
     console = QueuedSink(lambda: _console(plan, done, node), "console", lag_seconds=FILE_LAG_SECONDS)
-    sinks.append(Only(console, lambda kind, row: kind in SHOWN))
+    sinks.append(FilteredSink(console, lambda kind, row: kind in SHOWN))
     whole = CompositeSink(sinks)
     if node == 0:
         return whole
-    return Only(
+    return FilteredSink(
         whole, lambda kind, row: kind in files
     )  # every rank knows the run's rows, and they are told once
 
@@ -94,7 +98,7 @@ def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[
     every node's, so that nothing is lost whoever is the last to write.
     """
     monitor, world = plan.config.monitor, plan.world
-    mine = part(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
+    mine = wandb_run(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
     own = {name: known[name] for name in ("git", "environment")}
     config = {
         **described(plan),
@@ -137,15 +141,15 @@ def closed_with_code(sink: Sink) -> Iterator[Callable[[ExitCode], None]]:
 
 def _console(plan: RunPlan, done: int, node: int) -> Sink:
     if node != 0:
-        return AlertLines()
+        return AlertConsoleSink()
     on_gpus = plan.world.device is Device.CUDA
-    table = Table(plan.unit, device=on_gpus, utilisation=on_gpus and peak_flops(plan) is not None)
+    table = StepTable(plan.unit, device=on_gpus, utilisation=on_gpus and peak_flops(plan) is not None)
     return CompositeSink(
         [
             ConsoleSink(
                 Progress(), table, steps=plan.config.train.steps, done=done, every=plan.config.monitor.every
             ),
-            AlertLines(),
+            AlertConsoleSink(),
         ]
     )
 

@@ -11,14 +11,14 @@ from typing import Any
 from toolkit.engine.rank_sync import FlagReduce
 from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health import nodes
-from toolkit.monitor.health.nodes import NodeDetector
+from toolkit.monitor.health import node_detector
+from toolkit.monitor.health.node_detector import NodeDetector
 from toolkit.monitor.sink import Kind, Sink
 from toolkit.monitor.system import gpu
-from toolkit.monitor.system.gpu import Gpus, XidEvents
-from toolkit.monitor.system.gpu_measures import Card
-from toolkit.monitor.system.host import Host
-from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
+from toolkit.monitor.system.gpu import NodeGpus, XidEvents
+from toolkit.monitor.system.gpu_metrics import VisibleGpu
+from toolkit.monitor.system.host import HostMetrics
+from toolkit.monitor.system.sampler import GpuMetricSource, MetricSource, NodeSampler
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 
@@ -28,7 +28,7 @@ CHECKPOINT_BYTES = 12  # a parameter: weights and two moments in fp32, as the to
 class NewestStep(Hook):
     """Tells the sampler's thread how far training is."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: NodeSampler) -> None:
         self._sampler = sampler
 
     def on_start(self, step: int) -> None:
@@ -71,33 +71,33 @@ def sampling(
     if place != 0:
         yield Hook()
         return
-    host = Host(
+    host = HostMetrics(
         directory.path, {number: pids[number] for number in range(rank, min(rank + per_node, len(pids)))}
     )
     detector = NodeDetector(node, CHECKPOINT_BYTES * sum(parameter.numel for parameter in plan.parameters))
     module = nvml_of(plan)
 
-    def open_gpus() -> Gpus | None:
+    def open_gpus() -> NodeGpus | None:
         return (
             gpu.open_gpus(module, per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
             if module is not None
             else None
         )
 
-    def on_xid(card: Card | None, number: int) -> None:
+    def on_xid(card: VisibleGpu | None, number: int) -> None:
         place, uuid = (card.place, card.uuid) if card is not None else (None, "")
-        alert(nodes.xid(number, place, node, sampler.step, uuid))
+        alert(node_detector.xid_alert(number, place, node, sampler.step, uuid))
 
-    gpus = GpuSource(
+    gpus = GpuMetricSource(
         open_gpus,
         lambda opened: XidEvents(module, opened.cards),
         xid=on_xid,
         say=lambda words: say(f"node {node}: {words}"),
     )
-    sampler = Sampler(
+    sampler = NodeSampler(
         node=node,
         seconds=seconds,
-        sources=[Source("host", host.read, tell), Source("gpu", gpus.read, tell, gpus.close)],
+        sources=[MetricSource("host", host.read, tell), MetricSource("gpu", gpus.read, tell, gpus.close)],
         log=partial(sink.log, Kind.SYSTEM),
         detect=detector.see,
         alert=alert,

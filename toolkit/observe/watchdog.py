@@ -24,13 +24,13 @@ from toolkit.engine.collectives import last_calls, tell_each
 from toolkit.errors import ExitCode, UserError
 from toolkit.hooks import Hook, StepDone
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.calls import Call, from_flight_recorder
+from toolkit.monitor.collective_calls import CollectiveCall, calls_from_flight_recorder
 from toolkit.monitor.hangs import diagnosis, hang_text, stacks
 from toolkit.monitor.hangs.reports import Found, Neighbour, Report, call_words, found_of
 from toolkit.monitor.hangs.stacks import ProcessId
-from toolkit.monitor.parts import UNEXPLAINED
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Row, Sink
+from toolkit.monitor.step_parts import UNEXPLAINED
 from toolkit.observe import last_collective
 from toolkit.observe.emergency_io import append_row, run_with_timeout, write_file, write_stderr
 from toolkit.observe.rank_messages import RankMessages
@@ -100,7 +100,7 @@ class Watchdog(Progress):
         sink: Sink,
         part: Callable[[], str],
         boxes: Mapping[int, int] | None = None,
-        calls: Callable[[], list[Call]] = last_calls,
+        calls: Callable[[], list[CollectiveCall]] = last_calls,
         trace: Callable[[], str] | None = None,
         end: Callable[[int], object] = os._exit,
         clock: Callable[[], float] = time.monotonic,
@@ -356,7 +356,7 @@ class Watchdog(Progress):
                 self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json", text
             )
         )
-        calls = from_flight_recorder(json.loads(text), own.calls)
+        calls = calls_from_flight_recorder(json.loads(text), own.calls)
         there = {call.group for call in calls}
         return replace(
             own, calls=(*(call for call in own.calls if call.group not in there), *calls), whole=True
@@ -381,7 +381,7 @@ class Watchdog(Progress):
             call_words(last) if last is not None else "",
         )
 
-    def _last_word(self, rank: int, call: Call) -> Report | None:
+    def _last_word(self, rank: int, call: CollectiveCall) -> Report | None:
         """Of a rank that ended without one: its last call, if that was one of the group of ``call``."""
         last = last_collective.read_last_collective(self._boxes[rank]) if rank in self._boxes else None
         if last is None or last.group != call.group:

@@ -10,8 +10,8 @@ import numpy as np
 
 from toolkit.engine.protocol import Engine
 from toolkit.hooks import Hook, StepDone
-from toolkit.monitor.parts import EVALUATION
 from toolkit.monitor.sink import Row
+from toolkit.monitor.step_parts import EVALUATION
 from toolkit.train.task import Task
 
 Batches = Iterable[Sequence[np.ndarray]]  # this rank's micro-batches, a global batch at a time

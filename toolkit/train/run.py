@@ -22,9 +22,9 @@ from toolkit.engine.rank_sync import FlagReduce, StepConsensus, check_same_data,
 from toolkit.errors import ExitCode
 from toolkit.goodput import format_goodput
 from toolkit.hooks import Hooks
-from toolkit.monitor.plots import loss_curve
+from toolkit.monitor.loss_plot import plot_loss
 from toolkit.monitor.sink import Sink
-from toolkit.monitor.throughput import Course, Spent, spent
+from toolkit.monitor.throughput import RunTimer, TimeSpent, time_spent
 from toolkit.observe.monitoring import watching
 from toolkit.observe.reporting import Metrics, Plots, StatusFile
 from toolkit.observe.sinks import closed_with_code, open_sinks
@@ -129,7 +129,7 @@ def run(
 
         def draw() -> None:
             sink.flush()
-            loss_curve(directory.path, reads.unigram(), plan.per)
+            plot_loss(directory.path, reads.unigram(), plan.per)
 
         save_deadline = SaveDeadline(
             plan, (save for one in directory.tried(before=attempt) for save in one.saves)
@@ -141,7 +141,7 @@ def run(
             )
             costs = AllCosts(times, save_deadline)
         timer = Timer(parse_cadence(plan.config.checkpoint.every).seconds)
-        course = Course(plan, spent_before(directory) if rank == 0 else Spent(), began)
+        course = RunTimer(plan, spent_before(directory) if rank == 0 else TimeSpent(), began)
         hooks = Hooks(
             Metrics(plan, watch.sink, stream.consumed, course), *watch.hooks(engine), recorder=watch.recorder
         )
@@ -308,13 +308,13 @@ def words_without_utilisation(plan: RunPlan) -> list[str]:
     )
 
 
-def spent_before(directory: RunDirectory) -> Spent:
+def spent_before(directory: RunDirectory) -> TimeSpent:
     """By earlier attempts, from their rows: those that stand, and those of steps that were run again."""
     files = [
         directory.metrics_file,
         *(directory.attempt_folder(number) / directory.metrics_file.name for number in directory.attempts()),
     ]
-    return spent(row for file in files if (row := last_row(file)) is not None)
+    return time_spent(row for file in files if (row := last_row(file)) is not None)
 
 
 def evaluation(

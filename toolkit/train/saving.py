@@ -14,7 +14,7 @@ from toolkit.data.registry import SampleStream
 from toolkit.engine.protocol import Engine
 from toolkit.engine.rank_sync import FlagReduce
 from toolkit.hooks import Hook, StepDone
-from toolkit.monitor.parts import CHECKPOINT
+from toolkit.monitor.step_parts import CHECKPOINT
 from toolkit.plan.types import RunPlan
 from toolkit.train import state
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks

@@ -18,8 +18,8 @@ import pytest
 
 from tests.monitor.report.browser import Browser, Page, find_browser
 from tests.monitor.report.runs import write_run
-from toolkit.monitor.report.data import read_run
-from toolkit.monitor.report.page import page
+from toolkit.monitor.report.page import render_page
+from toolkit.monitor.report.run_data import read_run
 from toolkit.progress import Progress
 
 STEPS = 300
@@ -48,7 +48,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("runs") / "mine-1a2b3c4d", STEPS)
-    (folder / "report.html").write_text(page(read_run(folder, Progress.silent())), encoding="utf-8")
+    (folder / "report.html").write_text(render_page(read_run(folder, Progress.silent())), encoding="utf-8")
     return folder / "report.html"
 
 
@@ -130,7 +130,7 @@ def test_it_is_zoomed_and_read(browser: Browser, report: Path) -> None:
 
 def test_a_narrow_window_and_a_run_that_has_just_begun(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "small", 1, nodes=1, gpus=0, sample_seconds=1)
-    (folder / "report.html").write_text(page(read_run(folder, Progress.silent())), encoding="utf-8")
+    (folder / "report.html").write_text(render_page(read_run(folder, Progress.silent())), encoding="utf-8")
     shown = Page(browser, folder / "report.html", width=420)
     assert shown.complaints() == []
     assert shown.value("document.documentElement.scrollWidth") <= 420

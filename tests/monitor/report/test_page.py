@@ -32,12 +32,17 @@ from tests.monitor.report.runs import (
     write_run,
 )
 from toolkit.errors import InputError
-from toolkit.monitor.report import data
-from toolkit.monitor.report.data import Attempt, Run, read_run, standing_from
-from toolkit.monitor.report.hardware import hardware
-from toolkit.monitor.report.page import SECTIONS, embedded, page
-from toolkit.monitor.report.reality import attempts_held, bubble_measured, bubble_planned, whole
-from toolkit.monitor.report.verdict import dead, state, verdict
+from toolkit.monitor.report import run_data
+from toolkit.monitor.report.hardware import hardware_section
+from toolkit.monitor.report.page import SECTIONS, embed_json, render_page
+from toolkit.monitor.report.planned_vs_measured import (
+    attempt_comparisons,
+    bubble_measured,
+    bubble_planned,
+    whole_run,
+)
+from toolkit.monitor.report.run_data import AttemptRecord, ReportData, effective_attempts, read_run
+from toolkit.monitor.report.summary import is_dead, run_state, summary_sentences
 from toolkit.progress import Progress, quantity
 from toolkit.rows import read_rows
 
@@ -111,13 +116,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Run:
+def run(folder: Path) -> ReportData:
     return read_run(folder, Progress.silent())
 
 
 @pytest.fixture(scope="module")
-def html(run: Run) -> str:
-    return page(run)
+def html(run: ReportData) -> str:
+    return render_page(run)
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +180,11 @@ def test_no_text_of_the_files_becomes_code(html: str, parsed: Parsed) -> None:
     assert "window.hurt = 1</script>" not in html
     assert HOSTILE in parsed.text()  # it is shown as it is
     assert any(mark["text"] == f"throttling: {HOSTILE}" for mark in parsed.charts()["loss"]["marks"])
-    text = embedded({"a": HOSTILE})
+    text = embed_json({"a": HOSTILE})
     assert not set("<>&") & set(text)
     assert json.loads(text) == {"a": HOSTILE}
     with pytest.raises(ValueError, match="not JSON compliant"):
-        embedded({"a": math.nan})
+        embed_json({"a": math.nan})
 
 
 def test_no_secret_of_an_address_is_shown(html: str) -> None:
@@ -219,7 +224,7 @@ def test_its_figures_are_those_of_the_files(folder: Path, parsed: Parsed) -> Non
     assert len(hottest["x"]) == len(drawn) + 1  # one gap: the two hours between the attempts
 
 
-def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parsed) -> None:
+def test_shares_of_the_ledger_make_a_whole(folder: Path, run: ReportData, parsed: Parsed) -> None:
     rows = list(read_rows(folder / "ledger.jsonl"))
     layers = {series["name"]: series["mid"] for series in parsed.charts()["ledger-shares"]["series"]}
     assert set(layers) == {*PARTS, "checkpoint"}
@@ -241,8 +246,8 @@ def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parse
     assert run.ledger.starved == {3: STEPS}
 
 
-def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:
-    words = " ".join(verdict(run))
+def test_verdict_says_how_it_is(run: ReportData, parsed: Parsed) -> None:
+    words = " ".join(summary_sentences(run))
     text = parsed.text()
     for said in (
         "The run failed at step 300 of 600: rank 3 died",
@@ -270,9 +275,9 @@ def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:
         assert shown in text
 
 
-def test_plan_against_reality(run: Run, parsed: Parsed) -> None:
-    assert bubble_planned(whole(run)) == pytest.approx(3 / (2 * 16))
-    assert bubble_measured(whole(run)) == pytest.approx(
+def test_plan_against_reality(run: ReportData, parsed: Parsed) -> None:
+    assert bubble_planned(whole_run(run)) == pytest.approx(3 / (2 * 16))
+    assert bubble_measured(whole_run(run)) == pytest.approx(
         PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"])
     )
     text = parsed.text()
@@ -377,14 +382,14 @@ def test_under_way_done_and_dead(tmp_path: Path) -> None:
     status = tmp_path / "status.json"
     status.write_text('{"state": "running", "attempt": 1, "step": 12}')
     run = read_run(tmp_path, Progress.silent())
-    assert (state(run), dead(run)) == (("running", "good"), False)
-    assert verdict(run)[0].startswith(
+    assert (run_state(run), is_dead(run)) == (("running", "good"), False)
+    assert summary_sentences(run)[0].startswith(
         "The run is under way, at step 12 of 90; about 2:42 left."
     )  # the status is newer than the rows
     os.utime(status, (time.time() - 700, time.time() - 700))
     run = read_run(tmp_path, Progress.silent())
-    assert (state(run), dead(run)) == (("not alive", "error"), True)
-    assert "it is no longer alive" in verdict(run)[0]
+    assert (run_state(run), is_dead(run)) == (("not alive", "error"), True)
+    assert "it is no longer alive" in summary_sentences(run)[0]
 
 
 def test_nodes_with_disks_of_their_own(folder: Path, tmp_path: Path) -> None:
@@ -406,12 +411,12 @@ def test_a_hundred_nodes_are_a_range(tmp_path: Path) -> None:
 def test_of_very_many_samples_some_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node in range(2):
         _write(tmp_path / f"system/node-{node}.jsonl", list(system_rows(node, 6000, 6, 1)))
-    monkeypatch.setattr(data, "NODE_ROWS", 200)
+    monkeypatch.setattr(run_data, "NODE_ROWS", 200)
     run = read_run(tmp_path, Progress.silent())
     assert [node.every for node in run.nodes.values()] == [10, 10]
     assert [node.curves.rows for node in run.nodes.values()] == [100, 100]
     assert run.nodes[0].names == {0: "NVIDIA H100 80GB HBM3"}  # of the first row
-    assert "one in 10 was read" in hardware(run).intro[-1]
+    assert "one in 10 was read" in hardware_section(run).intro[-1]
 
 
 def test_reading_shows_how_far_it_is(folder: Path) -> None:
@@ -434,7 +439,7 @@ def test_a_million_steps(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "running", "attempt": 1, "step": 12}')
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
-    html = page(read_run(tmp_path, Progress.silent()))
+    html = render_page(read_run(tmp_path, Progress.silent()))
     seconds, kilobytes = (
         time.process_time() - began,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before,
@@ -455,7 +460,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _check(folder: Path) -> Parsed:
     """A whole page comes of it."""
-    parsed = Parsed(page(read_run(folder, Progress.silent())))
+    parsed = Parsed(render_page(read_run(folder, Progress.silent())))
     assert parsed.ends_open == []
     parsed.charts()
     return parsed
@@ -484,9 +489,9 @@ def test_links_of_wandb_into_its_cache_are_not_looked_at(tmp_path: Path, name: s
     assert read_run(folder, Progress.silent()).status
 
 
-def test_each_attempt_is_compared_with_its_own_plan(run: Run) -> None:
+def test_each_attempt_is_compared_with_its_own_plan(run: ReportData) -> None:
     """The second one had other engine and batch; what was measured is of its own steps."""
-    (newest, second), (older, first) = attempts_held(run)
+    (newest, second), (older, first) = attempt_comparisons(run)
     assert newest.startswith(f"Attempt 2, from step {STEPS // 2 + 1}, planned and measured: Engine megatron")
     assert older.startswith("Attempt 1, from step 1, planned and measured: Engine deepspeed")
     assert (first.plan["batch"]["tokens_per_step"], second.plan["batch"]["tokens_per_step"]) == (
@@ -513,8 +518,8 @@ def test_attempts_and_alerts_are_labelled_on_the_curves(parsed: Parsed) -> None:
 
 
 def test_an_attempt_whose_steps_were_all_run_again_is_no_border() -> None:
-    def attempt(number: int, first: int | None) -> Attempt:
-        return Attempt(
+    def attempt(number: int, first: int | None) -> AttemptRecord:
+        return AttemptRecord(
             number=number,
             began=None,
             ended=None,
@@ -532,4 +537,4 @@ def test_an_attempt_whose_steps_were_all_run_again_is_no_border() -> None:
         )
 
     every = [attempt(1, 0), attempt(2, 50), attempt(3, None), attempt(4, 20)]
-    assert [(one.number, first) for one, first in standing_from(every)] == [(1, 0), (4, 20)]
+    assert [(one.number, first) for one, first in effective_attempts(every)] == [(1, 0), (4, 20)]

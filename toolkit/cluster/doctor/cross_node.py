@@ -122,7 +122,7 @@ HOW_LINKS = "all-reduces over groups of the ranks along each axis and of all: a 
 def links(rows: Sequence[Mapping[str, Any]], seconds: float) -> list[Finding]:
     """
     Args:
-        rows: of monitor/probe.py, one an axis.
+        rows: of monitor/link_probe.py, one an axis.
         seconds: that the ranks took to meet.
     """
     return _of("ranks meet", HOW_LINKS, _links(rows, seconds))

@@ -23,7 +23,7 @@ from toolkit.engine.deepspeed import context_parallel as context
 from toolkit.engine.deepspeed import load as moving
 from toolkit.engine.deepspeed.build import build
 from toolkit.engine.protocol import LOSS, Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
-from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
+from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
 

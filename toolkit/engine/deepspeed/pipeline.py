@@ -22,7 +22,7 @@ from toolkit.engine.deepspeed import load as moving
 from toolkit.engine.deepspeed import pipeline_compat as mends
 from toolkit.engine.optimizers import parameter_groups
 from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
-from toolkit.monitor.parts import UNRECORDED, Recorder
+from toolkit.monitor.step_parts import UNRECORDED, Recorder
 from toolkit.plan.types import Device, RunPlan
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe import schedule
 
-from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
+from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
 
 # What passes between stages and over data ranks is timed by itself (``collectives.py``); here is what is left around it.
 PARTS = {

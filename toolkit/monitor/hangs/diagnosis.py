@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.reports import (
     Found,
     Report,
@@ -176,7 +176,7 @@ def _differ(found: Found) -> Diagnosis | None:
     return None
 
 
-def _left_out(found: Found, group: Call, number: int, kinds: Mapping[str, Sequence[int]]) -> str:
+def _left_out(found: Found, group: CollectiveCall, number: int, kinds: Mapping[str, Sequence[int]]) -> str:
     """Whether one side's calls are the other's moved by one: then it is a call that only the other made."""
     sides = list(kinds.values())
     for these, those in ((these, those) for these in sides for those in sides if these is not those):
@@ -230,7 +230,7 @@ def _reading(report: Report) -> str:
 class _Blocked:
     """A collective that some ranks wait in, and others have not come to. ``behind``: how many calls of the group they have made."""
 
-    call: Call
+    call: CollectiveCall
     waiting: tuple[int, ...]
     behind: Mapping[int, int]
 
@@ -257,7 +257,7 @@ def _blocked(found: Found) -> list[_Blocked]:
         )
         return len(blocked.behind), -new, blocked.call.begun
 
-    waiting: defaultdict[tuple[str, int], list[tuple[int, Call]]] = defaultdict(list)
+    waiting: defaultdict[tuple[str, int], list[tuple[int, CollectiveCall]]] = defaultdict(list)
     for rank, report in found.reports.items():
         call = report.waits_in
         if call is not None and call.peer is None:
@@ -339,7 +339,7 @@ RULES: tuple[Callable[[Found], Diagnosis | None], ...] = (
 # ---- what is asked of reports
 
 
-def _groups(found: Found) -> list[Call]:
+def _groups(found: Found) -> list[CollectiveCall]:
     """One call of each group that a rank has not left, or that was its last one: what can be at odds."""
     return list(
         {
@@ -351,7 +351,7 @@ def _groups(found: Found) -> list[Call]:
     )
 
 
-def _collectives(report: Report, group: str) -> list[Call]:
+def _collectives(report: Report, group: str) -> list[CollectiveCall]:
     return [call for call in report.calls if call.group == group and call.peer is None]
 
 
@@ -359,7 +359,7 @@ def _made(report: Report, group: str) -> int:
     return max((call.number for call in _collectives(report, group)), default=0)
 
 
-def _compared(call: Call) -> str:
+def _compared(call: CollectiveCall) -> str:
     """What has to be equal on all ranks."""
     return call.operation if call.operation.startswith(UNEQUAL) else call.what
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.diagnosis import Diagnosis
 from toolkit.monitor.hangs.reports import Found, Report, ranks_named, state_of
 from toolkit.monitor.hangs.stacks import ENDED, STATES, ThreadStack, lines
@@ -77,7 +77,7 @@ def _calls(found: Found) -> Iterable[str]:
             yield f"    {ranks_named(ranks)}: {'; '.join(calls) or 'none'}"
 
 
-def _call(call: Call) -> str:
+def _call(call: CollectiveCall) -> str:
     return f"{call.number} {call.what}{'' if call.finished else ' WAITS'}"
 
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from toolkit.layout.axes import ALL
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.stacks import ENGINE, MODEL, SILENT, Frame, ProcessId, ThreadStack, doing, place
-from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER
+from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER
 
 K = TypeVar("K", bound=Hashable)
 
@@ -56,7 +56,7 @@ class Report:
     idle: float
     part: str = ""
     threads: tuple[ThreadStack, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CollectiveCall, ...] = ()
     neighbours: Mapping[int, Neighbour] = field(default_factory=dict)
     failure: str = ""
     whole: bool = True
@@ -71,13 +71,13 @@ class Report:
             **{
                 **fields,
                 "threads": tuple(map(ThreadStack.from_json, fields["threads"])),
-                "calls": tuple(map(Call.from_json, fields["calls"])),
+                "calls": tuple(map(CollectiveCall.from_json, fields["calls"])),
                 "neighbours": {int(rank): Neighbour(**found) for rank, found in fields["neighbours"].items()},
             }
         )
 
     @property
-    def waits_in(self) -> Call | None:
+    def waits_in(self) -> CollectiveCall | None:
         """The call that has stopped it: the first one since its last progress that has not ended.
 
         One that was begun before and never waited for says nothing, unless the main thread is in a call.
@@ -116,7 +116,7 @@ class Found:
         asked = range(len(self.processes)) if self.asked is None else self.asked
         return [rank for rank in asked if rank not in self.reports]
 
-    def members(self, call: Call) -> list[Report]:
+    def members(self, call: CollectiveCall) -> list[Report]:
         """Of the call's group, those that reported."""
         return [self.reports[rank] for rank in call.ranks if rank in self.reports]
 
@@ -148,7 +148,7 @@ def state_of(report: Report) -> str:
     return f"waits in {call_words(call)}"
 
 
-def call_words(call: Call) -> str:
+def call_words(call: CollectiveCall) -> str:
     number = f"call {call.number} on {axis_words(call)}, " if call.peer is None else ""
     return f"{number}{call.what}" if number else f"{call.what} on {axis_words(call)}"
 
@@ -170,7 +170,7 @@ def ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def axis_words(call: Call) -> str:
+def axis_words(call: CollectiveCall) -> str:
     return "all ranks" if call.axis == ALL else f"axis {call.axis}"
 
 

@@ -11,11 +11,11 @@ from toolkit.monitor.sink import Kind, Row
 # The first steps of a start compile, allocate and fill caches: no time of theirs is compared with anything.
 WARM_UP = 10
 # Something is lasting when it was so in this many of so many steps: no noise is, and it is known within 20 steps.
-LASTING, OF_STEPS = 16, 20
-LONG = 200  # steps that are looked at for what comes now and then
-UNIT_SECONDS = 1.0  # steps that are shorter are joined before a lasting state is judged: twenty of a few milliseconds are one hiccup
+LASTING_STEPS, WINDOW = 16, 20
+LONG_WINDOW = 200  # steps that are looked at for what comes now and then
+GROUP_SECONDS = 1.0  # steps that are shorter are joined before a lasting state is judged: twenty of a few milliseconds are one hiccup
 # Less than this of a step is what a machine's scheduler does to any process, and nobody's trouble.
-LEAST_SECONDS = 0.005
+MIN_SECONDS = 0.005
 
 T = TypeVar("T")
 SizeOfStep = Callable[
@@ -46,7 +46,7 @@ class WarmUp:
         return self._left < 0
 
 
-class Units(Generic[T]):
+class TimeGroups(Generic[T]):
     """Joins the entries of steps until they last ``UNIT_SECONDS``."""
 
     def __init__(self) -> None:
@@ -57,16 +57,16 @@ class Units(Generic[T]):
         """The entries of a whole unit, if this step of ``lasted`` seconds is its last one."""
         self._held.append(entry)
         self._seconds += lasted
-        if self._seconds < UNIT_SECONDS:
+        if self._seconds < GROUP_SECONDS:
             return None
         unit, self._held, self._seconds = tuple(self._held), [], 0.0
         return unit
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """``0.0123`` -> ``12.3 ms``."""
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
-def per_cent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"

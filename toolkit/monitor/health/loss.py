@@ -10,7 +10,7 @@ from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.health.robust import noise
+from toolkit.monitor.health.robust_stats import noise_level
 from toolkit.monitor.sink import Kind, Row
 
 BEFORE = 50  # steps whose noise a value is compared with
@@ -73,7 +73,7 @@ class NonFinite(Detector):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class JumpCriteria:
     """One figure of a step that should not jump.
 
     Attributes:
@@ -98,7 +98,7 @@ def _logarithm(norm: float) -> float:
 # Losses of batches scatter about normally: ten standard deviations do not happen by chance, and less than 1% of the loss is not believed.
 # Gradient norms have heavy tails, so their logarithm is compared: at the least noise a spike is a factor of 20, a shift one of 5. A single
 # one of 7 came in a sound run of 2,000 steps.
-LOSS = Figure(
+LOSS = JumpCriteria(
     key="loss",
     words="loss",
     value=lambda loss: loss,
@@ -106,12 +106,12 @@ LOSS = Figure(
     spike=10,
     shift=4,
 )
-GRADIENT = Figure(
+GRADIENT_NORM = JumpCriteria(
     key="grad_norm", words="gradient norm", value=_logarithm, least=lambda middle: 0.2, spike=15, shift=8
 )
 
 
-class Jump(Detector):
+class JumpDetector(Detector):
     """A figure that jumps up: it is told when it is known whether it came back (a spike) or stayed (a shift), ten steps later at most.
 
     A rise without a spike is a shift as well: eight of the last ten steps above the ten before them.
@@ -119,7 +119,7 @@ class Jump(Detector):
 
     STAYED = 8  # of WATCHED
 
-    def __init__(self, figure: Figure) -> None:
+    def __init__(self, figure: JumpCriteria) -> None:
         self._figure = figure
         self._before: deque[float] = deque(maxlen=BEFORE)
         self._newest: deque[tuple[int, float, float]] = deque(maxlen=WATCHED)  # step, compared, as it is
@@ -139,7 +139,7 @@ class Jump(Detector):
     def _judge(self, row: Row) -> Alert | None:
         figure, before = self._figure, list(self._before)
         middle = median(before[-LEVEL:])
-        scale = max(noise(before), figure.least(middle))
+        scale = max(noise_level(before), figure.least(middle))
         high = [(step, shown) for step, value, shown in self._newest if value > middle + figure.shift * scale]
         if len(high) >= self.STAYED:
             first = high[0][0]
@@ -197,7 +197,7 @@ class Jump(Detector):
         )
 
 
-class LossScale(Detector):
+class LossScaleCollapse(Detector):
     """fp16: the scale halves with every step that is skipped. Ten in a row are a factor of 1,024: what overflows then is not the scale.
 
     A start may need as many to find its scale: there twice as many.
@@ -233,7 +233,7 @@ class LossScale(Detector):
         )
 
 
-class Validation(Detector):
+class RisingValidation(Detector):
     """The loss of an evaluation set rises: the last three evaluations are all above the best by more than noise.
 
     A set is the same samples each time, so what scatters is the model: the differences of neighbouring evaluations say by how much. Best is
@@ -299,4 +299,4 @@ class _Curve:
 
     def noise(self) -> float:
         """The standard deviation of one evaluation."""
-        return noise([loss for _, loss in self.newest])
+        return noise_level([loss for _, loss in self.newest])

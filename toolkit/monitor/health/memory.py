@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from statistics import median
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.health.detector import OF_STEPS, Detector, WarmUp, per_cent
-from toolkit.monitor.health.robust import Blocks
+from toolkit.monitor.health.detector import WINDOW, Detector, WarmUp, format_percent
+from toolkit.monitor.health.robust_stats import BlockMinima
 from toolkit.monitor.sink import Kind, Row
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MonitoredMemory:
     """One figure of a row, and how much of it there is.
 
     Attributes:
@@ -32,7 +32,7 @@ class Memory:
     next_step: str
 
 
-class Creep(Detector):
+class MemoryGrowth(Detector):
     """Growth in nearly every step, which a leak is and nothing else: buffers and caches grow in jumps and then stay.
 
     Quick: 18 of the last 20 steps grew, by a twentieth of what was there (device: a fiftieth) and 64 MiB in all. Slow: over blocks of the
@@ -43,11 +43,11 @@ class Creep(Detector):
     WARM_UP, GREW, BLOCKS, RISING = 30, 18, 20, 0.9
     LEAST_QUICK, LEAST_SLOW = 64 * 2**20, 256 * 2**20
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MonitoredMemory) -> None:
         self._memory = memory
         self._warm_up = WarmUp(self.WARM_UP)
-        self._newest: deque[int] = deque(maxlen=OF_STEPS + 1)
-        self._blocks = Blocks(self.BLOCKS, first=10)
+        self._newest: deque[int] = deque(maxlen=WINDOW + 1)
+        self._blocks = BlockMinima(self.BLOCKS, first=10)
 
     def see(self, kind: Kind, row: Row) -> Alert | None:
         size = row.get(self._memory.key)
@@ -59,16 +59,16 @@ class Creep(Detector):
 
     def _quick(self, step: int) -> Alert | None:
         sizes = list(self._newest)
-        if len(sizes) <= OF_STEPS or sizes[-1] - sizes[0] < max(
+        if len(sizes) <= WINDOW or sizes[-1] - sizes[0] < max(
             self._memory.quickly * sizes[0], self.LEAST_QUICK
         ):
             return None
         grown = [after - before for before, after in itertools.pairwise(sizes) if after > before]
-        if len(grown) < self.GREW or median(grown) * OF_STEPS < 0.5 * (
+        if len(grown) < self.GREW or median(grown) * WINDOW < 0.5 * (
             sizes[-1] - sizes[0]
         ):  # no jump among small ones
             return None
-        return self._alert(step, sizes[0], sizes[-1], OF_STEPS)
+        return self._alert(step, sizes[0], sizes[-1], WINDOW)
 
     def _slow(self, step: int) -> Alert | None:
         floors = self._blocks.values
@@ -93,14 +93,14 @@ class Creep(Detector):
             level=Level.WARNING,
             step=step,
             cause=f"{memory.words} grows step by step",
-            evidence=f"from {before / GIB:.2f} to {now / GIB:.2f} GiB in {steps} steps ({per_cent(now / before - 1)} more), "
+            evidence=f"from {before / GIB:.2f} to {now / GIB:.2f} GiB in {steps} steps ({format_percent(now / before - 1)} more), "
             f"{a_step / 2**20:.3g} MiB a step{left}",
             next_step=memory.next_step,
         )
 
 
-def host_memory(total_bytes: int | None) -> Memory:
-    return Memory(
+def host_memory(total_bytes: int | None) -> MonitoredMemory:
+    return MonitoredMemory(
         key="host_bytes",
         name="memory-creep",
         words="the memory of the process of a rank (the fullest one)",
@@ -112,8 +112,8 @@ def host_memory(total_bytes: int | None) -> Memory:
     )
 
 
-def device_memory(total_bytes: int | None) -> Memory:
-    return Memory(
+def device_memory(total_bytes: int | None) -> MonitoredMemory:
+    return MonitoredMemory(
         key="device_bytes",
         name="device-memory-creep",
         words="the memory that tensors hold on a GPU between steps (the fullest one)",

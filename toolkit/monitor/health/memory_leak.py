@@ -16,7 +16,7 @@ QUARTER = 0.4  # of its part of the growth that each quarter of the window has t
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class GrowthEstimate:
     first: float  # bytes, at the window's ends, on the line through its points
     last: float
     seconds: float  # from one to the other
@@ -26,7 +26,7 @@ class Growth:
         return (self.last - self.first) / self.seconds
 
 
-def steady_growth(points: Sequence[tuple[float, float]]) -> Growth | None:
+def steady_growth(points: Sequence[tuple[float, float]]) -> GrowthEstimate | None:
     """How memory grew, if it did so steadily: (seconds, bytes) in order; None for a flat, jumping or noisy curve.
 
     The slope is the median of those between all pairs of points (Theil 1950, Sen 1968), which three of ten odd points do not move.
@@ -37,7 +37,7 @@ def steady_growth(points: Sequence[tuple[float, float]]) -> Growth | None:
         return None
     slope = median(slopes)
     offset = median(size - slope * at for at, size in points)
-    found = Growth(
+    found = GrowthEstimate(
         offset + slope * points[0][0], offset + slope * points[-1][0], points[-1][0] - points[0][0]
     )
     grown = found.last - found.first
@@ -60,7 +60,7 @@ class GrowthTracker:
         }
         self._lowest: dict[int, list[tuple[float, float]]] = {scale: [] for scale in SCALES}
 
-    def add(self, seconds: float, size: float, available: float) -> Growth | None:
+    def add(self, seconds: float, size: float, available: float) -> GrowthEstimate | None:
         """Growth by a share of ``available`` bytes, in the shortest window that shows it. The window begins anew then."""
         found = None
         for scale, window in self._windows.items():

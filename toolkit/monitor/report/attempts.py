@@ -8,9 +8,16 @@ from datetime import UTC, datetime
 
 from toolkit.errors import without_secrets
 from toolkit.goodput import ENDING, EVALUATION, OTHER, REPEATED, SAVING, STARTING, WAITING
-from toolkit.monitor.report.data import Attempt, Run, section
-from toolkit.monitor.report.rows import is_number
-from toolkit.monitor.report.view import UNKNOWN, Folded, Section, Table, percent, seconds
+from toolkit.monitor.report.curve_reader import is_number
+from toolkit.monitor.report.elements import (
+    UNKNOWN,
+    CollapsedText,
+    ReportSection,
+    ReportTable,
+    format_percent,
+    format_seconds,
+)
+from toolkit.monitor.report.run_data import AttemptRecord, ReportData, mapping_at
 from toolkit.progress import duration
 
 LATER = "a later attempt followed: see the end of its log"
@@ -25,10 +32,10 @@ CAUSES = {
 }
 
 
-def attempts(run: Run) -> Section:
+def attempts_section(run: ReportData) -> ReportSection:
     if not run.attempts:
         missing = "There is no folder attempts/, so it is not known when the run was started."
-        return Section(id="attempts", title="Attempts", intro=(missing,))
+        return ReportSection(id="attempts", title="Attempts", intro=(missing,))
     newest = run.attempts[-1].number
     rows = tuple(
         (
@@ -36,14 +43,14 @@ def attempts(run: Run) -> Section:
             _when(one.began),
             _when(one.ended),
             duration(one.ended - one.began) if one.began and one.ended else UNKNOWN,
-            seconds(one.start_seconds),
+            format_seconds(one.start_seconds),
             _end(run) if one.number == newest else without_secrets(one.end) or LATER,
             f"{one.repeated:,}",
             "\n".join(one.files),
         )
         for one in run.attempts
     )
-    table = Table(
+    table = ReportTable(
         caption="Starts",
         align="rnnrrlrl",
         rows=rows,
@@ -59,7 +66,7 @@ def attempts(run: Run) -> Section:
             "left behind",
         ),
     )
-    return Section(
+    return ReportSection(
         id="attempts",
         title="Attempts",
         intro=tuple(_goodput(run)),
@@ -68,37 +75,38 @@ def attempts(run: Run) -> Section:
     )
 
 
-def configuration(run: Run) -> Section:
+def configuration_section(run: ReportData) -> ReportSection:
     plan = json.dumps(run.plan, indent=1) if run.plan else ""
     files = (
         ("config.yaml: the configuration, resolved", run.config_text),
         ("plan.json: what was decided from it", plan),
     )
-    texts = tuple(Folded(title, without_secrets(text)) for title, text in files if text)
+    texts = tuple(CollapsedText(title, without_secrets(text)) for title, text in files if text)
     intro = () if texts else ("There is neither config.yaml nor plan.json.",)
-    return Section(id="configuration", title="Configuration", intro=intro, texts=texts)
+    return ReportSection(id="configuration", title="Configuration", intro=intro, texts=texts)
 
 
-def _goodput(run: Run) -> Iterator[str]:
+def _goodput(run: ReportData) -> Iterator[str]:
     """From the status, which every end of an attempt and every second of one brings up to date."""
-    told = section(run.status, "goodput")
+    told = mapping_at(run.status, "goodput")
     share, wall, useful = (told.get(name) for name in ("share", "wall_seconds", "useful_seconds"))
     if is_number(share) and is_number(wall) and is_number(useful):
         yield (
-            f"Goodput {percent(share)}: of {duration(wall)} since the first start, between attempts too, {duration(useful)} went "
+            f"Goodput {format_percent(share)}: of {duration(wall)} since the first start, between attempts too, {duration(useful)} went "
             f"into steps that stand."
         )
 
 
-def _losses(run: Run) -> Iterator[Table]:
-    told = section(run.status, "goodput")
+def _losses(run: ReportData) -> Iterator[ReportTable]:
+    told = mapping_at(run.status, "goodput")
     wall = told.get("wall_seconds")
-    lost = {name: value for name, value in section(told, "lost").items() if is_number(value)}
+    lost = {name: value for name, value in mapping_at(told, "lost").items() if is_number(value)}
     if lost and is_number(wall) and wall > 0:
         rows = tuple(
-            (CAUSES.get(name, name), duration(value), percent(value / wall)) for name, value in lost.items()
+            (CAUSES.get(name, name), duration(value), format_percent(value / wall))
+            for name, value in lost.items()
         )
-        yield Table(
+        yield ReportTable(
             caption="Where the rest of the time went",
             head=("cause", "time", "of all"),
             align="lrr",
@@ -106,18 +114,18 @@ def _losses(run: Run) -> Iterator[Table]:
         )
 
 
-def _end(run: Run) -> str:
+def _end(run: ReportData) -> str:
     state, reason = run.status.get("state", "unknown"), run.status.get("reason")
     code = run.status.get("exit_code")
     return f"{state}{f', exit code {code}' if code is not None else ''}{f': {without_secrets(str(reason))}' if reason else ''}"
 
 
-def _texts(every: tuple[Attempt, ...]) -> Iterator[Folded]:
+def _texts(every: tuple[AttemptRecord, ...]) -> Iterator[CollapsedText]:
     for one in every:
         if one.hang:
-            yield Folded(f"attempt {one.number}: the report of its hang", without_secrets(one.hang))
+            yield CollapsedText(f"attempt {one.number}: the report of its hang", without_secrets(one.hang))
         if one.log_end:
-            yield Folded(f"attempt {one.number}: the end of its log", without_secrets(one.log_end))
+            yield CollapsedText(f"attempt {one.number}: the end of its log", without_secrets(one.log_end))
 
 
 def _when(moment: float | None) -> str:

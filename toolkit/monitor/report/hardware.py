@@ -6,36 +6,36 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from toolkit.monitor.report.data import Run, section
-from toolkit.monitor.report.nodes import Node
-from toolkit.monitor.report.reduce import Curve, Total
-from toolkit.monitor.report.training import COLOURS, borders
-from toolkit.monitor.report.view import (
+from toolkit.monitor.report.downsample import Curve, RunningStats
+from toolkit.monitor.report.elements import (
     UNKNOWN,
+    AxisFormat,
     Chart,
-    Folded,
-    Format,
-    Section,
+    CollapsedText,
+    ReportSection,
+    ReportTable,
     Series,
-    Table,
-    gigabytes,
-    line,
-    number,
-    percent,
+    curve_series,
+    format_gigabytes,
+    format_number,
+    format_percent,
 )
+from toolkit.monitor.report.node_samples import NodeSamples
+from toolkit.monitor.report.run_data import ReportData, mapping_at
+from toolkit.monitor.report.training import COLOURS, attempt_marks
 
 NODES = 6  # drawn one by one; of more, the range over all is drawn
 GPUS, ALL_GPUS = 16, 1024  # rows of the table, and of the folded one
 GAP = 6.0  # of usual distances between samples: the node was not sampled, so nothing is drawn
 
 # Figure of a node, title, label of the axis, how it is written, its factor (percents are shares here), and which of the nodes is the worst.
-Shown = tuple[str, str, str, Format, float, Callable[[Iterable[tuple[float, int]]], tuple[float, int]]]
+Shown = tuple[str, str, str, AxisFormat, float, Callable[[Iterable[tuple[float, int]]], tuple[float, int]]]
 GPU_SHOWN: tuple[Shown, ...] = (
     (
         "gpu/utilization_percent_mean",
         "GPUs running any kernel, mean of a node",
         "utilisation",
-        Format.PERCENT,
+        AxisFormat.PERCENT,
         0.01,
         min,
     ),
@@ -43,7 +43,7 @@ GPU_SHOWN: tuple[Shown, ...] = (
         "gpu/tensor_active_percent_mean",
         "Tensor cores active, mean of a node",
         "tensor activity",
-        Format.PERCENT,
+        AxisFormat.PERCENT,
         0.01,
         min,
     ),
@@ -51,29 +51,29 @@ GPU_SHOWN: tuple[Shown, ...] = (
         "gpu/sm_clock_ratio_min",
         "Clock of a node's slowest GPU, of its maximum",
         "clock / maximum",
-        Format.PERCENT,
+        AxisFormat.PERCENT,
         1.0,
         min,
     ),
-    ("gpu/temperature_celsius_max", "Hottest GPU of a node", "°C", Format.NUMBER, 1.0, max),
-    ("gpu/power_watts_sum", "Power of a node's GPUs", "W", Format.NUMBER, 1.0, max),
-    ("gpu/memory_used_bytes_max", "Fullest GPU of a node", "bytes", Format.BYTES, 1.0, max),
+    ("gpu/temperature_celsius_max", "Hottest GPU of a node", "°C", AxisFormat.NUMBER, 1.0, max),
+    ("gpu/power_watts_sum", "Power of a node's GPUs", "W", AxisFormat.NUMBER, 1.0, max),
+    ("gpu/memory_used_bytes_max", "Fullest GPU of a node", "bytes", AxisFormat.BYTES, 1.0, max),
 )
 HOST_SHOWN: tuple[Shown, ...] = (
-    ("host/cpu_percent", "Processors of the host", "utilisation", Format.PERCENT, 0.01, max),
-    ("host/memory_used_bytes", "Memory of the host in use", "bytes", Format.BYTES, 1.0, max),
-    ("process/private_bytes", "Private memory of a node's ranks", "bytes", Format.BYTES, 1.0, max),
-    ("disk/free_bytes", "Free on the disk of the run's directory", "bytes", Format.BYTES, 1.0, min),
-    ("disk/read_bytes_per_second", "Reading from that disk", "bytes/s", Format.BYTES, 1.0, max),
-    ("disk/write_bytes_per_second", "Writing to that disk", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/receive_bytes_per_second", "Received from the network", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/send_bytes_per_second", "Sent to the network", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/rdma_receive_bytes_per_second", "Received by RDMA", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/rdma_send_bytes_per_second", "Sent by RDMA", "bytes/s", Format.BYTES, 1.0, max),
+    ("host/cpu_percent", "Processors of the host", "utilisation", AxisFormat.PERCENT, 0.01, max),
+    ("host/memory_used_bytes", "Memory of the host in use", "bytes", AxisFormat.BYTES, 1.0, max),
+    ("process/private_bytes", "Private memory of a node's ranks", "bytes", AxisFormat.BYTES, 1.0, max),
+    ("disk/free_bytes", "Free on the disk of the run's directory", "bytes", AxisFormat.BYTES, 1.0, min),
+    ("disk/read_bytes_per_second", "Reading from that disk", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("disk/write_bytes_per_second", "Writing to that disk", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/receive_bytes_per_second", "Received from the network", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/send_bytes_per_second", "Sent to the network", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/rdma_receive_bytes_per_second", "Received by RDMA", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/rdma_send_bytes_per_second", "Sent by RDMA", "bytes/s", AxisFormat.BYTES, 1.0, max),
 )
 
 
-def hardware(run: Run) -> Section:
+def hardware_section(run: ReportData) -> ReportSection:
     intro: list[str] = []
     if not run.nodes:
         intro.append(
@@ -81,7 +81,7 @@ def hardware(run: Run) -> Section:
         )
     elif not any(node.gpus for node in run.nodes.values()):
         intro.append("No GPU was used, so the samples are of the hosts only.")
-    planned = section(run.plan, "world").get("nodes")
+    planned = mapping_at(run.plan, "world").get("nodes")
     if run.nodes and isinstance(planned, int) and len(run.nodes) < planned:
         intro.append(
             f"Samples of {len(run.nodes)} of {planned} nodes are here. Nodes that keep theirs on a disk of their own are taken in "
@@ -96,7 +96,7 @@ def hardware(run: Run) -> Section:
         intro.append(f"There are so many samples that one in {every:,} was read.")
     charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run, run.nodes, shown))
     tables = (*_gpus(run.nodes), *_environment(run))
-    return Section(
+    return ReportSection(
         id="hardware",
         title="Hardware",
         intro=tuple(intro),
@@ -106,7 +106,7 @@ def hardware(run: Run) -> Section:
     )
 
 
-def _chart(run: Run, nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
+def _chart(run: ReportData, nodes: dict[int, NodeSamples], shown: Shown) -> Iterator[Chart]:
     figure, title, label, written, factor, worst = shown
     having = {name: node for name, node in nodes.items() if figure in node.curves.curves}
     if not having:
@@ -122,7 +122,7 @@ def _chart(run: Run, nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
     extreme, of = worst(
         ((total.low if worst is min else total.high) * factor, name) for name, total in totals.items()
     )
-    alt = f"{title} over time, {len(having)} nodes. {'Lowest' if worst is min else 'Highest'}: {number(extreme)} on node {of}."
+    alt = f"{title} over time, {len(having)} nodes. {'Lowest' if worst is min else 'Highest'}: {format_number(extreme)} on node {of}."
     yield Chart(
         id=figure.replace("/", "-"),
         title=title,
@@ -130,15 +130,15 @@ def _chart(run: Run, nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
         series=series,
         y_label=label,
         y_format=written,
-        x_format=Format.TIME,
-        from_zero=written is not Format.NUMBER or label == "W",
-        marks=borders(run, lambda attempt: attempt.began),
+        x_format=AxisFormat.TIME,
+        from_zero=written is not AxisFormat.NUMBER or label == "W",
+        marks=attempt_marks(run, lambda attempt: attempt.began),
     )
 
 
-def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Series:
+def _line(node: NodeSamples, figure: str, name: str, colour: str, factor: float) -> Series:
     """One node's, with a gap where it was not sampled: between attempts."""
-    drawn = line(node.curves, figure, name, colour)
+    drawn = curve_series(node.curves, figure, name, colour)
     assert drawn is not None
     banded = drawn.low is not None
     x, (mid, low, high) = _with_gaps(
@@ -173,7 +173,7 @@ def _usual(x: Sequence[float]) -> float:
     return statistics.median([after - before for before, after in pairwise(x)] or [1.0])
 
 
-def _range(nodes: dict[int, Node], figure: str, factor: float) -> Series:
+def _range(nodes: dict[int, NodeSamples], figure: str, factor: float) -> Series:
     """Over nodes, in common buckets of time: their clocks and samples are not in step."""
     begin = min(node.curves.x[0] for node in nodes.values())
     width = max(_usual(node.curves.x) for node in nodes.values())
@@ -198,11 +198,11 @@ def _range(nodes: dict[int, Node], figure: str, factor: float) -> Series:
     )
 
 
-def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
+def _gpus(nodes: dict[int, NodeSamples]) -> Iterator[ReportTable]:
     """Those that look worst, by time with lowered clocks, then by utilisation; and folded all of them."""
     every = [(name, node, gpu) for name, node in nodes.items() for gpu in node.gpus]
 
-    def badness(one: tuple[int, Node, int]) -> tuple[float, float]:
+    def badness(one: tuple[int, NodeSamples, int]) -> tuple[float, float]:
         held = one[1].gpus[one[2]]
         return -(_mean(held, "throttled_percent") or 0.0), _mean(held, "utilization_percent") or 0.0
 
@@ -233,35 +233,35 @@ def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
         ("GPUs" if few else f"The {GPUS} GPUs that look worst", *filter(None, [", ".join(kinds)]))
     )
     if rows:
-        yield Table(caption=title, align="nrrrrrrrlrr", head=head, rows=rows[:GPUS], note=note)
+        yield ReportTable(caption=title, align="nrrrrrrrlrr", head=head, rows=rows[:GPUS], note=note)
     if not few:
         title = f"{len(rows):,} of {len(every):,} GPUs, the worst first"
-        yield Table(caption=title, align="nrrrrrrrlrr", head=head, rows=rows, folded=True)
+        yield ReportTable(caption=title, align="nrrrrrrrlrr", head=head, rows=rows, folded=True)
 
 
-def _gpu(held: Mapping[str, Total], reasons: Mapping[str, int]) -> tuple[str, ...]:
+def _gpu(held: Mapping[str, RunningStats], reasons: Mapping[str, int]) -> tuple[str, ...]:
     lowered = ", ".join(
         f"{reason} ({count:,})" for reason, count in reasons.items() if reason not in ("none", "idle")
     )
     return (
         _percents(_mean(held, "utilization_percent")),
         _percents(_mean(held, "tensor_active_percent")),
-        gigabytes(_most(held, "memory_used_bytes")),
+        format_gigabytes(_most(held, "memory_used_bytes")),
         _unit(_most(held, "temperature_celsius"), "°C"),
         _unit(_mean(held, "power_watts"), "W"),
-        percent(_mean(held, "sm_clock_ratio")),
+        format_percent(_mean(held, "sm_clock_ratio")),
         _percents(_mean(held, "throttled_percent")),
         lowered,
-        number(_most(held, "ecc_uncorrected_errors")),
-        number(_most(held, "xid_events")),
+        format_number(_most(held, "ecc_uncorrected_errors")),
+        format_number(_most(held, "xid_events")),
     )
 
 
-def _mean(held: Mapping[str, Total], figure: str) -> float | None:
+def _mean(held: Mapping[str, RunningStats], figure: str) -> float | None:
     return held[figure].mean if figure in held else None
 
 
-def _most(held: Mapping[str, Total], figure: str) -> float | None:
+def _most(held: Mapping[str, RunningStats], figure: str) -> float | None:
     return held[figure].high if figure in held else None
 
 
@@ -270,17 +270,17 @@ def _unit(value: float | None, unit: str) -> str:
 
 
 def _percents(value: float | None) -> str:
-    return percent(None if value is None else value / 100)
+    return format_percent(None if value is None else value / 100)
 
 
-def _environment(run: Run) -> Iterator[Table]:
+def _environment(run: ReportData) -> Iterator[ReportTable]:
     """Of the newest attempt that wrote it: single values."""
     for attempt in reversed(run.attempts):
         rows = tuple(
             (key, str(value)) for key, value in _flat(attempt.environment) if value not in (None, "")
         )
         if rows:
-            yield Table(
+            yield ReportTable(
                 caption=f"Environment of attempt {attempt.number}",
                 head=("what", "value"),
                 align="nl",
@@ -289,14 +289,14 @@ def _environment(run: Run) -> Iterator[Table]:
             return
 
 
-def _environments(run: Run) -> Iterator[Folded]:
+def _environments(run: ReportData) -> Iterator[CollapsedText]:
     """Of older attempts, where they differ from the newest one."""
     newest = next((attempt for attempt in reversed(run.attempts) if attempt.environment), None)
     for attempt in run.attempts:
         there = dict(_flat(newest.environment)) if newest is not None else {}
         differing = [(key, value) for key, value in _flat(attempt.environment) if there.get(key) != value]
         if differing:
-            yield Folded(
+            yield CollapsedText(
                 f"attempt {attempt.number} differed", "\n".join(f"{key}: {value}" for key, value in differing)
             )
 

@@ -1,4 +1,4 @@
-"""Where the time of the steps went, over all ranks: the rows of ``monitor/ledger.py``."""
+"""Where the time of the steps went, over all ranks: the rows of ``monitor/ledger_rows.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from toolkit.monitor.parts import (
+from toolkit.monitor.report.elements import (
+    AxisFormat,
+    Chart,
+    ReportSection,
+    ReportTable,
+    Series,
+    curve_series,
+    format_percent,
+    format_seconds,
+)
+from toolkit.monitor.report.run_data import LedgerCurves, ReportData
+from toolkit.monitor.report.training import step_marks
+from toolkit.monitor.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -18,11 +30,8 @@ from toolkit.monitor.parts import (
     TRANSFER,
     UNEXPLAINED,
 )
-from toolkit.monitor.report.data import Ledger, Run
-from toolkit.monitor.report.training import marks
-from toolkit.monitor.report.view import Chart, Format, Section, Series, Table, line, percent, seconds
 
-USEFUL = (FORWARD, BACKWARD, OPTIMIZER)
+USEFUL_PARTS = (FORWARD, BACKWARD, OPTIMIZER)
 COLOURS = {
     FORWARD: "sky",
     BACKWARD: "blue",
@@ -37,7 +46,7 @@ COLOURS = {
 }
 AXES_COLOURS = ("pink", "rose", "violet", "ink")
 FIRST = (
-    *USEFUL,
+    *USEFUL_PARTS,
     TRANSFER,
 )  # from below: what is useful; then what is not, the largest first; last what is not known
 STARVING = 0.01  # of all time: less is not worth asking whose it is
@@ -45,7 +54,7 @@ RANKS = 8  # the most often slowest ones that are named
 STACKED = 150  # points of the shares: of less, a save now and then is seen as stripes instead of its share
 
 
-def ledger(run: Run) -> Section:
+def ledger_section(run: ReportData) -> ReportSection:
     held = run.ledger
     parts = held.parts
     if not parts:
@@ -54,15 +63,15 @@ def ledger(run: Run) -> Section:
             if run.steps.rows
             else "no step is done yet"
         )
-        return Section(id="ledger", title="Where the time goes", intro=(f"There is no ledger: {why}.",))
-    useful = sum(held.share(part) for part in USEFUL)
+        return ReportSection(id="ledger", title="Where the time goes", intro=(f"There is no ledger: {why}.",))
+    useful = sum(held.share(part) for part in USEFUL_PARTS)
     intro = (
-        f"Forward, backward and optimizer took {percent(useful)} of the time of {held.curves.rows:,} steps, "
-        f"{percent(held.share(UNEXPLAINED))} is unexplained. A step reaches from one wait for samples to the next, so the evaluation and "
+        f"Forward, backward and optimizer took {format_percent(useful)} of the time of {held.curves.rows:,} steps, "
+        f"{format_percent(held.share(UNEXPLAINED))} is unexplained. A step reaches from one wait for samples to the next, so the evaluation and "
         f"the save that followed it are its own.",
         "Each part is that of the median rank. Ranks differ, in a pipeline by their stage, so the parts need not add up to the step.",
     )
-    return Section(
+    return ReportSection(
         id="ledger",
         title="Where the time goes",
         intro=intro,
@@ -76,7 +85,7 @@ def colours(parts: list[str]) -> dict[str, str]:
     return {**COLOURS, **{part: AXES_COLOURS[number % len(AXES_COLOURS)] for number, part in enumerate(axes)}}
 
 
-def _stack(run: Run, parts: list[str]) -> Chart:
+def _stack(run: ReportData, parts: list[str]) -> Chart:
     """Shares of the time of a bucket's steps; they make 1."""
     curves = run.ledger.curves.curves
     order = [part for part in FIRST if part in parts] + [
@@ -92,7 +101,7 @@ def _stack(run: Run, parts: list[str]) -> Chart:
     }
     whole = [sum(values) for values in zip(*sums.values(), strict=True)]
     paint = colours(parts)
-    said = ", ".join(f"{part} {percent(run.ledger.share(part))}" for part in parts)
+    said = ", ".join(f"{part} {format_percent(run.ledger.share(part))}" for part in parts)
     series = tuple(
         Series(
             name=part,
@@ -107,18 +116,18 @@ def _stack(run: Run, parts: list[str]) -> Chart:
         title="Shares of the steps' time",
         series=series,
         y_label="share of the time",
-        y_format=Format.PERCENT,
+        y_format=AxisFormat.PERCENT,
         stacked=True,
-        marks=marks(run),
+        marks=step_marks(run),
         alt=f"Shares of each part in the steps' time, stacked. In all: {said}.",
     )
 
 
-def _walls(run: Run) -> Chart:
+def _walls(run: ReportData) -> Chart:
     """The largest parts as lines, so that what grew is seen."""
     curves, paint = run.ledger.curves, colours(run.ledger.parts)
-    drawn = [line(curves, "wall_seconds", "whole step", "ink")]
-    drawn += [line(curves, f"{part} max", part, paint[part]) for part in run.ledger.parts[:5]]
+    drawn = [curve_series(curves, "wall_seconds", "whole step", "ink")]
+    drawn += [curve_series(curves, f"{part} max", part, paint[part]) for part in run.ledger.parts[:5]]
     lines = tuple(one for one in drawn if one is not None)
     return Chart(
         id="ledger-seconds",
@@ -126,13 +135,13 @@ def _walls(run: Run) -> Chart:
         series=lines,
         alt="Seconds of the five largest parts, and of the whole step, over the steps.",
         y_label="seconds",
-        y_format=Format.SECONDS,
+        y_format=AxisFormat.SECONDS,
         from_zero=True,
-        marks=marks(run),
+        marks=step_marks(run),
     )
 
 
-def _table(held: Ledger, parts: list[str]) -> Table:
+def _table(held: LedgerCurves, parts: list[str]) -> ReportTable:
     """Per part: its share, its mean over all steps, and how ranks differ in the steps that have it."""
     rows = []
     for part in parts:
@@ -141,16 +150,16 @@ def _table(held: Ledger, parts: list[str]) -> Table:
         rows.append(
             (
                 part,
-                percent(held.share(part)),
-                seconds(middle.sum / held.curves.rows),
-                seconds(low.median),
-                seconds(middle.median),
-                seconds(high.median),
-                seconds(high.high),
+                format_percent(held.share(part)),
+                format_seconds(middle.sum / held.curves.rows),
+                format_seconds(low.median),
+                format_seconds(middle.median),
+                format_seconds(high.median),
+                format_seconds(high.high),
                 f"{middle.count:,}",
             )
         )
-    return Table(
+    return ReportTable(
         caption="Parts of a step",
         align="nrrrrrrr",
         rows=tuple(rows),
@@ -169,7 +178,7 @@ def _table(held: Ledger, parts: list[str]) -> Table:
     )
 
 
-def _ranks(held: Ledger) -> Iterator[Table]:
+def _ranks(held: LedgerCurves) -> Iterator[ReportTable]:
     """Who is the longest busy, and who waits for samples, if there is anybody to compare with."""
     if held.ranks < 2:
         return
@@ -178,7 +187,7 @@ def _ranks(held: Ledger) -> Iterator[Table]:
             "The slowest rank",
             held.slowest,
             (
-                f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
+                f"Slowest: the longest busy, without waiting for others or for samples; in all {format_seconds(held.excess_seconds)} beyond the "
                 f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
                 f"hold."
             ),
@@ -191,9 +200,10 @@ def _ranks(held: Ledger) -> Iterator[Table]:
         )
 
 
-def _who(caption: str, counts: Counter[int], note: str) -> Table:
+def _who(caption: str, counts: Counter[int], note: str) -> ReportTable:
     total = sum(counts.values())
     rows = tuple(
-        (f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in counts.most_common(RANKS)
+        (f"rank {rank}", f"{count:,}", format_percent(count / total))
+        for rank, count in counts.most_common(RANKS)
     )
-    return Table(caption=caption, head=("rank", "steps", "share"), align="lrr", rows=rows, note=note)
+    return ReportTable(caption=caption, head=("rank", "steps", "share"), align="lrr", rows=rows, note=note)

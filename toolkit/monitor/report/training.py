@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from toolkit.monitor.report.data import EPOCHS, Attempt, Run, standing_from
-from toolkit.monitor.report.reduce import Curves
-from toolkit.monitor.report.rows import is_number
-from toolkit.monitor.report.view import Chart, Format, Mark, Section, Series, line, number
+from toolkit.monitor.report.curve_reader import is_number
+from toolkit.monitor.report.downsample import Curves
+from toolkit.monitor.report.elements import (
+    AxisFormat,
+    Chart,
+    ChartMark,
+    ReportSection,
+    Series,
+    curve_series,
+    format_number,
+)
+from toolkit.monitor.report.run_data import EPOCHS, AttemptRecord, ReportData, effective_attempts
 
 MARKS = 60  # alerts drawn on a curve: the newest
 COLOURS = ("blue", "orange", "green", "pink", "red", "violet", "teal", "brown", "yellow", "grey")
 
 
-def training(run: Run) -> Section:
+def training_section(run: ReportData) -> ReportSection:
     if not run.steps.rows:
-        return Section(id="training", title="Training", intro=("No step is done yet, so there is no curve.",))
+        return ReportSection(
+            id="training", title="Training", intro=("No step is done yet, so there is no curve.",)
+        )
     intro = [_resolution(run.steps)]
     if dropped := run.steps.total("dropped_rows").sum:
         intro.append(f"{dropped:,.0f} more rows were dropped: the file system could not take them in time.")
-    return Section(id="training", title="Training", intro=tuple(intro), charts=tuple(_charts(run)))
+    return ReportSection(id="training", title="Training", intro=tuple(intro), charts=tuple(_charts(run)))
 
 
 def _resolution(curves: Curves) -> str:
@@ -32,11 +42,11 @@ def _resolution(curves: Curves) -> str:
     )
 
 
-def marks(run: Run) -> tuple[Mark, ...]:
+def step_marks(run: ReportData) -> tuple[ChartMark, ...]:
     """Lines on the curves over steps: the borders between attempts, and the newest alerts."""
     rows = [row for row in run.alerts.rows if is_number(row.get("step"))][-MARKS:]
     alerts = (
-        Mark(
+        ChartMark(
             row["step"],
             str(row.get("level", "warning")),
             f"{row.get('name', 'alert')}: {row.get('cause', '')}",
@@ -44,18 +54,18 @@ def marks(run: Run) -> tuple[Mark, ...]:
         )
         for row in rows
     )
-    return (*borders(run, lambda attempt: attempt.first), *alerts)
+    return (*attempt_marks(run, lambda attempt: attempt.first), *alerts)
 
 
-def borders(run: Run, place: Callable[[Attempt], float | None]) -> tuple[Mark, ...]:
+def attempt_marks(run: ReportData, place: Callable[[AttemptRecord], float | None]) -> tuple[ChartMark, ...]:
     """A line at the beginning of each of the newest attempts but the first, of those whose steps stand."""
     later = [
         (attempt, first, at)
-        for attempt, first in standing_from(run.attempts)[1:]
+        for attempt, first in effective_attempts(run.attempts)[1:]
         if (at := place(attempt)) is not None
     ]
     return tuple(
-        Mark(
+        ChartMark(
             at,
             "attempt",
             f"attempt {attempt.number} begins after step {first:,}",
@@ -65,73 +75,82 @@ def borders(run: Run, place: Callable[[Attempt], float | None]) -> tuple[Mark, .
     )
 
 
-def _charts(run: Run) -> Iterator[Chart]:
-    told = marks(run)
-    losses = [line(run.steps, "loss", "training", "blue")]
+def _charts(run: ReportData) -> Iterator[Chart]:
+    told = step_marks(run)
+    losses = [curve_series(run.steps, "loss", "training", "blue")]
     for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False):
-        drawn = line(curves, "loss", name, colour)
+        drawn = curve_series(curves, "loss", name, colour)
         losses.append(drawn and _dotted(drawn))
     per = "an image" if run.unit == "images" else "a token"
     yield from _chart("loss", "Loss", f"loss (nats {per})", losses, told)
     accuracies = [
-        line(curves, "accuracy", name, colour)
+        curve_series(curves, "accuracy", name, colour)
         for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False)
     ]
     yield from _chart(
-        "accuracy", "Accuracy", "accuracy", [one and _dotted(one) for one in accuracies], told, Format.PERCENT
+        "accuracy",
+        "Accuracy",
+        "accuracy",
+        [one and _dotted(one) for one in accuracies],
+        told,
+        AxisFormat.PERCENT,
     )
-    norm = line(run.steps, "grad_norm", "gradient norm", "green")
+    norm = curve_series(run.steps, "grad_norm", "gradient norm", "green")
     yield from _chart("grad_norm", "Gradient norm, before clipping", "gradient norm", [norm], told)
     yield from _chart(
-        "lr", "Learning rate", "learning rate", [line(run.steps, "lr", "learning rate", "violet")], told
+        "lr",
+        "Learning rate",
+        "learning rate",
+        [curve_series(run.steps, "lr", "learning rate", "violet")],
+        told,
     )
     speed = f"{run.unit}_per_second"
     yield from _chart(
         "speed",
         "Throughput",
         f"{run.unit}/s",
-        [line(run.steps, speed, f"{run.unit}/s", "blue")],
+        [curve_series(run.steps, speed, f"{run.unit}/s", "blue")],
         told,
         zero=True,
     )
-    used = [line(run.steps, "mfu", "MFU", "green"), line(run.steps, "hfu", "HFU", "orange")]
+    used = [curve_series(run.steps, "mfu", "MFU", "green"), curve_series(run.steps, "hfu", "HFU", "orange")]
     yield from _chart(
         "mfu",
         "Utilisation of the GPUs' peak",
         "share of the dense peak",
         used,
         told,
-        Format.PERCENT,
+        AxisFormat.PERCENT,
         zero=True,
     )
     flops = [
-        line(run.steps, "model_tflops_per_gpu", "model", "green"),
-        line(run.steps, "hardware_tflops_per_gpu", "hardware", "orange"),
+        curve_series(run.steps, "model_tflops_per_gpu", "model", "green"),
+        curve_series(run.steps, "hardware_tflops_per_gpu", "hardware", "orange"),
     ]
     if run.steps.total("mfu").count == 0:
         yield from _chart("tflops", "Arithmetic of a rank", "TFLOP/s a rank", flops, told, zero=True)
     times = [
-        line(run.steps, "step_seconds", "step", "blue"),
-        line(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
-        line(run.steps, "gc_seconds", "garbage collection", "grey"),
+        curve_series(run.steps, "step_seconds", "step", "blue"),
+        curve_series(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
+        curve_series(run.steps, "gc_seconds", "garbage collection", "grey"),
     ]
-    yield from _chart("seconds", "Time of a step", "seconds", times, told, Format.SECONDS, zero=True)
+    yield from _chart("seconds", "Time of a step", "seconds", times, told, AxisFormat.SECONDS, zero=True)
     held = [
-        line(run.steps, "device_bytes", "tensors on the device", "green"),
-        line(run.steps, "host_bytes", "process", "blue"),
+        curve_series(run.steps, "device_bytes", "tensors on the device", "green"),
+        curve_series(run.steps, "host_bytes", "process", "blue"),
     ]
     yield from _chart(
-        "memory", "Memory after a step, of the rank that holds most", "bytes", held, told, Format.BYTES
+        "memory", "Memory after a step, of the rank that holds most", "bytes", held, told, AxisFormat.BYTES
     )
     yield from _chart(
         "loss_scale",
         "Loss scale of fp16",
         "loss scale",
-        [line(run.steps, "loss_scale", "loss scale", "brown")],
+        [curve_series(run.steps, "loss_scale", "loss scale", "brown")],
         told,
     )
     epochs = [
-        line(run.steps, name, name.removeprefix(EPOCHS), colour)
+        curve_series(run.steps, name, name.removeprefix(EPOCHS), colour)
         for colour, name in zip(
             COLOURS, sorted(name for name in run.steps.curves if name.startswith(EPOCHS)), strict=False
         )
@@ -141,7 +160,7 @@ def _charts(run: Run) -> Iterator[Chart]:
         "Epochs of each source",
         "epochs",
         epochs,
-        borders(run, lambda attempt: attempt.first),
+        attempt_marks(run, lambda attempt: attempt.first),
         zero=True,
     )
 
@@ -163,8 +182,8 @@ def _chart(
     title: str,
     label: str,
     series: list[Series | None],
-    told: tuple[Mark, ...],
-    written: Format = Format.NUMBER,
+    told: tuple[ChartMark, ...],
+    written: AxisFormat = AxisFormat.NUMBER,
     *,
     zero: bool = False,
 ) -> Iterator[Chart]:
@@ -185,4 +204,4 @@ def _chart(
 
 def _words(series: Series) -> str:
     known = [value for value in series.mid if value is not None]
-    return f"{series.name}: from {number(known[0])} to {number(known[-1])}, least {number(min(known))}, most {number(max(known))}"
+    return f"{series.name}: from {format_number(known[0])} to {format_number(known[-1])}, least {format_number(min(known))}, most {format_number(max(known))}"

@@ -19,7 +19,7 @@ ALERT_LENGTH = 2000  # characters; the files have the whole
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class StepTable:
     """The rows of training: at most 80 columns wide, the same in a terminal, a pipe and the attempt's log.
 
     Attributes:
@@ -79,7 +79,7 @@ class ConsoleSink(NullSink):
     def __init__(
         self,
         progress: Progress,
-        table: Table,
+        table: StepTable,
         *,
         steps: int,
         done: int,
@@ -127,7 +127,7 @@ class ConsoleSink(NullSink):
         self._task.finish()
 
 
-class AlertLines(NullSink):
+class AlertConsoleSink(NullSink):
     """Alerts, as they come."""
 
     def log(self, kind: Kind, row: Row) -> None:

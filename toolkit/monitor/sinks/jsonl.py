@@ -37,7 +37,7 @@ class JsonlSink(NullSink):
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind in self._files:
-            self._files[kind].write(encoded(row))
+            self._files[kind].write(encode_row(row))
 
     def flush(self) -> None:
         for file in self._files.values():
@@ -58,7 +58,7 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("ab", buffering=BUFFER_BYTES)
 
 
-def encoded(row: Row) -> bytes:
+def encode_row(row: Row) -> bytes:
     """A line. orjson writes null for a number that is not finite; it refuses whole numbers beyond 64 bits, which
     Python's own encoder has."""
     with suppress(orjson.JSONEncodeError):

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Call = Callable[[Sink], None]
 
-WAITING = 500_000  # values of rows that may wait, some 50 MB
+MAX_VALUES = 500_000  # values of rows that may wait, some 50 MB
 TOGETHER = (
     64  # calls at most that are taken from the queue at once: each look at the queue keeps who logs from it
 )
@@ -48,7 +48,7 @@ class QueuedSink(Sink):
         open_sink: Callable[[], Sink],
         name: str,
         *,
-        waiting: int = WAITING,
+        waiting: int = MAX_VALUES,
         lag_seconds: float = 0.0,
         flush_seconds: float = FLUSH_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
@@ -80,7 +80,7 @@ class QueuedSink(Sink):
         return self._name
 
     def log(self, kind: Kind, row: Row) -> None:
-        values = size(row.values())
+        values = count_values(row.values())
         with self._changed:
             if self._refuses():
                 return
@@ -185,11 +185,11 @@ class QueuedSink(Sink):
             return [self._calls.popleft() for _ in range(min(TOGETHER, len(self._calls)))]
 
 
-def size(values: Collection[Any]) -> int:
+def count_values(values: Collection[Any]) -> int:
     """How many values there are, those in dictionaries and lists too: what decides a row's memory. Who logs a row waits for this."""
     if NESTED.isdisjoint(set(map(type, values))):  # as mostly
         return len(values)
     return sum(
-        size(value.values() if isinstance(value, dict) else value) if type(value) in NESTED else 1
+        count_values(value.values() if isinstance(value, dict) else value) if type(value) in NESTED else 1
         for value in values
     )

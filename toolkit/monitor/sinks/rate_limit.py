@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.monitor.sink import Kind, Row, Sink
-from toolkit.monitor.sinks.queued import size
+from toolkit.monitor.sinks.queued import count_values
 
 log = logging.getLogger(__name__)
 
 VALUES_PER_SECOND = 200.0
 BURST = 5000.0  # values: the first hundred steps and more of any run go through whole
-RATIONED = (Kind.STEP, Kind.LEDGER, Kind.SYSTEM)  # come all the time, and the next is much like this one
+LIMITED = (Kind.STEP, Kind.LEDGER, Kind.SYSTEM)  # come all the time, and the next is much like this one
 
 
 class RateLimitedSink(Sink):
@@ -35,9 +35,9 @@ class RateLimitedSink(Sink):
         self._sink, self._tell, self._clock = sink, tell, clock
         self._lock = threading.Lock()
         self._left = dict.fromkeys(
-            RATIONED, BURST
+            LIMITED, BURST
         )  # values; a row may take more than there is, and then the next ones wait longer
-        self._at = dict.fromkeys(RATIONED, clock())
+        self._at = dict.fromkeys(LIMITED, clock())
         self._told = False
 
     @property
@@ -45,7 +45,7 @@ class RateLimitedSink(Sink):
         return self._sink.name
 
     def log(self, kind: Kind, row: Row) -> None:
-        if kind not in RATIONED or self._admits(kind, row):
+        if kind not in LIMITED or self._admits(kind, row):
             self._sink.log(kind, row)
         elif not self._told:
             self._told = True
@@ -71,5 +71,5 @@ class RateLimitedSink(Sink):
             self._at[kind] = now
             if self._left[kind] <= 0:
                 return False
-            self._left[kind] -= size(row.values())
+            self._left[kind] -= count_values(row.values())
             return True

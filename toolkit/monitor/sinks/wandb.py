@@ -16,7 +16,7 @@ from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Level
 from toolkit.monitor.sink import Kind, NullSink, Row
-from toolkit.monitor.sinks.columns import STEP, columns
+from toolkit.monitor.sinks.wandb_columns import STEP, wandb_columns
 
 START_SECONDS = 90.0
 UPLOAD_SECONDS = 45.0  # at the end; what is left then is on the disk, for `wandb sync`
@@ -24,7 +24,7 @@ TITLE = 63  # characters of an alert's title
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WandbRun:
     """What one node is to W&B.
 
     Attributes:
@@ -39,7 +39,7 @@ class Part:
     shared: bool = False
 
 
-def part(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: int) -> Part:
+def wandb_run(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: int) -> WandbRun:
     """Online, all nodes of a run write one W&B run; offline, which W&B's shared mode is not made for, each its own.
 
     The shared run has an id of its own: where the same run is written in both modes, W&B overwrites rows of the one with rows of the
@@ -51,10 +51,10 @@ def part(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: 
         folder if node == 0 else folder / "nodes" / f"node-{node}"
     )  # W&B names folders by the second and the run
     if mode is WandbMode.online and nodes > 1:
-        return Part(f"{own_id}-shared", folder.name, own, node, shared=True)
+        return WandbRun(f"{own_id}-shared", folder.name, own, node, shared=True)
     if node == 0:
-        return Part(own_id, folder.name, own, node)
-    return Part(f"{own_id}-node-{node}", f"{folder.name} node {node}", own, node)
+        return WandbRun(own_id, folder.name, own, node)
+    return WandbRun(f"{own_id}-node-{node}", f"{folder.name} node {node}", own, node)
 
 
 def run_id(run_dir: Path, identity: str) -> str:
@@ -76,7 +76,7 @@ class WandbSink(NullSink):
 
     def __init__(
         self,
-        part: Part,
+        part: WandbRun,
         *,
         mode: WandbMode,
         project: str,
@@ -141,7 +141,7 @@ class WandbSink(NullSink):
     def log(self, kind: Kind, row: Row) -> None:
         if kind is Kind.ALERT:
             self._alert(row)
-        found = columns(kind, row, self._part.node)
+        found = wandb_columns(kind, row, self._part.node)
         for name in found.keys() - self._best:
             if kind in (Kind.STEP, Kind.EVAL) and name.endswith("/loss"):
                 self._best.add(name)

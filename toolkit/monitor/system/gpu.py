@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from toolkit.monitor.system.figures import Figures
-from toolkit.monitor.system.gpu_measures import MEASUREMENTS, Card
+from toolkit.monitor.system.gpu_metrics import MEASUREMENTS, VisibleGpu
+from toolkit.monitor.system.metrics import SystemMetrics
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def load() -> Any:
 # ---- which GPUs
 
 
-def find_cards(nvml: Any, selection: str | None) -> list[Card]:
+def find_gpus(nvml: Any, selection: str | None) -> list[VisibleGpu]:
     """The GPUs that CUDA shows to a process with ``CUDA_VISIBLE_DEVICES=selection``, in its order; None: all of them.
 
     As the CUDA driver reads it: indices or (beginnings of) UUIDs of GPUs and MIG devices, up to the first unknown one. Of a GPU in MIG
@@ -58,7 +58,7 @@ def find_cards(nvml: Any, selection: str | None) -> list[Card]:
                 break
             pairs += found
     return [
-        Card(place, nvml.nvmlDeviceGetUUID(part or board), nvml.nvmlDeviceGetName(board), board, part)
+        VisibleGpu(place, nvml.nvmlDeviceGetUUID(part or board), nvml.nvmlDeviceGetName(board), board, part)
         for place, (board, part) in enumerate(pairs)
     ]
 
@@ -95,19 +95,21 @@ def _slice_by_uuid(nvml: Any, uuid: str) -> list[tuple[Any, Any]]:
 # ---- all of a node
 
 
-class Gpus:
+class NodeGpus:
     """The run's GPUs of one node. Belongs to one thread, since any call may take long."""
 
-    def __init__(self, nvml: Any, cards: Sequence[Card], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, nvml: Any, cards: Sequence[VisibleGpu], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.cards = tuple(cards)
         self._nvml, self._clock = nvml, clock
 
-    def read(self) -> Figures:
+    def read(self) -> SystemMetrics:
         """``gpu/0/power_watts`` and so on for each, and what :func:`summary` makes of all. A GPU that is lost has ``gpu/0/lost`` only."""
-        figures: Figures = {"gpu/count": len(self.cards)}
+        figures: SystemMetrics = {"gpu/count": len(self.cards)}
         for card in self.cards:
             figures |= {f"gpu/{card.place}/{name}": value for name, value in self._read(card).items()}
-        return {**figures, **summary(figures)}
+        return {**figures, **summarize(figures)}
 
     def close(self) -> None:
         with suppress(self._nvml.NVMLError):  # a driver that is gone has nothing to give back
@@ -116,9 +118,9 @@ class Gpus:
                     self._nvml.nvmlGpmSampleFree(sample)
             self._nvml.nvmlShutdown()
 
-    def _read(self, card: Card) -> Figures:
+    def _read(self, card: VisibleGpu) -> SystemMetrics:
         nvml, now = self._nvml, self._clock()
-        figures: Figures = {"name": card.name, "uuid": card.uuid}
+        figures: SystemMetrics = {"name": card.name, "uuid": card.uuid}
         for measure in MEASUREMENTS:
             if card.lost:
                 return {"lost": 1}
@@ -149,18 +151,18 @@ class Gpus:
         return {"lost": 1} if card.lost else figures
 
 
-def open_gpus(nvml: Any, count: int, selection: str | None) -> Gpus | None:
+def open_gpus(nvml: Any, count: int, selection: str | None) -> NodeGpus | None:
     """The first ``count`` GPUs of :func:`find_cards`, one for each rank of the node. None where there is no driver or no GPU."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         log.debug("NVML does not start: %s", error)
         return None
-    cards = find_cards(nvml, selection)[:count]
+    cards = find_gpus(nvml, selection)[:count]
     if not cards:
         nvml.nvmlShutdown()
         return None
-    return Gpus(nvml, cards)
+    return NodeGpus(nvml, cards)
 
 
 # What stands for a node: name of the figure, how it is made of the GPUs' ones.
@@ -175,9 +177,9 @@ SUMMARY: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
 )
 
 
-def summary(figures: Figures) -> Figures:
+def summarize(figures: SystemMetrics) -> SystemMetrics:
     """``gpu/utilization_percent_mean``, ``gpu/sm_clock_ratio_min`` ...: one curve a node, where a hundred nodes are looked at."""
-    made: Figures = {}
+    made: SystemMetrics = {}
     for name, how, make in SUMMARY:
         values = [
             float(value)
@@ -195,7 +197,7 @@ def summary(figures: Figures) -> Figures:
 class XidEvents:
     """XID events of the GPUs, as the driver reports them. Belongs to a thread of its own, which may wait."""
 
-    def __init__(self, nvml: Any, cards: Sequence[Card]) -> None:
+    def __init__(self, nvml: Any, cards: Sequence[VisibleGpu]) -> None:
         self._nvml, self._cards = nvml, tuple(cards)
         nvml.nvmlInit()  # NVML counts: this thread's part ends with its own nvmlShutdown
         self._events = nvml.nvmlEventSetCreate()
@@ -207,7 +209,7 @@ class XidEvents:
             except nvml.NVMLError as error:
                 log.debug("GPU %d has no events: %s", card.place, error)
 
-    def wait(self, milliseconds: int) -> tuple[Card | None, int] | None:
+    def wait(self, milliseconds: int) -> tuple[VisibleGpu | None, int] | None:
         """The next event: the GPU (None: one that is not the run's) and the XID. None: there was none for so long.
 
         Raises:
@@ -227,7 +229,7 @@ class XidEvents:
             self._nvml.nvmlEventSetFree(self._events)
             self._nvml.nvmlShutdown()
 
-    def _card(self, device: Any) -> Card | None:
+    def _card(self, device: Any) -> VisibleGpu | None:
         # By address: a GPU that fell off the bus does not tell its UUID any more.
         address = ctypes.cast(device, ctypes.c_void_p).value
         return next((card for card in self._cards if card.address == address), None)

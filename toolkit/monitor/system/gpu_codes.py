@@ -9,7 +9,7 @@ from toolkit.monitor.alert import Level
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class ThrottleReason:
     """Why a GPU's clocks are below their maximum.
 
     Attributes:
@@ -22,25 +22,25 @@ class Reason:
 
 
 # Bits as nvmlDeviceGetCurrentClocksEventReasons gives them: NVML API reference, group NvmlClocksEventReasons.
-REASONS: dict[int, Reason] = {
-    0x001: Reason("idle"),
-    0x002: Reason("application-clocks"),
-    0x004: Reason("power-cap"),
-    0x008: Reason(
+REASONS: dict[int, ThrottleReason] = {
+    0x001: ThrottleReason("idle"),
+    0x002: ThrottleReason("application-clocks"),
+    0x004: ThrottleReason("power-cap"),
+    0x008: ThrottleReason(
         "hardware-slowdown", harmful=True
     ),  # clocks halved or worse: heat, power brake, or too much power at once
-    0x010: Reason("sync-boost"),
-    0x020: Reason("software-thermal", harmful=True),
-    0x040: Reason("hardware-thermal", harmful=True),
-    0x080: Reason("power-brake", harmful=True),  # the power supply of the machine asked for it
-    0x100: Reason("display-clocks"),
-    0x200: Reason("board-limit"),
-    0x400: Reason("reliability"),
+    0x010: ThrottleReason("sync-boost"),
+    0x020: ThrottleReason("software-thermal", harmful=True),
+    0x040: ThrottleReason("hardware-thermal", harmful=True),
+    0x080: ThrottleReason("power-brake", harmful=True),  # the power supply of the machine asked for it
+    0x100: ThrottleReason("display-clocks"),
+    0x200: ThrottleReason("board-limit"),
+    0x400: ThrottleReason("reliability"),
 }
 HARMFUL = frozenset(reason.name for reason in REASONS.values() if reason.harmful)
 
 
-def reasons_of(bits: int) -> tuple[str, ...]:
+def throttle_reasons(bits: int) -> tuple[str, ...]:
     """Names of the set bits, lowest first; ``bit-13`` for one that a newer driver brought."""
     numbers = [number for number in range(bits.bit_length()) if bits >> number & 1]
     return tuple(
@@ -53,7 +53,7 @@ def is_harmful(reasons: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Xid:
+class XidInfo:
     """An error event of the driver.
 
     Attributes:
@@ -89,64 +89,66 @@ _LINKS = (
 )
 
 # Of the catalog in XID_SOURCE (with what it says to do first) those that training meets.
-XIDS: dict[int, Xid] = {
-    13: Xid(
+XIDS: dict[int, XidInfo] = {
+    13: XidInfo(
         "an exception in the compute engine: a kernel used a wrong address or instruction, seldom the hardware's fault",
         _PROGRAM,
     ),
-    31: Xid("a page fault: a kernel touched GPU memory that is not mapped", _PROGRAM),
-    32: Xid(
+    31: XidInfo("a page fault: a kernel touched GPU memory that is not mapped", _PROGRAM),
+    32: XidInfo(
         "a broken stream of commands, seldom the program's fault: PCIe delivers them",
         "restart the run; if it happens again, have the GPU's slot and riser looked at",
     ),
-    43: Xid("that a program was stopped after a fault of its own; the GPU is sound", _PROGRAM),
-    45: Xid(
+    43: XidInfo("that a program was stopped after a fault of its own; the GPU is sound", _PROGRAM),
+    45: XidInfo(
         "that a program's work was taken off the GPU, because it ended or because of an error before",
         "look for another XID or a traceback just before this one",
         Level.WARNING,
     ),
-    46: Xid("that the GPU stopped working on its queue", _RESET),
-    48: Xid("a double-bit memory error, which ECC cannot correct", _RESET),
-    62: Xid("that the GPU's microcontroller halted", _RESET),
-    63: Xid("that a bad row of memory was recorded and is remapped at the next reset", _LATER, Level.WARNING),
-    64: Xid("that a bad row of memory could not be remapped", _RESET),
-    69: Xid("a class error of the compute engine", _PROGRAM),
-    74: Xid("an NVLink error", _LINKS),
-    79: Xid("that the GPU has fallen off the bus: it cannot be reached by PCIe any more", _REBOOT),
-    92: Xid(
+    46: XidInfo("that the GPU stopped working on its queue", _RESET),
+    48: XidInfo("a double-bit memory error, which ECC cannot correct", _RESET),
+    62: XidInfo("that the GPU's microcontroller halted", _RESET),
+    63: XidInfo(
+        "that a bad row of memory was recorded and is remapped at the next reset", _LATER, Level.WARNING
+    ),
+    64: XidInfo("that a bad row of memory could not be remapped", _RESET),
+    69: XidInfo("a class error of the compute engine", _PROGRAM),
+    74: XidInfo("an NVLink error", _LINKS),
+    79: XidInfo("that the GPU has fallen off the bus: it cannot be reached by PCIe any more", _REBOOT),
+    92: XidInfo(
         "many single-bit memory errors in a short time, corrected by ECC",
         "the run may go on; have the GPU tested after it: dcgmi diag -r 3",
         Level.WARNING,
     ),
-    94: Xid(
+    94: XidInfo(
         "a memory error that could not be corrected and was contained: it ended the program that used that memory, and no other",
         "restart the run from its checkpoint; reset the GPU when it is convenient (nvidia-smi --gpu-reset -i INDEX)",
     ),
-    95: Xid(
+    95: XidInfo(
         "a memory error that could be neither corrected nor contained: all programs on the GPU are hit",
         _RESET,
     ),
-    109: Xid("that a switch between programs on the GPU took too long", _RESET),
-    119: Xid("that the GPU's system processor (GSP) did not answer the driver", _FIRMWARE),
-    120: Xid("an error of the GPU's system processor (GSP)", _FIRMWARE),
-    121: Xid("errors, corrected, of the link between processor and GPU (C2C)", _LATER, Level.WARNING),
-    136: Xid("that an NVLink could not be trained", _LINKS),
-    137: Xid("that a program used NVLink addresses of a peer which it may not", _PROGRAM),
-    140: Xid("a memory error that ECC could not correct and the driver could not recover from", _RESET),
-    143: Xid("that the GPU could not be started", _RESET),
-    **{number: Xid("an error of NVLink 5", _LINKS) for number in range(144, 151)},
-    154: Xid(
+    109: XidInfo("that a switch between programs on the GPU took too long", _RESET),
+    119: XidInfo("that the GPU's system processor (GSP) did not answer the driver", _FIRMWARE),
+    120: XidInfo("an error of the GPU's system processor (GSP)", _FIRMWARE),
+    121: XidInfo("errors, corrected, of the link between processor and GPU (C2C)", _LATER, Level.WARNING),
+    136: XidInfo("that an NVLink could not be trained", _LINKS),
+    137: XidInfo("that a program used NVLink addresses of a peer which it may not", _PROGRAM),
+    140: XidInfo("a memory error that ECC could not correct and the driver could not recover from", _RESET),
+    143: XidInfo("that the GPU could not be started", _RESET),
+    **{number: XidInfo("an error of NVLink 5", _LINKS) for number in range(144, 151)},
+    154: XidInfo(
         "which action the GPU needs to recover from another XID",
         "dmesg | grep 'recovery action' on the node says which: a reset, a restart of the node or less",
         Level.WARNING,
     ),
-    158: Xid("that the GPU did not answer at all for too long", _RESET),
-    171: Xid("an error in the GPU's DRAM that ECC cannot correct (with XID 48)", _RESET),
-    172: Xid("an error in the GPU's SRAM that ECC cannot correct (with XID 48)", _RESET),
+    158: XidInfo("that the GPU did not answer at all for too long", _RESET),
+    171: XidInfo("an error in the GPU's DRAM that ECC cannot correct (with XID 48)", _RESET),
+    172: XidInfo("an error in the GPU's SRAM that ECC cannot correct (with XID 48)", _RESET),
 }
 
 
-def xid_of(number: int) -> Xid:
+def xid_info(number: int) -> XidInfo:
     return XIDS.get(
-        number, Xid("an error that is not in this toolkit's table", f"look it up in {XID_SOURCE}")
+        number, XidInfo("an error that is not in this toolkit's table", f"look it up in {XID_SOURCE}")
     )

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.monitor.system.figures import Figures, Rates
+from toolkit.monitor.system.metrics import CounterRates, SystemMetrics
 
 SECTOR = 512  # bytes, in /sys/block, whatever the device's own are: Documentation/block/stat.rst of Linux
 WORD = 4  # bytes: InfiniBand's port counters of data count words
 TREE_SECONDS = 60.0  # between two looks at who is whose child: they read every process of the machine
 
 
-class Host:
+class HostMetrics:
     """Belongs to one thread: a file system that hangs holds up whoever asks for its free space.
 
     Args:
@@ -39,19 +39,19 @@ class Host:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir, self._ranks, self._root, self._clock = run_dir, dict(ranks), root, clock
-        self._rates = Rates()
+        self._rates = CounterRates()
         self._trees: dict[int, list[psutil.Process]] = {}
         self._trees_at: float | None = None
 
-    def read(self) -> Figures:
+    def read(self) -> SystemMetrics:
         """``host/``: the machine. ``disk/``: where the run's directory is. ``network/``: all interfaces but the loopback.
         ``process/``: the node's ranks with their children. ``rank/3/private_bytes``: one of them."""
         return {**self._host(), **self._disk(), **self._network(), **self._processes()}
 
-    def _host(self) -> Figures:
+    def _host(self) -> SystemMetrics:
         busy = psutil.cpu_percent()  # since this thread's last call: nothing is known at the first
         memory = psutil.virtual_memory()
-        limit = cgroup_memory(self._root)
+        limit = read_cgroup_memory(self._root)
         available = memory.available if limit is None else min(memory.available, limit[0] - limit[1])
         return {
             **({"host/cpu_percent": busy} if self._trees_at is not None else {}),
@@ -67,11 +67,11 @@ class Host:
             ),
         }
 
-    def _disk(self) -> Figures:
+    def _disk(self) -> SystemMetrics:
         # On a node with disks of its own nothing may have been written yet.
         folder = next(one for one in (self._run_dir, *self._run_dir.parents) if one.exists())
         usage = psutil.disk_usage(str(folder))
-        figures: Figures = {"disk/total_bytes": usage.total, "disk/free_bytes": usage.free}
+        figures: SystemMetrics = {"disk/total_bytes": usage.total, "disk/free_bytes": usage.free}
         device = folder.stat().st_dev
         counters = self._root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat"
         if counters.exists():  # not of network file systems and overlays
@@ -81,7 +81,7 @@ class Host:
             )
         return figures
 
-    def _network(self) -> Figures:
+    def _network(self) -> SystemMetrics:
         cards = [counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"]
         counts = {
             "network/receive": sum(card.bytes_recv for card in cards),
@@ -97,16 +97,16 @@ class Host:
                 counts[name] = WORD * sum(int(port.read_text(encoding="ascii")) for port in ports)
         return self._per_second(counts)
 
-    def _per_second(self, counts: Mapping[str, int]) -> Figures:
+    def _per_second(self, counts: Mapping[str, int]) -> SystemMetrics:
         now = self._clock()
         rates = {name: self._rates.per_second(name, count, now) for name, count in counts.items()}
         return {f"{name}_bytes_per_second": round(rate) for name, rate in rates.items() if rate is not None}
 
-    def _processes(self) -> Figures:
+    def _processes(self) -> SystemMetrics:
         now = self._clock()
         if self._trees_at is None or now - self._trees_at >= TREE_SECONDS:
-            self._trees, self._trees_at = trees(self._ranks), now
-        figures: Figures = {}
+            self._trees, self._trees_at = process_trees(self._ranks), now
+        figures: SystemMetrics = {}
         resident = private = files = 0
         for rank, tree in self._trees.items():
             own = 0
@@ -131,7 +131,7 @@ class Host:
         }
 
 
-def trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
+def process_trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
     """Each process of ``roots`` with its children and theirs, by the roots' keys. Roots that are gone are left out."""
     children: defaultdict[int, list[psutil.Process]] = defaultdict(list)
     processes: dict[int, psutil.Process] = {}
@@ -149,7 +149,7 @@ def trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
     return found
 
 
-def cgroup_memory(root: Path) -> tuple[int, int] | None:
+def read_cgroup_memory(root: Path) -> tuple[int, int] | None:
     """The tightest limit on memory around this process, and what is used of it without the page cache, in bytes. None: no limit.
 
     Both versions of Linux's control groups: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Every group from the

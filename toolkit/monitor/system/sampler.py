@@ -7,7 +7,7 @@ else. What is late is left out of the row, and a source is not asked again befor
     step 1200                             the newest finished step
     time 1781234567.8                     Unix time, seconds
     sample_seconds 0.04                   that taking the row took
-    gpu/0/power_watts 612.0 ...           see gpu_measures.py, host.py, detect_system.py
+    gpu/0/power_watts 612.0 ...           see gpu_metrics.py, host.py, detect_system.py
     gpu/silent_seconds 73.0               a source that does not answer, for so long
 """
 
@@ -20,16 +20,16 @@ from queue import SimpleQueue
 
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.sink import Row
-from toolkit.monitor.system.figures import Figures, Thrifty
-from toolkit.monitor.system.gpu import Gpus, XidEvents
-from toolkit.monitor.system.gpu_measures import Card
+from toolkit.monitor.system.gpu import NodeGpus, XidEvents
+from toolkit.monitor.system.gpu_metrics import VisibleGpu
+from toolkit.monitor.system.metrics import SteadyMetricFilter, SystemMetrics
 
 PATIENCE_SECONDS = (1.0, 10.0)  # least and most that a row waits for its sources
 CLOSE_SECONDS = 2.0  # that the end of a run waits for these threads
 XID_SECONDS = 0.5  # that one wait for an event takes at most, so that its thread ends soon after the run
 
 
-class Source:
+class MetricSource:
     """Figures from a function that may take long, or for ever: it is called in a thread of its own, one call at a time.
 
     Args:
@@ -40,7 +40,7 @@ class Source:
     def __init__(
         self,
         name: str,
-        read: Callable[[], Figures],
+        read: Callable[[], SystemMetrics],
         tell: Callable[[str], None],
         close: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -50,7 +50,7 @@ class Source:
         self._questions: SimpleQueue[bool] = SimpleQueue()  # False: there are no more
         self._changed = threading.Condition()
         self._asked_at: float | None = None  # None: the last question is answered
-        self._figures: Figures = {}
+        self._figures: SystemMetrics = {}
         self._told = False
         self.thread = threading.Thread(target=self._work, name=f"system-{name}", daemon=True)
         self.thread.start()
@@ -62,7 +62,7 @@ class Source:
                 self._asked_at = self._clock()
                 self._questions.put(True)
 
-    def answer(self, seconds: float) -> Figures:
+    def answer(self, seconds: float) -> SystemMetrics:
         """To the last question. What has not come within ``seconds`` is told as ``<name>/silent_seconds``."""
         with self._changed:
             if self._changed.wait_for(lambda: self._asked_at is None, seconds):
@@ -89,7 +89,7 @@ class Source:
         self._close()
 
 
-class Sampler:
+class NodeSampler:
     """The thread that makes the rows.
 
     Args:
@@ -105,7 +105,7 @@ class Sampler:
         *,
         node: int,
         seconds: float,
-        sources: Iterable[Source],
+        sources: Iterable[MetricSource],
         log: Callable[[Row], None],
         detect: Callable[[Row], Iterable[Alert]],
         alert: Callable[[Alert], None],
@@ -114,7 +114,7 @@ class Sampler:
         self.step = 0  # written by the training thread: one assignment a step
         self._node, self._seconds, self._sources = node, seconds, tuple(sources)
         self._log, self._detect, self._alert, self._tell = log, detect, alert, tell
-        self._thrifty = Thrifty()
+        self._thrifty = SteadyMetricFilter()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="system", daemon=True)
 
@@ -140,7 +140,7 @@ class Sampler:
         began = time.monotonic()
         least, most = PATIENCE_SECONDS
         until = began + min(max(self._seconds, least), most)
-        row: Figures = {"node": self._node, "step": self.step, "time": round(time.time(), 3)}
+        row: SystemMetrics = {"node": self._node, "step": self.step, "time": round(time.time(), 3)}
         for source in self._sources:
             source.ask()
         for source in self._sources:
@@ -158,7 +158,7 @@ class Sampler:
             self._alert(alert)
 
 
-class GpuSource:
+class GpuMetricSource:
     """What a :class:`Source` reads of the GPUs, and a thread that waits for their XID events.
 
     Args:
@@ -170,19 +170,19 @@ class GpuSource:
 
     def __init__(
         self,
-        open_gpus: Callable[[], Gpus | None],
-        open_events: Callable[[Gpus], XidEvents],
+        open_gpus: Callable[[], NodeGpus | None],
+        open_events: Callable[[NodeGpus], XidEvents],
         *,
-        xid: Callable[[Card | None, int], None],
+        xid: Callable[[VisibleGpu | None, int], None],
         say: Callable[[str], None],
     ) -> None:
         self._open_gpus, self._open_events, self._xid, self._say = open_gpus, open_events, xid, say
         self._opened = False
-        self._gpus: Gpus | None = None
+        self._gpus: NodeGpus | None = None
         self._over = threading.Event()
-        self._events: Figures = {}  # of the rows; a new dictionary for each event
+        self._events: SystemMetrics = {}  # of the rows; a new dictionary for each event
 
-    def read(self) -> Figures:
+    def read(self) -> SystemMetrics:
         if not self._opened:
             self._opened, self._gpus = True, self._open_gpus()
             if self._gpus is None:
@@ -205,7 +205,7 @@ class GpuSource:
         if self._gpus is not None:
             self._gpus.close()
 
-    def _wait_for_events(self, gpus: Gpus) -> None:
+    def _wait_for_events(self, gpus: NodeGpus) -> None:
         told = False
         events: XidEvents | None = None
         while not self._over.is_set():
@@ -223,7 +223,7 @@ class GpuSource:
         if events is not None:
             events.close()
 
-    def _note(self, card: Card | None, number: int) -> None:
+    def _note(self, card: VisibleGpu | None, number: int) -> None:
         if card is not None:
             key = f"gpu/{card.place}/xid_events"
             self._events = {

@@ -1,0 +1,109 @@
+"""What a rank knows of its own collectives: enough to say, with the other ranks' word, who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MAX_TENSORS = 3  # of a call that are told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """One call of this process on one group.
+
+    Attributes:
+        group: the group's name, the same on all its ranks (``ProcessGroup.group_name``).
+        ranks: its global ranks.
+        axis: as ``parts.communication`` has it: ``tensor``, ``data+context``, ``all``.
+        number: of this call among the group's collectives on this rank, from 1; sends and receives are counted apart.
+        operation: ``all_reduce``.
+        tensors: shapes and types, ``[1024] float32``; of several tensors the first ones and how many more.
+        begun: ``time.monotonic()`` of the call.
+        finished: it has returned, and an asynchronous one was waited for.
+        peer: the other side's global rank, for a send or a receive; -1 where it is not known.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    axis: str
+    number: int
+    operation: str
+    tensors: str
+    begun: float
+    finished: bool
+    peer: int | None = None
+
+    @property
+    def what(self) -> str:
+        """``all_reduce [1024] float32``; equal on all ranks of a collective, but for those that gather or scatter unequal shares."""
+        to = (
+            "" if self.peer is None else f" {'to' if 'send' in self.operation else 'from'} {_rank(self.peer)}"
+        )
+        return f"{self.operation}{to} {self.tensors}".rstrip()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> CollectiveCall:
+        return CollectiveCall(**{**fields, "ranks": tuple(fields["ranks"])})
+
+
+def calls_from_flight_recorder(
+    trace: Mapping[str, Any], known: Iterable[CollectiveCall], recent: int = 8
+) -> list[CollectiveCall]:
+    """The last calls of each known group, by what PyTorch's flight recorder has of them: it knows which ones the device has finished, where
+    the process only put them into a queue.
+
+    Args:
+        trace: of ``torch._C._distributed_c10d._dump_nccl_trace_json``, format 2 (``FlightRecorder.hpp`` in torch 2.11 to 2.13).
+        known: what the process itself remembers, for the groups' ranks and axes.
+
+    Returns:
+        Calls whose ``begun`` is ``time.time()``, unlike elsewhere, oldest first in each group.
+    """
+    groups = {call.group: call for call in known}
+    found: dict[tuple[str, bool], list[CollectiveCall]] = {}
+    for entry in trace.get("entries", []):
+        group, apart = groups.get(entry["process_group"][0]), entry["is_p2p"]
+        if group is None:
+            continue
+        found.setdefault((group.group, apart), []).append(
+            CollectiveCall(
+                group=group.group,
+                ranks=group.ranks,
+                axis=group.axis,
+                number=entry["p2p_seq_id" if apart else "collective_seq_id"],
+                operation=_operation(entry),
+                peer=_peer(entry, group.ranks) if apart else None,
+                tensors=_tensors(entry["input_sizes"], entry["input_dtypes"]),
+                begun=entry["time_created_ns"] / 1e9,
+                finished=entry["retired"] or entry["state"] == "completed",
+            )
+        )
+    return [call for calls in found.values() for call in calls[-recent:]]
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    """``nccl:all_reduce``, ``nccl:send 0->1``"""
+    return str(entry["profiling_name"]).rpartition(":")[2].partition(" ")[0]
+
+
+def _peer(entry: Mapping[str, Any], ranks: Sequence[int]) -> int:
+    """``nccl:recv 1<-0`` has places in the group."""
+    found = re.search(r"(?:->|<-)(\d+)$", entry["profiling_name"])
+    return ranks[int(found[1])] if found and int(found[1]) < len(ranks) else -1
+
+
+def _rank(peer: int) -> str:
+    return f"rank {peer}" if peer >= 0 else "another rank"
+
+
+def _tensors(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> str:
+    first = [f"{list(size)} {kind}" for size, kind in zip(sizes, types, strict=False)]
+    return ", ".join(first[:MAX_TENSORS]) + (
+        f" and {len(first) - MAX_TENSORS} more" if len(first) > MAX_TENSORS else ""
+    )

@@ -1,0 +1,228 @@
+"""Steps that became slow and stay so: of all ranks, of one rank, of one axis' communication.
+
+Contention for a shared host comes in bursts of up to some seconds, so steps shorter than a second are joined
+to units of a second: an alert needs 16 of the last 20 units, and never less than 16 seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from statistics import median
+
+from toolkit.monitor.alert import Alert, Level
+from toolkit.monitor.health.detector import (
+    LASTING_STEPS,
+    LONG_WINDOW,
+    MIN_SECONDS,
+    WINDOW,
+    Detector,
+    SizeOfStep,
+    TimeGroups,
+    WarmUp,
+    format_percent,
+    format_seconds,
+)
+from toolkit.monitor.health.robust_stats import BestMedian, LastingCondition
+from toolkit.monitor.health.step_cost import StepCost, cost_of_row
+from toolkit.monitor.sink import Kind, Row
+from toolkit.monitor.step_parts import COMMUNICATION
+
+BLOCK = 50  # units of a block of ``Best``
+
+
+class FallingThroughput(Detector):
+    """Steps are slower than the run's own best block of 50, for the same number of samples: most of the last
+    20 by a quarter, or the median of the last 200 by 15%. A quarter, because a single step easily varies by a
+    tenth; the median of 200 does not."""
+
+    SHORT_TIMES, LONG_TIMES = 1.25, 1.15
+    kinds = (Kind.LEDGER,)
+
+    def __init__(self, size_of_step: SizeOfStep) -> None:
+        self._size = size_of_step
+        self._warm_up = WarmUp()
+        self._units: TimeGroups[StepCost] = TimeGroups()
+        self._best = BestMedian(BLOCK, first=WINDOW)
+        self._slow = LastingCondition(WINDOW, LASTING_STEPS)
+        self._newest: deque[float] = deque(maxlen=LONG_WINDOW)  # seconds a sample, at least
+        self._seen = 0
+
+    def see(self, kind: Kind, row: Row) -> Alert | None:
+        if not self._warm_up.over():
+            return None
+        account = cost_of_row(row, self._size(row["step"]))
+        unit = self._units.add(account.measured, account)
+        if unit is None:
+            return None
+        samples = sum(one.samples for one in unit)
+        cost = sum(one.least for one in unit) / samples
+        self._seen += 1
+        self._newest.append(cost)
+        self._best.add(sum(one.measured for one in unit) / samples)
+        best, least = self._best.value, MIN_SECONDS * len(unit) / samples
+        if best is None:
+            return None
+        slow = self._slow.add(cost > max(self.SHORT_TIMES * best, best + least))
+        if not slow and (len(self._newest) < LONG_WINDOW or self._seen % WINDOW):
+            return None
+        now = median(list(self._newest)[-WINDOW:] if slow else self._newest)
+        if not slow and now <= max(self.LONG_TIMES * best, best + least):
+            return None
+        return Alert(
+            name="falling-throughput",
+            level=Level.WARNING,
+            step=row["step"],
+            lost_share=1 - best / now,
+            cause="training has become slower than it was in this run",
+            evidence=f"{1 / now:.4g} samples a second in the last {WINDOW if slow else LONG_WINDOW} steps, "
+            f"{1 / best:.4g} in the run's best "
+            f"{BLOCK} steps: {format_percent(1 - best / now)} less (without waits for samples, evaluation "
+            "and saving; steps shorter than "
+            "a second are joined)",
+            next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, "
+            "temperature and other processes "
+            "in system/node-*.jsonl",
+        )
+
+
+class Straggler(Detector):
+    """One rank computes a quarter longer than the others in most of the last 20 steps, and always the same
+    one.
+
+    Stages of a pipeline may differ by what they hold: there a rank is compared with how much longer it took
+    in the run's best block.
+    """
+
+    TIMES = 1.25
+    kinds = (Kind.LEDGER,)
+
+    def __init__(self, *, ranks_per_node: int, stages: int) -> None:
+        self._ranks_per_node, self._stages = ranks_per_node, stages
+        self._warm_up = WarmUp()
+        # The slowest rank, its seconds as corrected and as measured, the others' seconds.
+        self._units: TimeGroups[tuple[int, float, float, float]] = TimeGroups()
+        # A rank, the seconds that it took longer than the others, the others' seconds, steps.
+        self._newest: deque[tuple[int, float, float, int]] = deque(maxlen=WINDOW)
+        self._usual = BestMedian(BLOCK, first=WINDOW)
+
+    def see(self, kind: Kind, row: Row) -> Alert | None:
+        if row["ranks"] < 2 or not self._warm_up.over():
+            return None
+        its, middle = row["slowest_busy_seconds"], row["median_busy_seconds"]
+        others = (
+            max(0.0, 2 * middle - its) if row["ranks"] == 2 else middle
+        )  # of two, the median is their mean
+        entry = (row["slowest_rank"], cost_of_row(row, 1).corrected(its), its, others)
+        unit = self._units.add(row["wall_seconds"], entry)
+        if unit is None:
+            return None
+        theirs = sum(others for *_, others in unit)
+        usual = 1.0
+        if self._stages > 1:
+            self._usual.add(sum(measured for _, _, measured, _ in unit) / max(theirs, 1e-9))
+            if self._usual.value is None:
+                return None
+            usual = self._usual.value
+        excess: defaultdict[int, float] = defaultdict(float)
+        for rank, corrected, _, others in unit:
+            excess[rank] += corrected - usual * others
+        rank, more = max(excess.items(), key=lambda item: item[1])
+        self._newest.append((rank, more, usual * theirs, len(unit)))
+        return self._judge(row, usual)
+
+    def _judge(self, row: Row, usual: float) -> Alert | None:
+        rank = Counter(rank for rank, *_ in self._newest).most_common(1)[0][0]
+        slow = [
+            (more, theirs, steps)
+            for number, more, theirs, steps in self._newest
+            if number == rank and more > max((self.TIMES - 1) * theirs, MIN_SECONDS * steps)
+        ]
+        if len(slow) < LASTING_STEPS or self._newest[-1][0] != rank:
+            return None
+        more, theirs = (median(one[place] / one[2] for one in slow) for place in (0, 1))
+        node, place = divmod(rank, self._ranks_per_node)
+        return Alert(
+            name="straggler",
+            where=f"rank {rank}",
+            level=Level.WARNING,
+            step=row["step"],
+            lost_share=more / (more + theirs),
+            cause=f"rank {rank} (place {place} of node {node}) computes longer than the others, which wait "
+            "for it in every step",
+            evidence=f"busy for {format_seconds(theirs + more)} a step, the "
+            f"{'other' if row['ranks'] == 2 else 'median'} rank for "
+            f"{format_seconds(theirs / usual)}, in {len(slow)} of the last {len(self._newest)} steps"
+            + (f"; usual: {usual:.2f} times" if self._stages > 1 else ""),
+            next_step="compare its clocks, throttling and other processes with the others in "
+            f"system/node-{node}.jsonl; on that node: "
+            f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave "
+            "the node out",
+        )
+
+
+class SlowCollective(Detector):
+    """Communication along one axis takes a tenth of the step more than in the run's best block, and half as
+    much again, in most of the last 20 steps, on every rank: the minimum over ranks is what counts. Behind a
+    slow rank the others wait, but that rank itself does not.
+    """
+
+    SHARE, TIMES = 0.1, 1.5
+    kinds = (Kind.LEDGER,)
+
+    def __init__(self, size_of_step: SizeOfStep) -> None:
+        self._size = size_of_step
+        self._warm_up = WarmUp()
+        self._units: TimeGroups[StepCost] = TimeGroups()
+        self._axes: dict[str, tuple[BestMedian, LastingCondition, deque[float]]] = {}
+        self._whole = BestMedian(BLOCK, first=WINDOW)
+
+    def see(self, kind: Kind, row: Row) -> Alert | None:
+        if not self._warm_up.over():
+            return None
+        account = cost_of_row(row, self._size(row["step"]))
+        unit = self._units.add(account.measured, account)
+        return None if unit is None else self._judge(row, unit)
+
+    def _judge(self, row: Row, unit: Sequence[StepCost]) -> Alert | None:
+        samples = sum(one.samples for one in unit)
+        self._whole.add(sum(one.measured for one in unit) / samples)
+        whole, least, found = self._whole.value, MIN_SECONDS * len(unit) / samples, None
+        for name in {name for one in unit for name in one.waits if name.startswith(COMMUNICATION)}:
+            self._axes.setdefault(
+                name,
+                (
+                    BestMedian(BLOCK, first=WINDOW),
+                    LastingCondition(WINDOW, LASTING_STEPS),
+                    deque(maxlen=WINDOW),
+                ),
+            )
+        for name, (best, lasting, newest) in self._axes.items():
+            best.add(sum(one.waits.get(name, 0.0) for one in unit) / samples)
+            now = sum(one.corrected(one.waits.get(name, 0.0), one.starved) for one in unit) / samples
+            newest.append(now)
+            if best.value is None or whole is None:
+                continue
+            more = now - best.value
+            slow = more > self.SHARE * whole and now > self.TIMES * best.value and more > least
+            if lasting.add(slow) and slow:
+                size = samples / len(unit)
+                axis = name.removeprefix(f"{COMMUNICATION}/")
+                found = self._alert(row, axis, size * median(newest), size * best.value, size * whole)
+        return found
+
+    def _alert(self, row: Row, axis: str, now: float, best: float, whole: float) -> Alert:
+        return Alert(
+            name="slow-collective",
+            where=f"axis {axis}",
+            level=Level.WARNING,
+            step=row["step"],
+            lost_share=max(0.0, now - best) / (whole + max(0.0, now - best)),
+            cause=f"collectives along axis {axis} have become slow on all their ranks",
+            evidence=f"every rank waits at least {format_seconds(now)} a step for them, in the run's best {BLOCK} "
+            "steps "
+            f"{format_seconds(best)}, of a step of {format_seconds(whole)}",
+            next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on "
+            "the nodes, NCCL_DEBUG=INFO for "
+            "the path that was chosen; attempts/*/probe.json has what the axis did at the start",
+        )

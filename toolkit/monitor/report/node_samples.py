@@ -1,0 +1,109 @@
+"""Samples of the nodes' GPUs and hosts: the rows of ``monitor/system/sampler.py``, one file a node."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.monitor.report.curve_reader import (
+    Advance,
+    estimate_rows,
+    is_number,
+    read_curves,
+    time_bucket_width,
+)
+from toolkit.monitor.report.downsample import Curves, RunningStats
+
+_SINGLE = re.compile(r"(gpu|rank)/(\d+)/(\w+)")
+# Figures of single GPUs that the page shows: a node has hundreds.
+GPU_FIGURES = frozenset(
+    (
+        "utilization_percent",
+        "sm_active_percent",
+        "tensor_active_percent",
+        "memory_used_bytes",
+        "temperature_celsius",
+        "power_watts",
+        "sm_clock_ratio",
+        "throttled_percent",
+        "ecc_uncorrected_errors",
+        "xid_events",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSamples:
+    """
+    Attributes:
+        curves: over time, of the host and of the node's GPUs together.
+        gpus: by GPU and figure, over all samples.
+        names: the kind of each GPU.
+        throttled: by GPU, how many samples had each of the reasons for lowered clocks.
+        every: one sample of so many was read.
+        rank_bytes: the most private memory that each rank had.
+    """
+
+    curves: Curves
+    gpus: dict[int, dict[str, RunningStats]]
+    names: dict[int, str]
+    throttled: dict[int, Counter[str]]
+    rank_bytes: dict[int, float]
+    every: int
+
+
+def read_node(path: Path, advance: Advance, *, points: int, rows: int) -> NodeSamples:
+    """
+    Args:
+        points: of a curve. Medians are not kept: a cluster has many nodes.
+        rows: that are read, about, of however many there are. What a GPU counts (errors) may change in a row that is not.
+    """
+    every = max(1, math.ceil(estimate_rows(path, "time") / rows))
+    gpus: dict[int, dict[str, RunningStats]] = defaultdict(lambda: defaultdict(lambda: RunningStats(keep=0)))
+    names: dict[int, str] = {}
+    throttled: dict[int, Counter[str]] = defaultdict(Counter)
+    rank_bytes: dict[int, float] = defaultdict(float)
+
+    def take(of: str, number: int, figure: str, value: object) -> None:
+        if of == "rank":
+            if figure == "private_bytes" and isinstance(value, int | float):
+                rank_bytes[number] = max(rank_bytes[number], value)
+        elif figure in GPU_FIGURES and isinstance(value, int | float):
+            gpus[number][figure].add((value,))
+        elif figure == "throttle_reasons" and isinstance(value, str):
+            throttled[number].update(value.split("+"))
+        elif figure == "name":
+            names[number] = str(value)
+
+    def figures(row: Mapping[str, Any]) -> dict[str, float]:
+        kept: dict[str, float] = {}
+        for name, value in row.items():
+            single = _SINGLE.fullmatch(name)
+            if single is not None:
+                take(single[1], int(single[2]), single[3], value)
+            elif is_number(value) and name not in ("node", "time"):
+                kept[name] = value
+        return kept
+
+    curves = read_curves(
+        path, "time", figures, advance, width=time_bucket_width, points=points, keep=0, every=every
+    )
+    return NodeSamples(
+        curves,
+        {gpu: dict(held) for gpu, held in gpus.items()},
+        names,
+        dict(throttled),
+        dict(rank_bytes),
+        every,
+    )
+
+
+def node_number(path: Path) -> int:
+    """``system/node-3.jsonl`` is of node 3."""
+    number = path.stem.removeprefix("node-")
+    return int(number) if number.isdigit() else -1

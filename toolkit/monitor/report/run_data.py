@@ -1,0 +1,479 @@
+"""What a run's directory tells, read from its files and nothing else.
+
+A run may be under way, may have failed, may be of an older version or lack any file: what is not there is empty or None here, and what is
+not of the expected form is passed over. Only what was reduced is kept, so memory does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import InputError, Problem
+from toolkit.goodput import SAVES, TIMES, Times, read_times
+from toolkit.monitor.report.curve_reader import (
+    Advance,
+    batch_progress,
+    ignore_progress,
+    is_number,
+    read_curves,
+    rows_with,
+    step_bucket_width,
+)
+from toolkit.monitor.report.downsample import Curves, RunningStats, bucket_width, downsample
+from toolkit.monitor.report.node_samples import NodeSamples, node_number, read_node
+from toolkit.monitor.step_parts import BACKWARD, BUBBLE, FORWARD
+from toolkit.paths import UnsafePath, check_links
+from toolkit.progress import Progress
+from toolkit.rows import float_of, read_rows
+
+MAX_ALERTS = 200  # the newest, of each file
+NODE_POINTS = 2400  # of a figure, over all nodes together
+LEAST_NODE_POINTS = 60
+NODE_ROWS = 400_000  # samples of all nodes together that are read: a minute's work
+LOG_BYTES = 4000  # of the end of a log
+HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
+# Folders of a run that a report does not look into. W&B's hold links to its own cache: ``wandb``, and of other nodes ``nodes/*/wandb``.
+NOT_READ = ("checkpoints", "export", "plots", "jobs", "wandb", "nodes")
+
+# Rows of steps, as ``observe/reporting.py: Metrics`` has them; those of sources begin with EPOCHS.
+STEP_FIGURES = frozenset(
+    (
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "images",
+        "step_seconds",
+        "data_seconds",
+        "tokens_per_second",
+        "images_per_second",
+        "samples_per_second",
+        "tokens_per_second_per_gpu",
+        "images_per_second_per_gpu",
+        "model_tflops_per_gpu",
+        "hardware_tflops_per_gpu",
+        "mfu",
+        "hfu",
+        "elapsed_seconds",
+        "eta_seconds",
+        "gpu_hours",
+        "cost",
+        "loss_scale",
+        "skipped",
+        "gc_seconds",
+        "host_bytes",
+        "device_bytes",
+        "dropped_rows",
+    )
+)
+EPOCHS = "epochs/"
+PLANNED = frozenset(
+    ("tokens", "images", "step_seconds", "device_bytes", "host_bytes", FORWARD, BACKWARD, BUBBLE)
+)
+ATTEMPT_SAMPLE = 4096  # values of one figure of one attempt, of which the median is taken
+Figures = Callable[[Mapping[str, Any]], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCurves:
+    """
+    Attributes:
+        curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and ``NAME max``.
+        ranks: that sent their times, at most.
+        slowest: how often each rank was the slowest one.
+        starved: how often each rank waited longest for its samples.
+        excess_seconds: that the slowest rank was busy beyond the median one, over all steps.
+    """
+
+    curves: Curves
+    ranks: int
+    slowest: Counter[int]
+    starved: Counter[int]
+    excess_seconds: float
+
+    @property
+    def parts(self) -> list[str]:
+        """Those that took time, the longest in all first."""
+        known = (name for name in self.curves.totals if f"{name} max" in self.curves.totals)
+        return sorted(known, key=lambda name: -self.curves.total(name).sum)
+
+    def share(self, part: str) -> float:
+        """Of all steps' time, as the median rank has it."""
+        wall = self.curves.total("wall_seconds").sum
+        return self.curves.total(part).sum / wall if wall else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRows:
+    """The newest ones as rows, and how many there were of each (level, name)."""
+
+    rows: list[dict[str, Any]]
+    counts: Counter[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    """
+    Attributes:
+        began, ended: seconds since 1970, as the attempt says; where it does not, by the files' times, of which the last is when its last
+            line was printed.
+        end: how it ended, in words; empty where it does not say.
+        start_seconds: from its start to the end of its first step.
+        first: steps that were done when it began to train.
+        repeated: its steps that a later attempt ran again.
+        plan, config: as they were resolved at its start.
+        files: what else it left, by path relative to the run's directory.
+    """
+
+    number: int
+    began: float | None
+    ended: float | None
+    end: str
+    start_seconds: float | None
+    log_end: str
+    first: int | None
+    repeated: int
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    probe: Mapping[str, Any]
+    hang: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """
+    Attributes:
+        status_age: seconds since ``status.json`` was written; None without one.
+        evals: curves of ``loss``, ``accuracy`` and ``seconds`` by set.
+        nodes: by number.
+        measured: by attempt, over its steps that stand: the figures of steps, and of the ledger the median rank's seconds of each part.
+    """
+
+    folder: Path
+    read_at: float
+    config_text: str
+    config: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    status: Mapping[str, Any]
+    status_age: float | None
+    steps: Curves
+    evals: dict[str, Curves]
+    ledger: LedgerCurves
+    alerts: AlertRows
+    nodes: dict[int, NodeSamples]
+    attempts: tuple[AttemptRecord, ...]
+    measured: Mapping[int, Mapping[str, RunningStats]]
+
+    @property
+    def name(self) -> str:
+        return self.folder.absolute().name
+
+    @property
+    def unit(self) -> str:
+        """What speed is counted in."""
+        return "images" if "images" in self.steps.totals else "tokens"
+
+    @property
+    def step(self) -> int:
+        """Steps done, by rows or status, whichever is newer."""
+        last = int(self.steps.total("step").last or 0)
+        told = self.status.get("step")
+        return max(last, told) if isinstance(told, int) else last
+
+    @property
+    def planned_steps(self) -> int | None:
+        steps = mapping_at(self.config, "train").get("steps")
+        return steps if isinstance(steps, int) else None
+
+
+def read_run(
+    folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), now: Callable[[], float] = time.time
+) -> ReportData:
+    """``nodes``: directories of the same run on disks of other nodes, of which only ``system/`` and ``alerts/`` are taken.
+
+    Raises InputError if a file that is read is a link out of the run's directory: the page would show another file's text.
+    """
+    for one in (folder, *nodes):
+        _check_links(one)
+    files = [folder / name for name in ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "alerts.jsonl")]
+    system = {
+        node_number(path): path
+        for one in (folder, *nodes)
+        for path in sorted((one / "system").glob("node-*.jsonl"))
+    }
+    size = sum(path.stat().st_size for path in (*files, *system.values()) if path.exists())
+    status_file = folder / "status.json"
+    attempts = tuple(_attempts(folder))
+    by_attempt = _ByAttempt(attempts)
+    with (
+        progress.task("reading the run's rows", total=size, unit="B") as task,
+        batch_progress(task.advance) as advance,
+    ):
+        steps = read_curves(files[0], "step", by_attempt.also(step_figures), advance, width=step_bucket_width)
+        evals = _evals(files[1], advance)
+        ledger = _ledger(files[2], advance, by_attempt)
+        alerts = _alerts(
+            [
+                files[3],
+                *(path for one in (folder, *nodes) for path in sorted((one / "alerts").glob("node-*.jsonl"))),
+            ],
+            advance,
+        )
+        points, rows = (
+            max(LEAST_NODE_POINTS, limit // max(1, len(system))) for limit in (NODE_POINTS, NODE_ROWS)
+        )
+        measured = {
+            number: read_node(path, advance, points=points, rows=rows)
+            for number, path in sorted(system.items())
+        }
+    text = _text(folder / "config.yaml")
+    return ReportData(
+        folder=folder,
+        read_at=now(),
+        config_text=text,
+        config=_yaml(text),
+        plan=_object(folder / "plan.json"),
+        status=_object(status_file),
+        status_age=max(0.0, now() - status_file.stat().st_mtime) if status_file.exists() else None,
+        steps=steps,
+        evals=evals,
+        ledger=ledger,
+        alerts=alerts,
+        nodes=measured,
+        attempts=attempts,
+        measured=by_attempt.totals,
+    )
+
+
+def _check_links(folder: Path) -> None:
+    try:
+        check_links(folder, skip=NOT_READ)
+    except UnsafePath as error:
+        raise InputError(
+            Problem(
+                "run",
+                f"{folder}: {error}",
+                "a report reads the files of the run's own directory",
+                "put the file itself there in place of the link",
+            )
+        ) from error
+
+
+def mapping_at(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """The mapping at ``keys``; an empty one where there is none."""
+    for key in keys:
+        value = mapping.get(key)
+        if not isinstance(value, Mapping):
+            return {}
+        mapping = value
+    return mapping
+
+
+# ---- rows
+
+
+class _ByAttempt:
+    """Sums what was planned of each attempt over its own steps. Of a run of one attempt nothing is summed twice."""
+
+    def __init__(self, attempts: Sequence[AttemptRecord]) -> None:
+        standing = effective_attempts(attempts)
+        self._numbers = [attempt.number for attempt, _ in standing]
+        self._firsts = [first for _, first in standing]
+        self.totals: dict[int, dict[str, RunningStats]] = (
+            {number: {} for number in self._numbers} if len(standing) > 1 else {}
+        )
+
+    def also(self, figures: Figures) -> Figures:
+        """``figures``, of which the planned ones are added to the attempt of the row's step."""
+        if not self.totals:
+            return figures
+
+        def added(row: Mapping[str, Any]) -> Mapping[str, float]:
+            found = figures(row)
+            place = bisect_left(self._firsts, row["step"]) - 1
+            if place >= 0:
+                totals = self.totals[self._numbers[place]]
+                for name in PLANNED & found.keys():
+                    totals.setdefault(name, RunningStats(ATTEMPT_SAMPLE)).add([found[name]])
+            return found
+
+        return added
+
+
+def effective_attempts(attempts: Sequence[AttemptRecord]) -> list[tuple[AttemptRecord, int]]:
+    """The attempts of which steps stand, with the steps that were done when each began: a later one may have run all of its steps again."""
+    found: list[tuple[AttemptRecord, int]] = []
+    for attempt in attempts:
+        if attempt.first is not None:
+            found = [
+                *((one, first) for one, first in found if first < attempt.first),
+                (attempt, attempt.first),
+            ]
+    return found
+
+
+def step_figures(row: Mapping[str, Any]) -> dict[str, float]:
+    figures = {
+        name: float_of(value)
+        for name, value in row.items()
+        if (name in STEP_FIGURES or name.startswith(EPOCHS))
+        and (value is None or isinstance(value, int | float))
+    }
+    return {**figures, "step": row["step"]}
+
+
+def ledger_figures(row: Mapping[str, Any]) -> dict[str, float]:
+    figures = {"wall_seconds": row["wall_seconds"]} if is_number(row.get("wall_seconds")) else {}
+    for name, spread in mapping_at(row, "parts").items():
+        if isinstance(spread, list) and len(spread) == 3 and all(map(is_number, spread)):
+            figures |= {f"{name} min": spread[0], name: spread[1], f"{name} max": spread[2]}
+    return figures
+
+
+def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
+    sets: dict[str, list[tuple[float, dict[str, float]]]] = {}
+    for row in rows_with(path, "step", advance):
+        figures: dict[str, float] = {
+            name: float_of(row[name])
+            for name in ("loss", "accuracy", "seconds")
+            if name in row and (row[name] is None or is_number(row[name]))
+        }
+        sets.setdefault(str(row.get("set")), []).append((row["step"], figures))
+    return {
+        name: downsample(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0])))
+        for name, rows in sorted(sets.items())
+    }
+
+
+def _ledger(path: Path, advance: Advance, by_attempt: _ByAttempt) -> LedgerCurves:
+    counters: dict[str, Counter[int]] = {"slowest_rank": Counter(), "data_rank": Counter()}
+    excess, ranks = 0.0, 0
+
+    def figures(row: Mapping[str, Any]) -> dict[str, float]:
+        nonlocal excess, ranks
+        if isinstance(row.get("ranks"), int):
+            ranks = max(ranks, row["ranks"])
+        for key, counter in counters.items():
+            if isinstance(row.get(key), int):
+                counter[row[key]] += 1
+        if is_number(row.get("slowest_busy_seconds")) and is_number(row.get("median_busy_seconds")):
+            excess += row["slowest_busy_seconds"] - row["median_busy_seconds"]
+        return ledger_figures(row)
+
+    curves = read_curves(path, "step", by_attempt.also(figures), advance, width=step_bucket_width)
+    return LedgerCurves(curves, ranks, counters["slowest_rank"], counters["data_rank"], excess)
+
+
+def _alerts(paths: Sequence[Path], advance: Advance) -> AlertRows:
+    counts: Counter[tuple[str, str]] = Counter()
+    newest: list[dict[str, Any]] = []
+    for path in paths:
+        kept: deque[dict[str, Any]] = deque(maxlen=MAX_ALERTS)
+        for row in read_rows(path, advance):
+            counts[str(row.get("level", "warning")), str(row.get("name", "unnamed"))] += 1
+            kept.append(row)
+        newest += kept
+    return AlertRows(
+        sorted(newest, key=lambda row: row["step"] if is_number(row.get("step")) else 0)[-MAX_ALERTS:], counts
+    )
+
+
+# ---- single files
+
+
+def _attempts(folder: Path) -> Iterator[AttemptRecord]:
+    root = folder / "attempts"
+    numbers = (
+        sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()) if root.is_dir() else []
+    )
+    known = {
+        "config.yaml",
+        "plan.json",
+        "log.txt",
+        "handover.json",
+        "environment.json",
+        "probe.json",
+        TIMES,
+        SAVES,
+    }
+    for number in numbers:
+        place = root / f"{number:03d}"
+        log = place / "log.txt"
+        repeated = read_curves(
+            place / "metrics.jsonl",
+            "step",
+            lambda row: {},
+            ignore_progress,
+            width=step_bucket_width,
+            points=1,
+        ).rows
+        times = read_times(place)
+        yield AttemptRecord(
+            number=number,
+            began=times.began if times is not None else _modified(place / "config.yaml"),
+            ended=times.end if times is not None else _modified(log),
+            end=_end(times),
+            log_end=_text(log, LOG_BYTES),
+            repeated=repeated,
+            first=times.first if times is not None else None,
+            plan=_object(place / "plan.json"),
+            config=_yaml(_text(place / "config.yaml")),
+            start_seconds=times.start_seconds if times is not None else None,
+            environment=_object(place / "environment.json"),
+            probe=_object(place / "probe.json"),
+            hang=_text(place / "hang.txt", HANG_BYTES),
+            files=tuple(
+                sorted(
+                    path.relative_to(folder).as_posix() for path in place.glob("*") if path.name not in known
+                )
+            ),
+        )
+
+
+def _end(times: Times | None) -> str:
+    if times is None or times.state is None:
+        return ""
+    return f"{times.state}: {times.reason}" if times.reason else str(times.state)
+
+
+def _modified(path: Path) -> float | None:
+    return path.stat().st_mtime if path.exists() else None
+
+
+def _text(path: Path, last_bytes: int | None = None) -> str:
+    """The file's text, or the whole lines at its end; empty where there is no such file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        skipped = max(0, path.stat().st_size - last_bytes) if last_bytes is not None else 0
+        file.seek(skipped)
+        text = file.read().decode("utf-8", errors="replace")
+    return text.partition("\n")[2] if skipped else text
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none, or a power failure left half of it."""
+    try:
+        value = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _yaml(text: str) -> Mapping[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return value if isinstance(value, dict) else {}
