@@ -54,7 +54,7 @@ def test_a_run_in_bf16_uses_a_plausible_part_of_the_gpu(
     plan = replace(plan, world=replace(plan.world, gpu=kind))
     seconds = gpu.run(step_seconds, plan, timeout=300)[0]
     samples = plan.batch.global_batch
-    row = Throughput.of(plan).row(
+    row = Throughput.from_plan(plan).row(
         samples=samples, units=plan.units_per_step, computed=plan.units_per_step, seconds=seconds
     )
     assert 0.02 < row["mfu"] < 0.9, row

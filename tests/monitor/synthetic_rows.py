@@ -11,10 +11,9 @@ import numpy as np
 
 from toolkit.layout.axes import Axes
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.delays import Delays
 from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.ledger_rows import StepVectors, ledger_row, part_names
-from toolkit.monitor.recorder import step_time
+from toolkit.monitor.recorder import ThreadDelays, step_time
 from toolkit.monitor.sink import Kind
 from toolkit.monitor.step_parts import (
     BACKWARD,
@@ -90,7 +89,9 @@ class Step:
                         step_time(
                             self.number,
                             {part: float(seconds[rank]) for part, seconds in parts.items()},
-                            Delays(**{delay: float(seconds[rank]) for delay, seconds in delays.items()}),
+                            ThreadDelays(
+                                **{delay: float(seconds[rank]) for delay, seconds in delays.items()}
+                            ),
                         )
                     ],
                     self.number,
@@ -169,6 +170,6 @@ def alerts_of(detectors: list[Detector], steps: Iterator[Step]) -> list[Alert]:
     for step in steps:
         for kind, row in step.rows():
             for detector in detectors:
-                if kind in detector.kinds and (alert := detector.see(kind, row)) is not None:
+                if kind in detector.kinds and (alert := detector.check(kind, row)) is not None:
                     found.append(alert)
     return found

@@ -170,7 +170,7 @@ def test_two_nodes_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             sink.log(Kind.SYSTEM, {"step": 1, "load": 10.0 + node})
         nodes[1].log(
             Kind.ALERT,
-            Alert(name="hot", level=Level.ERROR, step=1, cause="c", evidence="e", next_step="n").row(),
+            Alert(name="hot", level=Level.ERROR, step=1, cause="c", evidence="e", next_step="n").to_row(),
         )
         for sink in reversed(nodes):
             sink.close(0)

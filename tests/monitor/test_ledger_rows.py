@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from toolkit.layout.axes import Axes
-from toolkit.monitor.delays import Delays
 from toolkit.monitor.ledger_rows import (
     MAX_GATHERS,
     LedgerAssembler,
@@ -25,7 +24,7 @@ from toolkit.monitor.ledger_rows import (
     part_names,
     part_shares,
 )
-from toolkit.monitor.recorder import StepTime, step_time
+from toolkit.monitor.recorder import StepTime, ThreadDelays, step_time
 from toolkit.monitor.step_parts import (
     BACKWARD,
     CHECKPOINT,
@@ -104,8 +103,8 @@ def test_ranks_whose_clocks_lag_come_with_the_next_gather() -> None:
     assert [row["step"] for row in assembly.add(3, blocks(3, 3, [one(1), one(2)], [one(1)]))] == [1]
     late = assembly.add(5, blocks(5, 3, [one(3), one(4)], [one(2), one(3)]))
     assert [(row["step"], row["ranks"]) for row in late] == [(2, 2), (3, 2)]
-    assert [(row["step"], row["ranks"]) for row in assembly.rest()] == [(4, 1)]
-    assert assembly.rest() == []
+    assert [(row["step"], row["ranks"]) for row in assembly.flush()] == [(4, 1)]
+    assert assembly.flush() == []
 
 
 def test_a_rank_that_sends_nothing_holds_up_rows_for_so_many_gathers_only() -> None:
@@ -113,7 +112,7 @@ def test_a_rank_that_sends_nothing_holds_up_rows_for_so_many_gathers_only() -> N
     for step in range(1, 101):
         told += assembly.add(step + 1, blocks(step + 1, 1, [one(step)], [], [one(step)]))
         assert len(assembly._waiting) == len(assembly._gathers) <= MAX_GATHERS
-    told += assembly.rest()
+    told += assembly.flush()
     assert [(row["step"], row["ranks"]) for row in told] == [(step, 2) for step in range(1, 101)]
 
 
@@ -128,7 +127,7 @@ def test_the_slowest_is_named_by_its_number_among_those_that_sent() -> None:
 
 def test_time_without_a_processor_or_stopped_is_not_the_slowest_ranks_own() -> None:
     """Rank 0 was busy longest by the clock, and half of it was another process's; rank 2 was stopped."""
-    delays = [Delays(starved=0.4), Delays(), Delays(stopped=3.0, crowded=1.0)]
+    delays = [ThreadDelays(starved=0.4), ThreadDelays(), ThreadDelays(stopped=3.0, crowded=1.0)]
     steps = [
         [replace(one(1, backward=backward), delays=delay)]
         for backward, delay in zip((0.8, 0.6, 3.2), delays, strict=True)
@@ -182,8 +181,10 @@ def test_the_last_line_tells_large_parts_first() -> None:
     )
     for _ in range(10):
         totals.add(row)
-    assert totals.words() == "backward 60.0%, forward 30.0%, communication/tensor 9.0%, unexplained 0.8%"
-    assert LedgerTotals().words() == "unexplained 0.0%"
+    assert (
+        totals.format_shares() == "backward 60.0%, forward 30.0%, communication/tensor 9.0%, unexplained 0.8%"
+    )
+    assert LedgerTotals().format_shares() == "unexplained 0.0%"
 
 
 def test_busy_is_what_the_recorder_says() -> None:

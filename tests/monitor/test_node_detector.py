@@ -13,7 +13,7 @@ import pytest
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health import node_detector
-from toolkit.monitor.health.memory_leak import GROWN_SHARE, POINTS, SCALES, GrowthTracker, steady_growth
+from toolkit.monitor.health.memory import GROWN_SHARE, POINTS, SCALES, GrowthTracker, steady_growth
 from toolkit.monitor.health.node_detector import LASTING_SAMPLES, SILENT_SECONDS, NodeDetector
 
 GB = 10**9
@@ -73,7 +73,7 @@ def alerts(
     for number in range(count):
         row = sample(number, noise)
         change(number, row)
-        said += [(number, alert) for alert in detector.see(row)]
+        said += [(number, alert) for alert in detector.check(row)]
     return said
 
 

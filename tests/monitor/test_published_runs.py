@@ -68,7 +68,7 @@ def planned(
 def speed(plan: RunPlan, seconds: float) -> dict[str, float]:
     samples = plan.batch.global_batch
     units = samples * plan.units_per_sample
-    return Throughput.of(plan).row(samples=samples, units=units, computed=units, seconds=seconds)
+    return Throughput.from_plan(plan).row(samples=samples, units=units, computed=units, seconds=seconds)
 
 
 # ---- Korthikanti et al.

@@ -123,7 +123,7 @@ def test_an_exception_leaves_the_parts_whole() -> None:
 
     with pytest.raises(ValueError):  # noqa: PT011
         fail()
-    assert recorder.doing == (1, UNEXPLAINED)
+    assert recorder.current == (1, UNEXPLAINED)
     clock.now = 5
     assert parts(recorder) == {UNEXPLAINED: 3, FORWARD: 0, TENSOR: 2}
 

@@ -41,11 +41,11 @@ def gathered(sets: list[TensorSet], hashes: list[np.ndarray], slots: int = 3) ->
 @pytest.mark.parametrize("rank", [0, 5, 7])
 def test_the_rank_and_the_tensor_are_named(rank: int, number: int) -> None:
     sets, hashes = world(8, groups=2)
-    verdicts = ReplicaDetector(ranks_per_node=4)
-    verdicts.learn([sets[0], sets[4]])
-    assert verdicts.see(100, gathered(sets, hashes)) == []
+    detector = ReplicaDetector(ranks_per_node=4)
+    detector.add_sets([sets[0], sets[4]])
+    assert detector.check(100, gathered(sets, hashes)) == []
     hashes[rank][number] ^= 1 << 40
-    (alert,) = verdicts.see(200, gathered(sets, hashes))
+    (alert,) = detector.check(200, gathered(sets, hashes))
     assert alert.level is Level.ERROR
     assert alert.where == f"rank {rank}"
     assert (
@@ -86,9 +86,9 @@ def test_ranks_may_have_several_sets_and_none() -> None:
     )
     (found,) = find_differences(blocks)
     assert found.ranks == (0, 2)
-    verdicts = ReplicaDetector(1)
-    verdicts.learn([TensorSet("weights", 0, ("a", "b")), TensorSet("tied weights", 0, ("c",))])
-    (alert,) = verdicts.see(7, blocks)
+    detector = ReplicaDetector(1)
+    detector.add_sets([TensorSet("weights", 0, ("a", "b")), TensorSet("tied weights", 0, ("c",))])
+    (alert,) = detector.check(7, blocks)
     assert alert.where == "ranks 0, 2"
     assert "no majority" in alert.cause
 

@@ -259,10 +259,10 @@ def test_an_alert_is_logged_in_full_unless_it_is_long(caplog: pytest.LogCaptureF
         evidence="61% of 20 steps",
         next_step="see data.md",
     )
-    sink.log(Kind.ALERT, {**alert.row(), "dropped_rows": 3})
+    sink.log(Kind.ALERT, {**alert.to_row(), "dropped_rows": 3})
     sink.log(Kind.STEP, ROW)
     assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", str(alert))]
-    sink.log(Kind.ALERT, {**alert.row(), "evidence": "x" * 10_000})
+    sink.log(Kind.ALERT, {**alert.to_row(), "evidence": "x" * 10_000})
     assert len(caplog.messages[1]) < 2100
     assert caplog.messages[1].endswith("(the run's alerts file has the whole text)")
 

@@ -257,7 +257,7 @@ def test_a_few_short_steps_are_a_hiccup_and_many_are_none() -> None:
     def alerts(slow: Callable[[int], bool]) -> list[int]:
         detector = FallingThroughput(lambda step: 8)
         rows = (ledger(step, 0.03 if slow(step) else 0.012) for step in range(1, 10_000))
-        return [row["step"] for row in rows if detector.see(Kind.LEDGER, row) is not None]
+        return [row["step"] for row in rows if detector.check(Kind.LEDGER, row) is not None]
 
     assert alerts(lambda step: 5000 <= step < 5200) == []
     assert 5000 < alerts(lambda step: step >= 5000)[0] <= 6000
@@ -359,7 +359,7 @@ def test_stages_of_a_pipeline_may_differ_but_not_begin_to() -> None:
         for step in range(1, 200):
             slow = 1.5 * (factor if step >= since else 1.4)
             row = ledger(step, slow, ranks=8, slowest_rank=7, median_busy_seconds=1.5)
-            found += [alert for alert in [detector.see(Kind.LEDGER, row)] if alert is not None]
+            found += [alert for alert in [detector.check(Kind.LEDGER, row)] if alert is not None]
         return found
 
     assert rows(1.4, 1) == []  # the last stage has the logits
@@ -371,7 +371,7 @@ def test_stages_of_a_pipeline_may_differ_but_not_begin_to() -> None:
 def test_of_two_ranks_the_slow_one_is_compared_with_the_other() -> None:
     detector = Straggler(ranks_per_node=1, stages=1)
     found = [
-        detector.see(Kind.LEDGER, ledger(step, 1.4, ranks=2, slowest_rank=1, median_busy_seconds=1.2))
+        detector.check(Kind.LEDGER, ledger(step, 1.4, ranks=2, slowest_rank=1, median_busy_seconds=1.2))
         for step in range(1, 40)
     ]
     alert = found[-1]
@@ -401,7 +401,7 @@ def test_saving_that_takes_a_large_share() -> None:
     for step in range(1, 50):
         saved = 2.0 if step % 10 == 0 else 0.0
         row = ledger(step, 0.8, wall_seconds=0.8 + saved, parts={"checkpoint": [saved, saved, saved]})
-        found += [alert for alert in [detector.see(Kind.LEDGER, row)] if alert is not None]
+        found += [alert for alert in [detector.check(Kind.LEDGER, row)] if alert is not None]
     assert "takes 20% of the time" in found[0].cause
     assert f"checkpoint.every={round(best_interval(2.0) / 60)}min" in found[0].next_step
     assert best_interval(2.0) == pytest.approx(math.sqrt(2 * 2 * 86400))
@@ -420,7 +420,7 @@ def test_a_checkpoint_that_does_not_come() -> None:
             now[0] += seconds
             if step in (50, 100):
                 detector.saved(step)
-            alert = detector.see(Kind.STEP, {"step": step})
+            alert = detector.check(Kind.STEP, {"step": step})
             found += [alert] if alert else []
         assert (found[0].step if found else None) == late_at
 
@@ -432,14 +432,14 @@ def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
             {"step": step, "skipped": first <= step < first + count, "loss_scale": 65536.0}
             for step in range(1, 200)
         ]
-        return [row["step"] for row in rows if detector.see(Kind.STEP, row) is not None]
+        return [row["step"] for row in rows if detector.check(Kind.STEP, row) is not None]
 
     assert said(1, 15) == []
     assert said(100, 9) == []
     assert said(100, 12) == [109, 110, 111]
     skipped = {"step": 1, "loss": 1.0, "grad_norm": math.inf, "skipped": True, "lr": 1.0}
-    assert NonFinite().see(Kind.STEP, {**skipped, "loss_scale": 2.0}) is None
-    assert LossScaleCollapse().see(Kind.STEP, skipped) is None, (
+    assert NonFinite().check(Kind.STEP, {**skipped, "loss_scale": 2.0}) is None
+    assert LossScaleCollapse().check(Kind.STEP, skipped) is None, (
         "without a loss scale there is nothing to collapse"
     )
 
@@ -457,7 +457,7 @@ def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
     ],
 )
 def test_the_alert_reports_weights_as_they_were_found(row: dict[str, bool], words: str) -> None:
-    alert = NonFinite().see(Kind.STEP, {"step": 1, "loss": 1.0, "grad_norm": math.inf, "lr": 1.0, **row})
+    alert = NonFinite().check(Kind.STEP, {"step": 1, "loss": 1.0, "grad_norm": math.inf, "lr": 1.0, **row})
     assert alert is not None
     assert alert.cause.endswith(words)
     assert "lost" not in alert.cause
@@ -468,7 +468,7 @@ def validated(losses: list[float]) -> list[int]:
     rows = [
         {"step": EVAL * number, "set": "validation", "loss": loss} for number, loss in enumerate(losses, 1)
     ]
-    return [row["step"] // EVAL for row in rows if detector.see(Kind.EVAL, row) is not None]
+    return [row["step"] // EVAL for row in rows if detector.check(Kind.EVAL, row) is not None]
 
 
 def test_validation_that_rises() -> None:
@@ -486,7 +486,7 @@ def test_validation_that_rises() -> None:
 def test_a_falling_loss_without_noise_is_no_jump() -> None:
     detector = JumpDetector(LOSS)
     losses = [5 * math.exp(-step / 100) for step in range(300)]
-    assert [detector.see(Kind.STEP, {"step": step, "loss": loss}) for step, loss in enumerate(losses)] == [
+    assert [detector.check(Kind.STEP, {"step": step, "loss": loss}) for step, loss in enumerate(losses)] == [
         None
     ] * 300
 
@@ -497,7 +497,7 @@ def test_a_loss_that_is_zero_may_be_one() -> None:
     found = [
         alert
         for step, loss in enumerate(losses)
-        if (alert := detector.see(Kind.STEP, {"step": step, "loss": loss})) is not None
+        if (alert := detector.check(Kind.STEP, {"step": step, "loss": loss})) is not None
     ]
     assert [(alert.name, alert.step) for alert in found] == [("loss-spike", 63)]
 

@@ -31,7 +31,7 @@ def planned(world: World, **changes: object) -> RunPlan:
 
 
 def row(plan: RunPlan, seconds: float = 0.5, units: int = COMPUTED) -> dict[str, float]:
-    return Throughput.of(plan).row(samples=8, units=units, computed=COMPUTED, seconds=seconds)
+    return Throughput.from_plan(plan).row(samples=8, units=units, computed=COMPUTED, seconds=seconds)
 
 
 # ---- speed
@@ -177,12 +177,12 @@ def test_people_are_told_at_the_end() -> None:
     course = RunTimer(
         planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), TimeSpent(), 50.0
     )
-    assert course.words(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
+    assert course.format_spent(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
     later = RunTimer(
         planned(h100s(8), **BF16, train__micro_batch=1), TimeSpent(seconds=36000.0, gpu_hours=1234.0), 0.0
     )
-    assert later.words(3600.0) == "11:00:00 over all attempts, 1,242 GPU-hours"
-    assert RunTimer(planned(CPU), TimeSpent(), 0.0).words(61.0) == "1:01"
+    assert later.format_spent(3600.0) == "11:00:00 over all attempts, 1,242 GPU-hours"
+    assert RunTimer(planned(CPU), TimeSpent(), 0.0).format_spent(61.0) == "1:01"
 
 
 # ---- earlier attempts

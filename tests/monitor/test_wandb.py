@@ -90,8 +90,8 @@ def test_two_nodes_offline_are_two_runs_of_one_group(
         for node, sink in enumerate((first, second)):
             sink.log(Kind.SYSTEM, {"step": step, "gpus": [{"watts": 100.0 * node + step}]})
     first.log(Kind.EVAL, {"step": 2, "set": "validation", "loss": 2.5, "tokens": 64, "seconds": 0.1})
-    first.log(Kind.ALERT, ALERT.row())
-    second.log(Kind.ALERT, ALERT.row())
+    first.log(Kind.ALERT, ALERT.to_row())
+    second.log(Kind.ALERT, ALERT.to_row())
     first.log(Kind.EVAL, {"step": 2, "set": "validation", "loss": 3.5, "tokens": 64, "seconds": 0.1})
     first.log_summary("continuation", "def main():")
     first.log_summary("goodput", 0.875)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.monitor.sink import Kind
-from toolkit.monitor.sinks.wandb_columns import wandb_columns
+from toolkit.monitor.sinks.wandb import wandb_columns
 
 
 @pytest.mark.parametrize(

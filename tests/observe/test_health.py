@@ -39,7 +39,7 @@ class Says(Detector):
     def __init__(self, name: str, kind: Kind) -> None:
         self.name, self.kinds = name, (kind,)  # type: ignore[misc]
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         return Alert(
             name=self.name,
             level=Level.WARNING,
@@ -51,7 +51,7 @@ class Says(Detector):
 
 
 class Breaks(Detector):
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         raise KeyError("loss")
 
 
@@ -74,7 +74,7 @@ def test_alerts_are_limited_and_come_from_any_thread() -> None:
 
     def say(first: int) -> None:
         for step in range(first, first + 100):
-            found = detector.see(Kind.STEP, {"step": step})
+            found = detector.check(Kind.STEP, {"step": step})
             assert found is not None
             alert(found)
 
@@ -89,7 +89,7 @@ def test_alerts_are_limited_and_come_from_any_thread() -> None:
     kind, row = sink.rows[1]
     assert kind is Kind.ALERT
     assert row["evidence"] == "e (399 more like it since the last one told)"
-    assert Alert.of(row).step == 9000
+    assert Alert.from_row(row).step == 9000
     assert row["next_step"] == "df -h runs/x"
 
 

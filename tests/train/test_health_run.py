@@ -409,7 +409,7 @@ def test_two_thousand_clean_steps_beside_a_hog_say_that_the_host_is_busy_and_not
             detector.GROUP_SECONDS,
             checkpoint__every="100",
         )
-    assert [str(Alert.of(row)) for row in found if row["name"] not in BUSY] == []
+    assert [str(Alert.from_row(row)) for row in found if row["name"] not in BUSY] == []
     assert len(found) <= 1, "it is told once"
 
 

@@ -301,7 +301,7 @@ class _Watched:
         if recorder is None or not made.axis or not recorder.is_recording():
             return None, None
         if made.operation in PASSING:
-            return recorder.transfer_start_part(made.axis), recorder.passed(made.axis, made.size)
+            return recorder.transfer_start_part(made.axis), recorder.transfer_wait_part(made.axis, made.size)
         made.wait = recorder.collective_part(made.axis)
         return made.wait, made.wait
 
@@ -311,7 +311,7 @@ class _Watched:
         if recorder is None or not made or not made[0].axis or not recorder.is_recording():
             return None, None
         if made[0].operation in PASSING:
-            return recorder.transfer_start_part(made[0].axis), recorder.passed(
+            return recorder.transfer_start_part(made[0].axis), recorder.transfer_wait_part(
                 made[0].axis, sum(one.size for one in made)
             )
         return made[-1].wait, made[-1].wait

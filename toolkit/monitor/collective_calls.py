@@ -1,4 +1,4 @@
-"""What a rank knows of its own collectives: enough to say, with the other ranks' word, who waits for whom."""
+"""A rank's record of its collectives, from which a hang report finds the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MAX_TENSORS = 3  # of a call that are told
+MAX_TENSORS = 3  # shown of a call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """One call of this process on one group.
+    """One call of this process on one process group.
 
     Attributes:
         group: the group's name, the same on all its ranks (``ProcessGroup.group_name``).
         ranks: its global ranks.
-        axis: as ``parts.communication`` has it: ``tensor``, ``data+context``, ``all``.
-        number: of this call among the group's collectives on this rank, from 1; sends and receives are counted apart.
+        axis: as in ``step_parts.communication``: ``tensor``, ``data+context``, ``all``.
+        number: index of this call among the group's collectives on this rank, from 1; sends and receives are
+            counted separately.
         operation: ``all_reduce``.
-        tensors: shapes and types, ``[1024] float32``; of several tensors the first ones and how many more.
+        tensors: shapes and types, ``[1024] float32``; of several tensors the first and the number of others.
         begun: ``time.monotonic()`` of the call.
-        finished: it has returned, and an asynchronous one was waited for.
-        peer: the other side's global rank, for a send or a receive; -1 where it is not known.
+        finished: whether it has returned, and an asynchronous one was waited for.
+        peer: the other side's global rank, for a send or a receive; -1 if unknown.
     """
 
     group: str
@@ -38,7 +39,9 @@ class CollectiveCall:
 
     @property
     def what(self) -> str:
-        """``all_reduce [1024] float32``; equal on all ranks of a collective, but for those that gather or scatter unequal shares."""
+        """``all_reduce [1024] float32``; equal on all ranks of a collective, except for gathers and scatters
+        of unequal sizes.
+        """
         to = (
             "" if self.peer is None else f" {'to' if 'send' in self.operation else 'from'} {_rank(self.peer)}"
         )
@@ -55,15 +58,18 @@ class CollectiveCall:
 def calls_from_flight_recorder(
     trace: Mapping[str, Any], known: Iterable[CollectiveCall], recent: int = 8
 ) -> list[CollectiveCall]:
-    """The last calls of each known group, by what PyTorch's flight recorder has of them: it knows which ones the device has finished, where
-    the process only put them into a queue.
+    """Return the last calls of each known group from PyTorch's flight recorder.
+
+    The recorder knows which calls the device has finished; the process itself only knows that they were
+    enqueued.
 
     Args:
-        trace: of ``torch._C._distributed_c10d._dump_nccl_trace_json``, format 2 (``FlightRecorder.hpp`` in torch 2.11 to 2.13).
-        known: what the process itself remembers, for the groups' ranks and axes.
+        trace: result of ``torch._C._distributed_c10d._dump_nccl_trace_json``, format 2
+            (``FlightRecorder.hpp`` in torch 2.11 to 2.13).
+        known: the calls that the process recorded, which provide the groups' ranks and axes.
 
     Returns:
-        Calls whose ``begun`` is ``time.time()``, unlike elsewhere, oldest first in each group.
+        Calls with ``begun`` in ``time.time()``, unlike elsewhere, oldest first in each group.
     """
     groups = {call.group: call for call in known}
     found: dict[tuple[str, bool], list[CollectiveCall]] = {}
@@ -88,12 +94,12 @@ def calls_from_flight_recorder(
 
 
 def _operation(entry: Mapping[str, Any]) -> str:
-    """``nccl:all_reduce``, ``nccl:send 0->1``"""
+    """Parse ``nccl:all_reduce`` or ``nccl:send 0->1``."""
     return str(entry["profiling_name"]).rpartition(":")[2].partition(" ")[0]
 
 
 def _peer(entry: Mapping[str, Any], ranks: Sequence[int]) -> int:
-    """``nccl:recv 1<-0`` has places in the group."""
+    """Parse ``nccl:recv 1<-0``, which has ranks within the group."""
     found = re.search(r"(?:->|<-)(\d+)$", entry["profiling_name"])
     return ranks[int(found[1])] if found and int(found[1]) < len(ranks) else -1
 

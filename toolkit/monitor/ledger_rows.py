@@ -1,7 +1,7 @@
-"""The time ledger: all ranks' parts of one step -> one row. Vectors in, rows out; who gathers them is ``observe/ledger.py``.
+"""The time ledger: combine all ranks' step times into one row per step. ``observe/ledger.py`` gathers them.
 
-A row tells minimum, median and maximum over ranks. Ranks differ: in a pipeline by their stage, elsewhere by what is wrong with one of them.
-A median of one part and that of another may be of different ranks, so medians need not add up to the step.
+A row has the minimum, median and maximum over ranks. The medians of different parts may belong to different
+ranks, so they need not add up to the step.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from toolkit.monitor.recorder import StepTime
 from toolkit.monitor.sink import Row
 from toolkit.monitor.step_parts import CHECKPOINT, DATA, EVALUATION, PARTS, UNEXPLAINED, communication
 
-STEP, WALL, BUSY = 0, 1, 2  # places in a vector; the seconds of delays and parts follow
-DELAYS = {"starved": 3, "stopped": 4, "crowded": 5}  # the fields of ``Delays``
+STEP, WALL, BUSY = 0, 1, 2  # indices in a vector; the seconds of delays and parts follow
+DELAYS = {"starved": 3, "stopped": 4, "crowded": 5}  # the fields of ``ThreadDelays``
 HEAD = 6
-EMPTY = -1.0  # in STEP's place: no step
+EMPTY = -1.0  # at STEP: no step
 DIGITS = 6  # microseconds
 MAX_GATHERS = 3  # gathers that a step waits for ranks whose clocks had not passed it
-OCCASIONAL = (CHECKPOINT, EVALUATION)  # asking whether it is time for one is none
+OCCASIONAL = (CHECKPOINT, EVALUATION)  # checking whether they are due does not count
 NEGLIGIBLE = 1e-3  # of a step
 
 
 def part_names(axes: Axes) -> tuple[str, ...]:
-    """Every part that a step of this layout can have, in an order that all ranks agree on: a collective may go along any set of the axes
-    that have several ranks."""
+    """Return all parts that a step of this layout can have, in an order that all ranks agree on.
+
+    A collective may involve any subset of the axes that have several ranks.
+    """
     return (*PARTS, *(communication(name) for name in axis_names(axes)))
 
 
 @dataclass(frozen=True)
 class StepVectors:
-    """How steps travel: float32, ``HEAD`` numbers and the seconds of each part of ``names``.
+    """The float32 encoding of steps: ``HEAD`` numbers and the seconds of each part of ``names``.
 
-    Steps are told by how far they lie before ``base``, which all ranks know: float32 counts no further than 16.7 million.
+    Steps are encoded by their distance to ``base``, which all ranks know, because float32 is exact only up to
+    16.7 million.
     """
 
     names: Sequence[str]
@@ -47,37 +50,40 @@ class StepVectors:
         return HEAD + len(self.names)
 
     def pack(self, steps: Sequence[StepTime], base: int, slots: int) -> np.ndarray:
-        """``steps``, at most ``slots`` of them, as [slots, width]. A part without a name here is unexplained: who invents one shows up."""
+        """Encode at most ``slots`` steps as an array [slots, width]. Parts that are not in ``names`` count as
+        unexplained.
+        """
         assert len(steps) <= slots, f"{len(steps)} steps for {slots} slots"
-        places = {name: HEAD + number for number, name in enumerate(self.names)}
+        indices = {name: HEAD + number for number, name in enumerate(self.names)}
         block = np.zeros((slots, self.width), dtype=np.float32)
         block[:, STEP] = EMPTY
         for row, step in zip(block, steps, strict=False):
             row[STEP], row[WALL], row[BUSY] = base - step.step, step.wall, step.busy
-            for name, place in DELAYS.items():
-                row[place] = getattr(step.delays, name)
+            for name, index in DELAYS.items():
+                row[index] = getattr(step.delays, name)
             for name, seconds in step.parts.items():
-                row[places.get(name, places[UNEXPLAINED])] += seconds
+                row[indices.get(name, indices[UNEXPLAINED])] += seconds
         return block
 
 
 class LedgerAssembler:
-    """Puts the ranks' vectors of each step together. On rank 0.
+    """Assembles the ranks' vectors of each step on rank 0.
 
-    A step is told when all ranks have sent it; after ``patience`` further gathers, of those that have. What is kept is bounded by the
-    steps of so many gathers.
+    A step's row is returned when all ranks have sent it, or after ``patience`` further gathers with the ranks
+    that have. Memory is bounded by the steps of that many gathers.
     """
 
     def __init__(self, vectors: StepVectors, ranks: int, patience: int = MAX_GATHERS) -> None:
         self._vectors, self._ranks, self._patience = vectors, ranks, patience
-        self._waiting: dict[int, np.ndarray] = {}  # by step: [ranks, width], NaN where a rank has not sent it
-        self._gathers: dict[int, int] = {}  # by step: how many there were since its first rank
+        # by step: [ranks, width], NaN for a rank that has not sent it
+        self._waiting: dict[int, np.ndarray] = {}
+        self._gathers: dict[int, int] = {}  # by step: gathers since its first rank
 
     def add(self, base: int, blocks: np.ndarray) -> list[Row]:
-        """The rows of the steps that are complete with one more gather.
+        """Add one gather and return the rows of the steps that are complete.
 
         Args:
-            blocks: [ranks, slots, width], as :meth:`Vectors.pack` makes them for ``base``.
+            blocks: array [ranks, slots, width] of :meth:`StepVectors.pack` for ``base``.
         """
         ranks, slots = np.nonzero(blocks[:, :, STEP] != EMPTY)
         steps = base - blocks[ranks, slots, STEP].astype(np.int64)
@@ -94,34 +100,35 @@ class LedgerAssembler:
             for step, table in self._waiting.items()
             if self._gathers[step] >= self._patience or not np.isnan(table[:, STEP]).any()
         ]
-        return self._tell(ready)
+        return self._pop_rows(ready)
 
-    def rest(self) -> list[Row]:
-        """The rows of what is left when there is no further gather."""
-        return self._tell(list(self._waiting))
+    def flush(self) -> list[Row]:
+        """Return the rows of the remaining steps after the last gather."""
+        return self._pop_rows(list(self._waiting))
 
-    def _tell(self, steps: Iterable[int]) -> list[Row]:
+    def _pop_rows(self, steps: Iterable[int]) -> list[Row]:
         for step in steps:
             del self._gathers[step]
         return [ledger_row(step, self._waiting.pop(step), self._vectors.names) for step in sorted(steps)]
 
 
 def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
-    """One ``Kind.LEDGER`` row.
+    """Build one ``Kind.LEDGER`` row.
 
     Args:
-        table: [ranks, width], as ``Vectors`` has it; NaN for a rank that did not send.
+        table: array [ranks, width] of ``StepVectors``; NaN for a rank that did not send the step.
 
     Returns:
-        ``step``; ``ranks`` that sent; ``wall_seconds`` of the median rank, from one wait for samples to the next, so with evaluation and
-        the save that followed the step; ``parts``: seconds as [minimum, median, maximum] over ranks by name, without those that took no
-        time anywhere, and without evaluation and saving where there was none; ``slowest_rank``, which was busy longest even without the
-        time in which it was starved or stopped, with that time as ``slowest_busy_seconds``, and ``median_busy_seconds``, from which nothing
-        is taken; ``data_rank``, which waited longest for its samples; ``delays``: by name the seconds of the rank that has most of it, and
-        that rank, without those that are negligible; ``unexplained_share`` of the median rank.
+        ``step``; ``ranks``: how many sent it; ``wall_seconds`` of the median rank, from one wait for samples
+        to the next, including the evaluation and save after the step; ``parts``: [minimum, median, maximum]
+        seconds over ranks by name, without parts that took no time anywhere; ``slowest_rank``: the rank that
+        was busy longest without starved and stopped time, which is ``slowest_busy_seconds``;
+        ``median_busy_seconds``, uncorrected; ``data_rank``: the rank that waited longest for samples;
+        ``delays``: by name the seconds of the rank with the most, and that rank, without negligible ones;
+        ``unexplained_share`` of the median rank.
     """
     present = np.flatnonzero(~np.isnan(table[:, STEP]))
-    assert len(present), f"step {step} of no rank"
+    assert len(present), f"no rank sent step {step}"
     seconds = table[present, 1:].astype(np.float64)
     low, middle, high = seconds.min(0), np.median(seconds, 0), seconds.max(0)
     wall, busy = WALL - 1, BUSY - 1
@@ -145,9 +152,9 @@ def ledger_row(step: int, table: np.ndarray, names: Sequence[str]) -> Row:
         "median_busy_seconds": _short(middle[busy]),
         "data_rank": int(present[seconds[:, first + names.index(DATA)].argmax()]),
         "delays": {
-            name: [_short(high[place - 1]), int(present[seconds[:, place - 1].argmax()])]
-            for name, place in DELAYS.items()
-            if high[place - 1] > NEGLIGIBLE * middle[wall]
+            name: [_short(high[index - 1]), int(present[seconds[:, index - 1].argmax()])]
+            for name, index in DELAYS.items()
+            if high[index - 1] > NEGLIGIBLE * middle[wall]
         },
         "unexplained_share": _short(middle[first + names.index(UNEXPLAINED)] / middle[wall])
         if middle[wall] > 0
@@ -160,7 +167,7 @@ def _short(number: np.floating) -> float:
 
 
 def part_shares(row: Row) -> dict[str, float]:
-    """The median rank's share of the step for each part of a row."""
+    """Return each part's share of the step on the median rank."""
     return {
         name: middle / row["wall_seconds"] if row["wall_seconds"] else 0.0
         for name, (_, middle, _) in row["parts"].items()
@@ -168,7 +175,9 @@ def part_shares(row: Row) -> dict[str, float]:
 
 
 def flatten_row(row: Row) -> dict[str, Any]:
-    """For tables of one number a column: a part's own name has its median, ``forward/max`` its maximum."""
+    """Flatten a row to one number per column: a part's median under its name, its maximum under
+    ``forward/max``.
+    """
     medians = {name: middle for name, (_, middle, _) in row["parts"].items()}
     maxima = {f"{name}/max": high for name, (_, _, high) in row["parts"].items()}
     delays = {name: seconds for name, (seconds, _) in row.get("delays", {}).items()}
@@ -181,7 +190,7 @@ def flatten_row(row: Row) -> dict[str, Any]:
 
 
 class LedgerTotals:
-    """Where the time of many steps went: the sum of their medians."""
+    """Sums of the median seconds of many steps, by part."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -194,8 +203,8 @@ class LedgerTotals:
         for name, (_, middle, _) in row["parts"].items():
             self._parts[name] = self._parts.get(name, 0.0) + middle
 
-    def words(self, least: float = 0.005) -> str:
-        """The parts by size, those under ``least`` of the time left out; UNEXPLAINED always."""
+    def format_shares(self, least: float = 0.005) -> str:
+        """Format the parts by size, without those below ``least`` of the time but always with UNEXPLAINED."""
         shares = {name: seconds / self._wall for name, seconds in self._parts.items()} if self._wall else {}
         large = sorted(
             (name for name in shares if shares[name] >= least and name != UNEXPLAINED),

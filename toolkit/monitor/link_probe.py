@@ -1,7 +1,7 @@
-"""What an axis' links were measured to do: latency and bandwidth. Pure; who measures is ``observe/probe.py``.
+"""Latency and bandwidth of an axis' links, from timings that ``observe/probe.py`` takes.
 
-Bandwidth is what NCCL-tests call bus bandwidth (its doc/PERFORMANCE.md): an all-reduce of S bytes over n ranks in t seconds moves
-2 (n - 1) / n S bytes over each rank's link, so 2 (n - 1) / n S / t; of a send it is S / t. It can be compared with what the hardware has.
+Bandwidth is the bus bandwidth of NCCL-tests (doc/PERFORMANCE.md), which is comparable with the hardware's: an
+all-reduce of S bytes over n ranks in t seconds has 2 (n - 1) / n S / t, a send S / t.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ALL_REDUCE, SEND = "all_reduce", "send"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
-    """What one rank measured along one axis.
+    """The timings of one rank along one axis.
 
     Attributes:
-        ranks: along the axis.
-        small_seconds: of each of many operations of a few bytes.
-        large_bytes, large_seconds: of one large operation, and each of some.
+        ranks: number of ranks along the axis.
+        small_seconds: seconds of each of many operations of a few bytes.
+        large_bytes, large_seconds: bytes of a large operation, and seconds of each of several.
     """
 
     operation: str
@@ -42,20 +42,20 @@ class LinkTiming:
         return quantile(self.large_seconds, 0.5)
 
     def transfer(self) -> Callable[[int], float]:
-        """Bytes -> seconds, on the line through a few bytes and many."""
+        """Return a function from bytes to seconds, linear through the small and the large operation."""
         latency = self.latency_p50
         a_byte = max(0.0, self.large_median - latency) / self.large_bytes
         return lambda size: latency + size * a_byte
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of them do not exceed."""
+    """Return the smallest value that at least ``share`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
 def bus_bandwidth(operation: str, ranks: int, size: int, seconds: float) -> float:
-    """Bytes a second over one rank's link: see the top."""
+    """Return the bus bandwidth in bytes per second; see the module's docstring."""
     crossing = 2 * (ranks - 1) / ranks if operation == ALL_REDUCE else 1.0
     return crossing * size / seconds
 
@@ -72,11 +72,12 @@ def probe_row(
     fastest_large: float,
     slowest_of: Sequence[int],
 ) -> dict[str, Any]:
-    """One axis, as ``probe.json`` has it. Latencies are those of the slowest group.
+    """Build the row of one axis in ``probe.json``. Latencies are those of the slowest group.
 
     Args:
-        slowest_large, fastest_large: seconds of the large operation in the slowest and the fastest group along this axis.
-        slowest_of: the ranks of the slowest one.
+        slowest_large, fastest_large: seconds of the large operation in the slowest and the fastest group
+            along the axis.
+        slowest_of: the ranks of the slowest group.
     """
     return {
         "axis": axis,
@@ -92,21 +93,22 @@ def probe_row(
 
 
 def unprobed_row(axis: str, ranks: int) -> dict[str, Any]:
-    """An axis that could not be probed without making communicators that training does not have."""
+    """Build the row of an axis that cannot be probed without communicators that training does not have."""
     return {"axis": axis, "ranks": ranks, "missing": "no process group of just the ranks along this axis"}
 
 
 def format_probe(row: Mapping[str, Any]) -> str:
     if "missing" in row:
-        return f"probe of axis {row['axis']} ({row['ranks']} ranks): not made, {row['missing']}"
+        return f"probe of axis {row['axis']} ({row['ranks']} ranks): skipped, {row['missing']}"
     slow, fast = row["bandwidth_bytes_per_second"], row["best_bandwidth_bytes_per_second"]
     spread = (
-        f", the fastest group {_speed(fast)}; the slowest: {_ranks(row['slowest_ranks'])}"
+        f", fastest group {_speed(fast)}; slowest group: {_ranks(row['slowest_ranks'])}"
         if fast > 1.5 * slow
         else ""
     )
     return (
-        f"probe of axis {row['axis']} ({row['ranks']} ranks): {row['operation']} {row['latency_p50_seconds'] * 1e6:,.0f} µs "
+        f"probe of axis {row['axis']} ({row['ranks']} ranks): {row['operation']} "
+        f"{row['latency_p50_seconds'] * 1e6:,.0f} µs "
         f"(p99 {row['latency_p99_seconds'] * 1e6:,.0f}), bus bandwidth {_speed(slow)}{spread}"
     )
 

@@ -1,4 +1,4 @@
-"""The loss curve as a picture, drawn anew from the files each time: it shows all attempts, and can be drawn of any run.
+"""Plot the loss curve of a run from its files, over all attempts.
 
 python -c "from toolkit.monitor.loss_plot import plot_loss; plot_loss('runs/RUN')"
 """
@@ -13,25 +13,25 @@ from pathlib import Path
 from toolkit.files import write_whole
 from toolkit.rows import float_of, read_rows
 
-POINTS = 2000  # of a line; more cannot be seen
-SMOOTHED = 50  # the smoothed curve's window is this part of all steps
+POINTS = 2000  # per line
+SMOOTHED = 50  # the smoothing window is the number of steps divided by this
 
 
 def plot_loss(run: str | Path, unigram: float | None = None, per: str = "a token") -> Path | None:
-    """Draw ``plots/loss.png`` of a run directory: training loss a step, its mean over a window, each evaluation set.
+    """Draw ``plots/loss.png`` of a run directory: training loss, its running mean, and each evaluation set.
 
     Args:
-        unigram: the unigram model's loss on the validation tokens, drawn as a line.
-        per: what the loss is a mean over: "a token", "an image".
+        unigram: the unigram model's loss on the validation tokens, drawn as a horizontal line.
+        per: the unit that the loss is a mean over: "a token", "an image".
 
     Returns:
-        The picture, which appears whole; None while there is no step to show.
+        The path of the image, written atomically; None if there is no step yet.
     """
     folder = Path(run)
     steps, losses = read_train_losses(folder / "metrics.jsonl")
     if not steps:
         return None
-    # The object interface rather than pyplot: no global figures, so a thread may draw.
+    # The object interface instead of pyplot has no global figures, so a thread may draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def plot_loss(run: str | Path, unigram: float | None = None, per: str = "a token
 
 
 def read_train_losses(file: Path) -> tuple[list[int], list[float]]:
-    """Steps and losses; a step without a finite loss is a gap."""
+    """Return steps and losses; a loss that is not finite is NaN."""
     rows = [
         (row["step"], float_of(row["loss"])) for row in read_rows(file) if "step" in row and "loss" in row
     ]
@@ -73,7 +73,7 @@ def read_train_losses(file: Path) -> tuple[list[int], list[float]]:
 
 
 def read_eval_losses(file: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, loss) of each set."""
+    """Return (step, loss) pairs by evaluation set."""
     sets: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in read_rows(file):
         sets[row["set"]].append((row["step"], float_of(row["loss"])))
@@ -81,7 +81,9 @@ def read_eval_losses(file: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Mean of each value and up to ``window - 1`` before it, without those that are not finite."""
+    """Return the mean of each value and up to ``window - 1`` before it, ignoring values that are not
+    finite.
+    """
     means: list[float] = []
     total, count = 0.0, 0
     for index, value in enumerate(values):

@@ -1,8 +1,8 @@
-"""Whether copies are equal, by their hashes: which tensor differs, on which rank. Hashes in, alerts out.
+"""Compare replicas by their hashes and find the differing tensor and rank.
 
-A rank has one hash of each tensor, 64 bits. Of a set of tensors it sends 17 sums: of all hashes, and for each binary digit of a tensor's
-number the sum over the tensors that have this digit. Where one tensor differs, the sums that differ spell its number; so one small gather
-tells it, and names stay where they are known.
+Each rank has a 64-bit hash per tensor. For a set of tensors it sends 17 sums: of all hashes, and for each
+binary digit of a tensor's index the sum over the tensors with that digit set. If one tensor differs, the sums
+that differ spell its index, so one small gather identifies it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from toolkit.monitor.alert import Alert, Level
 
-DIGITS = 16  # of a tensor's number: 65,536 tensors in a set
-WHAT, LEADER, COUNT, SUMS = 0, 1, 2, 3  # places in a row of 64-bit integers
+DIGITS = 16  # binary digits of a tensor's index: 65,536 tensors in a set
+WHAT, LEADER, COUNT, SUMS = 0, 1, 2, 3  # indices in a row of 64-bit integers
 WIDTH = SUMS + 1 + DIGITS
-NO_LEADER = -1  # in LEADER's place: an empty row
+NO_LEADER = -1  # at LEADER: an empty row
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSet:
-    """Tensors that the same ranks hold, to the one that sends them: ``leader`` is the lowest of these ranks."""
+    """Tensors that are replicated on the same ranks, as sent by ``leader``, the lowest of these ranks."""
 
     what: str
     leader: int
@@ -34,11 +34,11 @@ class TensorSet:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDifference:
-    """Copies of one set that are not equal.
+    """Replicas of one set that are not equal.
 
     Attributes:
-        odd: ranks that differ from most; all of them where there is no majority.
-        number: of the tensor; None: several tensors differ.
+        odd: ranks that differ from the majority; all of them if there is none.
+        number: index of the differing tensor; None if several differ.
     """
 
     what: int
@@ -50,12 +50,12 @@ class ReplicaDifference:
 
 
 def name_code(what: str) -> int:
-    """How ``what`` travels among integers."""
+    """Return the integer that represents ``what``."""
     return zlib.crc32(what.encode())
 
 
 def hash_row(found: TensorSet, hashes: np.ndarray) -> np.ndarray:
-    """What one rank sends of one set: int64 [WIDTH].
+    """Compute what one rank sends of one set: int64 [WIDTH].
 
     Args:
         hashes: int64 [tensors].
@@ -64,14 +64,14 @@ def hash_row(found: TensorSet, hashes: np.ndarray) -> np.ndarray:
     numbers = np.arange(len(hashes))
     row = np.empty(WIDTH, dtype=np.int64)
     row[WHAT], row[LEADER], row[COUNT] = name_code(found.what), found.leader, len(hashes)
-    row[SUMS] = hashes.sum()  # modulo 2^64, as numpy's integers are
+    row[SUMS] = hashes.sum()  # modulo 2^64, as numpy's integers
     for digit in range(DIGITS):
         row[SUMS + 1 + digit] = hashes[(numbers >> digit) & 1 == 1].sum()
     return row
 
 
 def hash_block(rows: Sequence[np.ndarray], slots: int) -> np.ndarray:
-    """[slots, WIDTH], with empty rows where this rank has fewer sets than others."""
+    """Stack rows to [slots, WIDTH], with empty rows if this rank has fewer sets than others."""
     found = np.zeros((slots, WIDTH), dtype=np.int64)
     found[:, LEADER] = NO_LEADER
     for at, row in enumerate(rows):
@@ -80,7 +80,7 @@ def hash_block(rows: Sequence[np.ndarray], slots: int) -> np.ndarray:
 
 
 def find_differences(blocks: np.ndarray) -> list[ReplicaDifference]:
-    """Of one comparison.
+    """Find the sets that differ in one comparison.
 
     Args:
         blocks: int64 [ranks, slots, WIDTH].
@@ -112,7 +112,7 @@ def find_differences(blocks: np.ndarray) -> list[ReplicaDifference]:
 
 
 def _number(usual: np.ndarray, odd: np.ndarray) -> int | None:
-    """The one tensor's whose hash accounts for all differences."""
+    """Return the index of the one tensor whose hash explains all differences; None if there is none."""
     found = set()
     for sums in odd - usual:  # modulo 2^64
         count, whole, digits = sums[0], sums[1], sums[2:]
@@ -123,10 +123,10 @@ def _number(usual: np.ndarray, odd: np.ndarray) -> int | None:
 
 
 class ReplicaDetector:
-    """Names what differs. On rank 0.
+    """Builds the alerts on rank 0.
 
     Args:
-        ranks_per_node: for which machine to look at.
+        ranks_per_node: identifies the machine to check.
     """
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -134,12 +134,12 @@ class ReplicaDetector:
         self._ranks_per_node = ranks_per_node
         self._equal_at: dict[tuple[int, int], int] = {}
 
-    def learn(self, sets: Sequence[TensorSet]) -> None:
-        """What tensors are in sets that come; they replace earlier words on them."""
+    def add_sets(self, sets: Sequence[TensorSet]) -> None:
+        """Set the tensor names of sets; they replace earlier ones."""
         self._sets |= {(name_code(found.what), found.leader): found for found in sets}
 
-    def see(self, step: int, blocks: np.ndarray) -> list[Alert]:
-        """Of the comparison after ``step``."""
+    def check(self, step: int, blocks: np.ndarray) -> list[Alert]:
+        """Return alerts for the comparison after ``step``."""
         found = find_differences(blocks)
         alerts = [self._alert(step, difference) for difference in found]
         differing = {(difference.what, difference.leader) for difference in found}
@@ -150,7 +150,7 @@ class ReplicaDetector:
         key = (found.what, found.leader)
         known = self._sets[key]
         equal = self._equal_at.get(key)
-        since = f"equal after step {equal}" if equal is not None else "never seen equal"
+        since = f"equal after step {equal}" if equal is not None else "not seen equal in this attempt"
         name = "several tensors" if found.number is None else known.names[found.number]
         rest = len(found.ranks) - len(found.odd)
         who = _ranks(found.odd)
@@ -158,21 +158,26 @@ class ReplicaDetector:
             others = f"the other {rest} rank{'s' if rest > 1 else ''}"
             cause = f"{known.what} of {who} differ from those of {others} that should be equal: {name}"
         else:
-            cause = f"{known.what} of {who} should be equal and are not, and no majority tells which is right: {name}"
+            cause = (
+                f"{known.what} of {who} should be equal but differ, with no majority that shows which "
+                f"is right: {name}"
+            )
         place = ", ".join(
             f"node {rank // self._ranks_per_node} GPU {rank % self._ranks_per_node}" for rank in found.odd[:4]
         )
-        before = f"before step {equal + 1}" if equal is not None else "from before it"
+        before = f"before step {equal + 1}" if equal is not None else "from before this attempt"
         return Alert(
             name="replicas-differ",
             where=who,
             level=Level.ERROR,
             step=step,
             cause=cause,
-            evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(found.ranks)} after step {step}; {since}",
-            next_step=f"stop, and start the same command with resume=RUN_DIR/checkpoints/step-N of a checkpoint {before}; test the "
-            f"hardware ({place}): dcgmi diag -r 3, and memtest for the host; leave it out if it comes again. Several tensors on "
-            "many ranks at once: kernels that do not give the same result twice (debug.deterministic=true tells)",
+            evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(found.ranks)} after step "
+            f"{step}; {since}",
+            next_step="stop, and start the same command with resume=RUN_DIR/checkpoints/step-N of a "
+            f"checkpoint {before}; test the hardware ({place}): dcgmi diag -r 3, and memtest for "
+            "the host; exclude it if this recurs. Several tensors on many ranks at once "
+            "indicate nondeterministic kernels (check with debug.deterministic=true)",
         )
 
 
@@ -182,7 +187,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def pack_names(sets: Sequence[TensorSet], rank: int) -> bytes:
-    """Of the sets that ``rank`` leads; empty where it leads none."""
+    """Pack the names of the sets that ``rank`` leads; empty if there are none."""
     led = [[found.what, list(found.names)] for found in sets if found.leader == rank]
     return zlib.compress(json.dumps(led).encode()) if led else b""
 
@@ -190,5 +195,5 @@ def pack_names(sets: Sequence[TensorSet], rank: int) -> bytes:
 def unpack_names(packed: bytes, rank: int) -> list[TensorSet]:
     if not packed.rstrip(b"\0"):
         return []
-    text = zlib.decompressobj().decompress(packed)  # what follows its end is padding
+    text = zlib.decompressobj().decompress(packed)  # padding may follow the end
     return [TensorSet(what, rank, tuple(names)) for what, names in json.loads(text)]

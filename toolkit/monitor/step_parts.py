@@ -1,8 +1,8 @@
-"""The parts of a step's time, and who records them.
+"""The parts of a step's time, and the interface that records them.
 
-Whoever does something for a step says so: ``with recorder.part(FORWARD): ...``. Parts nest, and a moment belongs to the innermost one: a
-collective inside backward is communication, not backward. Moments in no part are unexplained. What an evaluation, a save or a hook does
-is theirs altogether (``WHOLE``), whatever parts are inside: they are what a run pays besides its training.
+Code marks its work with ``with recorder.part(FORWARD): ...``. Parts nest, and time belongs to the innermost
+one: a collective inside backward is communication, not backward. Time outside all parts is unexplained.
+Evaluation, saving and hooks (``NOT_SPLIT``) own all time inside them, whatever parts they contain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 DATA = "data"  # waiting for samples
 TRANSFER = "transfer"  # host to device
 FORWARD = "forward"
-BACKWARD = "backward"  # recomputed activations too
+BACKWARD = "backward"  # includes recomputed activations
 BUBBLE = "bubble"  # a pipeline stage waiting for a neighbour that has not computed yet
 OPTIMIZER = "optimizer"
 CHECKPOINT = "checkpoint"
@@ -28,24 +28,32 @@ COMMUNICATION = "communication"  # exposed: what computing waits for
 
 
 def communication(axes: str) -> str:
-    """The part of collectives over these axes, which ``layout.axes.axis_name`` names: ``communication/tensor``."""
+    """Return the part of collectives over these axes, named by ``layout.axes.axis_name``:
+    ``communication/tensor``.
+    """
     return f"{COMMUNICATION}/{axes}"
 
 
 class Recorder(Protocol):
     def part(self, name: str) -> AbstractContextManager[None]:
-        """While it is open, this rank's time is ``name``'s."""
+        """Attribute this rank's time to ``name`` while the context is open."""
 
     def schedule(self) -> AbstractContextManager[None]:
-        """While it is open, this rank goes through a pipeline's schedule: waiting for another stage's tensors is its bubble, and so is the
-        wait in the first collective with other stages after its own part is done: that is for stages which still compute."""
+        """Mark the context as a pipeline schedule.
+
+        Waiting for another stage's tensors is then bubble, and so is the wait in the first collective with
+        other stages after this rank's own part is finished.
+        """
 
     def set_transfer_seconds(self, seconds: Callable[[int], float]) -> None:
-        """How long so many bytes take between neighbouring stages, where somebody has measured it: that much of a wait is communication."""
+        """Set the measured function from bytes to seconds of a transfer between neighbouring stages. That
+        much of a wait is communication.
+        """
 
     def next_step(self, step: int) -> None:
-        """The step that makes ``step`` completed ones begins with waiting for its samples; the one before is over, with what followed it
-        (evaluation, saving, logging)."""
+        """Begin the step that makes ``step`` completed steps, with its wait for samples. The previous step
+        ends, including the evaluation, saving and logging that followed it.
+        """
 
 
 class NullRecorder(Recorder):

@@ -31,7 +31,7 @@ class Alerts:
             told = self._limiter.admit(alert, self._clock())
         if told is not None:
             self._sink.log(
-                Kind.ALERT, replace(told, next_step=told.next_step.replace("RUN_DIR", self._run_dir)).row()
+                Kind.ALERT, replace(told, next_step=told.next_step.replace("RUN_DIR", self._run_dir)).to_row()
             )
 
 
@@ -51,7 +51,7 @@ class HealthSink(NullSink):
             if kind not in detector.kinds:
                 continue
             try:
-                found = detector.see(kind, row)
+                found = detector.check(kind, row)
             except Exception as error:  # noqa: BLE001  a detector only watches
                 self._detectors.remove(detector)
                 self._tell(

@@ -113,7 +113,7 @@ class Ledger(Hook):
                 f"the ledger lacks the last steps: some rank did not send them within {self._end_seconds:g} s"
             )
         elif self._totals.steps:
-            self._say(f"where the time went, by the median rank: {self._totals.words()}")
+            self._say(f"where the time went, by the median rank: {self._totals.format_shares()}")
 
     def close(self) -> None:
         """Whatever ended the run. A thread that waits for a rank that is gone is left to the end of the process."""
@@ -138,7 +138,7 @@ class Ledger(Hook):
             while (job := self._jobs.get()) is not None:
                 self._send(*job)
                 self._answered += 1
-            self._tell_rows(self._assembly.rest())
+            self._tell_rows(self._assembly.flush())
         except Exception as error:  # noqa: BLE001  training goes on without its ledger
             if not self._left:
                 self._tell(f"no more rows of the ledger: {type(error).__name__}: {error}")

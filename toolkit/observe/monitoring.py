@@ -146,11 +146,7 @@ def watching(
                 )
             )
 
-        stepping = stack.enter_context(
-            sampling(
-                plan, directory, sink, all_reduce_flags, alert, rank=rank, say=log.info, tell=log.warning
-            )
-        )
+        stepping = stack.enter_context(sampling(plan, directory, sink, all_reduce_flags, alert, rank=rank))
         makers.append(lambda engine: stepping)
 
         # The last to be entered is the first to be left: it asks the others while calls are still remembered.

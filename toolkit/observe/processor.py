@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.monitor.delays import Delays
+from toolkit.monitor.recorder import ThreadDelays
 
 BEAT_SECONDS = 0.25  # between two looks of the thread
 STOP_SECONDS = 0.5  # a shorter gap between two looks is not called a stop
@@ -40,7 +40,7 @@ class Processor:
         self._root, self._clock, self._used = root, clock, used
         self._waits = _open(root / f"proc/self/task/{threading.get_native_id()}/schedstat")
         self._lock = threading.Lock()
-        self._delays = Delays()
+        self._delays = ThreadDelays()
         self._looked, self._used_before, self._rate = clock(), used(), 0.0
         self._starved = self._waited()
         self._starved_at_start = self._starved
@@ -51,7 +51,7 @@ class Processor:
     def start(self) -> None:
         self._thread.start()
 
-    def read(self) -> Delays:
+    def read(self) -> ThreadDelays:
         """Since the start. From the training thread."""
         with self._lock:
             self._look()
@@ -88,7 +88,7 @@ class Processor:
             if whole > 0 and busy > CROWDED_SHARE * whole:
                 crowded += now - self._share_at
             self._share_at, self._times = now, times
-        self._delays = Delays(starved=starved - self._starved_at_start, stopped=stopped, crowded=crowded)
+        self._delays = ThreadDelays(starved=starved - self._starved_at_start, stopped=stopped, crowded=crowded)
 
     def _waited(self) -> float:
         """Seconds in which the training thread waited for a processor (proc(5)); 0 if the kernel does not

@@ -117,14 +117,14 @@ class Replicas(Hook):
         if names is not None:
             everyones = self._gather(np.frombuffer(names, dtype=np.uint8).copy())
             for rank, row in enumerate(() if everyones is None else everyones):
-                self._verdicts.learn(unpack_names(row.tobytes(), rank))
+                self._verdicts.add_sets(unpack_names(row.tobytes(), rank))
         values = pending.wait()
         ends = np.cumsum([len(one.names) for one in sets], dtype=np.int64).tolist()
         rows = [
             hash_row(one, values[end - len(one.names) : end]) for one, end in zip(sets, ends, strict=True)
         ]
         blocks = self._gather(hash_block(rows, slots))
-        for alert in () if blocks is None else self._verdicts.see(step, blocks):
+        for alert in () if blocks is None else self._verdicts.check(step, blocks):
             self._alert(alert)
 
 

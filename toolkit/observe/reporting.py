@@ -44,7 +44,7 @@ class Metrics(Hook):
             clock,
         )
         self._scaled = plan.config.precision.name is Precision.fp16
-        self._throughput = Throughput.of(plan)
+        self._throughput = Throughput.from_plan(plan)
 
     def on_step(self, done: StepDone) -> None:
         result, plan = done.result, self._plan

@@ -106,7 +106,7 @@ def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[
         **({f"node-{node}": own} if mine.shared and node else own),
     }
     return {
-        "part": mine,
+        "wandb_run": mine,
         "mode": monitor.wandb,
         "project": monitor.project,
         "entity": monitor.entity,

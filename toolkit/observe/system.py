@@ -52,14 +52,11 @@ def sampling(
     alert: Callable[[Alert], None],
     *,
     rank: int,
-    say: Callable[[str], None],
-    tell: Callable[[str], None],
 ) -> Iterator[Hook]:
     """Every rank calls this. The first of each node samples, until the run is over; the hook is to be added on all.
 
     Args:
         alert: takes alerts from any thread.
-        say, tell: take sentences and warnings for people.
     """
     per_node, seconds = plan.world.ranks_per_node, plan.config.monitor.system_seconds
     if seconds == 0:
@@ -85,23 +82,17 @@ def sampling(
         )
 
     def on_xid(card: VisibleGpu | None, number: int) -> None:
-        place, uuid = (card.place, card.uuid) if card is not None else (None, "")
+        place, uuid = (card.index, card.uuid) if card is not None else (None, "")
         alert(node_detector.xid_alert(number, place, node, sampler.step, uuid))
 
-    gpus = GpuMetricSource(
-        open_gpus,
-        lambda opened: XidEvents(module, opened.cards),
-        xid=on_xid,
-        say=lambda words: say(f"node {node}: {words}"),
-    )
+    gpus = GpuMetricSource(open_gpus, lambda opened: XidEvents(module, opened.gpus), on_xid=on_xid, node=node)
     sampler = NodeSampler(
         node=node,
         seconds=seconds,
-        sources=[MetricSource("host", host.read, tell), MetricSource("gpu", gpus.read, tell, gpus.close)],
-        log=partial(sink.log, Kind.SYSTEM),
-        detect=detector.see,
+        sources=[MetricSource("host", host.read), MetricSource("gpu", gpus.read, gpus.close)],
+        log_row=partial(sink.log, Kind.SYSTEM),
+        detect=detector.check,
         alert=alert,
-        tell=tell,
     )
     sampler.start()
     try:

@@ -309,7 +309,7 @@ class Watchdog(Progress):
         if self._rank == 0:
             run_with_timeout(lambda: self._alert(alert), FLUSH_SECONDS)
         else:
-            self._try(lambda: append_row(self._directory.alerts_file, alert.row()))
+            self._try(lambda: append_row(self._directory.alerts_file, alert.to_row()))
 
     def _write_report(self, said: diagnosis.Diagnosis, found: Found, head: str) -> None:
         write_file(
@@ -473,7 +473,7 @@ def watchdog(
         return
 
     def part() -> str:
-        open_part = recorder.doing[1] if recorder is not None else UNEXPLAINED
+        open_part = recorder.current[1] if recorder is not None else UNEXPLAINED
         return "" if open_part == UNEXPLAINED else open_part
 
     notes, box = os.memfd_create("stacks", os.MFD_CLOEXEC), last_collective.LastCollective()

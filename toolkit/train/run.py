@@ -233,7 +233,7 @@ def run(
         watch.progress.stop()  # rank 0 has more to do than the others, who wait for it
         engine.close()
         ended(code)
-        took = course.words(time.monotonic())
+        took = course.format_spent(time.monotonic())
         kept = (directory.saved_step() or 0) if saving.given_up or diverged is not None else None
         total = times.goodput(kept) if rank == 0 else None
         if total is not None:

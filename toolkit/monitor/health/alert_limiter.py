@@ -1,9 +1,8 @@
-"""How often people hear of the same trouble: at once, then at growing distances, with the number of times that were not told.
+"""Limit how often the same alert is shown.
 
-A small trouble does not hide a large one of the same name and place: an alert that costs at least twice the time of the last one told is
-told at once.
-
-Pure: the clock is given. What is remembered is bounded, however many ranks are in trouble.
+An alert is shown at once and then at growing intervals, with the number of suppressed repeats. An alert that
+costs at least twice the time of the last one shown is never suppressed, so that a small problem does not hide
+a large one. The state is bounded, however many ranks have a problem.
 """
 
 from __future__ import annotations
@@ -12,76 +11,77 @@ from dataclasses import dataclass, replace
 
 from toolkit.monitor.alert import Alert
 
-FIRST_GAP_SECONDS = 600.0  # after the first; it doubles with each that is told
+FIRST_GAP_SECONDS = 600.0  # after the first alert; doubles with each alert shown
 LONGEST_GAP_SECONDS = 24 * 3600.0
-WORSE_FACTOR = 2.0  # times the lost share of the last one told
-CALM_GAPS = 2.0  # trouble that has not come for so many gaps begins anew when it does
-BURST = 8  # of one name within FIRST_GAP_SECONDS, whatever is at fault: when a switch fails a thousand ranks have the same trouble
+WORSE_FACTOR = 2.0  # ratio to the lost share of the last alert shown
+CALM_GAPS = 2.0  # an alert that was absent for this many gaps starts over
+# Alerts of one kind within FIRST_GAP_SECONDS, wherever they are: a failing switch affects a thousand ranks.
+BURST = 8
+
+AlertKind = tuple[str, str]  # name and fault
 
 
 @dataclass(slots=True)
-class _Trouble:
-    told_at: float
+class _History:
+    shown_at: float
     seen_at: float
     lost_share: float
     gap: float = FIRST_GAP_SECONDS
-    held: int = 0
+    suppressed: int = 0
 
 
 class AlertLimiter:
     def __init__(self) -> None:
-        self._troubles: dict[tuple[str, str], _Trouble] = {}
-        self._told: dict[str, list[float]] = {}  # by name: when, within the last FIRST_GAP_SECONDS
-        self._unnamed: dict[
-            str, int
-        ] = {}  # by name: how many were held back because there were too many of it
+        self._histories: dict[tuple[AlertKind, str], _History] = {}  # by kind and ``where``
+        self._shown: dict[AlertKind, list[float]] = {}  # times within the last FIRST_GAP_SECONDS
+        self._over_burst: dict[AlertKind, int] = {}  # number of alerts suppressed by BURST
 
     def admit(self, alert: Alert, now: float) -> Alert | None:
-        """The alert as it is told, with what was held back before it; None if it is held back.
+        """Return the alert with the number of suppressed ones added, or None if it is suppressed.
 
         Args:
-            now: seconds of a clock that never goes back.
+            now: seconds of a monotonic clock.
         """
-        key = (alert.name, alert.where)
-        trouble = self._troubles.get(key)
-        if trouble is not None and now - trouble.seen_at > CALM_GAPS * trouble.gap:
-            trouble = None
+        kind = (alert.name, alert.fault)
+        key = (kind, alert.where)
+        history = self._histories.get(key)
+        if history is not None and now - history.seen_at > CALM_GAPS * history.gap:
+            history = None
         if (
-            trouble is not None
-            and now - trouble.told_at < trouble.gap
-            and not _worse(alert.lost_share, trouble.lost_share)
+            history is not None
+            and now - history.shown_at < history.gap
+            and not _is_worse(alert.lost_share, history.lost_share)
         ):
-            trouble.held += 1
-            trouble.seen_at = now
+            history.suppressed += 1
+            history.seen_at = now
             return None
-        if not self._room(alert.name, now):
-            self._unnamed[alert.name] = self._unnamed.get(alert.name, 0) + 1
+        if not self._has_room(kind, now):
+            self._over_burst[kind] = self._over_burst.get(kind, 0) + 1
             return None
-        self._told[alert.name].append(now)
-        held = trouble.held if trouble is not None else 0
-        gap = min(2 * trouble.gap, LONGEST_GAP_SECONDS) if trouble is not None else FIRST_GAP_SECONDS
-        self._troubles[key] = _Trouble(now, now, alert.lost_share, gap)
-        self._forget(now)
-        return _with_held(alert, held, self._unnamed.pop(alert.name, 0))
+        self._shown[kind].append(now)
+        suppressed = history.suppressed if history is not None else 0
+        gap = min(2 * history.gap, LONGEST_GAP_SECONDS) if history is not None else FIRST_GAP_SECONDS
+        self._histories[key] = _History(now, now, alert.lost_share, gap)
+        self._drop_old(now)
+        return _add_counts(alert, suppressed, self._over_burst.pop(kind, 0))
 
-    def _room(self, name: str, now: float) -> bool:
-        recent = [at for at in self._told.get(name, []) if now - at < FIRST_GAP_SECONDS]
-        self._told[name] = recent
+    def _has_room(self, kind: AlertKind, now: float) -> bool:
+        recent = [at for at in self._shown.get(kind, []) if now - at < FIRST_GAP_SECONDS]
+        self._shown[kind] = recent
         return len(recent) < BURST
 
-    def _forget(self, now: float) -> None:
-        """What would begin anew anyway. At most BURST a name are added in FIRST_GAP_SECONDS, so the rest is bounded."""
-        for key in [
-            key for key, trouble in self._troubles.items() if now - trouble.seen_at > CALM_GAPS * trouble.gap
-        ]:
-            del self._troubles[key]
+    def _drop_old(self, now: float) -> None:
+        """Drop the state of alerts that would start over anyway. BURST bounds the rest."""
+        old = [key for key, one in self._histories.items() if now - one.seen_at > CALM_GAPS * one.gap]
+        for key in old:
+            del self._histories[key]
 
 
-def _worse(share: float, told: float) -> bool:
-    return 0 < WORSE_FACTOR * told <= share
+def _is_worse(share: float, shown: float) -> bool:
+    return 0 < WORSE_FACTOR * shown <= share
 
 
-def _with_held(alert: Alert, held: int, elsewhere: int) -> Alert:
-    words = [f"{held} more like it since the last one told"] if held else []
-    words += [f"{elsewhere} more of this name elsewhere that were not told"] if elsewhere else []
-    return replace(alert, evidence=f"{alert.evidence} ({'; '.join(words)})") if words else alert
+def _add_counts(alert: Alert, suppressed: int, elsewhere: int) -> Alert:
+    notes = [f"{suppressed} more like it since the last one shown"] if suppressed else []
+    notes += [f"{elsewhere} more of this kind elsewhere were not shown"] if elsewhere else []
+    return replace(alert, evidence=f"{alert.evidence} ({'; '.join(notes)})") if notes else alert

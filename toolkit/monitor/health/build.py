@@ -1,4 +1,4 @@
-"""The detectors of a run. Each is pure: rows in, alerts out."""
+"""Build the detectors of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.plan.types import RunPlan
 
 
 def build_detectors(plan: RunPlan) -> list[Detector]:
-    """All that judge by rows alone, as rank 0 logs them."""
+    """Return the detectors that need only the rows that rank 0 logs."""
 
     def size_of_step(step: int) -> int:
         return plan.batch.at(step - 1).size
@@ -48,17 +48,23 @@ def build_detectors(plan: RunPlan) -> list[Detector]:
 
 
 def data_remedy(plan: RunPlan) -> str:
-    """What a person can do about a slow data pipeline of this kind."""
+    """Return advice for a slow data pipeline of this kind of source."""
     data = plan.config.data
     if data.name == "dataset":
         return (
-            f"raise data.dataset.workers={2 * data.dataset.workers}, or make the tokens ready once: python launch/prepare.py --help; "
-            "see CPU and network in system/node-*.jsonl"
+            f"raise data.dataset.workers={2 * data.dataset.workers}, or prepare the tokens once: python "
+            "launch/prepare.py --help; check CPU and network in system/node-*.jsonl"
         )
     stores = [
         data.path,
         *(str(source.get("path", "")) for source in data.sources.values() if isinstance(source, dict)),
     ]
     if any(is_url(path) for path in stores):
-        return "keep what was fetched on the node's disk: data.cache.folder=/local/disk data.cache.gib=64; network: system/node-*.jsonl"
-    return "copy the data folder to a disk of the node and write data.path=FOLDER; see disk and CPU in system/node-*.jsonl, and iostat -x 1"
+        return (
+            "keep fetched data on the node's disk: data.cache.folder=/local/disk data.cache.gib=64; "
+            "network: system/node-*.jsonl"
+        )
+    return (
+        "copy the data folder to a local disk of the node and set data.path=FOLDER; check disk and CPU "
+        "in system/node-*.jsonl, and iostat -x 1"
+    )

@@ -1,4 +1,4 @@
-"""Checkpoints that cost too much, and those that do not come."""
+"""Detect checkpoints that take too long or are overdue."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ DAY = 86400.0
 
 
 def best_interval(save_seconds: float, seconds_between_failures: float = DAY) -> float:
-    """Seconds between saves at which saving and what is lost with a failure cost least together: sqrt(2 C M) (Young, Communications of the
-    ACM 17, 1974)."""
+    """Return the seconds between saves that minimize the cost of saving plus the expected loss from failures.
+
+    This is sqrt(2 C M) (Young, Communications of the ACM 17, 1974).
+    """
     return math.sqrt(2 * save_seconds * seconds_between_failures)
 
 
 class SlowCheckpoint(Detector):
-    """Training stands still for saving: two saves in a row take three times what saves took before, or the last three a tenth of the time.
+    """Detect two saves in a row that take three times as long as before, or saves that take 10% of the time.
 
-    By the ledger's part, in which a save in the background has only its copy to host memory, and the wait for a save before it that is
-    not done yet. Under a quarter of a second more (and half a second for a tenth) a save needs no attention. On a busy host a save counts
-    as ``step_cost.py`` corrects it.
+    The time is the ledger's checkpoint part. Of a background save it contains only the copy to host memory
+    and the wait for an unfinished earlier save. Saves that take less than 0.25 s more (0.5 s for the 10%)
+    give no alert. On a busy host the time is corrected as in ``step_cost.py``.
     """
 
     TIMES, SHARE = 3.0, 0.1
@@ -38,10 +40,10 @@ class SlowCheckpoint(Detector):
     def __init__(self) -> None:
         self._saves: deque[tuple[float, float, float]] = deque(
             maxlen=12
-        )  # seconds of it, corrected, and since the one before
+        )  # seconds of each save, the same corrected, and since the save before
         self._since = 0.0
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         self._since += row["wall_seconds"]
         _, middle, took = row["parts"].get(CHECKPOINT, (0.0, 0.0, 0.0))
         if took < self.LEAST_SAVE:
@@ -49,7 +51,7 @@ class SlowCheckpoint(Detector):
         account = cost_of_row(row, 1)
         self._saves.append((took, account.corrected(took, account.starved), self._since))
         self._since = 0.0
-        # The others' wait for one rank that saves longer is in their next step's communication.
+        # The other ranks wait for a rank that saves longer in the communication of their next step.
         alone = (
             ""
             if row["ranks"] == 1 or took < 2 * middle
@@ -65,19 +67,19 @@ class SlowCheckpoint(Detector):
             return self._alert(
                 row["step"],
                 "has become slow",
-                f"{format_seconds(last[0])} and {format_seconds(last[1])} for the last two saves, the "
-                f"{len(before)} before took {format_seconds(median(before))}{alone}",
+                f"{format_seconds(last[0])} and {format_seconds(last[1])} for the last two saves, "
+                f"{format_seconds(median(before))} (median) for the {len(before)} before{alone}",
                 max(last),
             )
         three = [(corrected, since) for _, corrected, since in self._saves][-3:]
         saving, whole = (median(part) for part in zip(*three, strict=True))
-        # The first save's time since the one before it has the start in it.
+        # The interval before the first save includes the start-up.
         if len(self._saves) > 3 and saving > self.SHARE * whole and saving > self.LEAST_EACH:
             return self._alert(
                 row["step"],
                 f"takes {format_percent(saving / whole)} of the time",
-                f"{format_seconds(saving)} of {format_seconds(whole)} from save to save, the medians of the last three (alert above "
-                f"{self.SHARE:.0%}){alone}",
+                f"{format_seconds(saving)} of {format_seconds(whole)} between saves, medians of the last "
+                f"three (alert above {self.SHARE:.0%}){alone}",
                 saving,
             )
         return None
@@ -86,30 +88,34 @@ class SlowCheckpoint(Detector):
         minutes = max(1, round(best_interval(took) / 60))
         return Alert(
             name="slow-checkpoint",
+            fault="slow-save",
             level=Level.WARNING,
             step=step,
             cause=f"saving {words}",
             evidence=evidence,
-            next_step=f"checkpoint.background=true, or checkpoint.every={minutes}min, which costs least if a machine fails once a day; "
-            "look at the disk of the run directory: iostat -x 1, and disk in system/node-*.jsonl",
+            next_step=f"set checkpoint.background=true, or checkpoint.every={minutes}min, which costs "
+            "least if a machine fails once a day; check the disk of the run directory: iostat "
+            "-x 1, and disk in system/node-*.jsonl",
         )
 
 
 class LateCheckpoint(Detector):
-    """No checkpoint has become complete for one and a half times ``checkpoint.every``: a failure now loses more than was meant to be."""
+    """Detect that no checkpoint was completed for 1.5 times ``checkpoint.every``, so that a failure loses
+    more than intended.
+    """
 
     TIMES, SPARE_STEPS, SPARE_SECONDS = 1.5, 10, 60.0
 
     def __init__(self, cadence: Cadence, clock: Callable[[], float]) -> None:
         self._cadence, self._clock = cadence, clock
         self._begun = False
-        self._step, self._at = 0, 0.0  # of the newest checkpoint, or where this start began
+        self._step, self._at = 0, 0.0  # of the newest checkpoint, or of the start of this attempt
 
     def saved(self, step: int) -> None:
-        """A checkpoint of ``step`` is complete."""
+        """Record that the checkpoint of ``step`` is complete."""
         self._begun, self._step, self._at = True, step, self._clock()
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         step = row["step"]
         if not self._begun:
             self.saved(step - 1)
@@ -122,11 +128,13 @@ class LateCheckpoint(Detector):
         else:
             return None
         return Alert(
-            name="late-checkpoint",
+            name="slow-checkpoint",
+            fault="late-checkpoint",
             level=Level.WARNING,
             step=step,
-            cause="the next checkpoint is overdue: if the run fails now, more is lost than checkpoint.every allows",
-            evidence=f"the newest complete one is of step {self._step}, {steps} steps and {waited:.0f} s ago; checkpoint.every is {due}",
-            next_step="look for a save that failed or still goes on in the log (attempts/*/log.txt), and at the space and speed of the "
-            "disk: df -h RUN_DIR, iostat -x 1",
+            cause="the next checkpoint is overdue: a failure now loses more than checkpoint.every allows",
+            evidence=f"the newest complete checkpoint is of step {self._step}, {steps} steps and "
+            f"{waited:.0f} s ago; checkpoint.every is {due}",
+            next_step="look for a failed or unfinished save in the log (attempts/*/log.txt), and check the "
+            "space and speed of the disk: df -h RUN_DIR, iostat -x 1",
         )

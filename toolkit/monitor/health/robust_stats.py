@@ -1,4 +1,4 @@
-"""Statistics that one odd value does not move, of a bounded number of values: what detectors compare with."""
+"""Robust statistics over a bounded number of values, used by the detectors as references."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-NEIGHBOURS = 0.954  # median absolute difference of two normal values, in standard deviations: sqrt(2) times their quartile of 0.6745
+# median absolute difference of two normal values, in standard deviations: sqrt(2) times their quartile of
+# 0.6745
+NEIGHBOURS = 0.954
 
 
 def noise_level(values: Sequence[float]) -> float:
-    """The standard deviation of values around whatever they follow, by the median difference of neighbours: a trend is none."""
+    """Estimate the standard deviation from the median difference of neighbours, which ignores a trend."""
     return median(abs(after - before) for before, after in itertools.pairwise(values)) / NEIGHBOURS
 
 
 class BestMedian:
-    """The smallest median of a block of values so far: what a run can do when nothing is wrong with it.
+    """The smallest median of a block of values so far: the best that a healthy run reached.
 
-    It only falls, so that what gets worse slowly is compared with how it began. The median of a block keeps a lucky value out of it.
+    It never rises, so that a slow decline is compared with the beginning. The median keeps a single lucky
+    value out.
     """
 
     def __init__(self, block: int, first: int | None = None) -> None:
-        """``first``: the length of the first block, where one should not wait for a whole one."""
+        """``first``: the length of the first block, if a reference is needed before a full block is
+        available.
+        """
         self._block = block
         self._values: list[float] = []
         self._length = first or block
-        self.value: float | None = None  # None until the first block is whole
+        self.value: float | None = None  # None until the first block is complete
 
     def add(self, value: float) -> None:
         self._values.append(value)
@@ -38,7 +43,7 @@ class BestMedian:
 
 
 class LastingCondition:
-    """Whether something has been so in most of the newest steps: ``least`` of ``length``."""
+    """Whether a condition held in at least ``least`` of the last ``length`` steps."""
 
     def __init__(self, length: int, least: int) -> None:
         self._newest: deque[bool] = deque(maxlen=length)
@@ -54,19 +59,19 @@ class LastingCondition:
 
 
 class BlockMinima:
-    """A long series in a bounded number of values: each the smallest of a block, and blocks double when there are too many.
+    """The minima of equal blocks of a long series. When there are too many, pairs of blocks are merged.
 
-    The smallest, because what a process holds rises and falls within a step: a leak lifts the floor.
+    Minima, because the memory of a process fluctuates and a leak raises its minimum.
     """
 
     def __init__(self, most: int, first: int = 1) -> None:
-        assert most % 2 == 0, f"{most} blocks cannot be joined in pairs"
+        assert most % 2 == 0, f"{most} blocks cannot be merged in pairs"
         self._most, self.length = most, first
         self.values: list[float] = []
         self._low, self._count = float("inf"), 0
 
     def add(self, value: float) -> bool:
-        """Whether a block is whole with it."""
+        """Add a value; return whether it completes a block."""
         self._low, self._count = min(self._low, value), self._count + 1
         if self._count < self.length:
             return False

@@ -1,7 +1,7 @@
-"""Single steps that lose time: waits for samples, garbage collection, pauses, a process that is stopped, a
-host that is busy.
+"""Detect time lost in single steps: data stalls, garbage collection, pauses, stopped processes and busy
+hosts.
 
-Thresholds are shares of the time, so that they mean the same in any run; each stands with its reason.
+Thresholds are fractions of the time, so that they mean the same in every run.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from toolkit.monitor.step_parts import CHECKPOINT, COMMUNICATION, DATA, EVALUATI
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """For the samples of one step: seconds of the rank that waited longest, of the others and of the whole
-    step; that rank."""
+    """Seconds waited for the samples of one step: by the rank that waited longest, by the others, and the
+    step's total.
+    """
 
     longest: float
     others: float
@@ -43,15 +44,15 @@ class _Wait:
 
 
 class DataStall(Detector):
-    """Training waits for samples in more than a tenth of its time, over the last 20 steps or, since samples
-    may come in large chunks, over up to 200. Without the longest wait: one hiccup of a disk is no slow
-    pipeline. A sound pipeline is ahead of training, and the share is that of taking from a queue: far under a
-    hundredth.
+    """Detect waiting for samples in more than 10% of the last 20 steps, or of up to 200 if samples arrive in
+    large chunks.
 
-    With the ledger it names the rank, if one rank waits and the others do not.
+    The longest wait is left out, so that a single hiccup of a disk gives no alert. A healthy pipeline stays
+    ahead of training and its share is far below 1%. With the ledger, the alert names the rank if one rank
+    waits and the others do not.
     """
 
-    SHARE, LEAST_LOST = 0.1, 0.5  # seconds of a window
+    SHARE, LEAST_LOST = 0.1, 0.5  # LEAST_LOST: seconds in a window
 
     def __init__(self, remedy: str, *, ranks_per_node: int, ledger: bool) -> None:
         self._remedy, self._ranks_per_node = remedy, ranks_per_node
@@ -59,7 +60,7 @@ class DataStall(Detector):
         self._warm_up = WarmUp()
         self._steps: deque[_Wait] = deque(maxlen=LONG_WINDOW)
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
         self._steps.append(_of_ledger(row) if kind is Kind.LEDGER else _of_step(row))
@@ -79,7 +80,7 @@ class DataStall(Detector):
             sum(getattr(one, name) for one in steps) for name in ("longest", "others", "whole")
         )
         share = waited / whole
-        longer: defaultdict[int, float] = defaultdict(float)  # by rank: than the others
+        longer: defaultdict[int, float] = defaultdict(float)  # by rank: seconds waited longer than the others
         for one in steps:
             longer[one.rank] += one.longest - one.others
         rank = max(longer, key=longer.__getitem__)
@@ -92,9 +93,10 @@ class DataStall(Detector):
                 step=step,
                 lost_share=share,
                 cause=f"the data pipeline of rank {rank} is slow, and all ranks wait for it",
-                evidence=f"rank {rank} waited {format_seconds(waited)} for samples in the last {len(steps)} steps, "
-                f"{format_percent(share)} of their time, the median rank {format_seconds(others)}",
-                next_step=f"look at disk, network and CPU of node {node}: system/node-{node}.jsonl",
+                evidence=f"rank {rank} waited {format_seconds(waited)} for samples in the last "
+                f"{len(steps)} steps, {format_percent(share)} of their time; the median rank "
+                f"waited {format_seconds(others)}",
+                next_step=f"check disk, network and CPU of node {node}: system/node-{node}.jsonl",
             )
         return Alert(
             name="data-stall",
@@ -102,10 +104,9 @@ class DataStall(Detector):
             step=step,
             lost_share=share,
             cause="the data pipeline is slow: training waits for samples",
-            evidence=f"{format_percent(share)} of the time of the last {len(steps)} steps, "
-            f"{format_seconds(waited / len(steps))} of "
-            f"{format_seconds(whole / len(steps))} a step, was waiting for samples (alert above "
-            f"{self.SHARE:.0%})",
+            evidence=f"waiting for samples took {format_percent(share)} of the last {len(steps)} steps, "
+            f"{format_seconds(waited / len(steps))} of {format_seconds(whole / len(steps))} a "
+            f"step (alert above {self.SHARE:.0%})",
             next_step=self._remedy,
         )
 
@@ -116,8 +117,8 @@ def _of_step(row: Row) -> _Wait:
 
 def _of_ledger(row: Row) -> _Wait:
     low, middle, high = row["parts"].get(DATA, (0.0, 0.0, 0.0))
-    # On a host without a free processor the threads that read ahead are late too, and that is not the
-    # pipeline's fault.
+    # On a host without a free processor the threads that prefetch are late too, which is not the pipeline's
+    # fault.
     account = cost_of_row(row, 1)
     waited = account.corrected(high, account.starved)
     others = high if row["ranks"] == 1 else low if row["ranks"] == 2 else middle
@@ -125,9 +126,11 @@ def _of_ledger(row: Row) -> _Wait:
 
 
 class GarbageCollection(Detector):
-    """Python's collector stops every thread of a rank, and all ranks wait for the one that collects. More
-    than a twentieth of the time, without the longest collection: a whole one now and then is what Python does
-    by itself."""
+    """Detect garbage collection that takes more than 5% of the last 20 steps.
+
+    The collector stops every thread of a rank, and all ranks wait for the rank that collects. The longest
+    collection is left out, since an occasional full collection is normal in Python.
+    """
 
     SHARE = 0.05
 
@@ -135,7 +138,7 @@ class GarbageCollection(Detector):
         self._warm_up = WarmUp()
         self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         if "gc_seconds" not in row or not self._warm_up.over():
             return None
         self._steps.append((row["gc_seconds"], row["step_seconds"]))
@@ -146,53 +149,54 @@ class GarbageCollection(Detector):
         if collected <= max(self.SHARE * whole, MIN_SECONDS * len(steps)):
             return None
         return Alert(
-            name="garbage-collection",
+            name="slow-steps",
+            fault="garbage-collection",
             level=Level.WARNING,
             step=row["step"],
             lost_share=collected / whole,
             cause="Python's garbage collection stops training",
-            evidence=f"{format_percent(collected / whole)} of the time of the last {WINDOW} steps, "
-            f"{format_seconds(collected / len(steps))} a step on "
-            f"the rank on which it took longest (alert above {self.SHARE:.0%})",
-            next_step="find what makes so many Python objects in each step (your own model, hooks or data "
-            "code keep lists, dicts or "
-            "graphs): python -X tracemalloc=10 launch/train.py ...; what was there before the "
-            "first step is in no collection",
+            evidence=f"{format_percent(collected / whole)} of the last {WINDOW} steps, "
+            f"{format_seconds(collected / len(steps))} a step on the rank where it took longest "
+            f"(alert above {self.SHARE:.0%})",
+            next_step="find the code that creates many Python objects in each step (a model, hook or "
+            "dataset of your own that keeps lists, dicts or graphs): python -X tracemalloc=10 "
+            "launch/train.py ...; objects that existed before the first step are not scanned",
         )
 
 
 class Pauses(Detector):
-    """Single steps that take far longer than the others, again and again.
+    """Detect single steps that repeatedly take far longer than the others.
 
-    Spikes of three times the median in one step of a hundred are normal on shared networks and disks. So:
-    five of the last 20 steps above twice the median (with such spikes by chance once in a million steps), or,
-    for rarer and longer ones, six of the last 200 that lose a tenth of the time. A long step after a long one
-    does not count: steps that became slower are FallingThroughput's. What other alerts are about is not
-    counted: waits for samples, saves, evaluations, garbage collections, stops of a process, a busy host.
+    Spikes of three times the median in one step of a hundred are normal on shared networks and disks. An
+    alert needs five of the last 20 steps above twice the median (one in a million steps by chance), or six of
+    the last 200 that lose 10% of the time. A long step that follows a long step does not count: steps that
+    stay slow are FallingThroughput's. Time that other alerts cover is left out: waits for samples, saves,
+    evaluations, garbage collection, stopped processes, a busy host.
     """
 
     TIMES, FEW, OFTEN, SHARE = 2.0, 5, 6, 0.1
-    LEAST_PAUSE = 0.1  # seconds: a shorter one is the scheduler's
+    LEAST_PAUSE = 0.1  # seconds; shorter pauses come from the operating system's scheduler
     kinds = (Kind.STEP, Kind.LEDGER)
 
     def __init__(self, size_of_step: SizeOfStep) -> None:
         self._size = size_of_step
         self._warm_up = WarmUp()
-        self._collected: dict[int, float] = {}  # by step: of garbage
-        # Seconds as judged, as measured, and of each part.
+        self._collected: dict[int, float] = {}  # seconds of garbage collection by step
+        # Corrected seconds, measured seconds, and seconds of each part.
         self._newest: deque[tuple[float, float, dict[str, float]]] = deque(maxlen=LONG_WINDOW)
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         if kind is Kind.STEP:
             self._collected[row["step"]] = row.get("gc_seconds", 0.0)
-            if len(self._collected) > 5 * LONG_WINDOW:  # the ledger comes some seconds later
+            if len(self._collected) > 5 * LONG_WINDOW:  # ledger rows arrive some seconds later
                 del self._collected[next(iter(self._collected))]
             return None
         if not self._warm_up.over():
             return None
         size = self._size(row["step"])
         account = cost_of_row(row, size, self._collected.get(row["step"], 0.0))
-        # In the wait for one rank all others have as much as that one has too much.
+        # All ranks wait for the one that is late, so waiting counts with its minimum and computing with its
+        # maximum.
         parts = {
             name: (high if is_computing(name) else low) / size
             for name, (low, _, high) in row["parts"].items()
@@ -213,23 +217,25 @@ class Pauses(Detector):
             if len(long) >= least and (length == WINDOW or share > self.SHARE):
                 part = self._part([parts for _, _, parts in long])
                 return Alert(
-                    name="pauses",
+                    name="slow-steps",
+                    fault="pauses",
                     level=Level.WARNING,
                     step=step,
                     where=part,
                     lost_share=share,
-                    cause="single steps take far longer than the others, again and again"
+                    cause="single steps repeatedly take far longer than the others"
                     + (f", in {part}" if part else ""),
-                    evidence=f"{len(long)} of the last {len(steps)} steps took "
-                    f"{format_seconds(size * median(judged for judged, _, _ in long))} (their "
-                    f"median), the median step {format_seconds(size * middle)}; {format_percent(share)} of the "
-                    "time is lost",
+                    evidence=f"{len(long)} of the last {len(steps)} steps took {format_seconds(size * median(judged for judged, _, _ in long))} "
+                    f"(median), the median step takes {format_seconds(size * middle)}; "
+                    f"{format_percent(share)} of the time is lost",
                     next_step=_look_at(part, step),
                 )
         return None
 
     def _part(self, long: list[dict[str, float]]) -> str:
-        """The part that the long steps have more of than the median step; empty if no parts are known."""
+        """Return the part that grew most in the long steps compared with the median step; empty if no parts
+        are known.
+        """
         names = {name for parts in long for name in parts}
         usual = {name: median(parts.get(name, 0.0) for _, _, parts in self._newest) for name in names}
         return max(
@@ -238,15 +244,20 @@ class Pauses(Detector):
 
 
 def _look_at(part: str, step: int) -> str:
-    trace = f"a trace of such steps shows what it is: monitor.profile_step={step + WINDOW} at the next start"
+    trace = f"record a trace of such steps with monitor.profile_step={step + WINDOW} at the next start"
     if part.startswith(COMMUNICATION):
-        return f"look for a congested or flapping link (nvidia-smi nvlink -e, ibstat, ethtool -S); {trace}"
-    return f"look for other processes on the node (top, nvidia-smi) and for code that runs only now and then; {trace}"
+        return f"check for a congested or flapping link (nvidia-smi nvlink -e, ibstat, ethtool -S); {trace}"
+    return (
+        "check for other processes on the node (top, nvidia-smi) and for code that runs only "
+        f"occasionally; {trace}"
+    )
 
 
 class Stops(Detector):
-    """The process of a rank was stopped, twice in the last 200 steps: once may be a person's doing, or the
-    move of a virtual machine."""
+    """Detect a process that was stopped twice in the last 200 steps.
+
+    Once may be a deliberate pause or the migration of a virtual machine.
+    """
 
     LEAST = 2
     kinds = (Kind.LEDGER,)
@@ -256,7 +267,7 @@ class Stops(Detector):
         # Seconds for which a rank was stopped, the rank, the step's seconds.
         self._newest: deque[tuple[float, int, float]] = deque(maxlen=LONG_WINDOW)
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         stopped, rank = read_delay(row, "stopped")
         self._newest.append((stopped, rank, max(row["wall_seconds"], stopped)))
         if not stopped:
@@ -268,25 +279,28 @@ class Stops(Detector):
         of_rank = [seconds for seconds, other, _ in self._newest if seconds and other == rank]
         share = sum(of_rank) / sum(whole for *_, whole in self._newest)
         return Alert(
-            name="pauses",
+            name="slow-steps",
+            fault="stopped-process",
             where=f"rank {rank}",
             level=Level.WARNING,
             step=row["step"],
             lost_share=share,
             cause=f"the process of rank {rank} is stopped for seconds at a time, and all ranks wait for it",
             evidence=f"{count} times in the last {len(self._newest)} steps none of its threads ran, for "
-            f"{format_seconds(median(of_rank))} (the median), "
-            f"although processors were free for it; {format_percent(share)} of the time is lost",
+            f"{format_seconds(median(of_rank))} (median), although processors were free; "
+            f"{format_percent(share)} of the time is lost",
             next_step=f"find what stops it on node {rank // self._ranks_per_node}: SIGSTOP, Ctrl-Z or a "
-            "debugger, a paused container, a suspended "
-            "virtual machine; if nothing does, look for swapping: vmstat 1, and swap in "
-            "system/node-*.jsonl",
+            "debugger, a paused container, a suspended virtual machine; otherwise check for "
+            "swapping: vmstat 1, and swap in system/node-*.jsonl",
         )
 
 
 class HostBusy(Detector):
-    """A rank had no processor for a tenth of the time, though it was ready to run, in 16 of the last 20
-    steps. Told once, and again after 200 steps without it."""
+    """Detect a rank that was ready to run but had no processor for 10% of the time, in 16 of the last 20
+    steps.
+
+    The alert is raised once, and again after 200 steps without the condition.
+    """
 
     SHARE = 0.1
     kinds = (Kind.LEDGER,)
@@ -297,9 +311,9 @@ class HostBusy(Detector):
         self._units: TimeGroups[Row] = TimeGroups()
         self._lasting = LastingCondition(WINDOW, LASTING_STEPS)
         self._newest: deque[tuple[Row, ...]] = deque(maxlen=WINDOW)
-        self._calm = LONG_WINDOW  # units since the last busy one
+        self._calm = LONG_WINDOW  # groups of steps since the last busy one
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over() or (unit := self._units.add(row["wall_seconds"], row)) is None:
             return None
         self._newest.append(unit)
@@ -325,18 +339,16 @@ class HostBusy(Detector):
             level=Level.WARNING,
             step=row["step"],
             lost_share=share,
-            cause=f"the host is busy: ranks of node {node} wait for a processor, because too many threads or "
-            "other processes use them",
-            evidence=f"the rank that waited most, usually rank {rank}, was ready to run and had no processor "
-            f"for {format_percent(share)} of the last "
-            f"{len(rows)} steps (alert above {self.SHARE:.0%}); all processors that it may use were "
-            "busy for "
-            f"{format_percent(min(1.0, crowded))} of that time",
-            next_step=f"look for other processes on node {node} (top), for too many threads of the run's own "
-            "(debug.threads, OMP_NUM_THREADS, "
-            "data workers) and for a small set of processors (taskset -p PID, the container's "
-            "limit). Until then slow steps that a busy "
-            "host explains give no alerts",
+            cause=f"the host is busy: ranks of node {node} wait for a processor, because too many threads "
+            "or other processes use them",
+            evidence=f"the rank that waited most, usually rank {rank}, was ready to run and had no "
+            f"processor for {format_percent(share)} of the last {len(rows)} steps (alert above "
+            f"{self.SHARE:.0%}); all its processors were busy for {format_percent(min(1.0, crowded))} "
+            "of that time",
+            next_step=f"check for other processes on node {node} (top), for too many threads of the run "
+            "(debug.threads, OMP_NUM_THREADS, data workers) and for a small set of processors "
+            "(taskset -p PID, the container's limit). Until then, slow steps that a busy host "
+            "explains give no alerts",
         )
 
 

@@ -1,17 +1,15 @@
-"""What a step cost, over all ranks, without what explains itself; and what it would at least have cost on an
-idle host.
+"""The cost of a step over all ranks, corrected for a busy host.
 
 Ranks wait for each other, so the ledger shows one rank's delay in the communication of all others, often in
-the next step: after a save that is slow on rank 0, the others wait in their next collective. A step's cost is
-therefore the computing of the slowest rank and, of each axis' communication, the wait of the rank that waited
-least: the rank that causes a wait does not wait itself. Samples, saves and evaluations have alerts of their
-own and are left out.
+the next step: after a slow save on rank 0, the others wait in their next collective. A step's cost is
+therefore the computing of the slowest rank plus, for each axis' communication, the wait of the rank that
+waited least, because the rank that causes a wait does not wait itself. Waits for samples, saves and
+evaluations have their own alerts and are left out.
 
-On a host whose processors are oversubscribed, times say little about the run. Two rules make them comparable.
-Time in which a rank was ready to run and had no processor is taken out. While nearly all processors are busy,
-the rest counts half: neighbours that share caches, memory bandwidth or a core make a thread up to twice as
-slow. Only what is judged is corrected. What it is compared with never is, so that too much correction cannot
-produce an alert.
+On a host with oversubscribed processors, times become comparable by two corrections: the time in which a rank
+was ready to run but had no processor is subtracted, and while nearly all processors are busy the rest counts
+half, because neighbours that share caches, memory bandwidth or a core make a thread up to twice as slow. Only
+the judged time is corrected, never the reference, so that a correction cannot cause an alert.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ CROWDED_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one step, or of several joined ones.
+    """Seconds of one step, or of several joined steps.
 
     Attributes:
-        samples: of the step, over all ranks.
-        computing: of the slowest rank, without ``starved``.
+        samples: samples of the step, over all ranks.
+        computing: computing of the slowest rank, without ``starved``.
         waits: communication by axis, and bubble, of the rank that waited least.
-        starved: of the rank that was starved most.
-        crowded: the processors of a host were busy for most of the time.
+        starved: seconds without a processor, of the rank with the most.
+        crowded: whether the processors of a host were busy for most of the time.
     """
 
     samples: int
@@ -49,19 +47,20 @@ class StepCost:
 
     @property
     def least(self) -> float:
-        """Seconds that the step would at least have taken on an idle host."""
+        """The seconds that the step would at least have taken on an idle host."""
         return self.corrected(self.computing) + self.corrected(sum(self.waits.values()), starved=self.starved)
 
     def corrected(self, seconds: float, starved: float = 0.0) -> float:
-        """At least so much of ``seconds`` is the run's own doing."""
+        """Return a lower bound of the part of ``seconds`` that the run itself caused."""
         return max(0.0, seconds - starved) / (CROWDED_FACTOR if self.crowded else 1.0)
 
 
 def cost_of_row(row: Row, samples: int, explained: float = 0.0) -> StepCost:
-    """
+    """Compute the cost of one step.
+
     Args:
-        row: of ``Kind.LEDGER``.
-        explained: seconds of the slowest rank's computing that another alert is about.
+        row: a row of ``Kind.LEDGER``.
+        explained: seconds of the slowest rank's computing that another alert covers.
     """
     return StepCost(
         samples=samples,
@@ -73,7 +72,7 @@ def cost_of_row(row: Row, samples: int, explained: float = 0.0) -> StepCost:
 
 
 def read_delay(row: Row, name: str) -> tuple[float, int]:
-    """Seconds of one of the ``Delays`` in a step, of the rank that had most, and that rank."""
+    """Return one of the row's delays: its largest value over ranks, in seconds, and the rank that has it."""
     seconds, rank = row.get("delays", {}).get(name, (0.0, 0))
     return seconds, rank
 

@@ -1,7 +1,7 @@
-"""Steps that became slow and stay so: of all ranks, of one rank, of one axis' communication.
+"""Detect steps that became slow and stay slow: on all ranks, on one rank, or in one axis' communication.
 
-Contention for a shared host comes in bursts of up to some seconds, so steps shorter than a second are joined
-to units of a second: an alert needs 16 of the last 20 units, and never less than 16 seconds.
+Contention on a shared host comes in bursts of up to some seconds. Steps shorter than a second are therefore
+joined to groups of one second, and an alert needs 16 of the last 20 groups.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from toolkit.monitor.health.step_cost import StepCost, cost_of_row
 from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.step_parts import COMMUNICATION
 
-BLOCK = 50  # units of a block of ``Best``
+BLOCK = 50  # groups in a block of ``BestMedian``
 
 
 class FallingThroughput(Detector):
-    """Steps are slower than the run's own best block of 50, for the same number of samples: most of the last
-    20 by a quarter, or the median of the last 200 by 15%. A quarter, because a single step easily varies by a
-    tenth; the median of 200 does not."""
+    """Detect steps that are slower than the run's best block of 50, for the same number of samples.
+
+    An alert needs most of the last 20 steps slower by 25%, or the median of the last 200 by 15%: a single
+    step easily varies by 10%, the median of 200 does not.
+    """
 
     SHORT_TIMES, LONG_TIMES = 1.25, 1.15
     kinds = (Kind.LEDGER,)
@@ -45,10 +47,11 @@ class FallingThroughput(Detector):
         self._units: TimeGroups[StepCost] = TimeGroups()
         self._best = BestMedian(BLOCK, first=WINDOW)
         self._slow = LastingCondition(WINDOW, LASTING_STEPS)
-        self._newest: deque[float] = deque(maxlen=LONG_WINDOW)  # seconds a sample, at least
+        # seconds per sample, corrected for a busy host
+        self._newest: deque[float] = deque(maxlen=LONG_WINDOW)
         self._seen = 0
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
         account = cost_of_row(row, self._size(row["step"]))
@@ -70,28 +73,26 @@ class FallingThroughput(Detector):
         if not slow and now <= max(self.LONG_TIMES * best, best + least):
             return None
         return Alert(
-            name="falling-throughput",
+            name="slow-steps",
+            fault="falling-throughput",
             level=Level.WARNING,
             step=row["step"],
             lost_share=1 - best / now,
-            cause="training has become slower than it was in this run",
+            cause="training has become slower than it was earlier in this run",
             evidence=f"{1 / now:.4g} samples a second in the last {WINDOW if slow else LONG_WINDOW} steps, "
-            f"{1 / best:.4g} in the run's best "
-            f"{BLOCK} steps: {format_percent(1 - best / now)} less (without waits for samples, evaluation "
-            "and saving; steps shorter than "
-            "a second are joined)",
-            next_step="see which part grew in ledger.jsonl (python launch/report.py RUN_DIR), and clocks, "
-            "temperature and other processes "
-            "in system/node-*.jsonl",
+            f"{1 / best:.4g} in the run's best {BLOCK} steps: {format_percent(1 - best / now)} "
+            "less (without waits for samples, evaluation and saving; steps shorter than a second "
+            "are joined)",
+            next_step="find the part that grew in ledger.jsonl (python launch/report.py RUN_DIR), and "
+            "check clocks, temperature and other processes in system/node-*.jsonl",
         )
 
 
 class Straggler(Detector):
-    """One rank computes a quarter longer than the others in most of the last 20 steps, and always the same
-    one.
+    """Detect one rank that computes 25% longer than the others in most of the last 20 steps.
 
-    Stages of a pipeline may differ by what they hold: there a rank is compared with how much longer it took
-    in the run's best block.
+    Pipeline stages hold different layers. With a pipeline, a rank is compared with its excess in the run's
+    best block.
     """
 
     TIMES = 1.25
@@ -100,19 +101,19 @@ class Straggler(Detector):
     def __init__(self, *, ranks_per_node: int, stages: int) -> None:
         self._ranks_per_node, self._stages = ranks_per_node, stages
         self._warm_up = WarmUp()
-        # The slowest rank, its seconds as corrected and as measured, the others' seconds.
+        # The slowest rank, its corrected and its measured seconds, the others' seconds.
         self._units: TimeGroups[tuple[int, float, float, float]] = TimeGroups()
-        # A rank, the seconds that it took longer than the others, the others' seconds, steps.
+        # A rank, its seconds beyond the others, the others' seconds, the number of steps.
         self._newest: deque[tuple[int, float, float, int]] = deque(maxlen=WINDOW)
         self._usual = BestMedian(BLOCK, first=WINDOW)
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         if row["ranks"] < 2 or not self._warm_up.over():
             return None
         its, middle = row["slowest_busy_seconds"], row["median_busy_seconds"]
         others = (
             max(0.0, 2 * middle - its) if row["ranks"] == 2 else middle
-        )  # of two, the median is their mean
+        )  # with two ranks the median is their mean
         entry = (row["slowest_rank"], cost_of_row(row, 1).corrected(its), its, others)
         unit = self._units.add(row["wall_seconds"], entry)
         if unit is None:
@@ -148,23 +149,23 @@ class Straggler(Detector):
             level=Level.WARNING,
             step=row["step"],
             lost_share=more / (more + theirs),
-            cause=f"rank {rank} (place {place} of node {node}) computes longer than the others, which wait "
-            "for it in every step",
-            evidence=f"busy for {format_seconds(theirs + more)} a step, the "
-            f"{'other' if row['ranks'] == 2 else 'median'} rank for "
-            f"{format_seconds(theirs / usual)}, in {len(slow)} of the last {len(self._newest)} steps"
-            + (f"; usual: {usual:.2f} times" if self._stages > 1 else ""),
+            cause=f"rank {rank} (local rank {place} of node {node}) computes longer than the others, which "
+            "wait for it in every step",
+            evidence=f"busy for {format_seconds(theirs + more)} a step, the {'other' if row['ranks'] == 2 else 'median'} "
+            f"rank for {format_seconds(theirs / usual)}, in {len(slow)} of the last "
+            f"{len(self._newest)} steps" + (f"; usual ratio: {usual:.2f}" if self._stages > 1 else ""),
             next_step="compare its clocks, throttling and other processes with the others in "
-            f"system/node-{node}.jsonl; on that node: "
-            f"nvidia-smi -i {place} -q -d PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it stays, leave "
-            "the node out",
+            f"system/node-{node}.jsonl; on that node: nvidia-smi -i {place} -q -d "
+            "PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it persists, exclude the node",
         )
 
 
 class SlowCollective(Detector):
-    """Communication along one axis takes a tenth of the step more than in the run's best block, and half as
-    much again, in most of the last 20 steps, on every rank: the minimum over ranks is what counts. Behind a
-    slow rank the others wait, but that rank itself does not.
+    """Detect communication along one axis that takes 10% of the step and 50% more than in the run's best
+    block.
+
+    This must hold in most of the last 20 steps and on every rank: the minimum over ranks counts, because a
+    slow rank makes the others wait but does not wait itself.
     """
 
     SHARE, TIMES = 0.1, 1.5
@@ -177,7 +178,7 @@ class SlowCollective(Detector):
         self._axes: dict[str, tuple[BestMedian, LastingCondition, deque[float]]] = {}
         self._whole = BestMedian(BLOCK, first=WINDOW)
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
         account = cost_of_row(row, self._size(row["step"]))
@@ -219,10 +220,10 @@ class SlowCollective(Detector):
             step=row["step"],
             lost_share=max(0.0, now - best) / (whole + max(0.0, now - best)),
             cause=f"collectives along axis {axis} have become slow on all their ranks",
-            evidence=f"every rank waits at least {format_seconds(now)} a step for them, in the run's best {BLOCK} "
-            "steps "
-            f"{format_seconds(best)}, of a step of {format_seconds(whole)}",
-            next_step="look for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S on "
-            "the nodes, NCCL_DEBUG=INFO for "
-            "the path that was chosen; attempts/*/probe.json has what the axis did at the start",
+            evidence=f"every rank waits at least {format_seconds(now)} a step for them, compared with "
+            f"{format_seconds(best)} in the run's best {BLOCK} steps; a step takes "
+            f"{format_seconds(whole)}",
+            next_step="check for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S "
+            "on the nodes, NCCL_DEBUG=INFO for the chosen path; attempts/*/probe.json has the "
+            "axis' bandwidth at the start",
         )

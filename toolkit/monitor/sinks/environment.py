@@ -1,6 +1,6 @@
-"""What a run ran with, beside its configuration: the code's git state and the installed packages.
+"""Collect the environment of a run: the git state of the code and the versions of packages.
 
-No environment variable is looked at, and no difference of a working tree is kept: both may hold secrets.
+Environment variables and diffs of the working tree are not recorded, because they may contain secrets.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ GIT_SECONDS = 5.0
 
 
 def collect_environment(launcher: str | None) -> dict[str, Any]:
-    """Versions, and where they ran.
+    """Return versions and the host.
 
     Args:
-        launcher: who started the ranks, if that is known.
+        launcher: the program that started the ranks, if known.
 
     Returns:
-        ``packages`` that are not installed are None. ``cuda`` is what torch was built for, ``driver`` what the machine has loaded; None
-        where there is none.
+        ``packages``: versions, None if not installed. ``cuda``: the version that torch was built for,
+            ``driver``: the loaded one; None if there is none.
     """
-    torch = sys.modules.get("torch")  # who trains has imported it; nobody else waits for it here
+    # imported already in a process that trains; importing it here would take seconds
+    torch = sys.modules.get("torch")
     return {
         "toolkit": toolkit.__version__,
         "python": platform.python_version(),
@@ -56,14 +57,14 @@ def collect_environment(launcher: str | None) -> dict[str, Any]:
 
 
 def read_git_state(folder: Path = PROJECT, seconds: float = GIT_SECONDS) -> dict[str, Any] | None:
-    """Commit and branch (None: not on one) of the working tree that ``folder`` is part of, and whether tracked files differ from it.
+    """Return commit, branch (None if detached) and whether tracked files of the working tree of ``folder``
+    changed.
 
-    None where git does not know the folder (it is installed, or there is no git), or does not answer in ``seconds``. The form of git's
-    answer: https://git-scm.com/docs/git-status#_porcelain_format_version_2.
+    Returns None if git does not track the folder, is not installed, or does not answer in ``seconds``. Output
+    format: https://git-scm.com/docs/git-status#_porcelain_format_version_2.
     """
-    if not _git(
-        folder, seconds, "ls-files", "."
-    ):  # the folder of an environment may lie in somebody's working tree
+    # an installed package's folder may lie inside an unrelated working tree
+    if not _git(folder, seconds, "ls-files", "."):
         return None
     answer = _git(folder, seconds, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if answer is None:

@@ -1,7 +1,8 @@
-"""What is asked of one GPU: each function is one question to NVML, which many GPUs and drivers cannot answer.
+"""Metrics of one GPU. Each function makes one kind of NVML query, which some GPUs and drivers do not support.
 
-Every function takes the module (pynvml of nvidia-ml-py), the GPU and the time in seconds, and raises the module's ``NVMLError`` where there
-is no answer. Meanings and units: the NVML API reference, https://docs.nvidia.com/deploy/nvml-api/.
+Every function takes NVML's module (pynvml of nvidia-ml-py), the GPU and the time in seconds, and raises the
+module's ``NVMLError`` if the query is not supported. Meanings and units: NVML API reference,
+https://docs.nvidia.com/deploy/nvml-api/.
 """
 
 from __future__ import annotations
@@ -15,38 +16,31 @@ from typing import Any
 from toolkit.monitor.system.gpu_codes import is_harmful, throttle_reasons
 from toolkit.monitor.system.metrics import CounterRates, SystemMetrics
 
-ALL_LINKS = 0xFFFFFFFF  # of the NVLink counters: the sum over a GPU's links
+ALL_LINKS = 0xFFFFFFFF  # for the NVLink counters: the sum over a GPU's links
 MIB, KIB = 2**20, 2**10
-VALUES = (
-    "dVal",
-    "uiVal",
-    "ulVal",
-    "ullVal",
-    "sllVal",
-    "siVal",
-    "usVal",
-)  # members of nvmlValue_t, by nvmlValueType_t
+# members of nvmlValue_t, by nvmlValueType_t
+VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 @dataclass(slots=True)
 class VisibleGpu:
-    """One GPU of the run, or a slice of one (MIG).
+    """A GPU of the run, or a slice of one (MIG).
 
     Attributes:
-        place: among the GPUs that the run sees on this node; local rank ``place`` computes on it.
-        board: NVML's handle of the whole GPU, which knows power, clocks, links and errors.
-        slice: of the MIG device, which has memory of its own; None where the whole GPU is used.
-        lacking: names of the measurements that this GPU or driver does not have.
+        index: among the GPUs that the run uses on this node; equals the local rank.
+        board: NVML's handle of the whole GPU, which reports power, clocks, links and errors.
+        slice: NVML's handle of the MIG device, which has its own memory; None if the whole GPU is used.
+        unsupported: names of the metrics that this GPU or driver does not have.
         samples: NVML's two buffers of performance counters, the older first; empty before the first reading.
     """
 
-    place: int
+    index: int
     uuid: str
     name: str
     board: Any
     slice: Any = None
     lost: bool = False
-    lacking: set[str] = field(default_factory=set)
+    unsupported: set[str] = field(default_factory=set)
     rates: CounterRates = field(default_factory=CounterRates)
     samples: list[Any] = field(default_factory=list)
 
@@ -55,14 +49,16 @@ class VisibleGpu:
         return ctypes.cast(self.board, ctypes.c_void_p).value
 
 
-def _utilization(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Share of the last second or less in which any kernel ran: a GPU that waits in a collective counts as utilized."""
-    return {"utilization_percent": nvml.nvmlDeviceGetUtilizationRates(card.board).gpu}
+def _utilization(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """The share of the last second or less in which any kernel ran. A GPU that waits in a collective is
+    utilized.
+    """
+    return {"utilization_percent": nvml.nvmlDeviceGetUtilizationRates(gpu.board).gpu}
 
 
-def _memory(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    handle = card.slice or card.board
-    # The second version leaves out what the driver keeps for itself, as nvidia-smi does.
+def _memory(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    handle = gpu.slice or gpu.board
+    # Like nvidia-smi, the second version excludes memory reserved by the driver.
     memory = _newest(
         nvml,
         lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2),
@@ -71,31 +67,31 @@ def _memory(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
     return {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
 
 
-def _power(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    return {"power_watts": nvml.nvmlDeviceGetPowerUsage(card.board) / 1000}
+def _power(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    return {"power_watts": nvml.nvmlDeviceGetPowerUsage(gpu.board) / 1000}
 
 
-def _power_limit(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    return {"power_limit_watts": nvml.nvmlDeviceGetEnforcedPowerLimit(card.board) / 1000}
+def _power_limit(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    return {"power_limit_watts": nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.board) / 1000}
 
 
-def _temperature(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
+def _temperature(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
     sensor = nvml.NVML_TEMPERATURE_GPU
     celsius = _newest(
         nvml,
-        lambda: nvml.nvmlDeviceGetTemperatureV(card.board, sensor),
-        lambda: nvml.nvmlDeviceGetTemperature(card.board, sensor),
+        lambda: nvml.nvmlDeviceGetTemperatureV(gpu.board, sensor),
+        lambda: nvml.nvmlDeviceGetTemperature(gpu.board, sensor),
     )
     return {"temperature_celsius": celsius}
 
 
-def _memory_temperature(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    return _present({"memory_temperature_celsius": _fields(nvml, card, [nvml.NVML_FI_DEV_MEMORY_TEMP])[0]})
+def _memory_temperature(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    return _present({"memory_temperature_celsius": _fields(nvml, gpu, [nvml.NVML_FI_DEV_MEMORY_TEMP])[0]})
 
 
-def _sm_clock(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
+def _sm_clock(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
     clock, most = (
-        ask(card.board, nvml.NVML_CLOCK_SM)
+        ask(gpu.board, nvml.NVML_CLOCK_SM)
         for ask in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo)
     )
     return {
@@ -105,29 +101,31 @@ def _sm_clock(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
     }
 
 
-def _memory_clock(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
+def _memory_clock(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
     return {
-        "memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(card.board, nvml.NVML_CLOCK_MEM),
-        "memory_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(card.board, nvml.NVML_CLOCK_MEM),
+        "memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu.board, nvml.NVML_CLOCK_MEM),
+        "memory_clock_max_mhz": nvml.nvmlDeviceGetMaxClockInfo(gpu.board, nvml.NVML_CLOCK_MEM),
     }
 
 
-def _throttling(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """At this moment."""
+def _throttling(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """The current reasons for lowered clocks."""
     bits = _newest(
         nvml,
-        lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(card.board),
-        lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card.board),
+        lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu.board),
+        lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.board),
     )
     reasons = throttle_reasons(bits)
     return {"throttle_reasons": "+".join(reasons) or "none", "throttled": int(is_harmful(reasons))}
 
 
-def _throttled_time(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Share of the time since the sample before in which the worst of the harmful reasons held: short spells are not missed."""
+def _throttled_time(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """The share of the time since the previous sample in which the worst harmful reason held, including short
+    spells.
+    """
     nanoseconds = _fields(
         nvml,
-        card,
+        gpu,
         [
             nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN,
             nvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN,
@@ -135,7 +133,7 @@ def _throttled_time(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
         ],
     )
     shares = [
-        card.rates.per_second(f"throttled {number}", count, now)
+        gpu.rates.per_second(f"throttled {number}", count, now)
         for number, count in enumerate(nanoseconds)
         if count is not None
     ]
@@ -143,11 +141,11 @@ def _throttled_time(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
     return {"throttled_percent": round(min(100.0, max(known) / 1e9 * 100), 2)} if known else {}
 
 
-def _ecc(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Since the driver was loaded."""
+def _ecc(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """Error counts since the driver was loaded."""
 
     def count(kind: int) -> int:
-        return int(nvml.nvmlDeviceGetTotalEccErrors(card.board, kind, nvml.NVML_VOLATILE_ECC))
+        return int(nvml.nvmlDeviceGetTotalEccErrors(gpu.board, kind, nvml.NVML_VOLATILE_ECC))
 
     return {
         "ecc_corrected_errors": count(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
@@ -155,9 +153,9 @@ def _ecc(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
     }
 
 
-def _remapped_rows(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Over the GPU's life, and whether a remapping waits for a reset or has failed (Ampere and later)."""
-    corrected, uncorrected, pending, failed = nvml.nvmlDeviceGetRemappedRows(card.board)
+def _remapped_rows(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """Counts during the GPU's life, and whether a remapping is pending or failed (Ampere and later)."""
+    corrected, uncorrected, pending, failed = nvml.nvmlDeviceGetRemappedRows(gpu.board)
     return {
         "remapped_rows_corrected": corrected,
         "remapped_rows_uncorrected": uncorrected,
@@ -166,8 +164,8 @@ def _remapped_rows(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
     }
 
 
-def _performance(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Means between two samples, by the performance monitor of Hopper and later (GPM): how busy the parts of the GPU really are."""
+def _performance(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """Mean activity between two samples by the GPU performance monitor (GPM) of Hopper and later."""
     names = {
         nvml.NVML_GPM_METRIC_SM_UTIL: ("sm_active_percent", 1),
         nvml.NVML_GPM_METRIC_SM_OCCUPANCY: ("sm_occupancy_percent", 1),
@@ -178,63 +176,61 @@ def _performance(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
         nvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC: ("nvlink_tx_bytes_per_second", MIB),
         nvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC: ("nvlink_rx_bytes_per_second", MIB),
     }
-    if not card.samples:
-        if not nvml.nvmlGpmQueryDeviceSupport(card.board).isSupportedDevice:
+    if not gpu.samples:
+        if not nvml.nvmlGpmQueryDeviceSupport(gpu.board).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
         fresh = [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
-        _take_sample(nvml, card, fresh[0])
-        card.samples = fresh
+        _take_sample(nvml, gpu, fresh[0])
+        gpu.samples = fresh
         return {}
-    before, after = card.samples
-    _take_sample(nvml, card, after)
-    question = nvml.c_nvmlGpmMetricsGet_t()
-    question.version, question.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(names)
-    question.sample1, question.sample2 = before, after
-    for place, metric in enumerate(names):
-        question.metrics[place].metricId = metric
-    card.samples = [after, before]
-    nvml.nvmlGpmMetricsGet(question)
+    before, after = gpu.samples
+    _take_sample(nvml, gpu, after)
+    query = nvml.c_nvmlGpmMetricsGet_t()
+    query.version, query.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(names)
+    query.sample1, query.sample2 = before, after
+    for slot, metric in enumerate(names):
+        query.metrics[slot].metricId = metric
+    gpu.samples = [after, before]
+    nvml.nvmlGpmMetricsGet(query)
     figures: SystemMetrics = {}
-    for place, (name, unit) in enumerate(names.values()):
-        answer = question.metrics[place]
-        if answer.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(answer.value):
-            figures[name] = round(answer.value, 2) if unit == 1 else round(answer.value * unit)
+    for slot, (name, unit) in enumerate(names.values()):
+        result = query.metrics[slot]
+        if result.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(result.value):
+            figures[name] = round(result.value, 2) if unit == 1 else round(result.value * unit)
     return figures
 
 
-def _take_sample(nvml: Any, card: VisibleGpu, sample: Any) -> None:
-    if card.slice is None:
-        nvml.nvmlGpmSampleGet(card.board, sample)
+def _take_sample(nvml: Any, gpu: VisibleGpu, sample: Any) -> None:
+    if gpu.slice is None:
+        nvml.nvmlGpmSampleGet(gpu.board, sample)
     else:
-        nvml.nvmlGpmMigSampleGet(card.board, nvml.nvmlDeviceGetGpuInstanceId(card.slice), sample)
+        nvml.nvmlGpmMigSampleGet(gpu.board, nvml.nvmlDeviceGetGpuInstanceId(gpu.slice), sample)
 
 
-def _pcie(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Over 20 ms only, each way: for GPUs without GPM's means."""
-    if card.samples:
+def _pcie(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """Traffic over the last 20 ms, for GPUs without GPM."""
+    if gpu.samples:
         return {}
     ways = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
-    sent, received = (nvml.nvmlDeviceGetPcieThroughput(card.board, way) for way in ways)
-    return {
-        "pcie_tx_bytes_per_second": sent * 1000,
-        "pcie_rx_bytes_per_second": received * 1000,
-    }  # NVML: KB/s
+    sent, received = (nvml.nvmlDeviceGetPcieThroughput(gpu.board, way) for way in ways)
+    # NVML: KB/s
+    return {"pcie_tx_bytes_per_second": sent * 1000, "pcie_rx_bytes_per_second": received * 1000}
 
 
-def _nvlink(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Data without protocol, over all links, since the sample before: for GPUs without GPM's means."""
-    if card.samples:
+def _nvlink(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """Payload over all links since the previous sample, for GPUs without GPM."""
+    if gpu.samples:
         return {}
     counters = _fields(
         nvml,
-        card,
+        gpu,
         [
             (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, ALL_LINKS),
             (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, ALL_LINKS),
         ],
     )
     rates = {
-        name: card.rates.per_second(name, count * KIB, now)
+        name: gpu.rates.per_second(name, count * KIB, now)
         for name, count in zip(
             ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"), counters, strict=True
         )
@@ -243,12 +239,12 @@ def _nvlink(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
     return {name: round(rate) for name, rate in rates.items() if rate is not None}
 
 
-def _nvlink_errors(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
-    """Over all links, since the driver was loaded, up to NVLink 4."""
+def _nvlink_errors(nvml: Any, gpu: VisibleGpu, now: float) -> SystemMetrics:
+    """Error counts over all links since the driver was loaded, up to NVLink 4."""
     names = ("nvlink_crc_errors", "nvlink_replay_errors", "nvlink_recovery_errors")
     totals = _fields(
         nvml,
-        card,
+        gpu,
         [
             nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
             nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
@@ -256,13 +252,13 @@ def _nvlink_errors(nvml: Any, card: VisibleGpu, now: float) -> SystemMetrics:
         ],
     )
     if all(total is None for total in totals):  # Hopper counts by link
-        links = int(_fields(nvml, card, [nvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0] or 0)
+        links = int(_fields(nvml, gpu, [nvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0] or 0)
         kinds = (
             nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC,
             nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
             nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
         )
-        each = _fields(nvml, card, [(kind, link) for kind in kinds for link in range(links)]) if links else []
+        each = _fields(nvml, gpu, [(kind, link) for kind in kinds for link in range(links)]) if links else []
         totals = [_sum(each[first : first + links]) for first in range(0, len(each), links or 1)]
     return _present(dict(zip(names, totals, strict=False)))
 
@@ -293,7 +289,7 @@ MEASUREMENTS: tuple[Callable[[Any, VisibleGpu, float], SystemMetrics], ...] = (
 
 
 def _newest(nvml: Any, call: Callable[[], Any], older: Callable[[], Any]) -> Any:
-    """``older`` where the driver does not know ``call`` yet."""
+    """Return the result of ``call``, or of ``older`` if the driver does not support it."""
     try:
         return call()
     except nvml.NVMLError as error:
@@ -302,9 +298,9 @@ def _newest(nvml: Any, call: Callable[[], Any], older: Callable[[], Any]) -> Any
         return older()
 
 
-def _fields(nvml: Any, card: VisibleGpu, ids: Sequence[int | tuple[int, int]]) -> list[float | None]:
-    """Values of NVML's fields (or field and link); None for those that the GPU lacks."""
-    values = nvml.nvmlDeviceGetFieldValues(card.board, ids)
+def _fields(nvml: Any, gpu: VisibleGpu, ids: Sequence[int | tuple[int, int]]) -> list[float | None]:
+    """Return the values of NVML fields (or field and link); None for those that the GPU lacks."""
+    values = nvml.nvmlDeviceGetFieldValues(gpu.board, ids)
     return [
         getattr(one.value, VALUES[one.valueType]) if one.nvmlReturn == nvml.NVML_SUCCESS else None
         for one in values

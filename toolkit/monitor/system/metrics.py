@@ -1,4 +1,4 @@
-"""Figures of a machine: flat names with their unit at the end, rates from counters that only grow, and who needs which of them."""
+"""System metrics: flat names that end with the unit, rates from counters, and what W&B collects itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 SystemMetrics = dict[str, float | int | str]  # ``gpu/0/power_watts``, ``disk/free_bytes``
 
-# Not written again while they are as they were: what a machine is made of, and counts of what should not happen.
+# Written only when they change: properties of the machine, and counts of rare events.
 STEADY_METRICS = frozenset(
     (
         "name",
@@ -34,7 +34,7 @@ STEADY_METRICS = frozenset(
         "swap_used_bytes",
     )
 )
-# What W&B (0.31) collects by itself on every node that writes to a run; it gets the rest of a row.
+# Collected by W&B (0.31) itself on every node that writes to a run, and therefore not sent again.
 COLLECTED_BY_WANDB = frozenset(
     (
         "gpu/utilization_percent",
@@ -65,22 +65,24 @@ COLLECTED_BY_WANDB = frozenset(
 
 
 def without_wandb_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a row that W&B does not have of itself, nor of their columns' names (``node``)."""
+    """Return the metrics of a row that W&B does not collect itself."""
     return {
         name: value
         for name, value in row.items()
-        if _of_one(name) not in COLLECTED_BY_WANDB and name not in ("node", "time")
+        if _without_index(name) not in COLLECTED_BY_WANDB and name not in ("node", "time")
     }
 
 
-def _of_one(name: str) -> str:
-    """``gpu/3/power_watts`` -> ``gpu/power_watts``."""
+def _without_index(name: str) -> str:
+    """Map ``gpu/3/power_watts`` to ``gpu/power_watts``."""
     parts = name.split("/")
     return f"gpu/{parts[-1]}" if parts[0] == "gpu" else name
 
 
 class SteadyMetricFilter:
-    """Leaves out of a row what is in ``STEADY`` and as it was in the row before: a reader carries the last value on."""
+    """Drops metrics of ``STEADY_METRICS`` that are unchanged since the previous row. Readers carry the last
+    value forward.
+    """
 
     def __init__(self) -> None:
         self._last: SystemMetrics = {}
@@ -95,18 +97,18 @@ class SteadyMetricFilter:
 
 
 class CounterRates:
-    """Counters into rates: increase a second since the counter was seen last."""
+    """Converts counters to rates: the increase per second since the counter was last read."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, float]] = {}
 
     def per_second(self, name: str, value: float, now: float) -> float | None:
-        """
-        Args:
-            now: seconds, of a clock that does not jump.
+        """Args:
+            now: seconds of a monotonic clock.
 
         Returns:
-            None at the first sight of a counter, and where it went back: a driver was loaded anew, or it wrapped.
+            None for the first value of a counter, and if it went back because the driver was reloaded or it
+            wrapped.
         """
         before = self._last.get(name)
         self._last[name] = (value, now)
