@@ -1,11 +1,12 @@
-"""A run as one page that opens offline: how it is, its curves, where its time went, alerts, plan against reality, hardware.
+"""Render a run as one HTML page: summary, curves, time per step, alerts, plan and measurements, hardware.
 
-    python launch/report.py runs/quickstart-1635fc16                      # writes runs/quickstart-1635fc16/report.html
-    python launch/report.py runs/mine out=/tmp/mine.html
-    python launch/report.py runs/mine nodes=/mnt/node1/mine,/mnt/node2/mine   # where nodes keep their samples on disks of their own
+    python launch/report.py runs/quickstart-1635fc16              # writes report.html there
+    python launch/report.py runs/mine out=mine.html
+    python launch/report.py runs/mine nodes=/mnt/node1/mine,/mnt/node2/mine   # nodes with local disks
 
-It reads the files of the run's directory and nothing else, so the run may be under way, done, failed, or of an older version. The page is
-one file that asks no network for anything: send it, keep it, print it. Exit code: 0 written, 2 a mistake, named with its rule and remedy.
+The report needs only the files of the run's directory, so the run may be in progress, complete, failed, or of
+an older version. The page is one file that opens offline and makes no network requests. Exit code: 0 if it
+was written, 2 for invalid arguments, which are named with their rule and remedy.
 """
 
 from __future__ import annotations
@@ -19,13 +20,9 @@ from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
-MARKS = (
-    "status.json",
-    "config.yaml",
-    "plan.json",
-    "metrics.jsonl",
-)  # a run's directory has one of them at least
-GIVE = "give the folder that train.py printed"
+# a run's directory has at least one of them
+MARKS = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")
+GIVE = "pass the folder that train.py printed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +47,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_arguments(words: Sequence[str]) -> ReportArguments:
-    """Raises InputError with every mistake."""
+    """Parse the command line. Raises InputError with all mistakes."""
     options = dict(word.split("=", 1) for word in words if "=" in word and not Path(word).exists())
     runs = [find_run(word, "run") for word in words if "=" not in word or Path(word).exists()]
     problems = [
         Problem(
-            name, f"{name}={value}", "a report takes out= and nodes= only", "python launch/report.py --help"
+            name,
+            f"{name}={value}",
+            "a report has only the options out= and nodes=",
+            "python launch/report.py --help",
         )
         for name, value in options.items()
         if name not in ("out", "nodes")
     ]
     if len(runs) != 1:
         seen = f"{len(runs)} run directories: {' '.join(map(str, runs))}" if runs else "no run directory"
-        problems.append(Problem("run", seen, "a report is of one run", "python launch/report.py runs/MINE"))
+        problems.append(Problem("run", seen, "a report covers one run", "python launch/report.py runs/MINE"))
     nodes = tuple(Path(folder) for folder in options.get("nodes", "").split(",") if folder)
     for folder in runs:
         if not folder.is_dir():
-            problems.append(Problem("run", f"run={folder}", "a run directory exists", GIVE))
+            problems.append(Problem("run", f"run={folder}", "the run directory exists", GIVE))
         elif not any((folder / name).exists() for name in MARKS):
             problems.append(
                 Problem("run", f"run={folder}", f"a run directory has one of {', '.join(MARKS)}", GIVE)
@@ -87,7 +87,7 @@ def parse_arguments(words: Sequence[str]) -> ReportArguments:
 
 
 def write_report(given: ReportArguments) -> Path:
-    """Raises InputError where ``out`` cannot be written."""
+    """Write the page and return its path. Raises InputError if ``out`` cannot be written."""
     from toolkit.files import write_whole
     from toolkit.monitor.report.page import render_page
     from toolkit.monitor.report.run_data import read_run
@@ -102,8 +102,8 @@ def write_report(given: ReportArguments) -> Path:
             Problem(
                 "out",
                 f"out={given.out}: {error.strerror}",
-                "the page's folder exists and can be written to",
-                "name another file with out=FILE",
+                "the page's folder exists and is writable",
+                "choose another file with out=FILE",
             )
         ) from error
     return given.out

@@ -1,4 +1,4 @@
-"""What asked for attention: each alert with its cause, its evidence and what to do."""
+"""The alerts section: each alert with its cause, evidence and next step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def alerts_section(run: ReportData) -> ReportSection:
         return ReportSection(
             id="alerts",
             title="Alerts",
-            intro=("None." if run.steps.rows else "None so far; no step is done yet.",),
+            intro=("None." if run.steps.rows else "None so far; no step is complete yet.",),
         )
     total = sum(counts.values())
     kinds = sorted(counts.items(), key=lambda one: (one[0][0], -one[1]))
@@ -34,9 +34,14 @@ def alerts_section(run: ReportData) -> ReportSection:
         head=("step", "level", "alert", "where", "cause", "evidence", "next step"),
         align="rllllll",
         rows=rows,
-        note=f"The newest {MAX_ALERTS} of {total:,}; alerts.jsonl has them all." if total > len(rows) else "",
+        note=f"The newest {MAX_ALERTS} of {total:,} alerts; alerts.jsonl has all of them."
+        if total > len(rows)
+        else "",
     )
-    intro = "Alerts of one kind are told at growing intervals, so each row may stand for more than itself. They are marked on the curves."
+    intro = (
+        "Repeated alerts of one kind are shown at growing intervals, so one row may stand for several. "
+        "Alerts are marked on the curves."
+    )
     return ReportSection(
         id="alerts", title="Alerts", intro=(intro,), tables=(summary, told) if len(counts) > 1 else (told,)
     )

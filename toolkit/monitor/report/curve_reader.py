@@ -1,4 +1,4 @@
-"""Files of rows read into curves, in one pass."""
+"""Read files of rows into downsampled curves, in one pass."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from toolkit.monitor.report.downsample import (
 )
 from toolkit.rows import last_row, read_rows
 
-Advance = Callable[[float], object]  # is told how many bytes were read
-ADVANCE_BYTES = 1 << 20  # between two updates of the display
-HEAD = 50  # rows at the beginning of a file that stand for the others
+Advance = Callable[[float], object]  # receives the number of bytes read
+ADVANCE_BYTES = 1 << 20  # between two updates of the progress bar
+HEAD = 50  # rows at the beginning of a file from which the others are estimated
 LEAST_SECONDS = 1e-3
 
 
 def ignore_progress(amount: float) -> None:
-    """For what is too small to be shown."""
+    """Ignore the progress of reading small files."""
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -36,8 +36,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def read_curves(
     path: Path,
-    place: str,
-    figures: Callable[[Mapping[str, Any]], Mapping[str, float]],
+    x_key: str,
+    metrics: Callable[[Mapping[str, Any]], Mapping[str, float]],
     advance: Advance,
     *,
     width: Callable[[Path, str, int], float],
@@ -45,62 +45,67 @@ def read_curves(
     keep: int = MEDIAN_SAMPLE,
     every: int = 1,
 ) -> Curves:
-    """A file's figures over ``place``, the key that orders its rows, in about ``points`` buckets; empty where there is none. ``every``: see
-    ``read_rows``."""
-    first = next(rows_with(path, place), None)
+    """Read a file's metrics over ``x_key``, by which its rows are ordered, into about ``points`` buckets.
+
+    Returns no curves if the file has no rows. ``every``: see ``read_rows``.
+    """
+    first = next(rows_with(path, x_key), None)
     if first is None:
         return NO_CURVES
-    rows = ((row[place], figures(row)) for row in rows_with(path, place, advance, every))
-    return downsample(rows, first[place], width(path, place, points), keep)
+    rows = ((row[x_key], metrics(row)) for row in rows_with(path, x_key, advance, every))
+    return downsample(rows, first[x_key], width(path, x_key, points), keep)
 
 
-def step_bucket_width(path: Path, place: str, points: int) -> float:
-    """Of the buckets of a file with a row a step."""
-    first, last = next(rows_with(path, place)), last_row(path)
-    if last is None or not is_number(last.get(place)):
-        last = max(rows_with(path, place), key=lambda row: row[place])
-    return bucket_width(first[place], max(first[place], last[place]), points)
+def step_bucket_width(path: Path, x_key: str, points: int) -> float:
+    """Return the bucket width for a file with one row per step."""
+    first, last = next(rows_with(path, x_key)), last_row(path)
+    if last is None or not is_number(last.get(x_key)):
+        last = max(rows_with(path, x_key), key=lambda row: row[x_key])
+    return bucket_width(first[x_key], max(first[x_key], last[x_key]), points)
 
 
-def time_bucket_width(path: Path, place: str, points: int) -> float:
-    """Of the buckets of samples that come at regular times. A run may lie for days between two attempts, and that takes no buckets: so it
-    is not asked how long all of it took, but how many rows there are, and how far apart the first ones are."""
-    times, rows = _head(path, place)
+def time_bucket_width(path: Path, x_key: str, points: int) -> float:
+    """Return the bucket width for samples at regular times.
+
+    Days may pass between two attempts without samples, so the width follows from the number of rows and the
+    interval between the first ones instead of the total time.
+    """
+    times, rows = _head(path, x_key)
     interval = statistics.median([after - before for before, after in pairwise(times)] or [1.0])
     return max(interval, LEAST_SECONDS) * max(0.5, math.ceil(rows / points))
 
 
-def estimate_rows(path: Path, place: str) -> float:
-    """How many rows a file has, by its size and its first ones'."""
-    return _head(path, place)[1]
+def estimate_rows(path: Path, x_key: str) -> float:
+    """Estimate the number of rows from the file's size and its first rows."""
+    return _head(path, x_key)[1]
 
 
-def _head(path: Path, place: str) -> tuple[list[float], float]:
-    """The places of the first rows, and how many there may be in all."""
+def _head(path: Path, x_key: str) -> tuple[list[float], float]:
+    """Return ``x_key`` of the first rows, and an estimate of the number of rows."""
     read = 0.0
 
     def count(characters: float) -> None:
         nonlocal read
         read += characters
 
-    places = [row[place] for row in islice(rows_with(path, place, count), HEAD)]
-    return places, path.stat().st_size / read * len(places) if places else 0.0
+    positions = [row[x_key] for row in islice(rows_with(path, x_key, count), HEAD)]
+    return positions, path.stat().st_size / read * len(positions) if positions else 0.0
 
 
 def rows_with(
-    path: Path, place: str, advance: Advance = ignore_progress, every: int = 1
+    path: Path, x_key: str, advance: Advance = ignore_progress, every: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """The rows that have ``place``."""
+    """Iterate over the rows that have a finite ``x_key``."""
     return (
         row
         for row in read_rows(path, advance, every)
-        if is_number(row.get(place)) and math.isfinite(row[place])
+        if is_number(row.get(x_key)) and math.isfinite(row[x_key])
     )
 
 
 @contextmanager
 def batch_progress(advance: Advance) -> Iterator[Advance]:
-    """Told of each line, tells of each megabyte, and at the end of the rest: a display is not to cost more than reading."""
+    """Collect the progress of single lines to megabytes, so that displaying it costs less than reading."""
     held = 0.0
 
     def add(amount: float) -> None:

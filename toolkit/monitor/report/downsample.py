@@ -1,7 +1,7 @@
-"""Rows of any number become curves of a bounded number of points, in one pass and in bounded memory.
+"""Reduce any number of rows to curves with a bounded number of points, in one pass and bounded memory.
 
-Rows are cut into buckets of equal width along their steps (or their time). Of each figure a bucket keeps the smallest, the median and the
-largest value, so no spike is lost, however many rows there are; a bucket with one row keeps that row as it is.
+Rows are divided into buckets of equal width in steps or time. Of each metric a bucket keeps the minimum,
+median and maximum, so that no spike is lost.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-POINTS = 1200  # buckets of a curve: about as many as a screen has pixels
-MEDIAN_SAMPLE = 65_536  # values of which an overall median is taken
+POINTS = 1200  # buckets of a curve, about the width of a screen in pixels
+MEDIAN_SAMPLE = 65_536  # values from which an overall median is computed
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One figure, aligned with ``Curves.x``; None where a bucket has no finite value of it.
+    """One metric, aligned with ``Curves.x``; None if a bucket has no finite value.
 
-    ``sum`` is for what adds up, as time does: a save in one of a hundred steps is not in their median.
+    ``sum`` is for additive metrics such as time: a save in one of a hundred steps does not change their
+    median.
     """
 
     low: list[float | None]
@@ -33,9 +34,9 @@ class Curve:
 
 @dataclass(slots=True)
 class RunningStats:
-    """One figure over all rows, whatever the buckets are. All but ``not_finite`` are of the finite values.
+    """Statistics of one metric over all rows. All except ``not_finite`` are over the finite values.
 
-    ``keep`` values, evenly spread, are held for the median; 0: it is not asked for.
+    ``keep`` evenly spread values are stored for the median; 0 disables it.
     """
 
     keep: int = MEDIAN_SAMPLE
@@ -50,7 +51,7 @@ class RunningStats:
     _stride: int = 1
 
     def add(self, values: Sequence[float]) -> list[float]:
-        """Take values in the order of their rows; returns the finite ones."""
+        """Add values in the order of their rows, and return the finite ones."""
         finite = [value for value in values if math.isfinite(value)]
         self.not_finite += len(values) - len(finite)
         if finite:
@@ -66,7 +67,7 @@ class RunningStats:
 
     @property
     def median(self) -> float | None:
-        """Exact up to ``keep`` values. None without a finite value."""
+        """Exact up to ``keep`` values; None without a finite value."""
         return statistics.median(self._sample) if self._sample else None
 
     @property
@@ -76,11 +77,10 @@ class RunningStats:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """
-    Attributes:
-        x: the place of each bucket: its only row's step or time, or the middle of its first and last row's.
-        rows: how many there were.
-        width: of a bucket, in steps or seconds.
+    """Attributes:
+    x: position of each bucket: the middle of its first and last row's step or time.
+    rows: the number of rows.
+    width: of a bucket, in steps or seconds.
     """
 
     x: list[float]
@@ -90,7 +90,7 @@ class Curves:
     width: float
 
     def total(self, name: str) -> RunningStats:
-        """An empty one where no row has this figure."""
+        """Return the statistics of a metric, empty if no row has it."""
         return self.totals.get(name, RunningStats())
 
 
@@ -98,29 +98,32 @@ NO_CURVES = Curves([], {}, {}, 0, 1)
 
 
 def bucket_width(first: float, last: float, points: int = POINTS) -> float:
-    """In steps, such that at most ``points`` buckets reach from ``first`` to ``last``, both in."""
+    """Return the width in steps such that at most ``points`` buckets cover ``first`` to ``last``
+    inclusively.
+    """
     return max(1, math.ceil((last - first + 1) / points))
 
 
 def downsample(
     rows: Iterable[tuple[float, Mapping[str, float]]], first: float, width: float, keep: int = MEDIAN_SAMPLE
 ) -> Curves:
-    """Place and figures of each row, in order; a row that goes back to an earlier bucket begins another one."""
+    """Downsample rows of (x, metrics) in order. A row that goes back to an earlier bucket starts another
+    one.
+    """
     x: list[float] = []
-    points: dict[str, dict[int, tuple[float, float, float, float]]] = defaultdict(
-        dict
-    )  # by figure, then by index into x
+    # by metric, then by index into x
+    points: dict[str, dict[int, tuple[float, float, float, float]]] = defaultdict(dict)
     totals: dict[str, RunningStats] = defaultdict(lambda: RunningStats(keep))
     count = 0
     for _, bucket in groupby(rows, lambda row: math.floor((row[0] - first) / width)):
-        held: dict[str, list[float]] = defaultdict(list)
+        values_by_metric: dict[str, list[float]] = defaultdict(list)
         begin = end = math.nan
         before = count
-        for place, figures in bucket:
-            begin, end, count = (place if count == before else begin), place, count + 1
-            for name, value in figures.items():
-                held[name].append(value)
-        for name, values in held.items():
+        for position, metrics in bucket:
+            begin, end, count = (position if count == before else begin), position, count + 1
+            for name, value in metrics.items():
+                values_by_metric[name].append(value)
+        for name, values in values_by_metric.items():
             finite = totals[name].add(values)
             if finite:
                 points[name][len(x)] = (

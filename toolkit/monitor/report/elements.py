@@ -1,6 +1,6 @@
-"""What a page is made of: sections with charts, tables and folded texts; and how figures are written.
+"""The elements of a page: sections with charts, tables and collapsed texts, and the formatting of numbers.
 
-A section is a pure function of what was read. The template and the script know these types only, not what they show.
+The template and the script depend only on these types.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ UNKNOWN = "\u2013"
 
 
 class AxisFormat(StrEnum):
-    """How the script writes the figures of an axis."""
+    """How the script formats the numbers of an axis."""
 
     NUMBER = "number"
-    PERCENT = "percent"  # of shares, 1 is 100%
+    PERCENT = "percent"  # of fractions: 1 is 100%
     BYTES = "bytes"
     SECONDS = "seconds"
     STEP = "step"
-    TIME = "time"  # seconds since 1970, written in UTC
+    TIME = "time"  # Unix time, shown in UTC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line with its band, or one layer of a stack. ``colour`` names a variable of page.css, without ``--c-``."""
+    """A line with its band, or a layer of a stack. ``colour`` names a variable of page.css, without
+    ``--c-``.
+    """
 
     name: str
     colour: str
@@ -37,10 +39,10 @@ class Series:
     mid: Sequence[float | None]
     low: Sequence[float | None] | None = None
     high: Sequence[float | None] | None = None
-    dots: bool = False  # a circle at each point
+    dots: bool = False  # whether to draw a circle at each point
 
     def spread(self) -> tuple[float, float] | None:
-        """Of all that is drawn; None where that is nothing."""
+        """Return the minimum and maximum of everything drawn; None if there is nothing."""
         values = [
             value
             for part in (self.mid, self.low or (), self.high or ())
@@ -56,7 +58,7 @@ class ChartMark:
 
     Attributes:
         level: ``warning``, ``error`` or ``attempt``.
-        label: stands beside the line; ``text`` is read at it.
+        label: shown next to the line; ``text`` is shown on hover.
     """
 
     x: float
@@ -67,7 +69,7 @@ class ChartMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """``alt`` says in words what is drawn. Charts of one ``x_format`` are zoomed together."""
+    """A chart; ``alt`` describes it in text. Charts of one ``x_format`` are zoomed together."""
 
     id: str
     title: str
@@ -76,12 +78,12 @@ class Chart:
     y_label: str
     y_format: AxisFormat = AxisFormat.NUMBER
     x_format: AxisFormat = AxisFormat.STEP
-    stacked: bool = False  # layers on top of each other, of shares that make 1
+    stacked: bool = False  # whether layers of shares that add up to 1 are stacked
     from_zero: bool = False
     marks: tuple[ChartMark, ...] = ()
 
     def data(self) -> dict[str, Any]:
-        """For the script, plain JSON types without NaN."""
+        """Return the data for the script: plain JSON types without NaN."""
         return {
             "id": self.id,
             "title": self.title,
@@ -108,7 +110,9 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
-    """``align`` has one letter a column: l, r, or n for left and never broken. ``note`` stands below it."""
+    """A table. ``align`` has one letter per column: l, r, or n for left without line breaks. ``note`` is
+    shown below.
+    """
 
     caption: str
     head: tuple[str, ...]
@@ -123,7 +127,7 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True)
 class CollapsedText:
-    """A text that opens when asked for, as it is."""
+    """A verbatim text, collapsed until it is opened."""
 
     title: str
     text: str
@@ -131,7 +135,7 @@ class CollapsedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSection:
-    """``intro`` has paragraphs. A section with nothing to show says in them why."""
+    """A section; ``intro`` consists of paragraphs, which explain the reason if there is nothing to show."""
 
     id: str
     title: str
@@ -142,7 +146,9 @@ class ReportSection:
 
 
 def curve_series(curves: Curves, figure: str, name: str, colour: str) -> Series | None:
-    """One figure as a line, with a band where its points are of several rows; None where no row has a finite value of it."""
+    """Return a metric as a line, with a band if its points have several rows; None if there is no finite
+    value.
+    """
     curve = curves.curves.get(figure)
     if curve is None:
         return None
@@ -152,7 +158,7 @@ def curve_series(curves: Curves, figure: str, name: str, colour: str) -> Series 
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """``4.671``, ``12.3k``, ``1.2e-05``; a dash for what is not known."""
+    """Format as ``4.671``, ``12.3k`` or ``1.2e-05``; a dash if unknown."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -176,7 +182,7 @@ def format_gigabytes(value: float | None) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """``1.23 s``, ``45.6 ms``, ``7.89 µs``."""
+    """Format as ``1.23 s``, ``45.6 ms`` or ``7.89 µs``."""
     if value is None:
         return UNKNOWN
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -1,4 +1,6 @@
-"""Samples of the nodes' GPUs and hosts: the rows of ``monitor/system/sampler.py``, one file a node."""
+"""Read the samples of the nodes' GPUs and hosts: the rows of ``monitor/system/sampler.py``, one file per
+node.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from toolkit.monitor.report.curve_reader import (
 from toolkit.monitor.report.downsample import Curves, RunningStats
 
 _SINGLE = re.compile(r"(gpu|rank)/(\d+)/(\w+)")
-# Figures of single GPUs that the page shows: a node has hundreds.
-GPU_FIGURES = frozenset(
+# Only these metrics of single GPUs are kept, because a node has hundreds.
+GPU_METRICS = frozenset(
     (
         "utilization_percent",
         "sm_active_percent",
@@ -39,14 +41,13 @@ GPU_FIGURES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NodeSamples:
-    """
-    Attributes:
-        curves: over time, of the host and of the node's GPUs together.
-        gpus: by GPU and figure, over all samples.
-        names: the kind of each GPU.
-        throttled: by GPU, how many samples had each of the reasons for lowered clocks.
-        every: one sample of so many was read.
-        rank_bytes: the most private memory that each rank had.
+    """Attributes:
+    curves: over time, of the host and of the node's GPUs together.
+    gpus: by GPU and metric, over all samples.
+    names: the model of each GPU.
+    throttled: by GPU, the number of samples with each throttle reason.
+    rank_bytes: the maximal private memory of each rank.
+    every: one of this many samples was read.
     """
 
     curves: Curves
@@ -58,10 +59,11 @@ class NodeSamples:
 
 
 def read_node(path: Path, advance: Advance, *, points: int, rows: int) -> NodeSamples:
-    """
+    """Read one node's file.
+
     Args:
-        points: of a curve. Medians are not kept: a cluster has many nodes.
-        rows: that are read, about, of however many there are. What a GPU counts (errors) may change in a row that is not.
+        points: points of a curve. Medians over all samples are not kept, because a cluster has many nodes.
+        rows: the approximate number of rows to read. Changes of error counts in skipped rows are seen later.
     """
     every = max(1, math.ceil(estimate_rows(path, "time") / rows))
     gpus: dict[int, dict[str, RunningStats]] = defaultdict(lambda: defaultdict(lambda: RunningStats(keep=0)))
@@ -69,29 +71,29 @@ def read_node(path: Path, advance: Advance, *, points: int, rows: int) -> NodeSa
     throttled: dict[int, Counter[str]] = defaultdict(Counter)
     rank_bytes: dict[int, float] = defaultdict(float)
 
-    def take(of: str, number: int, figure: str, value: object) -> None:
+    def add_single(of: str, number: int, metric: str, value: object) -> None:
         if of == "rank":
-            if figure == "private_bytes" and isinstance(value, int | float):
+            if metric == "private_bytes" and isinstance(value, int | float):
                 rank_bytes[number] = max(rank_bytes[number], value)
-        elif figure in GPU_FIGURES and isinstance(value, int | float):
-            gpus[number][figure].add((value,))
-        elif figure == "throttle_reasons" and isinstance(value, str):
+        elif metric in GPU_METRICS and isinstance(value, int | float):
+            gpus[number][metric].add((value,))
+        elif metric == "throttle_reasons" and isinstance(value, str):
             throttled[number].update(value.split("+"))
-        elif figure == "name":
+        elif metric == "name":
             names[number] = str(value)
 
-    def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    def metrics(row: Mapping[str, Any]) -> dict[str, float]:
         kept: dict[str, float] = {}
         for name, value in row.items():
             single = _SINGLE.fullmatch(name)
             if single is not None:
-                take(single[1], int(single[2]), single[3], value)
+                add_single(single[1], int(single[2]), single[3], value)
             elif is_number(value) and name not in ("node", "time"):
                 kept[name] = value
         return kept
 
     curves = read_curves(
-        path, "time", figures, advance, width=time_bucket_width, points=points, keep=0, every=every
+        path, "time", metrics, advance, width=time_bucket_width, points=points, keep=0, every=every
     )
     return NodeSamples(
         curves,
@@ -104,6 +106,6 @@ def read_node(path: Path, advance: Advance, *, points: int, rows: int) -> NodeSa
 
 
 def node_number(path: Path) -> int:
-    """``system/node-3.jsonl`` is of node 3."""
+    """Parse the node from ``system/node-3.jsonl``."""
     number = path.stem.removeprefix("node-")
     return int(number) if number.isdigit() else -1

@@ -1,4 +1,6 @@
-"""One page of a run, with everything in it: style, script and figures. It asks no network for anything, and says so to the browser."""
+"""Render a run as a self-contained HTML page: style, script and data are inline, and its security policy
+forbids requests.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from toolkit.monitor.report.run_data import ReportData
 from toolkit.monitor.report.summary import run_state, summary_sentences, summary_tiles
 from toolkit.monitor.report.training import training_section
 
-# In the order in which a person asks.
+# In the order of the page.
 SECTIONS: tuple[Callable[[ReportData], ReportSection], ...] = (
     training_section,
     ledger_section,
@@ -41,7 +43,7 @@ SECTIONS: tuple[Callable[[ReportData], ReportSection], ...] = (
     attempts_section,
     configuration_section,
 )
-WRITTEN: dict[AxisFormat, Callable[[float | None], str]] = {
+FORMATTERS: dict[AxisFormat, Callable[[float | None], str]] = {
     AxisFormat.NUMBER: format_number,
     AxisFormat.PERCENT: format_percent,
     AxisFormat.BYTES: format_gigabytes,
@@ -50,7 +52,7 @@ WRITTEN: dict[AxisFormat, Callable[[float | None], str]] = {
 
 
 def render_page(run: ReportData) -> str:
-    """The HTML of a run."""
+    """Return the HTML page of a run."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -59,12 +61,13 @@ def render_page(run: ReportData) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    word, mood = run_state(run)
-    # Style and script are ours; everything else is of files and escaped by the template, the figures by `embedded`.
+    state, mood = run_state(run)
+    # Style and script are our own. The template escapes all text from files, and ``embed_json`` the charts'
+    # data.
     return environment.from_string(_file("page.html.j2")).render(
         page={
             "name": run.name,
-            "state": word,
+            "state": state,
             "mood": mood,
             "verdict": [without_secrets(sentence) for sentence in summary_sentences(run)],
             "tiles": [asdict(tile) for tile in summary_tiles(run)],
@@ -79,14 +82,16 @@ def render_page(run: ReportData) -> str:
 
 
 def embed_json(value: Any) -> str:
-    """JSON that may stand inside a script element: no text in it can end the element or begin a comment. NaN is refused."""
+    """Encode JSON for a script element, such that no text can end the element or start a comment. Raises
+    ValueError for NaN.
+    """
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def chart_table(chart: Chart) -> ReportTable:
-    """A chart's figures for who does not see it."""
-    written = WRITTEN[chart.y_format]
+    """Return a chart's data as a table, for readers who cannot see it."""
+    format_value = FORMATTERS[chart.y_format]
 
     def row(one: Series) -> tuple[str, ...]:
         known = [value for value in one.mid if value is not None]
@@ -96,10 +101,10 @@ def chart_table(chart: Chart) -> ReportTable:
         return (
             one.name,
             f"{len(known):,}",
-            written(known[0]),
-            written(known[-1]),
-            written(extremes[0]),
-            written(extremes[1]),
+            format_value(known[0]),
+            format_value(known[-1]),
+            format_value(extremes[0]),
+            format_value(extremes[1]),
         )
 
     return ReportTable(
@@ -111,10 +116,10 @@ def chart_table(chart: Chart) -> ReportTable:
 
 
 def _footer(run: ReportData) -> str:
-    made = f"{datetime.fromtimestamp(run.read_at, UTC):%Y-%m-%d at %H:%M:%S} UTC"
+    created = f"{datetime.fromtimestamp(run.read_at, UTC):%Y-%m-%d at %H:%M:%S} UTC"
     return (
-        f"Made on {made} from the files in {run.folder.absolute()}. What the figures mean, and what they cannot see: "
-        f"docs/monitoring.md of the toolkit."
+        f"Created on {created} from the files in {run.folder.absolute()}. The metrics and their limits are "
+        "described in docs/monitoring.md of the toolkit."
     )
 
 

@@ -1,4 +1,4 @@
-"""What was planned beside what was measured: memory, batch, arithmetic, the pipeline's bubble, and the links between ranks."""
+"""Compare plan and measurements: memory, batch, FLOPs, the pipeline's bubble, and the links between ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class AttemptComparison:
-    """What one attempt planned, and what was measured of it.
+    """The plan of one attempt and its measurements.
 
     Attributes:
-        total: of a figure of steps, or of a part of the ledger, over the attempt's steps.
-        most_bytes: that any rank used, by the samples of the nodes, which are of the whole run; None: not known for this attempt.
+        total: returns the statistics of a step's metric or of a part of the ledger, over the attempt's steps.
+        most_bytes: the maximal memory of any rank in the nodes' samples, which cover the whole run; None if
+            unknown for this attempt.
     """
 
     plan: Mapping[str, Any]
@@ -42,45 +43,50 @@ class AttemptComparison:
 def comparison_section(run: ReportData) -> ReportSection:
     if not run.plan:
         return ReportSection(
-            id="plan",
-            title="Plan against reality",
-            intro=("There is no plan.json, so there is nothing to compare with.",),
+            id="plan", title="Planned and measured", intro=("There is no plan.json to compare with.",)
         )
     tables = (
-        *(_table(caption, held) for caption, held in attempt_comparisons(run)),
+        *(_table(caption, attempt) for caption, attempt in attempt_comparisons(run)),
         *_probe(run),
         *_warnings(run.plan),
     )
-    return ReportSection(id="plan", title="Plan against reality", intro=(_layout(run.plan),), tables=tables)
+    return ReportSection(id="plan", title="Planned and measured", intro=(_layout(run.plan),), tables=tables)
 
 
 def attempt_comparisons(run: ReportData) -> list[tuple[str, AttemptComparison]]:
-    """The newest attempt first, each with its caption; a run of one attempt is all of it."""
+    """Return the comparisons with their captions, the newest attempt first. A run of one attempt is compared
+    as a whole.
+    """
     if len(run.measured) < 2:
         return [("Planned and measured", whole_run(run))]
     known = {attempt.number: attempt for attempt in run.attempts}
     newest = max(run.measured)
-    held = []
+    comparisons = []
     for which, totals in sorted(run.measured.items(), reverse=True):
         attempt = known[which]
         plan, most = (attempt.plan or run.plan, _most_bytes(run)) if which == newest else (attempt.plan, None)
         if plan and totals:
-            caption = f"Attempt {which}, from step {(attempt.first or 0) + 1:,}, planned and measured: {_layout(plan)}"
-            held.append(
+            caption = (
+                f"Attempt {which}, from step {(attempt.first or 0) + 1:,}, planned and measured: "
+                f"{_layout(plan)}"
+            )
+            comparisons.append(
                 (
                     caption,
-                    AttemptComparison(plan, attempt.config or run.config, run.unit, _figure_of(totals), most),
+                    AttemptComparison(
+                        plan, attempt.config or run.config, run.unit, _stats_getter(totals), most
+                    ),
                 )
             )
-    return held
+    return comparisons
 
 
-def _figure_of(totals: Mapping[str, RunningStats]) -> Callable[[str], RunningStats]:
+def _stats_getter(totals: Mapping[str, RunningStats]) -> Callable[[str], RunningStats]:
     return lambda name: totals.get(name, RunningStats())
 
 
 def whole_run(run: ReportData) -> AttemptComparison:
-    """All of the run, as one attempt."""
+    """Compare the whole run as one attempt."""
 
     def total(name: str) -> RunningStats:
         return (run.ledger.curves if name in run.ledger.curves.totals else run.steps).total(name)
@@ -88,29 +94,35 @@ def whole_run(run: ReportData) -> AttemptComparison:
     return AttemptComparison(run.plan, run.config, run.unit, total, _most_bytes(run))
 
 
-def _table(caption: str, held: AttemptComparison) -> ReportTable:
-    rows = tuple(row for part in (_batch(held), _memory(held), _compute(held), _bubble(held)) for row in part)
+def _table(caption: str, attempt: AttemptComparison) -> ReportTable:
+    rows = tuple(
+        row
+        for part in (_batch(attempt), _memory(attempt), _compute(attempt), _bubble(attempt))
+        for row in part
+    )
     return ReportTable(
-        caption=caption, head=("what", "planned", "measured", "how to read it"), align="nrrl", rows=rows
+        caption=caption, head=("what", "planned", "measured", "explanation"), align="nrrl", rows=rows
     )
 
 
-def bubble_planned(held: AttemptComparison) -> float | None:
-    """(p - 1) / (v m) of p stages, v virtual stages each and m micro-batches; None without a pipeline."""
+def bubble_planned(attempt: AttemptComparison) -> float | None:
+    """Return (p - 1) / (v m) for p stages, v virtual stages each and m micro-batches; None without a
+    pipeline.
+    """
     stages, micro_batches = (
-        mapping_at(held.plan, "axes").get("pipeline"),
-        mapping_at(held.plan, "batch").get("accumulation"),
+        mapping_at(attempt.plan, "axes").get("pipeline"),
+        mapping_at(attempt.plan, "batch").get("accumulation"),
     )
     if not is_number(stages) or not is_number(micro_batches) or stages < 2 or micro_batches < 1:
         return None
-    virtual = mapping_at(held.config, "engine", "megatron").get("virtual_pipeline_model_parallel_size")
+    virtual = mapping_at(attempt.config, "engine", "megatron").get("virtual_pipeline_model_parallel_size")
     return (stages - 1) / ((virtual if is_number(virtual) else 1) * micro_batches)
 
 
-def bubble_measured(held: AttemptComparison) -> float | None:
-    """The median rank's bubble over its forward and backward; None without a ledger."""
-    computing = sum(held.total(part).sum for part in (FORWARD, BACKWARD))
-    return held.total(BUBBLE).sum / computing if computing else None
+def bubble_measured(attempt: AttemptComparison) -> float | None:
+    """Return the median rank's bubble relative to its forward and backward; None without a ledger."""
+    computing = sum(attempt.total(part).sum for part in (FORWARD, BACKWARD))
+    return attempt.total(BUBBLE).sum / computing if computing else None
 
 
 def _layout(plan: Mapping[str, Any]) -> str:
@@ -123,118 +135,128 @@ def _layout(plan: Mapping[str, Any]) -> str:
         or "one rank"
     )
     world = mapping_at(plan, "world")
-    kind = "CPU ranks" if world.get("device") == "cpu" else world.get("gpu") or "GPUs of unknown kind"
-    return f"Engine {plan.get('engine', 'unknown')} on {world.get('ranks', '?')} x {kind}, nodes: {world.get('nodes', '?')}. Axes: {axes}."
+    kind = "CPU ranks" if world.get("device") == "cpu" else world.get("gpu") or "GPUs of unknown model"
+    return (
+        f"Engine {plan.get('engine', 'unknown')} on {world.get('ranks', '?')} x {kind}, nodes: "
+        f"{world.get('nodes', '?')}. Axes: {axes}."
+    )
 
 
-def _batch(held: AttemptComparison) -> Iterator[Row]:
-    batch = mapping_at(held.plan, "batch")
-    planned = batch.get(f"{held.unit}_per_step")
+def _batch(attempt: AttemptComparison) -> Iterator[Row]:
+    batch = mapping_at(attempt.plan, "batch")
+    planned = batch.get(f"{attempt.unit}_per_step")
     if is_number(planned):
         stages = batch.get("stages")
-        ramp = "; the batch grows to it" if isinstance(stages, list) and len(stages) > 1 else ""
+        ramp = "; the batch ramps up to it" if isinstance(stages, list) and len(stages) > 1 else ""
         yield (
-            f"{held.unit} a step",
+            f"{attempt.unit} a step",
             f"{planned:,}",
-            _whole(held.total(held.unit).median),
-            f"measured: the median step's, without masked ones{ramp}",
+            _whole(attempt.total(attempt.unit).median),
+            f"measured: the median step, without masked {attempt.unit}{ramp}",
         )
 
 
 def _most_bytes(run: ReportData) -> float | None:
-    """By the samples of all nodes: of the fullest GPU, or on CPUs of the rank with the most private memory."""
+    """Return the memory of the fullest GPU in all nodes' samples, or on CPUs of the rank with the most
+    private memory.
+    """
     if mapping_at(run.plan, "world").get("device") == "cpu":
         return max((most for node in run.nodes.values() for most in node.rank_bytes.values()), default=None)
     used = [
-        held["memory_used_bytes"].high
+        attempt["memory_used_bytes"].high
         for node in run.nodes.values()
-        for held in node.gpus.values()
-        if "memory_used_bytes" in held
+        for attempt in node.gpus.values()
+        if "memory_used_bytes" in attempt
     ]
     return max(used, default=None)
 
 
-def _memory(held: AttemptComparison) -> Iterator[Row]:
-    memory = mapping_at(held.plan, "memory")
+def _memory(attempt: AttemptComparison) -> Iterator[Row]:
+    memory = mapping_at(attempt.plan, "memory")
     planned = memory.get("device_total")
     if not is_number(planned):
         return
     states = [
         memory[name] for name in ("parameters", "gradients", "optimizer") if is_number(memory.get(name))
     ]
-    if (device := held.total("device_bytes")).count and states:
+    if (device := attempt.total("device_bytes")).count and states:
         yield (
             "parameters, gradients, optimizer",
             format_gigabytes(sum(states)),
             format_gigabytes(device.median),
-            "measured: tensors on the fullest device after the median step, the engine's buffers included",
+            "measured: tensors on the fullest device after the median step, including the engine's buffers",
         )
-    measured = held.most_bytes
-    if mapping_at(held.plan, "world").get("device") == "cpu":
-        host = held.total("host_bytes")
+    measured = attempt.most_bytes
+    if mapping_at(attempt.plan, "world").get("device") == "cpu":
+        host = attempt.total("host_bytes")
         measured = max(
             (size for size in (measured, host.high if host.count else None) if size is not None), default=None
         )
-        has = "the rank with the most private memory, Python, torch and the engine included"
+        has = "the rank with the most private memory, including Python, torch and the engine"
     else:
-        has = "the fullest GPU by NVML, the CUDA context and what torch's allocator only holds included, over all attempts"
+        has = (
+            "the fullest GPU by NVML over all attempts, including the CUDA context and memory that "
+            "torch's allocator has cached"
+        )
     yield (
         "memory of the fullest rank",
         format_gigabytes(planned),
         format_gigabytes(measured),
         f"measured: {has}",
     )
-    have = held.plan.get("device_memory_bytes")
-    if is_number(have) and mapping_at(held.plan, "world").get("device") != "cpu":
+    have = attempt.plan.get("device_memory_bytes")
+    if is_number(have) and mapping_at(attempt.plan, "world").get("device") != "cpu":
         share = None if measured is None else measured / have
         yield (
-            "of the device's memory",
+            "share of the device's memory",
             format_percent(planned / have),
             format_percent(share),
             f"of {format_gigabytes(have)}",
         )
 
 
-def _compute(held: AttemptComparison) -> Iterator[Row]:
-    flops, peak = held.plan.get("flops_per_step"), mapping_at(held.plan, "flops").get("peak_per_gpu")
-    ranks, measured = mapping_at(held.plan, "world").get("ranks"), held.total("step_seconds").median
+def _compute(attempt: AttemptComparison) -> Iterator[Row]:
+    flops, peak = attempt.plan.get("flops_per_step"), mapping_at(attempt.plan, "flops").get("peak_per_gpu")
+    ranks, measured = mapping_at(attempt.plan, "world").get("ranks"), attempt.total("step_seconds").median
     if is_number(flops) and is_number(peak) and is_number(ranks) and peak and ranks:
         least = flops / (peak * ranks)
         yield (
-            "time of a step",
+            "time per step",
             f"at least {format_seconds(least)}",
             format_seconds(measured),
-            f"planned: {format_number(flops)} model FLOPs at the dense peak of {peak / 1e12:,.0f} TFLOP/s a GPU; the ratio is the MFU",
+            f"planned: {format_number(flops)} model FLOPs at the dense peak of {peak / 1e12:,.0f} TFLOP/s "
+            "per GPU; the ratio is the MFU",
         )
     elif measured is not None:
         yield (
-            "time of a step",
+            "time per step",
             UNKNOWN,
             format_seconds(measured),
-            "the device's peak is not known, so there is no least time",
+            "the device's peak is unknown, so there is no lower bound",
         )
 
 
-def _bubble(held: AttemptComparison) -> Iterator[Row]:
-    planned = bubble_planned(held)
+def _bubble(attempt: AttemptComparison) -> Iterator[Row]:
+    planned = bubble_planned(attempt)
     if planned is not None:
         yield (
             "pipeline bubble",
             format_percent(planned),
-            format_percent(bubble_measured(held)),
-            "planned: (p - 1) / (v m) of p equal stages with v virtual ones each and m micro-batches; measured: the median rank's "
-            "bubble over its forward and backward",
+            format_percent(bubble_measured(attempt)),
+            "planned: (p - 1) / (v m) for p equal stages with v virtual stages each and m micro-batches; "
+            "measured: the median rank's bubble relative to its forward and backward",
         )
 
 
 def _probe(run: ReportData) -> tuple[ReportTable, ...]:
-    """Of the newest attempt that has one."""
+    """Return the probe of the newest attempt that has one."""
     for attempt in reversed(run.attempts):
         axes = attempt.probe.get("axes")
         if isinstance(axes, list) and axes:
             return (
                 ReportTable(
-                    caption=f"Links along each axis, as probed before the first step of attempt {attempt.number}",
+                    caption="Links along each axis, probed before the first step of attempt "
+                    f"{attempt.number}",
                     align="lrlrrrrl",
                     rows=tuple(_axis(row) for row in axes if isinstance(row, dict)),
                     head=(
@@ -243,12 +265,12 @@ def _probe(run: ReportData) -> tuple[ReportTable, ...]:
                         "operation",
                         "latency p50",
                         "latency p99",
-                        "bandwidth, slowest",
+                        "bandwidth, slowest group",
                         "fastest group",
-                        "slowest ranks",
+                        "ranks of the slowest group",
                     ),
-                    note="Bandwidth is bus bandwidth: of an all-reduce of S bytes over n ranks in t seconds 2 (n - 1) / n S / t, of a send "
-                    "S / t.",
+                    note="Bus bandwidth: for an all-reduce of S bytes over n ranks in t seconds 2 (n - 1) "
+                    "/ n S / t, for a send S / t.",
                 ),
             )
     return ()
@@ -298,7 +320,10 @@ def _warnings(plan: Mapping[str, Any]) -> tuple[ReportTable, ...]:
     return (
         (
             ReportTable(
-                caption="The plan's warnings", head=("key", "seen", "rule", "remedy"), align="llll", rows=rows
+                caption="Warnings of the plan",
+                head=("key", "seen", "rule", "remedy"),
+                align="llll",
+                rows=rows,
             ),
         )
         if rows

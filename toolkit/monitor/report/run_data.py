@@ -1,7 +1,7 @@
-"""What a run's directory tells, read from its files and nothing else.
+"""Read the files of a run's directory for the report.
 
-A run may be under way, may have failed, may be of an older version or lack any file: what is not there is empty or None here, and what is
-not of the expected form is passed over. Only what was reduced is kept, so memory does not grow with the rows.
+The run may be in progress, failed, of an older version, or lack any file: missing data is empty or None, and
+malformed data is ignored. Only downsampled data is kept, so memory does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from toolkit.paths import UnsafePath, check_links
 from toolkit.progress import Progress
 from toolkit.rows import float_of, read_rows
 
-MAX_ALERTS = 200  # the newest, of each file
-NODE_POINTS = 2400  # of a figure, over all nodes together
+MAX_ALERTS = 200  # the newest of each file
+NODE_POINTS = 2400  # of a metric, over all nodes together
 LEAST_NODE_POINTS = 60
-NODE_ROWS = 400_000  # samples of all nodes together that are read: a minute's work
-LOG_BYTES = 4000  # of the end of a log
-HANG_BYTES = 256_000  # of a report of a hang: all ranks' stacks
-# Folders of a run that a report does not look into. W&B's hold links to its own cache: ``wandb``, and of other nodes ``nodes/*/wandb``.
+NODE_ROWS = 400_000  # samples to read of all nodes together, which takes a minute
+LOG_BYTES = 4000  # at the end of a log
+HANG_BYTES = 256_000  # of a hang report, which contains all ranks' stacks
+# Folders that the report ignores. W&B's contain links to its cache: ``wandb``, and of other nodes
+# ``nodes/*/wandb``.
 NOT_READ = ("checkpoints", "export", "plots", "jobs", "wandb", "nodes")
 
-# Rows of steps, as ``observe/reporting.py: Metrics`` has them; those of sources begin with EPOCHS.
-STEP_FIGURES = frozenset(
+# The keys of step rows, from ``observe/reporting.py: Metrics``; those of sources start with EPOCHS.
+STEP_METRICS = frozenset(
     (
         "loss",
         "grad_norm",
@@ -79,19 +80,19 @@ EPOCHS = "epochs/"
 PLANNED = frozenset(
     ("tokens", "images", "step_seconds", "device_bytes", "host_bytes", FORWARD, BACKWARD, BUBBLE)
 )
-ATTEMPT_SAMPLE = 4096  # values of one figure of one attempt, of which the median is taken
-Figures = Callable[[Mapping[str, Any]], Mapping[str, float]]
+ATTEMPT_SAMPLE = 4096  # values of one metric of one attempt from which the median is computed
+RowMetrics = Callable[[Mapping[str, Any]], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCurves:
-    """
-    Attributes:
-        curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and ``NAME max``.
-        ranks: that sent their times, at most.
-        slowest: how often each rank was the slowest one.
-        starved: how often each rank waited longest for its samples.
-        excess_seconds: that the slowest rank was busy beyond the median one, over all steps.
+    """Attributes:
+    curves: ``wall_seconds``, and of each part ``NAME`` (the median rank's seconds), ``NAME min`` and
+        ``NAME max``.
+    ranks: the maximal number of ranks that sent their times.
+    slowest: how often each rank was the slowest one.
+    starved: how often each rank waited longest for its samples.
+    excess_seconds: how much longer the slowest rank was busy than the median rank, over all steps.
     """
 
     curves: Curves
@@ -102,19 +103,19 @@ class LedgerCurves:
 
     @property
     def parts(self) -> list[str]:
-        """Those that took time, the longest in all first."""
+        """The parts that took time, by total time."""
         known = (name for name in self.curves.totals if f"{name} max" in self.curves.totals)
         return sorted(known, key=lambda name: -self.curves.total(name).sum)
 
     def share(self, part: str) -> float:
-        """Of all steps' time, as the median rank has it."""
+        """Return the median rank's share of the part in the time of all steps."""
         wall = self.curves.total("wall_seconds").sum
         return self.curves.total(part).sum / wall if wall else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AlertRows:
-    """The newest ones as rows, and how many there were of each (level, name)."""
+    """The newest alerts as rows, and the number of alerts by (level, name)."""
 
     rows: list[dict[str, Any]]
     counts: Counter[tuple[str, str]]
@@ -122,16 +123,15 @@ class AlertRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """
-    Attributes:
-        began, ended: seconds since 1970, as the attempt says; where it does not, by the files' times, of which the last is when its last
-            line was printed.
-        end: how it ended, in words; empty where it does not say.
-        start_seconds: from its start to the end of its first step.
-        first: steps that were done when it began to train.
-        repeated: its steps that a later attempt ran again.
-        plan, config: as they were resolved at its start.
-        files: what else it left, by path relative to the run's directory.
+    """Attributes:
+    began, ended: Unix times recorded by the attempt, or else the files' times, of which the last is that
+        of the log.
+    end: how it ended; empty if not recorded.
+    start_seconds: from its start to the end of its first step.
+    first: completed steps when it began to train.
+    repeated: its steps that a later attempt repeated.
+    plan, config: as resolved at its start.
+    files: other files of the attempt, relative to the run's directory.
     """
 
     number: int
@@ -152,12 +152,12 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """
-    Attributes:
-        status_age: seconds since ``status.json`` was written; None without one.
-        evals: curves of ``loss``, ``accuracy`` and ``seconds`` by set.
-        nodes: by number.
-        measured: by attempt, over its steps that stand: the figures of steps, and of the ledger the median rank's seconds of each part.
+    """Attributes:
+    status_age: seconds since ``status.json`` was written; None if there is none.
+    evals: curves of ``loss``, ``accuracy`` and ``seconds`` by set.
+    nodes: by number.
+    measured: by attempt, over its steps that were not repeated: the metrics of steps, and the median
+        rank's seconds of each part of the ledger.
     """
 
     folder: Path
@@ -181,15 +181,15 @@ class ReportData:
 
     @property
     def unit(self) -> str:
-        """What speed is counted in."""
+        """The unit of throughput."""
         return "images" if "images" in self.steps.totals else "tokens"
 
     @property
     def step(self) -> int:
-        """Steps done, by rows or status, whichever is newer."""
+        """Completed steps, by rows or status, whichever is newer."""
         last = int(self.steps.total("step").last or 0)
-        told = self.status.get("step")
-        return max(last, told) if isinstance(told, int) else last
+        reported = self.status.get("step")
+        return max(last, reported) if isinstance(reported, int) else last
 
     @property
     def planned_steps(self) -> int | None:
@@ -200,9 +200,14 @@ class ReportData:
 def read_run(
     folder: Path, progress: Progress, *, nodes: Sequence[Path] = (), now: Callable[[], float] = time.time
 ) -> ReportData:
-    """``nodes``: directories of the same run on disks of other nodes, of which only ``system/`` and ``alerts/`` are taken.
+    """Read a run's directory.
 
-    Raises InputError if a file that is read is a link out of the run's directory: the page would show another file's text.
+    Args:
+        nodes: directories of the same run on disks of other nodes, of which only ``system/`` and ``alerts/``
+            are read.
+
+    Raises:
+        InputError: a file is a link out of the run's directory, so the page would show another file's text.
     """
     for one in (folder, *nodes):
         _check_links(one)
@@ -215,14 +220,16 @@ def read_run(
     size = sum(path.stat().st_size for path in (*files, *system.values()) if path.exists())
     status_file = folder / "status.json"
     attempts = tuple(_attempts(folder))
-    by_attempt = _ByAttempt(attempts)
+    attempt_stats = _AttemptStats(attempts)
     with (
         progress.task("reading the run's rows", total=size, unit="B") as task,
         batch_progress(task.advance) as advance,
     ):
-        steps = read_curves(files[0], "step", by_attempt.also(step_figures), advance, width=step_bucket_width)
+        steps = read_curves(
+            files[0], "step", attempt_stats.wrap(step_metrics), advance, width=step_bucket_width
+        )
         evals = _evals(files[1], advance)
-        ledger = _ledger(files[2], advance, by_attempt)
+        ledger = _ledger(files[2], advance, attempt_stats)
         alerts = _alerts(
             [
                 files[3],
@@ -252,7 +259,7 @@ def read_run(
         alerts=alerts,
         nodes=measured,
         attempts=attempts,
-        measured=by_attempt.totals,
+        measured=attempt_stats.totals,
     )
 
 
@@ -265,13 +272,13 @@ def _check_links(folder: Path) -> None:
                 "run",
                 f"{folder}: {error}",
                 "a report reads the files of the run's own directory",
-                "put the file itself there in place of the link",
+                "replace the link by the file itself",
             )
         ) from error
 
 
 def mapping_at(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The mapping at ``keys``; an empty one where there is none."""
+    """Return the nested mapping at ``keys``; empty if there is none."""
     for key in keys:
         value = mapping.get(key)
         if not isinstance(value, Mapping):
@@ -283,8 +290,10 @@ def mapping_at(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 # ---- rows
 
 
-class _ByAttempt:
-    """Sums what was planned of each attempt over its own steps. Of a run of one attempt nothing is summed twice."""
+class _AttemptStats:
+    """Collects the planned metrics by attempt, over the steps of each. A run of one attempt needs no separate
+    statistics.
+    """
 
     def __init__(self, attempts: Sequence[AttemptRecord]) -> None:
         standing = effective_attempts(attempts)
@@ -294,13 +303,13 @@ class _ByAttempt:
             {number: {} for number in self._numbers} if len(standing) > 1 else {}
         )
 
-    def also(self, figures: Figures) -> Figures:
-        """``figures``, of which the planned ones are added to the attempt of the row's step."""
+    def wrap(self, metrics: RowMetrics) -> RowMetrics:
+        """Wrap ``metrics`` so that the planned ones are wrap added to the attempt of the row's step."""
         if not self.totals:
-            return figures
+            return metrics
 
         def added(row: Mapping[str, Any]) -> Mapping[str, float]:
-            found = figures(row)
+            found = metrics(row)
             place = bisect_left(self._firsts, row["step"]) - 1
             if place >= 0:
                 totals = self.totals[self._numbers[place]]
@@ -312,7 +321,7 @@ class _ByAttempt:
 
 
 def effective_attempts(attempts: Sequence[AttemptRecord]) -> list[tuple[AttemptRecord, int]]:
-    """The attempts of which steps stand, with the steps that were done when each began: a later one may have run all of its steps again."""
+    """Return the attempts with steps that were not repeated, and the completed steps when each began."""
     found: list[tuple[AttemptRecord, int]] = []
     for attempt in attempts:
         if attempt.first is not None:
@@ -323,44 +332,44 @@ def effective_attempts(attempts: Sequence[AttemptRecord]) -> list[tuple[AttemptR
     return found
 
 
-def step_figures(row: Mapping[str, Any]) -> dict[str, float]:
-    figures = {
+def step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    metrics = {
         name: float_of(value)
         for name, value in row.items()
-        if (name in STEP_FIGURES or name.startswith(EPOCHS))
+        if (name in STEP_METRICS or name.startswith(EPOCHS))
         and (value is None or isinstance(value, int | float))
     }
-    return {**figures, "step": row["step"]}
+    return {**metrics, "step": row["step"]}
 
 
-def ledger_figures(row: Mapping[str, Any]) -> dict[str, float]:
-    figures = {"wall_seconds": row["wall_seconds"]} if is_number(row.get("wall_seconds")) else {}
+def ledger_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    metrics = {"wall_seconds": row["wall_seconds"]} if is_number(row.get("wall_seconds")) else {}
     for name, spread in mapping_at(row, "parts").items():
         if isinstance(spread, list) and len(spread) == 3 and all(map(is_number, spread)):
-            figures |= {f"{name} min": spread[0], name: spread[1], f"{name} max": spread[2]}
-    return figures
+            metrics |= {f"{name} min": spread[0], name: spread[1], f"{name} max": spread[2]}
+    return metrics
 
 
 def _evals(path: Path, advance: Advance) -> dict[str, Curves]:
     sets: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for row in rows_with(path, "step", advance):
-        figures: dict[str, float] = {
+        metrics: dict[str, float] = {
             name: float_of(row[name])
             for name in ("loss", "accuracy", "seconds")
             if name in row and (row[name] is None or is_number(row[name]))
         }
-        sets.setdefault(str(row.get("set")), []).append((row["step"], figures))
+        sets.setdefault(str(row.get("set")), []).append((row["step"], metrics))
     return {
         name: downsample(rows, rows[0][0], bucket_width(rows[0][0], max(rows[0][0], rows[-1][0])))
         for name, rows in sorted(sets.items())
     }
 
 
-def _ledger(path: Path, advance: Advance, by_attempt: _ByAttempt) -> LedgerCurves:
+def _ledger(path: Path, advance: Advance, attempt_stats: _AttemptStats) -> LedgerCurves:
     counters: dict[str, Counter[int]] = {"slowest_rank": Counter(), "data_rank": Counter()}
     excess, ranks = 0.0, 0
 
-    def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    def metrics(row: Mapping[str, Any]) -> dict[str, float]:
         nonlocal excess, ranks
         if isinstance(row.get("ranks"), int):
             ranks = max(ranks, row["ranks"])
@@ -369,9 +378,9 @@ def _ledger(path: Path, advance: Advance, by_attempt: _ByAttempt) -> LedgerCurve
                 counter[row[key]] += 1
         if is_number(row.get("slowest_busy_seconds")) and is_number(row.get("median_busy_seconds")):
             excess += row["slowest_busy_seconds"] - row["median_busy_seconds"]
-        return ledger_figures(row)
+        return ledger_metrics(row)
 
-    curves = read_curves(path, "step", by_attempt.also(figures), advance, width=step_bucket_width)
+    curves = read_curves(path, "step", attempt_stats.wrap(metrics), advance, width=step_bucket_width)
     return LedgerCurves(curves, ranks, counters["slowest_rank"], counters["data_rank"], excess)
 
 
@@ -452,7 +461,7 @@ def _modified(path: Path) -> float | None:
 
 
 def _text(path: Path, last_bytes: int | None = None) -> str:
-    """The file's text, or the whole lines at its end; empty where there is no such file."""
+    """Return the file's text, or the whole lines at its end; empty if there is no file."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -463,7 +472,7 @@ def _text(path: Path, last_bytes: int | None = None) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none, or a power failure left half of it."""
+    """Return a JSON object; empty if the file is missing or truncated."""
     try:
         value = json.loads(_text(path) or "{}")
     except ValueError:

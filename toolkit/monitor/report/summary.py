@@ -1,4 +1,4 @@
-"""The first words of a report: how the run is, in a few sentences, and its most asked-for figures."""
+"""The summary at the top of the report: a few sentences and the most important figures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from toolkit.monitor.report.run_data import ReportData, mapping_at
 from toolkit.monitor.step_parts import DATA, UNEXPLAINED
 from toolkit.progress import duration, quantity
 
-LATE_SECONDS = 60.0  # beyond the limit of a hang, after which a run that is alive would have ended itself
-LIMIT_SECONDS = 86_400.0  # where it has no such limit
+LATE_SECONDS = 60.0  # beyond the hang limit, after which a live run would have ended itself
+LIMIT_SECONDS = 86_400.0  # if the run has no hang limit
 MOODS = {
     "done": "good",
     "running": "good",
@@ -23,7 +23,7 @@ MOODS = {
     "failed": "error",
     "refused": "error",
 }
-MIN_SHARE = 0.005  # of the time: a smaller part is not worth a word
+MIN_SHARE = 0.005  # of the time; smaller parts are not mentioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,24 @@ class SummaryTile:
 
 
 def run_state(run: ReportData) -> tuple[str, str]:
-    """A word or two for the run's state, and its mood: good, warning or error."""
-    told = run.status.get("state")
-    if told is None:
+    """Return the run's state in one or two words, and its mood: good, warning or error."""
+    state = run.status.get("state")
+    if state is None:
         return "not begun" if not run.steps.rows else "no status", "warning"
     if is_dead(run):
         return "not alive", "error"
-    return str(told), MOODS.get(str(told), "warning")
+    return str(state), MOODS.get(str(state), "warning")
 
 
 def is_dead(run: ReportData) -> bool:
-    """It says that it is under way and has not said so for longer than it could."""
+    """Return whether the status says that the run is in progress but is older than possible."""
     limit = mapping_at(run.config, "monitor").get("hang_seconds")
     patience = limit + LATE_SECONDS if is_number(limit) and limit else LIMIT_SECONDS
     return run.status.get("state") in ("running", "starting") and (run.status_age or 0.0) > patience
 
 
 def summary_sentences(run: ReportData) -> list[str]:
-    """Sentences, in the order in which a person asks."""
+    """Return paragraphs on progress, losses, time and alerts."""
     return [
         " ".join(part)
         for part in ([*_course(run)], [*_losses(run)], [*_speed(run), *_time(run)], [*_alerts(run)])
@@ -60,30 +60,34 @@ def summary_sentences(run: ReportData) -> list[str]:
 
 
 def _course(run: ReportData) -> Iterator[str]:
-    told, of = run.status.get("state"), f" of {run.planned_steps:,}" if run.planned_steps else ""
+    state, of = run.status.get("state"), f" of {run.planned_steps:,}" if run.planned_steps else ""
     steps = f"step {run.step:,}{of}"
     reason = run.status.get("reason")
-    match told:
+    match state:
         case "done":
-            yield f"The run is done: {run.step:,} steps."
+            yield f"The run is complete: {run.step:,} steps."
         case "running" | "starting" if is_dead(run):
             yield (
-                f"The run says that it is at {steps}, but said so {duration(run.status_age or 0.0)} ago: it is no longer alive. "
-                f"The same command continues it."
+                f"The status says that the run is at {steps}, but was written "
+                f"{duration(run.status_age or 0.0)} ago: the run is no longer alive. The same command continues it."
             )
         case "running" | "starting":
             left = run.steps.total("eta_seconds").last
-            yield f"The run is under way, at {steps}{f'; about {duration(left)} left' if left else ''}."
+            yield f"The run is in progress at {steps}{f'; about {duration(left)} left' if left else ''}."
         case "stopped":
-            yield f"The run was stopped at {steps}, and saved. The same command continues it."
+            yield (
+                f"The run was stopped at {steps} and has saved a checkpoint. The same command continues it."
+            )
         case "failed" | "refused":
-            yield f"The run {'failed' if told == 'failed' else 'was refused'} at {steps}{f': {reason}' if reason else '.'}"
+            ended = "failed" if state == "failed" else "was refused"
+            yield f"The run {ended} at {steps}{f': {reason}' if reason else '.'}"
         case _:
-            yield f"There is no status.json that tells how the run is; its rows end at {steps}."
+            yield f"There is no status.json; the rows end at {steps}."
     attempts = len(run.attempts)
     if attempts > 1:
         repeated = sum(attempt.repeated for attempt in run.attempts)
-        yield f"It took {attempts} attempts{f', in which {repeated:,} steps were run twice' if repeated else ''}."
+        note = f", in which {repeated:,} steps were repeated" if repeated else ""
+        yield f"It took {attempts} attempts{note}."
 
 
 def _losses(run: ReportData) -> Iterator[str]:
@@ -91,7 +95,7 @@ def _losses(run: ReportData) -> Iterator[str]:
     if loss.first is not None:
         yield f"The training loss went from {format_number(loss.first)} to {format_number(loss.last)}."
     if loss.not_finite:
-        yield f"In {loss.not_finite:,} step{'s' * (loss.not_finite > 1)} it was not finite."
+        yield f"It was not finite in {loss.not_finite:,} step{'s' * (loss.not_finite > 1)}."
     for name, curves in run.evals.items():
         of_set = curves.total("loss")
         if of_set.last is not None:
@@ -110,20 +114,24 @@ def _speed(run: ReportData) -> Iterator[str]:
 
 
 def _time(run: ReportData) -> Iterator[str]:
-    held = run.ledger
-    if not held.parts:
+    ledger = run.ledger
+    if not ledger.parts:
         waited, whole = run.steps.total("data_seconds").sum, run.steps.total("step_seconds").sum
         if whole and run.steps.total("data_seconds").count:
-            yield f"Of the steps' time {format_percent(waited / whole)} was spent waiting for samples."
+            yield f"Waiting for samples took {format_percent(waited / whole)} of the steps' time."
         return
-    yield f"{format_percent(sum(held.share(part) for part in USEFUL_PARTS))} of the time went into forward, backward and optimizer."
+    yield (
+        f"{format_percent(sum(ledger.share(part) for part in USEFUL_PARTS))} of the time went into "
+        "forward, backward and optimizer."
+    )
     lost = [
         part
-        for part in held.parts
-        if part not in USEFUL_PARTS and part != UNEXPLAINED and held.share(part) >= MIN_SHARE
+        for part in ledger.parts
+        if part not in USEFUL_PARTS and part != UNEXPLAINED and ledger.share(part) >= MIN_SHARE
     ]
     if lost:
-        yield f"What took the rest: {', '.join(f'{part} {format_percent(held.share(part))}' for part in lost[:4])}."
+        shares = ", ".join(f"{part} {format_percent(ledger.share(part))}" for part in lost[:4])
+        yield f"Largest other parts: {shares}."
 
 
 def _alerts(run: ReportData) -> Iterator[str]:
@@ -132,13 +140,14 @@ def _alerts(run: ReportData) -> Iterator[str]:
         counts[name] += count
     if counts:
         total = sum(counts.values())
-        yield f"{total:,} alert{'s' * (total > 1)}: {', '.join(f'{name} ({count:,})' for name, count in counts.most_common())}."
+        names = ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
+        yield f"{total:,} alert{'s' * (total > 1)}: {names}."
     elif run.steps.rows:
-        yield "There was no alert."
+        yield "There were no alerts."
 
 
 def summary_tiles(run: ReportData) -> Iterator[SummaryTile]:
-    """The figures themselves, those that are known."""
+    """Yield the figures that are known."""
     steps, unit = run.steps, run.unit
     of = f"of {run.planned_steps:,}" if run.planned_steps else ""
     yield SummaryTile("steps done", f"{run.step:,}", of)
@@ -172,7 +181,7 @@ def summary_tiles(run: ReportData) -> Iterator[SummaryTile]:
     elif (whole := steps.total("step_seconds").sum) and steps.total("data_seconds").count:
         yield SummaryTile("waiting for data", format_percent(steps.total("data_seconds").sum / whole))
     if is_number(share := mapping_at(run.status, "goodput").get("share")):
-        yield SummaryTile("goodput", format_percent(share), "steps that stand, of all time")
+        yield SummaryTile("goodput", format_percent(share), "of all time, without repeated steps")
     total = sum(run.alerts.counts.values())
     errors = sum(count for (level, _), count in run.alerts.counts.items() if level == "error")
     yield SummaryTile("alerts", f"{total:,}", f"errors: {errors:,}" if total else "")
@@ -185,4 +194,6 @@ def summary_tiles(run: ReportData) -> Iterator[SummaryTile]:
         )
     if (cost := steps.total("cost")).count:
         price = mapping_at(run.config, "monitor").get("price_per_gpu_hour")
-        yield SummaryTile("cost", f"{cost.high:,.2f}", f"at {price:g} a GPU-hour" if is_number(price) else "")
+        yield SummaryTile(
+            "cost", f"{cost.high:,.2f}", f"at {price:g} per GPU-hour" if is_number(price) else ""
+        )

@@ -1,4 +1,4 @@
-"""The curves of training over its steps: losses, gradient norm, learning rate, speed and utilisation."""
+"""The training section: losses, gradient norm, learning rate, throughput and utilisation over the steps."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from toolkit.monitor.report.elements import (
 )
 from toolkit.monitor.report.run_data import EPOCHS, AttemptRecord, ReportData, effective_attempts
 
-MARKS = 60  # alerts drawn on a curve: the newest
+MARKS = 60  # the newest alerts drawn on a curve
 COLOURS = ("blue", "orange", "green", "pink", "red", "violet", "teal", "brown", "yellow", "grey")
 
 
 def training_section(run: ReportData) -> ReportSection:
     if not run.steps.rows:
         return ReportSection(
-            id="training", title="Training", intro=("No step is done yet, so there is no curve.",)
+            id="training", title="Training", intro=("There are no curves, because no step is complete yet.",)
         )
     intro = [_resolution(run.steps)]
     if dropped := run.steps.total("dropped_rows").sum:
-        intro.append(f"{dropped:,.0f} more rows were dropped: the file system could not take them in time.")
+        intro.append(f"{dropped:,.0f} more rows were dropped because the file system was too slow.")
     return ReportSection(id="training", title="Training", intro=tuple(intro), charts=tuple(_charts(run)))
 
 
 def _resolution(curves: Curves) -> str:
-    zoom = "Drag over a curve to zoom into all of them, double-click to see everything."
+    zoom = "Drag over a curve to zoom all of them, double-click to reset."
     if curves.width <= 1:
-        return f"Every one of the {curves.rows:,} steps is a point. {zoom}"
+        return f"Each of the {curves.rows:,} steps is a point. {zoom}"
     return (
-        f"{curves.rows:,} steps, {curves.width:,.0f} to a point: the line is their median, the band reaches from the smallest to the "
-        f"largest. {zoom}"
+        f"{curves.rows:,} steps, {curves.width:,.0f} per point: the line is their median, the band their "
+        f"range. {zoom}"
     )
 
 
 def step_marks(run: ReportData) -> tuple[ChartMark, ...]:
-    """Lines on the curves over steps: the borders between attempts, and the newest alerts."""
+    """Return marks for the borders between attempts and the newest alerts."""
     rows = [row for row in run.alerts.rows if is_number(row.get("step"))][-MARKS:]
     alerts = (
         ChartMark(
@@ -58,7 +58,7 @@ def step_marks(run: ReportData) -> tuple[ChartMark, ...]:
 
 
 def attempt_marks(run: ReportData, place: Callable[[AttemptRecord], float | None]) -> tuple[ChartMark, ...]:
-    """A line at the beginning of each of the newest attempts but the first, of those whose steps stand."""
+    """Return a mark for the start of each later attempt whose steps were not all repeated."""
     later = [
         (attempt, first, at)
         for attempt, first in effective_attempts(run.attempts)[1:]
@@ -68,7 +68,7 @@ def attempt_marks(run: ReportData, place: Callable[[AttemptRecord], float | None
         ChartMark(
             at,
             "attempt",
-            f"attempt {attempt.number} begins after step {first:,}",
+            f"attempt {attempt.number} starts after step {first:,}",
             f"attempt {attempt.number}",
         )
         for attempt, first, at in later[-MARKS:]
@@ -76,13 +76,13 @@ def attempt_marks(run: ReportData, place: Callable[[AttemptRecord], float | None
 
 
 def _charts(run: ReportData) -> Iterator[Chart]:
-    told = step_marks(run)
+    marks = step_marks(run)
     losses = [curve_series(run.steps, "loss", "training", "blue")]
     for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False):
         drawn = curve_series(curves, "loss", name, colour)
-        losses.append(drawn and _dotted(drawn))
-    per = "an image" if run.unit == "images" else "a token"
-    yield from _chart("loss", "Loss", f"loss (nats {per})", losses, told)
+        losses.append(drawn and _with_dots(drawn))
+    per = "image" if run.unit == "images" else "token"
+    yield from _chart("loss", "Loss", f"loss (nats per {per})", losses, marks)
     accuracies = [
         curve_series(curves, "accuracy", name, colour)
         for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False)
@@ -91,18 +91,18 @@ def _charts(run: ReportData) -> Iterator[Chart]:
         "accuracy",
         "Accuracy",
         "accuracy",
-        [one and _dotted(one) for one in accuracies],
-        told,
+        [one and _with_dots(one) for one in accuracies],
+        marks,
         AxisFormat.PERCENT,
     )
     norm = curve_series(run.steps, "grad_norm", "gradient norm", "green")
-    yield from _chart("grad_norm", "Gradient norm, before clipping", "gradient norm", [norm], told)
+    yield from _chart("grad_norm", "Gradient norm before clipping", "gradient norm", [norm], marks)
     yield from _chart(
         "lr",
         "Learning rate",
         "learning rate",
         [curve_series(run.steps, "lr", "learning rate", "violet")],
-        told,
+        marks,
     )
     speed = f"{run.unit}_per_second"
     yield from _chart(
@@ -110,7 +110,7 @@ def _charts(run: ReportData) -> Iterator[Chart]:
         "Throughput",
         f"{run.unit}/s",
         [curve_series(run.steps, speed, f"{run.unit}/s", "blue")],
-        told,
+        marks,
         zero=True,
     )
     used = [curve_series(run.steps, "mfu", "MFU", "green"), curve_series(run.steps, "hfu", "HFU", "orange")]
@@ -119,7 +119,7 @@ def _charts(run: ReportData) -> Iterator[Chart]:
         "Utilisation of the GPUs' peak",
         "share of the dense peak",
         used,
-        told,
+        marks,
         AxisFormat.PERCENT,
         zero=True,
     )
@@ -128,26 +128,26 @@ def _charts(run: ReportData) -> Iterator[Chart]:
         curve_series(run.steps, "hardware_tflops_per_gpu", "hardware", "orange"),
     ]
     if run.steps.total("mfu").count == 0:
-        yield from _chart("tflops", "Arithmetic of a rank", "TFLOP/s a rank", flops, told, zero=True)
+        yield from _chart("tflops", "FLOP/s per GPU", "TFLOP/s per GPU", flops, marks, zero=True)
     times = [
         curve_series(run.steps, "step_seconds", "step", "blue"),
-        curve_series(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
+        curve_series(run.steps, "data_seconds", "waiting for samples", "orange"),
         curve_series(run.steps, "gc_seconds", "garbage collection", "grey"),
     ]
-    yield from _chart("seconds", "Time of a step", "seconds", times, told, AxisFormat.SECONDS, zero=True)
-    held = [
+    yield from _chart("seconds", "Time per step", "seconds", times, marks, AxisFormat.SECONDS, zero=True)
+    memory = [
         curve_series(run.steps, "device_bytes", "tensors on the device", "green"),
         curve_series(run.steps, "host_bytes", "process", "blue"),
     ]
     yield from _chart(
-        "memory", "Memory after a step, of the rank that holds most", "bytes", held, told, AxisFormat.BYTES
+        "memory", "Memory after a step on the fullest rank", "bytes", memory, marks, AxisFormat.BYTES
     )
     yield from _chart(
         "loss_scale",
-        "Loss scale of fp16",
+        "fp16 loss scale",
         "loss scale",
         [curve_series(run.steps, "loss_scale", "loss scale", "brown")],
-        told,
+        marks,
     )
     epochs = [
         curve_series(run.steps, name, name.removeprefix(EPOCHS), colour)
@@ -165,7 +165,7 @@ def _charts(run: ReportData) -> Iterator[Chart]:
     )
 
 
-def _dotted(drawn: Series) -> Series:
+def _with_dots(drawn: Series) -> Series:
     return Series(
         name=drawn.name,
         colour=drawn.colour,
@@ -182,26 +182,29 @@ def _chart(
     title: str,
     label: str,
     series: list[Series | None],
-    told: tuple[ChartMark, ...],
+    marks: tuple[ChartMark, ...],
     written: AxisFormat = AxisFormat.NUMBER,
     *,
     zero: bool = False,
 ) -> Iterator[Chart]:
-    """Nothing where there is nothing to draw."""
+    """Yield a chart if there is something to draw."""
     drawn = tuple(one for one in series if one is not None)
     if drawn:
         yield Chart(
             id=name,
             title=title,
-            alt=f"{title} over the steps. {'; '.join(map(_words, drawn))}",
+            alt=f"{title} over the steps. {'; '.join(map(_describe_series, drawn))}",
             series=drawn,
             y_label=label,
             y_format=written,
             from_zero=zero,
-            marks=told,
+            marks=marks,
         )
 
 
-def _words(series: Series) -> str:
+def _describe_series(series: Series) -> str:
     known = [value for value in series.mid if value is not None]
-    return f"{series.name}: from {format_number(known[0])} to {format_number(known[-1])}, least {format_number(min(known))}, most {format_number(max(known))}"
+    return (
+        f"{series.name}: from {format_number(known[0])} to {format_number(known[-1])}, minimum "
+        f"{format_number(min(known))}, maximum {format_number(max(known))}"
+    )
