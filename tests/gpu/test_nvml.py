@@ -89,12 +89,12 @@ def figures(gpus: NodeGpus) -> dict[str, Any]:
 
 
 def test_torch_and_nvml_mean_the_same_gpu(gpus: NodeGpus) -> None:
-    assert str(torch.cuda.get_device_properties(0).uuid) in gpus.cards[0].uuid
+    assert str(torch.cuda.get_device_properties(0).uuid) in gpus.gpus[0].uuid
 
 
 def test_figures_are_those_of_nvidia_smi(gpus: NodeGpus, at_work: None) -> None:
     ours = figures(gpus)
-    theirs = nvidia_smi([*STEADY, *MOVING], gpus.cards[0].uuid)
+    theirs = nvidia_smi([*STEADY, *MOVING], gpus.gpus[0].uuid)
     compared = 0
     for name, (mine, make) in STEADY.items():
         if theirs[name] not in ABSENT:
@@ -122,7 +122,7 @@ def test_a_gpu_at_work_shows_it(gpus: NodeGpus, at_work: None) -> None:
 
 
 def test_events_can_be_waited_for(gpus: NodeGpus) -> None:
-    events = XidEvents(nvml_gpus.load(), gpus.cards)
+    events = XidEvents(nvml_gpus.load(), gpus.gpus)
     assert events.watched == 1
     began = time.monotonic()
     assert events.wait(300) is None
@@ -133,16 +133,15 @@ def test_events_can_be_waited_for(gpus: NodeGpus) -> None:
 def test_a_sample_is_cheap(gpus: NodeGpus, tmp_path: Path) -> None:
     rows: list[Any] = []
     source = GpuMetricSource(
-        lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.cards), xid=lambda *_: None, say=print
+        lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.gpus), on_xid=lambda *_: None
     )
     sampler = NodeSampler(
         node=0,
         seconds=0.5,
-        sources=[MetricSource("gpu", source.read, print)],
-        log=rows.append,
+        sources=[MetricSource("gpu", source.read)],
+        log_row=rows.append,
         detect=lambda row: [],
         alert=print,
-        tell=print,
     )
     sampler.start()
     time.sleep(5)

@@ -1,4 +1,4 @@
-"""Rows of a run that never was: four ranks, steps of a second with the noise of real ones, and faults from a step on."""
+"""Simulated rows of a run: four ranks, steps of a second with realistic noise, and faults from a step on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP_SECONDS = 1.0
 
 @dataclass
 class Step:
-    """What happened in one step; a fault changes it before rows are made of it. Seconds are by rank."""
+    """One step, in seconds by rank. A fault changes it before it is converted to rows."""
 
     number: int
     parts: dict[str, np.ndarray]
@@ -47,21 +47,21 @@ class Step:
     device_bytes: int = 0
     eval_loss: float = 0.0
     more: dict[str, Any] = field(default_factory=dict)
-    starved: np.ndarray = field(default_factory=lambda: np.zeros(RANKS))  # these seconds lie in the parts
+    starved: np.ndarray = field(default_factory=lambda: np.zeros(RANKS))  # contained in the parts
     stopped: np.ndarray = field(default_factory=lambda: np.zeros(RANKS))
     crowded: float = 0.0
     late: np.ndarray = field(
         default_factory=lambda: np.zeros(RANKS)
-    )  # that a rank begins the step after the others
+    )  # start of the step relative to the first rank
 
     def rows(self) -> Iterator[tuple[Kind, dict[str, Any]]]:
-        """As the ranks' recorders and the ledger make them."""
+        """Convert to rows as the ranks' recorders and the ledger do."""
         name = communication("data")
         ready = self.late + sum(self.parts.values())
         parts = {
             **self.parts,
             name: self.parts[name] + ready.max() - ready,
-        }  # the others wait for the last one in a collective
+        }  # the others wait for the last one
         step_seconds = float(ready.max() - self.late[0])
         yield (
             Kind.STEP,
@@ -120,8 +120,12 @@ Fault = Callable[[Step, np.random.Generator], None]
 def simulate_steps(
     seed: int, steps: int, fault: Fault | None = None, since: int = 0, noise: float = 0.08
 ) -> Iterator[Step]:
-    """Lognormal times; one step in a hundred takes three times as long; saves, evaluations, collections of garbage now and then; the
-    loss falls and scatters, gradient norms have a heavy tail; memory grows while caches fill, and jumps with the first save."""
+    """Simulate a healthy run, with a fault from step ``since`` on.
+
+    Times are lognormal and one step in a hundred takes three times as long. Saves, evaluations and garbage
+    collections occur occasionally; the loss falls with noise, gradient norms have a heavy tail; memory grows while
+    caches fill, and jumps with the first save.
+    """
     random = np.random.default_rng(seed)
     means = {
         DATA: 0.005,
@@ -165,7 +169,7 @@ def simulate_steps(
 
 
 def alerts_of(detectors: list[Detector], steps: Iterator[Step]) -> list[Alert]:
-    """All that the detectors say, before anybody limits how often."""
+    """Return all alerts of the detectors, before the rate limit."""
     found: list[Alert] = []
     for step in steps:
         for kind, row in step.rows():

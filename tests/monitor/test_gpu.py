@@ -242,9 +242,9 @@ def many() -> FakeNvml:
 def test_gpus_are_those_that_cuda_shows(selection: str | None, expected: list[str]) -> None:
     nvml = many()
     nvml.nvmlInit()
-    cards = find_gpus(nvml, selection)
-    assert [card.uuid[: len("GPU-00000000")] for card in cards] == expected
-    assert [card.place for card in cards] == list(range(len(expected)))
+    gpus = find_gpus(nvml, selection)
+    assert [gpu.uuid[: len("GPU-00000000")] for gpu in gpus] == expected
+    assert [gpu.index for gpu in gpus] == list(range(len(expected)))
 
 
 def test_a_slice_has_its_own_memory_and_its_boards_clocks() -> None:
@@ -257,14 +257,14 @@ def test_a_slice_has_its_own_memory_and_its_boards_clocks() -> None:
 
 def test_a_lost_gpu_does_not_count_at_the_start_either() -> None:
     nvml = FakeNvml([FakeGpu(lost=True), FakeGpu()])
-    assert [card.uuid[:12] for card in opened(nvml).cards] == ["GPU-00000001"]
+    assert [gpu.uuid[:12] for gpu in opened(nvml).gpus] == ["GPU-00000001"]
 
 
 def test_each_rank_has_one_gpu_and_no_more_are_sampled() -> None:
     nvml = FakeNvml([FakeGpu() for _ in range(8)])
     gpus = open_gpus(nvml, 2, None)
     assert gpus is not None
-    assert [card.place for card in gpus.cards] == [0, 1]
+    assert [gpu.index for gpu in gpus.gpus] == [0, 1]
 
 
 def test_without_a_driver_or_gpus_there_is_nothing() -> None:
@@ -279,13 +279,13 @@ def test_events_have_their_gpu() -> None:
         [FakeGpu(), FakeGpu(), FakeGpu(lacks={"nvmlDeviceRegisterEvents": pynvml.NVML_ERROR_NOT_SUPPORTED})]
     )
     gpus = opened(nvml, selection="1,2")
-    events = XidEvents(nvml, gpus.cards)
+    events = XidEvents(nvml, gpus.gpus)
     assert events.watched == 1
     assert events.wait(1) is None
     nvml.gpus[1].lost = True  # it cannot tell its UUID any more
     nvml.happens(1, xid=79)
     nvml.happens(0, xid=31)
-    assert events.wait(100) == (gpus.cards[0], 79)
+    assert events.wait(100) == (gpus.gpus[0], 79)
     assert events.wait(100) == (None, 31)
     events.close()
     gpus.close()

@@ -1,4 +1,4 @@
-"""Each detector names its fault within 20 steps, and none says anything of a run that is well.
+"""Each detector names its injected fault within 20 steps, and none raises an alert in a healthy run.
 
 pytest tests/monitor/test_step_detectors.py
 """
@@ -18,7 +18,6 @@ from toolkit.config.schema import Cadence, RunConfig
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.build import build_detectors, data_remedy
 from toolkit.monitor.health.checkpoints import LateCheckpoint, SlowCheckpoint, best_interval
-from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.loss import LOSS, JumpDetector, LossScaleCollapse, NonFinite, RisingValidation
 from toolkit.monitor.health.throughput import FallingThroughput, Straggler
 from toolkit.monitor.sink import Kind
@@ -34,11 +33,11 @@ def plan() -> RunPlan:
     return tiny_plan(ranks=RANKS, zero__stage=1)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("ledger", [True, False])
-def test_two_thousand_clean_steps_give_no_alert(plan: RunPlan, seed: int, ledger: bool) -> None:
-    if not ledger and seed:
-        return  # the ledger's absence changes one detector
+@pytest.mark.parametrize(
+    ("seed", "ledger"),
+    [(0, True), (0, False), *(pytest.param(seed, True, marks=pytest.mark.full) for seed in (1, 2))],
+)
+def test_healthy_run_gives_no_alert(plan: RunPlan, seed: int, ledger: bool) -> None:
     found = alerts_of(
         [*build_detectors(_without_ledger(plan) if not ledger else plan)],
         simulate_steps(seed, 2000, noise=0.08 + 0.04 * seed),
@@ -97,14 +96,14 @@ def two_long_data_waits_of_rank_1(step: Step, random: np.random.Generator) -> No
 
 
 def stopped_rank_2(step: Step, random: np.random.Generator) -> None:
-    """For 3 s, wherever the rank is."""
+    """For 3 s, in forward or backward."""
     if step.number % 7 == 0:
         step.stopped[2] = 3.0
         step.parts[(FORWARD, BACKWARD)[step.number % 2]][2] += 3.0
 
 
 def hog_on_a_core_of_rank_3(step: Step, random: np.random.Generator) -> None:
-    """The rank and another process take turns, and cores are shared."""
+    """The rank and another process take turns on shared cores."""
     for part in (FORWARD, BACKWARD, OPTIMIZER):
         step.parts[part][3] *= 2.2
         step.starved[3] += step.parts[part][3] / 2
@@ -112,7 +111,7 @@ def hog_on_a_core_of_rank_3(step: Step, random: np.random.Generator) -> None:
 
 
 def slow_save_of_rank_0(step: Step, random: np.random.Generator) -> None:
-    """The others wait for it in the next step."""
+    """The other ranks wait in the next step."""
     if step.number % 3 == 0:
         step.saved[0] += 4.0
 
@@ -155,63 +154,65 @@ def device_leak(step: Step, random: np.random.Generator) -> None:
     step.device_bytes += (step.number - SINCE) * 80 * 2**20
 
 
-FAULTS: list[tuple[Fault, str, str, str]] = [
-    (slow_loader, "data-stall", "", "the data pipeline is slow"),
-    (slow_loader_in_chunks, "data-stall", "", "the data pipeline is slow"),
-    (slow_loader_of_rank_2, "data-stall", "rank 2", "the data pipeline of rank 2 is slow"),
-    (two_long_data_waits, "data-stall", "", "the data pipeline is slow"),
-    (two_long_data_waits_of_rank_1, "data-stall", "rank 1", "the data pipeline of rank 1 is slow"),
-    (stopped_rank_2, "pauses", "rank 2", "the process of rank 2 is stopped"),
-    (hog_on_a_core_of_rank_3, "host-busy", "node 0", "the host is busy"),
-    (slow_save_of_rank_0, "slow-checkpoint", "", "saving takes"),
-    (slow_rank_3, "straggler", "rank 3", "rank 3 (place 3 of node 0) computes longer"),
-    (garbage, "garbage-collection", "", "garbage collection stops training"),
-    (pauses_in_backward, "pauses", BACKWARD, "again and again, in backward"),
-    (slow_network, "slow-collective", "axis data", "collectives along axis data have become slow"),
-    (slower, "falling-throughput", "", "training has become slower"),
-    (nan_loss, "non-finite-loss", "", f"the loss is not a finite number, first in step {SINCE}: forward"),
+# (injected fault, name of the alert, its fault, where, part of the cause)
+FAULTS: list[tuple[Fault, str, str, str, str]] = [
+    (slow_loader, "data-stall", "", "", "the data pipeline is slow"),
+    (slow_loader_in_chunks, "data-stall", "", "", "the data pipeline is slow"),
+    (slow_loader_of_rank_2, "data-stall", "", "rank 2", "the data pipeline of rank 2 is slow"),
+    (two_long_data_waits, "data-stall", "", "", "the data pipeline is slow"),
+    (two_long_data_waits_of_rank_1, "data-stall", "", "rank 1", "the data pipeline of rank 1 is slow"),
+    (stopped_rank_2, "slow-steps", "stopped-process", "rank 2", "the process of rank 2 is stopped"),
+    (hog_on_a_core_of_rank_3, "host-busy", "", "node 0", "the host is busy"),
+    (slow_save_of_rank_0, "slow-checkpoint", "slow-save", "", "saving takes"),
+    (slow_rank_3, "straggler", "", "rank 3", "rank 3 (local rank 3 of node 0) computes longer"),
+    (garbage, "slow-steps", "garbage-collection", "", "garbage collection stops training"),
+    (pauses_in_backward, "slow-steps", "pauses", BACKWARD, "than the others, in backward"),
+    (slow_network, "slow-collective", "", "axis data", "collectives along axis data have become slow"),
+    (slower, "slow-steps", "falling-throughput", "", "training has become slower"),
+    (nan_loss, "non-finite", "loss", "", f"the loss is not a finite number, first in step {SINCE}: forward"),
     (
         infinite_gradient,
-        "non-finite-gradient",
+        "non-finite",
+        "gradient",
         "",
         f"the gradient norm is not a finite number, first in step {SINCE}: backward",
     ),
-    (infinite_gradient_then_nan, "non-finite-gradient", "", f"first in step {SINCE}: backward"),
-    (one_spike, "loss-spike", "", "and came back"),
-    (diverging, "loss-shift", "", f"has gone up in step {SINCE} and stays"),
-    (gradient_spike, "gradient-spike", "", f"jumped in step {SINCE} and came back"),
-    (host_leak, "memory-creep", "", "grows step by step"),
-    (device_leak, "device-memory-creep", "", "grows step by step"),
+    (infinite_gradient_then_nan, "non-finite", "gradient", "", f"first in step {SINCE}: backward"),
+    (one_spike, "loss-jump", "loss-spike", "", "and returned"),
+    (diverging, "loss-jump", "loss-shift", "", f"has risen in step {SINCE} and stays"),
+    (gradient_spike, "loss-jump", "gradient-spike", "", f"jumped in step {SINCE} and returned"),
+    (host_leak, "memory-growth", "process-memory", "", "grows step by step"),
+    (device_leak, "memory-growth", "device-memory", "", "grows step by step"),
 ]
-# Which alerts may come with another: what follows from the same cause.
+# Faults that may be reported as well, because they follow from the same cause.
 FOLLOWS = {"falling-throughput"}
 
 
 @pytest.mark.parametrize(
-    ("fault", "name", "where", "cause"), FAULTS, ids=[fault.__name__ for fault, *_ in FAULTS]
+    ("inject", "name", "fault", "where", "cause"), FAULTS, ids=[inject.__name__ for inject, *_ in FAULTS]
 )
-def test_a_fault_is_named_within_20_steps(
-    plan: RunPlan, fault: Fault, name: str, where: str, cause: str
+def test_fault_is_named_within_20_steps(
+    plan: RunPlan, inject: Fault, name: str, fault: str, where: str, cause: str
 ) -> None:
-    found = alerts_of(build_detectors(plan), simulate_steps(7, SINCE + 20, fault, SINCE))
-    assert found, "nothing was said"
+    found = alerts_of(build_detectors(plan), simulate_steps(7, SINCE + 20, inject, SINCE))
+    assert found
     assert min(alert.step for alert in found) >= SINCE
-    right = [alert for alert in found if (alert.name, alert.where) == (name, where)]
-    assert right, f"{name} ({where}) is not among {[(alert.name, alert.where) for alert in found]}"
+    right = [alert for alert in found if (alert.name, alert.fault, alert.where) == (name, fault, where)]
+    assert right, [(alert.name, alert.fault, alert.where) for alert in found]
     assert right[0].step < SINCE + 20
     assert cause in right[0].cause
     assert any(character.isdigit() for character in right[0].evidence)
     assert right[0].next_step
-    assert right[0].level is (Level.ERROR if name.startswith("non-finite") else Level.WARNING)
-    assert {alert.name for alert in found} <= {name} | FOLLOWS, "no wrong cause"
+    assert right[0].level is (Level.ERROR if name == "non-finite" else Level.WARNING)
+    assert {alert.fault for alert in found} <= {fault} | FOLLOWS, "no wrong cause"
 
 
-# ---- one by one
+# ---- single detectors
 
 
 @pytest.mark.parametrize(("ranks", "where"), [(range(RANKS), ""), (range(1, 2), "rank 1")])
-def test_two_long_data_waits_far_apart_are_named(plan: RunPlan, ranks: range, where: str) -> None:
-    """They take 72% of the time of 100 steps, and no 20 steps have both."""
+def test_long_data_waits_far_apart_are_detected(plan: RunPlan, ranks: range, where: str) -> None:
+    """They take 72% of the time of 100 steps, but no window of 20 steps contains both."""
 
     def waits(step: Step, random: np.random.Generator) -> None:
         if step.number in (60, 95):
@@ -224,7 +225,7 @@ def test_two_long_data_waits_far_apart_are_named(plan: RunPlan, ranks: range, wh
 
 
 def test_throughput_is_compared_for_the_same_number_of_samples(plan: RunPlan) -> None:
-    """A batch ramp doubles what a step costs; at the same batch that is an alert."""
+    """A batch ramp doubles the cost of a step without an alert; at the same batch size it gives one."""
 
     def ramped(step: Step, random: np.random.Generator) -> None:
         for seconds in step.parts.values():
@@ -246,13 +247,14 @@ def test_throughput_is_compared_for_the_same_number_of_samples(plan: RunPlan) ->
         )
         == []
     )
-    assert {
-        alert.name for alert in alerts_of(build_detectors(plan), simulate_steps(1, SINCE + 60, ramped, SINCE))
-    } >= {"falling-throughput"}
+    assert "falling-throughput" in {
+        alert.fault
+        for alert in alerts_of(build_detectors(plan), simulate_steps(1, SINCE + 60, ramped, SINCE))
+    }
 
 
-def test_a_few_short_steps_are_a_hiccup_and_many_are_none() -> None:
-    """Steps of 12 ms that take 30: for some seconds, and for good."""
+def test_short_steps_are_judged_in_groups_of_a_second() -> None:
+    """Steps of 12 ms that take 30 ms, for some seconds or permanently."""
 
     def alerts(slow: Callable[[int], bool]) -> list[int]:
         detector = FallingThroughput(lambda step: 8)
@@ -264,7 +266,7 @@ def test_a_few_short_steps_are_a_hiccup_and_many_are_none() -> None:
 
 
 def ledger(step: int, busy: float, **more: Any) -> dict[str, Any]:
-    """A row of one rank."""
+    """A ledger row of one rank."""
     return {
         "step": step,
         "ranks": 1,
@@ -279,7 +281,7 @@ def ledger(step: int, busy: float, **more: Any) -> dict[str, Any]:
 
 
 def on_a_busy_host(step: Step, random: np.random.Generator) -> None:
-    """Three ranks and a hog on two processors: each rank is starved in turn, and neighbours make all of them slower."""
+    """Each rank is starved in turn, and neighbours make all of them slower."""
     for rank in range(RANKS):
         slower = random.uniform(1.0, 1.9)
         starved = random.exponential(0.5) * (random.random() < 0.6)
@@ -290,11 +292,9 @@ def on_a_busy_host(step: Step, random: np.random.Generator) -> None:
     step.crowded = sum(seconds.max() for seconds in step.parts.values())
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_two_thousand_clean_steps_on_a_busy_host_say_so_once_and_nothing_else(
-    plan: RunPlan, seed: int
-) -> None:
-    """A hog comes and goes: 400 idle steps, 200 busy ones, and again."""
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+def test_busy_host_gives_only_its_own_alert(plan: RunPlan, seed: int) -> None:
+    """Another process is active in 200 of every 600 steps."""
 
     def hog(step: Step, random: np.random.Generator) -> None:
         if step.number % 600 >= 400:
@@ -302,20 +302,18 @@ def test_two_thousand_clean_steps_on_a_busy_host_say_so_once_and_nothing_else(
 
     found = alerts_of(build_detectors(plan), simulate_steps(seed, 2000, hog, 1))
     assert [str(alert) for alert in found if alert.name != "host-busy"] == []
-    assert 1 <= len(found) <= 3, "each time that it comes, it is told once"
+    assert 1 <= len(found) <= 3, "once per active phase"
 
 
 @pytest.mark.parametrize(
     ("fault", "name", "where"),
     [
         (two_long_data_waits_of_rank_1, "data-stall", "rank 1"),
-        (stopped_rank_2, "pauses", "rank 2"),
+        (stopped_rank_2, "slow-steps", "rank 2"),
         (slow_save_of_rank_0, "slow-checkpoint", ""),
     ],
 )
-def test_a_large_fault_is_named_on_a_busy_host_too(
-    plan: RunPlan, fault: Fault, name: str, where: str
-) -> None:
+def test_large_fault_is_detected_on_a_busy_host(plan: RunPlan, fault: Fault, name: str, where: str) -> None:
     def both(step: Step, random: np.random.Generator) -> None:
         on_a_busy_host(step, random)
         if step.number >= SINCE:
@@ -325,21 +323,21 @@ def test_a_large_fault_is_named_on_a_busy_host_too(
     assert {(alert.name, alert.where) for alert in found} == {("host-busy", "node 0"), (name, where)}
 
 
-def test_what_falls_slowly_is_compared_with_how_it_began(plan: RunPlan) -> None:
-    """A thousandth a step: no window of 200 steps shows it."""
+def test_slow_decline_is_compared_with_the_best_steps(plan: RunPlan) -> None:
+    """A decline of 0.05% per step, which no window of 200 steps shows."""
 
     def slower_and_slower(step: Step, random: np.random.Generator) -> None:
         for seconds in step.parts.values():
             seconds *= 1 + (step.number - SINCE) / 2000
 
     alerts = alerts_of(build_detectors(plan), simulate_steps(2, 1600, slower_and_slower, SINCE))
-    found = [alert for alert in alerts if alert.name == "falling-throughput"]
+    found = [alert for alert in alerts if alert.fault == "falling-throughput"]
     assert found
     assert SINCE + 200 < found[0].step < SINCE + 700
 
 
-def test_a_slow_leak_is_seen_over_all_of_the_run(plan: RunPlan) -> None:
-    """A mebibyte a step: 50 in 20 steps are nothing, a gigabyte in a thousand is a leak."""
+def test_slow_leak_is_detected_over_the_whole_run(plan: RunPlan) -> None:
+    """1 MiB per step is below the threshold of 20 steps but is a leak over a thousand."""
 
     def leak(step: Step, random: np.random.Generator) -> None:
         step.host_bytes = 2 * GIB + step.number * 2**20
@@ -347,13 +345,13 @@ def test_a_slow_leak_is_seen_over_all_of_the_run(plan: RunPlan) -> None:
     found = [
         alert
         for alert in alerts_of(build_detectors(plan), simulate_steps(3, 1500, leak, 1))
-        if alert.name == "memory-creep"
+        if alert.fault == "process-memory"
     ]
     assert found
     assert "1 MiB a step" in found[0].evidence
 
 
-def test_stages_of_a_pipeline_may_differ_but_not_begin_to() -> None:
+def test_pipeline_stages_are_compared_with_their_usual_ratio() -> None:
     def rows(factor: float, since: int) -> list[Alert]:
         detector, found = Straggler(ranks_per_node=8, stages=4), []
         for step in range(1, 200):
@@ -368,7 +366,7 @@ def test_stages_of_a_pipeline_may_differ_but_not_begin_to() -> None:
     assert found[0].step < 120
 
 
-def test_of_two_ranks_the_slow_one_is_compared_with_the_other() -> None:
+def test_slow_rank_of_two_is_compared_with_the_other() -> None:
     detector = Straggler(ranks_per_node=1, stages=1)
     found = [
         detector.check(Kind.LEDGER, ledger(step, 1.4, ranks=2, slowest_rank=1, median_busy_seconds=1.2))
@@ -381,7 +379,7 @@ def test_of_two_ranks_the_slow_one_is_compared_with_the_other() -> None:
     assert "system/node-1.jsonl" in alert.next_step
 
 
-def test_saving_that_becomes_slow(plan: RunPlan) -> None:
+def test_saves_that_become_slow_are_detected(plan: RunPlan) -> None:
     def slow(step: Step, random: np.random.Generator) -> None:
         step.saved *= 6 if step.number % SAVE == 0 else 1
 
@@ -391,12 +389,12 @@ def test_saving_that_becomes_slow(plan: RunPlan) -> None:
         ("slow-checkpoint", 900),
         ("slow-checkpoint", 1000),
     }
-    assert found[0].step == 800, "one slow save is none"
+    assert found[0].step == 800, "a single slow save gives no alert"
     assert "checkpoint.background=true" in found[0].next_step
 
 
-def test_saving_that_takes_a_large_share() -> None:
-    """Two seconds each, one in ten seconds of training."""
+def test_saves_that_take_a_large_share_are_detected() -> None:
+    """Saves of 2 s, every 10 s of training."""
     detector, found = SlowCheckpoint(), []
     for step in range(1, 50):
         saved = 2.0 if step % 10 == 0 else 0.0
@@ -407,7 +405,7 @@ def test_saving_that_takes_a_large_share() -> None:
     assert best_interval(2.0) == pytest.approx(math.sqrt(2 * 2 * 86400))
 
 
-def test_a_checkpoint_that_does_not_come() -> None:
+def test_overdue_checkpoint_is_detected() -> None:
     now = [0.0]
     for cadence, seconds, late_at in (
         (Cadence(steps=100), 1.0, 251),
@@ -425,8 +423,8 @@ def test_a_checkpoint_that_does_not_come() -> None:
         assert (found[0].step if found else None) == late_at
 
 
-def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
-    def said(first: int, count: int) -> list[int]:
+def test_collapsing_loss_scale_is_detected_after_the_start() -> None:
+    def alert_steps(first: int, count: int) -> list[int]:
         detector = LossScaleCollapse()
         rows = [
             {"step": step, "skipped": first <= step < first + count, "loss_scale": 65536.0}
@@ -434,14 +432,12 @@ def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
         ]
         return [row["step"] for row in rows if detector.check(Kind.STEP, row) is not None]
 
-    assert said(1, 15) == []
-    assert said(100, 9) == []
-    assert said(100, 12) == [109, 110, 111]
+    assert alert_steps(1, 15) == []
+    assert alert_steps(100, 9) == []
+    assert alert_steps(100, 12) == [109, 110, 111]
     skipped = {"step": 1, "loss": 1.0, "grad_norm": math.inf, "skipped": True, "lr": 1.0}
     assert NonFinite().check(Kind.STEP, {**skipped, "loss_scale": 2.0}) is None
-    assert LossScaleCollapse().check(Kind.STEP, skipped) is None, (
-        "without a loss scale there is nothing to collapse"
-    )
+    assert LossScaleCollapse().check(Kind.STEP, skipped) is None, "without a loss scale nothing can collapse"
 
 
 @pytest.mark.parametrize(
@@ -453,10 +449,10 @@ def test_fp16_may_look_for_its_scale_at_the_start_and_not_later() -> None:
             {"skipped": True, "weights_finite": False},
             "; the weights are not finite either, and the step was skipped",
         ),
-        ({}, "from a loss that was a number"),  # of an earlier version
+        ({}, "from a finite loss"),  # a row of an earlier version
     ],
 )
-def test_the_alert_reports_weights_as_they_were_found(row: dict[str, bool], words: str) -> None:
+def test_non_finite_alert_reports_whether_weights_are_finite(row: dict[str, bool], words: str) -> None:
     alert = NonFinite().check(Kind.STEP, {"step": 1, "loss": 1.0, "grad_norm": math.inf, "lr": 1.0, **row})
     assert alert is not None
     assert alert.cause.endswith(words)
@@ -471,19 +467,19 @@ def validated(losses: list[float]) -> list[int]:
     return [row["step"] // EVAL for row in rows if detector.check(Kind.EVAL, row) is not None]
 
 
-def test_validation_that_rises() -> None:
+def test_rising_validation_loss_is_detected() -> None:
     random = np.random.default_rng(0)
     falling = [3 + 2 * math.exp(-number / 10) + random.normal(0, 0.01) for number in range(60)]
     assert validated(falling) == []
     rising = [loss + 0.02 * max(0, number - 40) for number, loss in enumerate(falling)]
-    said = validated(rising)
-    assert 43 <= said[0] <= 48
+    alerts = validated(rising)
+    assert 43 <= alerts[0] <= 48
     assert validated([3.0, math.nan]) == [2]
     flat = list(3 + random.normal(0, 0.02, 400))
     assert validated(flat) == []
 
 
-def test_a_falling_loss_without_noise_is_no_jump() -> None:
+def test_smooth_falling_loss_is_no_jump() -> None:
     detector = JumpDetector(LOSS)
     losses = [5 * math.exp(-step / 100) for step in range(300)]
     assert [detector.check(Kind.STEP, {"step": step, "loss": loss}) for step, loss in enumerate(losses)] == [
@@ -491,7 +487,7 @@ def test_a_falling_loss_without_noise_is_no_jump() -> None:
     ] * 300
 
 
-def test_a_loss_that_is_zero_may_be_one() -> None:
+def test_spike_of_a_zero_loss_is_detected() -> None:
     detector = JumpDetector(LOSS)
     losses = [0.0] * 60 + [1.0] + [0.0] * 10
     found = [
@@ -499,41 +495,18 @@ def test_a_loss_that_is_zero_may_be_one() -> None:
         for step, loss in enumerate(losses)
         if (alert := detector.check(Kind.STEP, {"step": step, "loss": loss})) is not None
     ]
-    assert [(alert.name, alert.step) for alert in found] == [("loss-spike", 63)]
+    assert [(alert.fault, alert.step) for alert in found] == [("loss-spike", 63)]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "remedy"),
     [
         (lambda config: setattr(config.data, "name", "dataset"), "data.dataset.workers=4"),
         (lambda config: setattr(config.data, "path", "s3://bucket/data"), "data.cache.folder"),
         (lambda config: None, "data.path=FOLDER"),
     ],
 )
-def test_what_to_do_about_slow_data_depends_on_where_they_come_from(
-    change: Callable[[RunConfig], None], said: str
-) -> None:
+def test_remedy_for_slow_data_depends_on_the_source(change: Callable[[RunConfig], None], remedy: str) -> None:
     plan = tiny_plan()
     change(plan.config)
-    assert said in data_remedy(plan)
-
-
-def test_every_detector_is_tried_here(plan: RunPlan) -> None:
-    """A list of what can be told, for docs/monitoring.md."""
-    assert {type(detector).__name__ for detector in build_detectors(plan)} == {
-        "NonFinite",
-        "Jump",
-        "LossScale",
-        "Validation",
-        "DataStall",
-        "GarbageCollection",
-        "HostBusy",
-        "Stops",
-        "Pauses",
-        "FallingThroughput",
-        "Straggler",
-        "SlowCollective",
-        "SlowCheckpoint",
-        "Creep",
-    }
-    assert all(isinstance(detector, Detector) for detector in build_detectors(plan))
+    assert remedy in data_remedy(plan)

@@ -1,4 +1,4 @@
-"""W&B: what two nodes wrote offline, read back from their files; missing, failing or hanging it is told once and training goes on.
+"""W&B: runs of two nodes offline, read back from their files, and a missing, failing or hanging W&B.
 
 pytest tests/monitor/test_wandb.py
 """
@@ -68,7 +68,7 @@ def wandb_file(folder: Path) -> Path:
 
 
 def test_two_nodes_offline_are_two_runs_of_one_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sinks, "WandbSink", without_network)
     folder = tmp_path / "tiny"
@@ -153,10 +153,10 @@ def test_two_nodes_offline_are_two_runs_of_one_group(
         assert config["environment"]["packages"]["torch"] is not None
         assert config["git"] is None or set(config["git"]) == {"commit", "branch", "dirty"}
     assert summary(files[0])["continuation"] == "def main():"
-    told = summary(files[0])
-    assert told["goodput"] == 0.875
-    assert told["train/loss"] == {"min": 0.5, "last": 0.5}
-    assert told["eval/validation/loss"] == {"min": 2.5, "last": 3.5}
+    values = summary(files[0])
+    assert values["goodput"] == 0.875
+    assert values["train/loss"] == {"min": 0.5, "last": 0.5}
+    assert values["eval/validation/loss"] == {"min": 2.5, "last": 3.5}
     assert [exit_code(file) for file in files] == [0, 75]
     for node, file in enumerate(files):
         assert stats(file)
@@ -169,7 +169,7 @@ def test_two_nodes_offline_are_two_runs_of_one_group(
         "straggler"
     ] * 2
     assert "launcher" in directory.environment_file(1).read_text()
-    assert capfd.readouterr().err.count(f"error: {ALERT}") == 2
+    assert caplog.messages.count(str(ALERT)) == 2
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_in_a_shared_run_each_node_adds_itself_and_none_takes_anything_away(tmp_
 
 
 class Run:
-    """W&B's, which takes everything, and ends when it is told to."""
+    """A fake of W&B's run that records its calls."""
 
     def __init__(self, finish_seconds: float = 0.0) -> None:
         self.asked: list[Any] = []
@@ -299,10 +299,9 @@ def test_which_node_is_what(
 # ---- trouble
 
 
-def used(sink: Sink) -> tuple[list[str], float]:
-    """What is told when ``sink`` is used for a while, and the longest call."""
-    told: list[str] = []
-    composite = CompositeSink([sink], told.append)
+def longest_call(sink: Sink) -> float:
+    """Log for a while; return the seconds of the longest call."""
+    composite = CompositeSink([sink])
     longest = 0.0
     for step in range(1, 31):
         began = time.monotonic()
@@ -310,19 +309,21 @@ def used(sink: Sink) -> tuple[list[str], float]:
         longest = max(longest, time.monotonic() - began)
         time.sleep(0.01)
     composite.close(0)
-    return told, longest
+    return longest
 
 
-def test_missing_wandb_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    told, _ = used(QueuedSink(lambda: sink_of(tmp_path), "W&B"))
-    assert len(told) == 1
-    assert told[0].startswith("W&B failed and gets nothing more: ModuleNotFoundError")
+    longest_call(QueuedSink(lambda: sink_of(tmp_path), "W&B"))
+    (message,) = caplog.messages
+    assert message.startswith("W&B failed and receives no more rows: ModuleNotFoundError")
 
 
 @pytest.mark.parametrize("where", ["start", "finish"])
-def test_a_wandb_that_hangs_is_left_behind(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_hanging_wandb_is_abandoned_at_close(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake(
         monkeypatch,
@@ -330,10 +331,10 @@ def test_a_wandb_that_hangs_is_left_behind(
         if where == "start"
         else lambda **settings: Run(finish_seconds=60.0),
     )
-    told, longest = used(QueuedSink(lambda: sink_of(tmp_path), "W&B", close_seconds=0.2))
+    longest = longest_call(QueuedSink(lambda: sink_of(tmp_path), "W&B", close_seconds=0.2))
     rows = 30 if where == "start" else 0
-    assert told == [
-        f"W&B failed and gets nothing more: TimeoutError: it did not finish within 0.2 s, and {rows} rows wait"
+    assert caplog.messages == [
+        f"W&B failed and receives no more rows: TimeoutError: it did not finish within 0.2 s, and {rows} rows wait"
     ]
     assert longest < 0.1
 
@@ -377,11 +378,9 @@ print("core is gone", gone, "priorities", priorities)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("SIGTERM", "ProcessEnded"), ("SIGSTOP", "did not finish within 2 s")]
+    ("name", "message"), [("SIGTERM", "ProcessEnded"), ("SIGSTOP", "did not finish within 2 s")]
 )
-def test_without_its_process_w_and_b_is_told_once_and_the_run_ends(
-    tmp_path: Path, name: str, said: str
-) -> None:
+def test_dead_or_stopped_wandb_service_is_reported_once(tmp_path: Path, name: str, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SIGNALLED, str(tmp_path), name],
         capture_output=True,
@@ -392,7 +391,7 @@ def test_without_its_process_w_and_b_is_told_once_and_the_run_ends(
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("W&B failed") == 1
-    assert said in done.stderr
+    assert message in done.stderr
     assert f"core is gone True priorities {{{NICE}}}" in done.stdout
     assert [row["step"] for row in history(next(tmp_path.rglob("*.wandb")))] == [1]
     assert "Traceback" not in done.stderr

@@ -94,7 +94,7 @@ def test_stop_ends_at_the_first_gradient_that_is_not_finite(
     assert (rows[-1]["skipped"], rows[-1]["weights_finite"], rows[-1]["grad_norm"]) == (True, True, None)
     assert "weights_finite" not in rows[-2]
     alerts = list(read_rows(run.directory.alerts_file))
-    assert [alert["name"] for alert in alerts] == ["non-finite-gradient"]
+    assert [(alert["name"], alert["fault"]) for alert in alerts] == [("non-finite", "gradient")]
     assert "the weights are finite, and the step was skipped" in alerts[0]["cause"]
 
 

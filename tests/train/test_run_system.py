@@ -130,7 +130,7 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
 
     said = alerts(faulty, 1)
     throttled, xid = (
-        next(alert for alert in said if alert["name"] == name) for name in ("gpu-throttled", "gpu-xid")
+        next(alert for alert in said if alert["fault"] == fault) for fault in ("throttled", "xid")
     )
     assert FAULT - 1 <= throttled["step"] <= FAULT + WITHIN
     assert FAULT - 1 <= xid["step"] <= FAULT + WITHIN
@@ -139,10 +139,9 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
     assert "990 of 1980 MHz (50%)" in throttled["evidence"]
     assert "92 °C" in throttled["evidence"]
     assert "XID 63" in xid["cause"]
-    assert {alert["name"] for alert in said if alert["name"].startswith(("gpu", "host", "disk"))} == {
-        "gpu-throttled",
-        "gpu-xid",
-    }
+    assert {
+        (alert["name"], alert["fault"]) for alert in said if alert["name"].startswith(("gpu", "host-fault"))
+    } == {("gpu-slow", "throttled"), ("gpu-fault", "xid")}
     assert not [alert for alert in alerts(faulty, 0) if alert["name"].startswith("gpu")]
 
     after = median(row["step_seconds"] for row in steps[FAULT:])
