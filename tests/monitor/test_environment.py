@@ -1,4 +1,4 @@
-"""What is recorded of code and environment: git's state without its differences, versions, and no environment variable.
+"""Recorded environment: git state without diffs, versions, and no environment variables.
 
 pytest tests/monitor/test_environment.py
 """
@@ -35,7 +35,7 @@ def tree(tmp_path: Path) -> Path:
     return folder
 
 
-def test_commit_branch_and_whether_files_differ(tree: Path) -> None:
+def test_git_state_has_commit_branch_and_dirty(tree: Path) -> None:
     commit = git(tree, "rev-parse", "HEAD")
     assert environment.read_git_state(tree) == {"commit": commit, "branch": "trunk", "dirty": False}
     (tree / "code.py").write_text("secret = 1\n")
@@ -45,10 +45,8 @@ def test_commit_branch_and_whether_files_differ(tree: Path) -> None:
     assert environment.read_git_state(tree) == {"commit": commit, "branch": None, "dirty": False}
 
 
-def test_a_folder_that_git_does_not_track_has_no_state(tree: Path, tmp_path: Path) -> None:
-    installed = (
-        tree / "environment" / "site-packages"
-    )  # as where somebody's environment lies in their project
+def test_untracked_folder_has_no_git_state(tree: Path, tmp_path: Path) -> None:
+    installed = tree / "environment" / "site-packages"  # like a virtual environment inside a project
     installed.mkdir(parents=True)
     (installed / "module.py").touch()
     assert environment.read_git_state(installed) is None
@@ -56,7 +54,7 @@ def test_a_folder_that_git_does_not_track_has_no_state(tree: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("script", ["sleep 60", None])
-def test_a_git_that_hangs_or_is_missing_is_no_trouble(
+def test_hanging_or_missing_git_gives_no_state(
     script: str | None, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = tmp_path / "programs"
@@ -70,7 +68,7 @@ def test_a_git_that_hangs_or_is_missing_is_no_trouble(
     assert time.monotonic() - began < 2.0
 
 
-def test_versions_and_no_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_has_versions_but_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-key")
     found = environment.collect_environment("torchrun")
     assert found["toolkit"] == toolkit.__version__
@@ -82,7 +80,7 @@ def test_versions_and_no_environment_variable(monkeypatch: pytest.MonkeyPatch) -
     assert os.environ["PATH"] not in text
 
 
-def test_what_is_not_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_packages_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "PACKAGES", ("no-such-package",))
     monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
     found = environment.collect_environment(None)

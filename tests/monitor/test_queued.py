@@ -289,7 +289,8 @@ def test_row_of_2000_metrics_is_enqueued_within_a_millisecond() -> None:
     for sink in sinks:
         sink.close(0)
     print(
-        f"one row of 2,000: {statistics.median(large) * 1e6:.0f} us; 16 rows of 125: {statistics.median(small) * 1e6:.0f} us"
+        f"one row of 2,000: {statistics.median(large) * 1e6:.0f} us; 16 rows of 125: "
+        f"{statistics.median(small) * 1e6:.0f} us"
     )
     assert statistics.median(large) < 1e-3
     assert statistics.median(small) < 2e-3

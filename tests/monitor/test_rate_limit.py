@@ -1,4 +1,4 @@
-"""Rate limit of a sink: short runs are complete, fast runs are thinned evenly, alerts and evaluations always pass.
+"""Rate limit of a sink: fast runs are thinned evenly, alerts and evaluations always pass.
 
 pytest tests/monitor/test_rate_limit.py
 """
@@ -28,10 +28,11 @@ def run(steps: int, seconds: float, values: int, alert_every: int = 10**9) -> Re
     """Simulate steps of ``seconds``, each with a step row and a ledger row of ``values`` values."""
     recorded, now = RecordingSink(), [0.0]
     sink = RateLimitedSink(recorded, lambda: now[0])
+    metrics = {str(name): name for name in range(values - 1)}
     for step in range(1, steps + 1):
         now[0] += seconds
         for kind in (Kind.STEP, Kind.LEDGER):
-            sink.log(kind, {"step": step, **{str(name): name for name in range(values - 1)}})
+            sink.log(kind, {**metrics, "step": step})
         if step % alert_every == 0:
             sink.log(Kind.ALERT, {"step": step})
             sink.log(Kind.EVAL, {"step": step})
@@ -39,7 +40,7 @@ def run(steps: int, seconds: float, values: int, alert_every: int = 10**9) -> Re
 
 
 def test_slow_runs_are_not_limited(caplog: pytest.LogCaptureFixture) -> None:
-    for steps, seconds, values in ((100, 0.01, 50), (20_000, 1.0, 150)):
+    for steps, seconds, values in ((100, 0.01, 50), (5_000, 1.0, 150)):
         recorded = run(steps, seconds, values)
         assert recorded.steps(Kind.STEP) == recorded.steps(Kind.LEDGER) == list(range(1, steps + 1))
         assert caplog.messages == []
@@ -55,7 +56,8 @@ def test_fast_run_is_thinned_evenly_per_kind(caplog: pytest.LogCaptureFixture) -
         late = [step for step in steps if step > 1000]
         assert max(after - before for before, after in pairwise(late)) <= 6
     assert caplog.messages == [
-        "RecordingSink receives only some of the rows, the files have all: there are more than 200 values a second"
+        "RecordingSink receives only some of the rows, the files have all: there are more than 200 values "
+        "a second"
     ]
 
 
@@ -66,5 +68,5 @@ def test_alerts_and_evaluations_are_never_dropped() -> None:
 
 
 def test_oversized_rows_pass_occasionally() -> None:
-    recorded = run(1000, 1.0, 20_000)
-    assert 10 <= len(recorded.steps(Kind.STEP)) <= 12
+    recorded = run(300, 1.0, 20_000)
+    assert 3 <= len(recorded.steps(Kind.STEP)) <= 5

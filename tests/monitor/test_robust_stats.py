@@ -1,4 +1,4 @@
-"""Statistics that one odd value does not move, in bounded memory.
+"""Robust statistics in bounded memory.
 
 pytest tests/monitor/test_robust_stats.py
 """
@@ -11,15 +11,15 @@ import pytest
 from toolkit.monitor.health.robust_stats import BestMedian, BlockMinima, LastingCondition, noise_level
 
 
-def test_noise_is_the_standard_deviation_whatever_the_trend() -> None:
+def test_noise_ignores_a_trend() -> None:
     random = np.random.default_rng(0)
     for slope in (0.0, 0.05, -0.05):
         values = [slope * number + random.normal(0, 0.2) for number in range(2000)]
-        values[::50] = [100.0] * 40  # odd ones
+        values[::50] = [100.0] * 40  # outliers
         assert noise_level(values) == pytest.approx(0.2, rel=0.1)
 
 
-def test_best_is_of_a_block_and_only_falls() -> None:
+def test_best_median_never_rises() -> None:
     best = BestMedian(10, first=4)
     for value, after in (
         (5, None),
@@ -35,7 +35,7 @@ def test_best_is_of_a_block_and_only_falls() -> None:
         assert best.value == after
 
 
-def test_lasting_is_most_of_the_newest() -> None:
+def test_lasting_condition_needs_most_of_the_window() -> None:
     lasting = LastingCondition(5, 4)
     assert [lasting.add(so) for so in (True, True, False, True, True, False, False)] == [
         False,
@@ -48,7 +48,7 @@ def test_lasting_is_most_of_the_newest() -> None:
     ]
 
 
-def test_blocks_of_months_are_few_and_keep_the_floor() -> None:
+def test_block_minima_are_bounded() -> None:
     blocks = BlockMinima(20, first=10)
     for number in range(1_000_000):
         blocks.add(number + (5000 if number % 3 else 0))

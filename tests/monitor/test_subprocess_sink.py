@@ -153,7 +153,9 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("sleep", "rows"), [(0.5, [1, None]), (60.0, [])])
+@pytest.mark.parametrize(
+    ("sleep", "rows"), [(0.5, [1, None]), pytest.param(60.0, [], marks=pytest.mark.full)]
+)
 def test_process_ends_with_the_training_process(sleep: float, rows: list[int | None], tmp_path: Path) -> None:
     """After a kill, pending rows are still written; a hanging sink is ended after its time limit."""
     file = tmp_path / "rows.jsonl"

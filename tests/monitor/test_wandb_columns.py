@@ -1,4 +1,4 @@
-"""A row's names in W&B: nodes and sets apart, whatever is inside flat, the step on every row.
+"""Columns of rows in W&B: separate by node and set, nested values flattened, with the step in every row.
 
 pytest tests/monitor/test_wandb_columns.py
 """
@@ -35,13 +35,11 @@ from toolkit.monitor.sinks.wandb import wandb_columns
         (Kind.ALERT, {"step": 7, "name": "data-stall", "cause": "slow"}, {"step": 7, "alerts/data-stall": 1}),
     ],
 )
-def test_a_row_is_one_flat_dictionary_of_numbers(
-    kind: Kind, row: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_row_is_flattened_to_numbers(kind: Kind, row: dict[str, Any], expected: dict[str, Any]) -> None:
     assert wandb_columns(kind, row, node=2) == expected
 
 
-def test_two_nodes_do_not_collide() -> None:
+def test_nodes_have_separate_columns() -> None:
     row = {"step": 1, "gpus": [{"watts": 1.0}], "cpu": 0.5}
     first, second = (wandb_columns(Kind.SYSTEM, row, node) for node in (0, 1))
     assert first.keys() & second.keys() == {"step"}

@@ -1,4 +1,4 @@
-"""Directories of runs, written by formulas: what a page has to show is known beforehand."""
+"""Write run directories from formulas, so that the expected content of a report is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from toolkit.goodput import Times, write_times
 
 BEGAN = 1_790_000_000.0  # Unix time of the first sample
 STEP_SECONDS = 2.0
-HOSTILE = "</script><script>window.hurt = 1</script><img src=http://example.com/x.png onerror=alert(1)> & 'quotes' \"\u2028"
+HOSTILE = (
+    "</script><script>window.hurt = 1</script><img src=http://example.com/x.png onerror=alert(1)> & "
+    "'quotes' \"\u2028"
+)
 PARTS = {
     "forward": 0.28,
     "backward": 0.51,
@@ -97,9 +100,8 @@ def system_rows(node: int, seconds: float, every: float, gpus: int) -> Iterator[
     noise = random.Random(node)
     count = int(seconds / every)
     for number in range(count):
-        at = (
-            BEGAN + number * every + (7200.0 if number >= count // 2 else 0.0)
-        )  # two hours between two attempts
+        # two hours between two attempts
+        at = BEGAN + number * every + (7200.0 if number >= count // 2 else 0.0)
         slow = node == 1 and number > count * 0.75
         row: dict[str, Any] = {
             "node": node,
@@ -177,7 +179,7 @@ ALERTS: tuple[dict[str, Any], ...] = (
 def write_run(
     folder: Path, steps: int = 300, *, nodes: int = 2, gpus: int = 8, sample_seconds: float = 10.0
 ) -> Path:
-    """A run that failed at its second attempt, with everything in it, some of it hostile."""
+    """Write a run that failed in its second attempt, with all kinds of files, some with hostile text."""
     folder.mkdir(parents=True)
     _jsonl(folder / "metrics.jsonl", step_rows(steps))
     _jsonl(folder / "eval.jsonl", eval_rows(steps, max(1, steps // 6)))

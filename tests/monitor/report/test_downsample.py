@@ -1,4 +1,4 @@
-"""Millions of rows become bounded curves: nothing extreme is lost, and what is few stays as it is.
+"""Downsampling of rows to bounded curves without losing extremes.
 
 pytest tests/monitor/report/test_downsample.py
 """
@@ -27,7 +27,7 @@ def rows(count: int) -> Iterator[tuple[float, dict[str, float]]]:
         yield step, figures
 
 
-def test_few_rows_stay_as_they_are() -> None:
+def test_few_rows_are_kept_unchanged() -> None:
     kept = list(rows(500))
     curves = downsample(kept, 1, bucket_width(1, 500))
     assert curves.width == 1
@@ -42,7 +42,7 @@ def test_few_rows_stay_as_they_are() -> None:
     assert curves.curves["save"].mid == [figures.get("save") for _, figures in kept]
 
 
-def test_many_rows_are_told_by_least_median_and_most() -> None:
+def test_many_rows_become_minimum_median_and_maximum() -> None:
     count = 10 * POINTS + 3
     kept = list(rows(count))
     width = bucket_width(1, count)
@@ -73,7 +73,7 @@ def test_many_rows_are_told_by_least_median_and_most() -> None:
     assert curves.total("nothing").median is None
 
 
-def test_what_is_not_finite_is_a_gap_and_counted() -> None:
+def test_values_that_are_not_finite_are_gaps_and_counted() -> None:
     kept = [
         (1.0, {"loss": 1.0}),
         (2.0, {"loss": math.nan}),
@@ -92,7 +92,7 @@ def test_what_is_not_finite_is_a_gap_and_counted() -> None:
     )
 
 
-def test_memory_of_a_median_is_bounded_and_the_median_near() -> None:
+def test_median_of_a_bounded_sample_is_close() -> None:
     noise, total, everything = random.Random(2), RunningStats(keep=1000), []
     for _ in range(400):
         values = [noise.gauss(10, 2) for _ in range(100)]
@@ -106,14 +106,14 @@ def test_memory_of_a_median_is_bounded_and_the_median_near() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(1, 1), (1, 1200), (1, 1201), (500, 10_000_019), (7, 8)])
-def test_buckets_of_steps_are_never_too_many(first: int, last: int) -> None:
+def test_number_of_buckets_is_bounded(first: int, last: int) -> None:
     width = bucket_width(first, last)
     assert width == int(width)
     assert (last - first) // width < POINTS
 
 
-def test_time_in_which_nothing_ran_takes_no_buckets(tmp_path: Path) -> None:
-    """Two attempts of 3,000 samples each, three days between them."""
+def test_pauses_between_attempts_take_no_buckets(tmp_path: Path) -> None:
+    """Two attempts of 3,000 samples each, three days apart."""
     times = [10 * number + (3 * 86_400 if number >= 3000 else 0) for number in range(6000)]
     file = tmp_path / "node-0.jsonl"
     file.write_text("".join(json.dumps({"time": 1e9 + at, "value": at % 7}) + "\n" for at in times))
