@@ -123,8 +123,8 @@ def simulate_steps(
     """Simulate a healthy run, with a fault from step ``since`` on.
 
     Times are lognormal and one step in a hundred takes three times as long. Saves, evaluations and garbage
-    collections occur occasionally; the loss falls with noise, gradient norms have a heavy tail; memory grows while
-    caches fill, and jumps with the first save.
+    collections occur occasionally. The loss falls with noise, gradient norms have a heavy tail. Memory grows
+    while caches fill, and jumps with the first save.
     """
     random = np.random.default_rng(seed)
     means = {

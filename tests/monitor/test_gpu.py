@@ -108,7 +108,7 @@ def test_rates_need_two_readings() -> None:
 
 
 def test_older_gpu_and_driver_omit_unsupported_metrics(caplog: pytest.LogCaptureFixture) -> None:
-    """A V100 with a driver of 2021: older functions, link counters, no row remapping, no performance monitor."""
+    """A V100 with a driver of 2021: older functions, link counters, no row remapping, no GPM."""
     tx, rx = (
         (kind, gpu_metrics.ALL_LINKS)
         for kind in (

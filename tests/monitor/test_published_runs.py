@@ -2,10 +2,11 @@
 
     pytest tests/monitor/test_published_runs.py
 
-- A100, Megatron-LM: Korthikanti et al., 2205.05198, table 5: seconds of an iteration, MFU and HFU with selective
-  recomputation.
-- H100, Megatron-LM: README of Megatron-LM with mcore 0.8: TFLOP/s per GPU and MFU. The seconds of an iteration
-  follow from its formula (12 l h^2 (...), with the whole attention matrix; Narayanan et al., 2104.04473).
+- A100, Megatron-LM: Korthikanti et al., 2205.05198, table 5: seconds per iteration, MFU and HFU with
+  selective recomputation.
+- H100, Megatron-LM: README of Megatron-LM with mcore 0.8: TFLOP/s per GPU and MFU. The seconds per
+  iteration follow from its formula (12 l h^2 (...), with the whole attention matrix; Narayanan et al.,
+  2104.04473).
 - H100, llm-foundry: scripts/train/benchmarking/README.md: tokens per second, MFU and HFU, parameters.
 """
 
@@ -109,8 +110,8 @@ def test_selective_recomputation_on_a100(name: str) -> None:
     )
     found = speed(plan, seconds)
     assert found["mfu"] == pytest.approx(mfu, abs=POINT / 2)
-    # The published HFU has s/3h and the MFU s/6h in 72 B l s h^2 (1 + s/6h + V/12lh), which counts forward and
-    # backward of the attention matrix twice. Only its forward pass, a third of that, is recomputed.
+    # The published HFU has s/3h and the MFU s/6h in 72 B l s h^2 (1 + s/6h + V/12lh), which counts forward
+    # and backward of the attention matrix twice. Only its forward pass, a third of that, is recomputed.
     share = 2048 / (6 * hidden) / (1 + 2048 / (6 * hidden) + 51200 / (12 * layers * hidden))
     assert found["hfu"] / found["mfu"] == pytest.approx(1 + share / 3, rel=1e-9)
     assert found["mfu"] * (1 + share) == pytest.approx(hfu, abs=POINT / 2)

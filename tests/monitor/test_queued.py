@@ -1,4 +1,4 @@
-"""A queue before a sink: slow, full, broken or hanging, whoever logs goes on; what is lost is counted and told.
+"""A queue in front of a sink that is slow, full, broken or hanging: logging never waits for it.
 
 pytest tests/monitor/test_queued.py
 """

@@ -157,7 +157,8 @@ def test_number_that_is_not_finite_is_written_as_null(value: float, other: int, 
 def test_reader_skips_incomplete_lines(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(
-        b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}'
+        b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n'
+        b'{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}'
     )
     assert read_train_losses(file) == ([1, 3], [2.0, 1.0])
     assert list(read_rows(tmp_path / "absent.jsonl")) == []

@@ -99,7 +99,7 @@ def test_cpu_ranks_have_no_figures_per_gpu() -> None:
 def driven(
     plan: RunPlan, steps: Sequence[tuple[float, float]], before: TimeSpent = NOTHING, first: int = 1
 ) -> list[dict[str, float]]:
-    """Rows of steps given as (seconds, seconds until the next step); the first starts 7 s into the attempt."""
+    """Rows of steps given as (seconds, seconds until the next step); the first starts after 7 s."""
     course, now, found = RunTimer(plan, before, 100.0), 107.0, []
     for number, (seconds, between) in enumerate(steps):
         now += seconds

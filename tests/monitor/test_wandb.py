@@ -353,8 +353,10 @@ from toolkit.monitor.sink import CompositeSink, Kind
 from toolkit.monitor.sinks.wandb import wandb_run
 
 folder = Path(sys.argv[1])
-arguments = dict(wandb_run=wandb_run(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline,
-                 project="p", entity=None, group="g", tags=[], config={}, trainer=os.getpid(), command=["train.py"])
+arguments = dict(
+    wandb_run=wandb_run(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p",
+    entity=None, group="g", tags=[], config={}, trainer=os.getpid(), command=["train.py"],
+)
 made = []
 def make():
     made.append(SubprocessSink(without_network, arguments, "W&B", close_seconds=2.0))
@@ -363,7 +365,8 @@ sink = CompositeSink([QueuedSink(make, "W&B")])
 sink.log(Kind.STEP, {"step": 1, "loss": 1.0})
 while not any(b"train/loss" in file.read_bytes() for file in folder.rglob("*.wandb")):
     time.sleep(0.1)
-core, = [process for process in psutil.Process(made[0]._process.pid).children() if process.name() == "wandb-core"]
+children = psutil.Process(made[0]._process.pid).children()
+(core,) = [process for process in children if process.name() == "wandb-core"]
 priorities = {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in core.threads()}
 core.send_signal(signal.Signals[sys.argv[2]])
 time.sleep(0.5)

@@ -183,7 +183,8 @@ class ReplicaDetector:
 
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+    rest = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{rest}"
 
 
 def pack_names(sets: Sequence[TensorSet], rank: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The interface of sinks, which receive everything that is measured, and sinks that combine or filter others."""
+"""The interface of sinks, which receive all measurements, and sinks that combine or filter others."""
 
 from __future__ import annotations
 

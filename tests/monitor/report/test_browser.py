@@ -28,7 +28,8 @@ STEPS = 300
 DRAWN = """[...document.querySelectorAll("figure")].map((figure) => ({
   id: figure.id.replace("chart-", ""), points: Number(figure.querySelector("svg").dataset.points),
   lines: [...figure.querySelectorAll("path.line, path.area")].map((path) => ({
-    name: path.dataset.series, points: Number(path.dataset.points), moves: (path.getAttribute("d").match(/[ML]/g) || []).length,
+    name: path.dataset.series, points: Number(path.dataset.points),
+    moves: (path.getAttribute("d").match(/[ML]/g) || []).length,
     width: path.getBBox().width, colour: getComputedStyle(path).stroke, fill: getComputedStyle(path).fill,
     wrong: /NaN|Infinity|undefined/.test(path.getAttribute("d"))})),
   ticks: figure.querySelectorAll("text.tick").length, dots: figure.querySelectorAll("circle").length,

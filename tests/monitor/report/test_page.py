@@ -1,4 +1,4 @@
-"""The HTML report: well-formed, consistent with the files, safe against hostile text, and tolerant of missing files.
+"""The HTML report: consistent with the files, safe against hostile text, tolerant of missing files.
 
 pytest tests/monitor/report/test_page.py
 pytest tests/monitor/report/test_page.py -m full      a million steps, too

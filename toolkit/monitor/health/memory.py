@@ -95,10 +95,8 @@ class MemoryGrowth(Detector):
         memory, a_step = self._memory, (now - before) / steps
         left = ""
         if memory.total_bytes:
-            left = (
-                f"; {memory.total_bytes / GIB:.0f} GiB will be full after {max(0, int((memory.total_bytes - now) / a_step)):,} "
-                "more steps"
-            )
+            steps_left = max(0, int((memory.total_bytes - now) / a_step))
+            left = f"; {memory.total_bytes / GIB:.0f} GiB will be full after {steps_left:,} more steps"
         return Alert(
             name="memory-growth",
             fault=memory.fault,

@@ -216,6 +216,7 @@ class Pauses(Detector):
             share = sum(judged - middle for judged, _, _ in long) / sum(measured for _, measured, _ in steps)
             if len(long) >= least and (length == WINDOW or share > self.SHARE):
                 part = self._part([parts for _, _, parts in long])
+                typical = size * median(judged for judged, _, _ in long)
                 return Alert(
                     name="slow-steps",
                     fault="pauses",
@@ -225,7 +226,7 @@ class Pauses(Detector):
                     lost_share=share,
                     cause="single steps repeatedly take far longer than the others"
                     + (f", in {part}" if part else ""),
-                    evidence=f"{len(long)} of the last {len(steps)} steps took {format_seconds(size * median(judged for judged, _, _ in long))} "
+                    evidence=f"{len(long)} of the last {len(steps)} steps took {format_seconds(typical)} "
                     f"(median), the median step takes {format_seconds(size * middle)}; "
                     f"{format_percent(share)} of the time is lost",
                     next_step=_look_at(part, step),

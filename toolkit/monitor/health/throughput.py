@@ -151,7 +151,8 @@ class Straggler(Detector):
             lost_share=more / (more + theirs),
             cause=f"rank {rank} (local rank {place} of node {node}) computes longer than the others, which "
             "wait for it in every step",
-            evidence=f"busy for {format_seconds(theirs + more)} a step, the {'other' if row['ranks'] == 2 else 'median'} "
+            evidence=f"busy for {format_seconds(theirs + more)} a step, the "
+            f"{'other' if row['ranks'] == 2 else 'median'} "
             f"rank for {format_seconds(theirs / usual)}, in {len(slow)} of the last "
             f"{len(self._newest)} steps" + (f"; usual ratio: {usual:.2f}" if self._stages > 1 else ""),
             next_step="compare its clocks, throttling and other processes with the others in "

@@ -69,7 +69,8 @@ def _course(run: ReportData) -> Iterator[str]:
         case "running" | "starting" if is_dead(run):
             yield (
                 f"The status says that the run is at {steps}, but was written "
-                f"{duration(run.status_age or 0.0)} ago: the run is no longer alive. The same command continues it."
+                f"{duration(run.status_age or 0.0)} ago: the run is no longer alive. "
+                "The same command continues it."
             )
         case "running" | "starting":
             left = run.steps.total("eta_seconds").last
