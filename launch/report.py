@@ -46,10 +46,14 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def parse_arguments(words: Sequence[str]) -> ReportArguments:
+def parse_arguments(arguments: Sequence[str]) -> ReportArguments:
     """Parse the command line. Raises InputError with all mistakes."""
-    options = dict(word.split("=", 1) for word in words if "=" in word and not Path(word).exists())
-    runs = [find_run(word, "run") for word in words if "=" not in word or Path(word).exists()]
+    options = dict(
+        argument.split("=", 1) for argument in arguments if "=" in argument and not Path(argument).exists()
+    )
+    runs = [
+        find_run(argument, "run") for argument in arguments if "=" not in argument or Path(argument).exists()
+    ]
     problems = [
         Problem(
             name,

@@ -276,8 +276,8 @@ class FakeNvml(ModuleType):
         )
         assert first == second is not None, "two samples of one GPU"
         assert metricsGet.version == pynvml.NVML_GPM_METRICS_GET_VERSION
-        for place in range(metricsGet.numMetrics):
-            metric = metricsGet.metrics[place]
+        for slot in range(metricsGet.numMetrics):
+            metric = metricsGet.metrics[slot]
             known = self.gpus[second].gpm
             metric.nvmlReturn = (
                 pynvml.NVML_SUCCESS if metric.metricId in known else pynvml.NVML_ERROR_NOT_SUPPORTED

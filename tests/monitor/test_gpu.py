@@ -69,11 +69,11 @@ def second_reading(gpus: NodeGpus, *, after: float = 10.0) -> dict[str, Any]:
     return gpus.read()
 
 
-def of(row: dict[str, Any], place: int) -> dict[str, Any]:
+def of(row: dict[str, Any], index: int) -> dict[str, Any]:
     return {
-        name.removeprefix(f"gpu/{place}/"): value
+        name.removeprefix(f"gpu/{index}/"): value
         for name, value in row.items()
-        if name.startswith(f"gpu/{place}/")
+        if name.startswith(f"gpu/{index}/")
     }
 
 
@@ -148,8 +148,8 @@ def test_older_gpu_and_driver_omit_unsupported_metrics(caplog: pytest.LogCapture
         "nvlink_crc_errors",
     }
     assert not gone & row.keys()
-    said = [record.getMessage().removeprefix("GPU 0 has no ") for record in caplog.records]
-    assert said == [f"{what}: Not Supported" for what in ("power", "remapped_rows", "performance")]
+    messages = [record.getMessage().removeprefix("GPU 0 has no ") for record in caplog.records]
+    assert messages == [f"{what}: Not Supported" for what in ("power", "remapped_rows", "performance")]
     assert nvml.calls.count("nvmlDeviceGetPowerUsage") == 1, "what a GPU lacks is not asked for again"
 
 

@@ -45,7 +45,7 @@ ALWAYS = {
 HOLD = """
 import subprocess, sys
 size, more = int(sys.argv[1]), sys.argv[2:]
-held = bytearray(b"x" * (size << 20))
+memory = bytearray(b"x" * (size << 20))
 command = [sys.executable, "-c", sys.argv[0], *more]
 child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) if more else None
 if child:
@@ -156,11 +156,11 @@ def test_metrics_of_this_machine_are_consistent(tmp_path: Path) -> None:
     assert float(row["host/memory_available_bytes"]) <= memory.total
     assert abs(float(row["disk/free_bytes"]) - psutil.disk_usage(str(tmp_path)).free) < 1e9
     # Including children that other tests in this process may have left.
-    held = sum(
+    expected = sum(
         memory.rss - memory.shared
         for memory in (process.memory_info() for process in process_trees({5: os.getpid()})[5])
     )
-    assert abs(float(row["rank/5/private_bytes"]) - held) < 100 * MIB
+    assert abs(float(row["rank/5/private_bytes"]) - expected) < 100 * MIB
 
 
 def test_disk_and_rdma_rates_come_from_kernel_counters(tmp_path: Path) -> None:

@@ -108,12 +108,12 @@ def test_lagging_ranks_are_added_by_the_next_gather() -> None:
 
 
 def test_silent_rank_delays_rows_for_a_bounded_number_of_gathers() -> None:
-    assembly, told = LedgerAssembler(VECTORS, ranks=3), []
+    assembly, found = LedgerAssembler(VECTORS, ranks=3), []
     for step in range(1, 101):
-        told += assembly.add(step + 1, blocks(step + 1, 1, [one(step)], [], [one(step)]))
+        found += assembly.add(step + 1, blocks(step + 1, 1, [one(step)], [], [one(step)]))
         assert len(assembly._waiting) == len(assembly._gathers) <= MAX_GATHERS
-    told += assembly.flush()
-    assert [(row["step"], row["ranks"]) for row in told] == [(step, 2) for step in range(1, 101)]
+    found += assembly.flush()
+    assert [(row["step"], row["ranks"]) for row in found] == [(step, 2) for step in range(1, 101)]
 
 
 def test_slowest_rank_is_global_if_some_ranks_are_missing() -> None:

@@ -441,7 +441,7 @@ def test_collapsing_loss_scale_is_detected_after_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "ending"),
     [
         ({"skipped": True, "weights_finite": True}, "; the weights are finite, and the step was skipped"),
         ({"skipped": False, "weights_finite": True}, "; the weights are finite"),
@@ -452,10 +452,10 @@ def test_collapsing_loss_scale_is_detected_after_the_start() -> None:
         ({}, "from a finite loss"),  # a row of an earlier version
     ],
 )
-def test_non_finite_alert_reports_whether_weights_are_finite(row: dict[str, bool], words: str) -> None:
+def test_non_finite_alert_reports_whether_weights_are_finite(row: dict[str, bool], ending: str) -> None:
     alert = NonFinite().check(Kind.STEP, {"step": 1, "loss": 1.0, "grad_norm": math.inf, "lr": 1.0, **row})
     assert alert is not None
-    assert alert.cause.endswith(words)
+    assert alert.cause.endswith(ending)
     assert "lost" not in alert.cause
 
 

@@ -1,4 +1,4 @@
-"""Real runs with one fault each, injected at a known step: the cause is named within 20 steps. And healthy runs.
+"""Real runs with one injected fault each, whose cause is named within 20 steps, and healthy runs.
 
 pytest tests/train/test_health_run.py             on one rank
 pytest tests/train/test_health_run.py -m full     on two ranks, and healthy runs next to a busy process

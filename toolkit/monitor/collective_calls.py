@@ -74,17 +74,17 @@ def calls_from_flight_recorder(
     groups = {call.group: call for call in known}
     found: dict[tuple[str, bool], list[CollectiveCall]] = {}
     for entry in trace.get("entries", []):
-        group, apart = groups.get(entry["process_group"][0]), entry["is_p2p"]
+        group, is_p2p = groups.get(entry["process_group"][0]), entry["is_p2p"]
         if group is None:
             continue
-        found.setdefault((group.group, apart), []).append(
+        found.setdefault((group.group, is_p2p), []).append(
             CollectiveCall(
                 group=group.group,
                 ranks=group.ranks,
                 axis=group.axis,
-                number=entry["p2p_seq_id" if apart else "collective_seq_id"],
+                number=entry["p2p_seq_id" if is_p2p else "collective_seq_id"],
                 operation=_operation(entry),
-                peer=_peer(entry, group.ranks) if apart else None,
+                peer=_peer(entry, group.ranks) if is_p2p else None,
                 tensors=_tensors(entry["input_sizes"], entry["input_dtypes"]),
                 begun=entry["time_created_ns"] / 1e9,
                 finished=entry["retired"] or entry["state"] == "completed",

@@ -162,7 +162,7 @@ class ReplicaDetector:
                 f"{known.what} of {who} should be equal but differ, with no majority that shows which "
                 f"is right: {name}"
             )
-        place = ", ".join(
+        locations = ", ".join(
             f"node {rank // self._ranks_per_node} GPU {rank % self._ranks_per_node}" for rank in found.odd[:4]
         )
         before = f"before step {equal + 1}" if equal is not None else "from before this attempt"
@@ -175,7 +175,7 @@ class ReplicaDetector:
             evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(found.ranks)} after step "
             f"{step}; {since}",
             next_step="stop, and start the same command with resume=RUN_DIR/checkpoints/step-N of a "
-            f"checkpoint {before}; test the hardware ({place}): dcgmi diag -r 3, and memtest for "
+            f"checkpoint {before}; test the hardware ({locations}): dcgmi diag -r 3, and memtest for "
             "the host; exclude it if this recurs. Several tensors on many ranks at once "
             "indicate nondeterministic kernels (check with debug.deterministic=true)",
         )

@@ -89,10 +89,10 @@ def time_spent(rows: Iterable[Row]) -> TimeSpent:
     """Return the time spent by the attempts that logged these rows. Each row has cumulative sums, so the
     maximum is the latest.
     """
-    kept = [row for row in rows if "elapsed_seconds" in row]
+    rows_with_time = [row for row in rows if "elapsed_seconds" in row]
     return TimeSpent(
-        max((row["elapsed_seconds"] for row in kept), default=0.0),
-        max((row.get("gpu_hours", 0.0) for row in kept), default=0.0),
+        max((row["elapsed_seconds"] for row in rows_with_time), default=0.0),
+        max((row.get("gpu_hours", 0.0) for row in rows_with_time), default=0.0),
     )
 
 

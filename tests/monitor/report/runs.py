@@ -209,17 +209,17 @@ def write_run(
     }
     (folder / "status.json").write_text(json.dumps(status), encoding="utf-8")
     for attempt in (1, 2):
-        place = folder / "attempts" / f"{attempt:03d}"
-        place.mkdir(parents=True)
-        (place / "config.yaml").write_text("{}", encoding="utf-8")
-        (place / "log.txt").write_text(f"a line\n{HOSTILE}\n", encoding="utf-8")
+        attempt_folder = folder / "attempts" / f"{attempt:03d}"
+        attempt_folder.mkdir(parents=True)
+        (attempt_folder / "config.yaml").write_text("{}", encoding="utf-8")
+        (attempt_folder / "log.txt").write_text(f"a line\n{HOSTILE}\n", encoding="utf-8")
         packages = {"torch": f"2.1{attempt}", "deepspeed": None}
         environment = {"python": "3.11.9", "packages": packages, "git": {"commit": "abc", "dirty": False}}
-        (place / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+        (attempt_folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
     for number, first, last in ((1, 0, steps // 2), (2, steps // 2, steps)):
-        place = folder / "attempts" / f"{number:03d}"
+        attempt_folder = folder / "attempts" / f"{number:03d}"
         write_times(
-            place,
+            attempt_folder,
             Times(began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last),
         )
         plan = {
@@ -227,7 +227,7 @@ def write_run(
             "engine": "megatron" if number == 2 else "deepspeed",
             "batch": {**PLAN["batch"], "tokens_per_step": 4_194_304 * number},
         }
-        (place / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        (attempt_folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     (folder / "attempts/001/metrics.jsonl").write_text(
         '{"step": 5, "loss": 1.0}\n{"step": 6, "loss": 1.0}\n', encoding="utf-8"
     )

@@ -98,11 +98,11 @@ def test_every_chart_is_drawn(browser: Browser, report: Path, scheme: str) -> No
 
 def test_chart_can_be_zoomed_and_read(browser: Browser, report: Path) -> None:
     shown = Page(browser, report)
-    place = 'JSON.parse(JSON.stringify(document.querySelector("#chart-loss svg").getBoundingClientRect()))'
+    bounds = 'JSON.parse(JSON.stringify(document.querySelector("#chart-loss svg").getBoundingClientRect()))'
     shown.value(
         'document.querySelector("#chart-loss").scrollIntoView({block: "center", behavior: "instant"})'
     )
-    box = shown.value(place)
+    box = shown.value(bounds)
 
     def at(share: float) -> tuple[float, float]:
         return box["x"] + 70 + share * (box["width"] - 90), box["y"] + box["height"] / 2

@@ -453,8 +453,8 @@ def test_report_of_a_million_steps_is_bounded(tmp_path: Path) -> None:
     assert len(html) < 8e6
     assert kilobytes < 300_000
     chart = Parsed(html).charts()["loss"]["series"][0]
-    place = chart["high"].index(99.0)
-    assert abs(chart["x"][place] - spike) < steps / 1000
+    index = chart["high"].index(99.0)
+    assert abs(chart["x"][index] - spike) < steps / 1000
     assert len(chart["x"]) <= 1200
 
 

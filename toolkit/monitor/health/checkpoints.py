@@ -84,14 +84,14 @@ class SlowCheckpoint(Detector):
             )
         return None
 
-    def _alert(self, step: int, words: str, evidence: str, took: float) -> Alert:
+    def _alert(self, step: int, text: str, evidence: str, took: float) -> Alert:
         minutes = max(1, round(best_interval(took) / 60))
         return Alert(
             name="slow-checkpoint",
             fault="slow-save",
             level=Level.WARNING,
             step=step,
-            cause=f"saving {words}",
+            cause=f"saving {text}",
             evidence=evidence,
             next_step=f"set checkpoint.background=true, or checkpoint.every={minutes}min, which costs "
             "least if a machine fails once a day; check the disk of the run directory: iostat "

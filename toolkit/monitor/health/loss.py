@@ -86,7 +86,7 @@ class JumpCriteria:
     """
 
     key: str
-    words: str
+    subject: str
     value: Callable[[float], float]
     least: Callable[[float], float]
     spike: float
@@ -103,14 +103,14 @@ def _logarithm(norm: float) -> float:
 # healthy run of 2,000 steps.
 LOSS = JumpCriteria(
     key="loss",
-    words="loss",
+    subject="loss",
     value=lambda loss: loss,
     least=lambda middle: 0.01 * abs(middle) + 1e-6,
     spike=10,
     shift=4,
 )
 GRADIENT_NORM = JumpCriteria(
-    key="grad_norm", words="gradient norm", value=_logarithm, least=lambda middle: 0.2, spike=15, shift=8
+    key="grad_norm", subject="gradient norm", value=_logarithm, least=lambda middle: 0.2, spike=15, shift=8
 )
 
 
@@ -184,7 +184,7 @@ class JumpDetector(Detector):
         self._before.extend(value for _, value, _ in self._newest)
 
     def _alert(
-        self, what: str, row: Row, high: list[tuple[int, float]], middle: float, scale: float, words: str
+        self, what: str, row: Row, high: list[tuple[int, float]], middle: float, scale: float, text: str
     ) -> Alert:
         figure = self._figure
         usual = middle if figure.key == "loss" else math.exp(middle)
@@ -195,7 +195,7 @@ class JumpDetector(Detector):
             fault=f"{'loss' if figure.key == 'loss' else 'gradient'}-{what}",
             level=Level.WARNING,
             step=row["step"],
-            cause=f"the {figure.words} {words}",
+            cause=f"the {figure.subject} {text}",
             evidence=f"{peak:.4g} in step {peak_step}, {times:.0f} times the noise above the {LEVEL} steps "
             f"before (median {usual:.4g})",
             next_step=f"if it does not recover: {go_back(peak_step)}, with a smaller optim.lr or optim.clip"

@@ -320,10 +320,10 @@ class HostBusy(Detector):
         self._newest.append(unit)
         busy = _starved_share(unit) > self.SHARE
         lasts = self._lasting.add(busy)
-        told, self._calm = self._calm < LONG_WINDOW, self._calm + 1
-        if told and busy:
+        reported, self._calm = self._calm < LONG_WINDOW, self._calm + 1
+        if reported and busy:
             self._calm = 0
-        if told or not lasts:
+        if reported or not lasts:
             return None
         self._calm = 0
         rows = [one for unit in self._newest for one in unit]

@@ -141,22 +141,22 @@ class Straggler(Detector):
         ]
         if len(slow) < LASTING_STEPS or self._newest[-1][0] != rank:
             return None
-        more, theirs = (median(one[place] / one[2] for one in slow) for place in (0, 1))
-        node, place = divmod(rank, self._ranks_per_node)
+        more, theirs = (median(entry[column] / entry[2] for entry in slow) for column in (0, 1))
+        node, local_rank = divmod(rank, self._ranks_per_node)
         return Alert(
             name="straggler",
             where=f"rank {rank}",
             level=Level.WARNING,
             step=row["step"],
             lost_share=more / (more + theirs),
-            cause=f"rank {rank} (local rank {place} of node {node}) computes longer than the others, which "
-            "wait for it in every step",
+            cause=f"rank {rank} (local rank {local_rank} of node {node}) computes longer than the others, "
+            "which wait for it in every step",
             evidence=f"busy for {format_seconds(theirs + more)} a step, the "
             f"{'other' if row['ranks'] == 2 else 'median'} "
             f"rank for {format_seconds(theirs / usual)}, in {len(slow)} of the last "
             f"{len(self._newest)} steps" + (f"; usual ratio: {usual:.2f}" if self._stages > 1 else ""),
             next_step="compare its clocks, throttling and other processes with the others in "
-            f"system/node-{node}.jsonl; on that node: nvidia-smi -i {place} -q -d "
+            f"system/node-{node}.jsonl; on that node: nvidia-smi -i {local_rank} -q -d "
             "PERFORMANCE,CLOCK,PAGE_RETIREMENT; if it persists, exclude the node",
         )
 

@@ -29,7 +29,7 @@ def alerts_section(run: ReportData) -> ReportSection:
         )
         for row in reversed(run.alerts.rows)
     )
-    told = ReportTable(
+    newest = ReportTable(
         caption="Newest first",
         head=("step", "level", "alert", "where", "cause", "evidence", "next step"),
         align="rllllll",
@@ -43,7 +43,10 @@ def alerts_section(run: ReportData) -> ReportSection:
         "Alerts are marked on the curves."
     )
     return ReportSection(
-        id="alerts", title="Alerts", intro=(intro,), tables=(summary, told) if len(counts) > 1 else (told,)
+        id="alerts",
+        title="Alerts",
+        intro=(intro,),
+        tables=(summary, newest) if len(counts) > 1 else (newest,),
     )
 
 

@@ -106,14 +106,14 @@ def rows_with(
 @contextmanager
 def batch_progress(advance: Advance) -> Iterator[Advance]:
     """Collect the progress of single lines to megabytes, so that displaying it costs less than reading."""
-    held = 0.0
+    pending = 0.0
 
     def add(amount: float) -> None:
-        nonlocal held
-        held += amount
-        if held >= ADVANCE_BYTES:
-            advance(held)
-            held = 0.0
+        nonlocal pending
+        pending += amount
+        if pending >= ADVANCE_BYTES:
+            advance(pending)
+            pending = 0.0
 
     yield add
-    advance(held)
+    advance(pending)

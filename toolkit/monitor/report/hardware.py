@@ -172,17 +172,17 @@ def _with_gaps(
     """
     limit = GAP * _median_interval(x)
     at: list[float] = []
-    kept: list[list[float | None]] = [[] for _ in parts]
+    values: list[list[float | None]] = [[] for _ in parts]
     for index, position in enumerate(x):
         if at and position - at[-1] > limit:
             at.append((at[-1] + position) / 2)
-            for into in kept:
+            for into in values:
                 into.append(None)
         at.append(position)
-        for into, part in zip(kept, parts, strict=True):
+        for into, part in zip(values, parts, strict=True):
             value = part[index]
             into.append(None if value is None else value * factor)
-    return at, kept
+    return at, values
 
 
 def _median_interval(x: Sequence[float]) -> float:

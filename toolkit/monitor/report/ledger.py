@@ -62,7 +62,7 @@ def ledger_section(run: ReportData) -> ReportSection:
             if run.steps.rows
             else "no step is complete yet"
         )
-        return ReportSection(id="ledger", title="Time per step", intro=(f"There is no time ledger: {why}.",))
+        return ReportSection(id="ledger", title="Time breakdown", intro=(f"There is no time ledger: {why}.",))
     useful = sum(ledger.share(part) for part in USEFUL_PARTS)
     intro = (
         f"Forward, backward and optimizer took {format_percent(useful)} of the time of "
@@ -74,7 +74,7 @@ def ledger_section(run: ReportData) -> ReportSection:
     )
     return ReportSection(
         id="ledger",
-        title="Time per step",
+        title="Time breakdown",
         intro=intro,
         charts=(_shares_chart(run, parts), _seconds_chart(run)),
         tables=(_table(ledger, parts), *_rank_tables(ledger)),

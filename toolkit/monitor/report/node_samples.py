@@ -83,21 +83,21 @@ def read_node(path: Path, advance: Advance, *, points: int, rows: int) -> NodeSa
             names[number] = str(value)
 
     def metrics(row: Mapping[str, Any]) -> dict[str, float]:
-        kept: dict[str, float] = {}
+        node_metrics: dict[str, float] = {}
         for name, value in row.items():
             single = _SINGLE.fullmatch(name)
             if single is not None:
                 add_single(single[1], int(single[2]), single[3], value)
             elif is_number(value) and name not in ("node", "time"):
-                kept[name] = value
-        return kept
+                node_metrics[name] = value
+        return node_metrics
 
     curves = read_curves(
         path, "time", metrics, advance, width=time_bucket_width, points=points, keep=0, every=every
     )
     return NodeSamples(
         curves,
-        {gpu: dict(held) for gpu, held in gpus.items()},
+        {gpu: dict(stats) for gpu, stats in gpus.items()},
         names,
         dict(throttled),
         dict(rank_bytes),

@@ -219,7 +219,7 @@
     point(x, y) { return `${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`; }
 
     path(xs, values, indices) {
-      return indices.map((index, place) => (place ? "L" : "M") + this.point(xs[index], values[index])).join("");
+      return indices.map((index, nth) => (nth ? "L" : "M") + this.point(xs[index], values[index])).join("");
     }
 
     between(layer, low, high, indices) {
@@ -327,12 +327,12 @@
       const close = this.shown.map((one) => [one, nearest(one.x)]).filter(([one, index]) => index >= 0 && near(one.x[index]));
       this.at = at;
       if (!close.length) return this.clearReading();
-      const place = close.map(([one, index]) => one.x[index]).reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
-      const x = this.x(place);
+      const position = close.map(([one, index]) => one.x[index]).reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
+      const x = this.x(position);
       set(this.cursor, { x1: x, x2: x, visibility: "visible" });
       const head = document.createElement("b");
-      head.textContent = xFormat === "time" ? formatters.time(place) : `step ${formatters.step(place)}`;
-      const atOther = (x) => (xFormat === "step" && x !== place ? ` at ${formatters.step(x)}` : "");
+      head.textContent = xFormat === "time" ? formatters.time(position) : `step ${formatters.step(position)}`;
+      const atOther = (x) => (xFormat === "step" && x !== position ? ` at ${formatters.step(x)}` : "");
       const lines = close.map(([one, index]) => this.readingOf(one, index, atOther(one.x[index]), yFormat));
       if (this.chart.stacked) lines.reverse();  // in stacking order
       for (const mark of marks.filter((one) => Math.abs(this.x(one.x) - x) < 5).slice(0, 4)) {

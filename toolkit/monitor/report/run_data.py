@@ -1,7 +1,7 @@
 """Read the files of a run's directory for the report.
 
 The run may be in progress, failed, of an older version, or lack any file: missing data is empty or None, and
-malformed data is ignored. Only downsampled data is kept, so memory does not grow with the number of rows.
+malformed data is ignored. Only downsampled data is stored, so memory does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -304,15 +304,15 @@ class _AttemptStats:
         )
 
     def wrap(self, metrics: RowMetrics) -> RowMetrics:
-        """Wrap ``metrics`` so that the planned ones are wrap added to the attempt of the row's step."""
+        """Wrap ``metrics`` so that the planned ones are also added to the attempt of the row's step."""
         if not self.totals:
             return metrics
 
         def added(row: Mapping[str, Any]) -> Mapping[str, float]:
             found = metrics(row)
-            place = bisect_left(self._firsts, row["step"]) - 1
-            if place >= 0:
-                totals = self.totals[self._numbers[place]]
+            index = bisect_left(self._firsts, row["step"]) - 1
+            if index >= 0:
+                totals = self.totals[self._numbers[index]]
                 for name in PLANNED & found.keys():
                     totals.setdefault(name, RunningStats(ATTEMPT_SAMPLE)).add([found[name]])
             return found
@@ -388,11 +388,11 @@ def _alerts(paths: Sequence[Path], advance: Advance) -> AlertRows:
     counts: Counter[tuple[str, str]] = Counter()
     newest: list[dict[str, Any]] = []
     for path in paths:
-        kept: deque[dict[str, Any]] = deque(maxlen=MAX_ALERTS)
+        last_rows: deque[dict[str, Any]] = deque(maxlen=MAX_ALERTS)
         for row in read_rows(path, advance):
             counts[str(row.get("level", "warning")), str(row.get("name", "unnamed"))] += 1
-            kept.append(row)
-        newest += kept
+            last_rows.append(row)
+        newest += last_rows
     return AlertRows(
         sorted(newest, key=lambda row: row["step"] if is_number(row.get("step")) else 0)[-MAX_ALERTS:], counts
     )
@@ -417,34 +417,36 @@ def _attempts(folder: Path) -> Iterator[AttemptRecord]:
         SAVES,
     }
     for number in numbers:
-        place = root / f"{number:03d}"
-        log = place / "log.txt"
+        attempt_folder = root / f"{number:03d}"
+        log = attempt_folder / "log.txt"
         repeated = read_curves(
-            place / "metrics.jsonl",
+            attempt_folder / "metrics.jsonl",
             "step",
             lambda row: {},
             ignore_progress,
             width=step_bucket_width,
             points=1,
         ).rows
-        times = read_times(place)
+        times = read_times(attempt_folder)
         yield AttemptRecord(
             number=number,
-            began=times.began if times is not None else _modified(place / "config.yaml"),
+            began=times.began if times is not None else _modified(attempt_folder / "config.yaml"),
             ended=times.end if times is not None else _modified(log),
             end=_end(times),
             log_end=_text(log, LOG_BYTES),
             repeated=repeated,
             first=times.first if times is not None else None,
-            plan=_object(place / "plan.json"),
-            config=_yaml(_text(place / "config.yaml")),
+            plan=_object(attempt_folder / "plan.json"),
+            config=_yaml(_text(attempt_folder / "config.yaml")),
             start_seconds=times.start_seconds if times is not None else None,
-            environment=_object(place / "environment.json"),
-            probe=_object(place / "probe.json"),
-            hang=_text(place / "hang.txt", HANG_BYTES),
+            environment=_object(attempt_folder / "environment.json"),
+            probe=_object(attempt_folder / "probe.json"),
+            hang=_text(attempt_folder / "hang.txt", HANG_BYTES),
             files=tuple(
                 sorted(
-                    path.relative_to(folder).as_posix() for path in place.glob("*") if path.name not in known
+                    path.relative_to(folder).as_posix()
+                    for path in attempt_folder.glob("*")
+                    if path.name not in known
                 )
             ),
         )

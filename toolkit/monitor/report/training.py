@@ -57,12 +57,14 @@ def step_marks(run: ReportData) -> tuple[ChartMark, ...]:
     return (*attempt_marks(run, lambda attempt: attempt.first), *alerts)
 
 
-def attempt_marks(run: ReportData, place: Callable[[AttemptRecord], float | None]) -> tuple[ChartMark, ...]:
+def attempt_marks(
+    run: ReportData, position: Callable[[AttemptRecord], float | None]
+) -> tuple[ChartMark, ...]:
     """Return a mark for the start of each later attempt whose steps were not all repeated."""
     later = [
         (attempt, first, at)
         for attempt, first in effective_attempts(run.attempts)[1:]
-        if (at := place(attempt)) is not None
+        if (at := position(attempt)) is not None
     ]
     return tuple(
         ChartMark(

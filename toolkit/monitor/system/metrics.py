@@ -89,11 +89,11 @@ class SteadyMetricFilter:
 
     def __call__(self, row: SystemMetrics) -> SystemMetrics:
         steady = {name: value for name, value in row.items() if name.rsplit("/", 1)[-1] in STEADY_METRICS}
-        kept = {
+        changed = {
             name: value for name, value in row.items() if name not in steady or self._last.get(name) != value
         }
         self._last |= steady
-        return kept
+        return changed
 
 
 class CounterRates:
