@@ -22,7 +22,6 @@ from toolkit.monitor.ledger_rows import (
     StepVectors,
     ledger_row,
     part_names,
-    part_shares,
 )
 from toolkit.monitor.recorder import StepTime, ThreadDelays, step_time
 from toolkit.monitor.step_parts import (
@@ -82,7 +81,6 @@ def test_row_has_minimum_median_maximum_and_slowest_rank() -> None:
     assert row["slowest_busy_seconds"] == pytest.approx(0.61, abs=1e-6)
     assert row["median_busy_seconds"] == pytest.approx(np.median([0.11, 0.31, 0.61, 0.41]), abs=1e-6)
     assert row["unexplained_share"] == pytest.approx(0.01 / row["wall_seconds"], abs=1e-6)
-    assert part_shares(row)[BACKWARD] == pytest.approx(0.25 / row["wall_seconds"])
 
 
 def test_negligible_evaluation_is_omitted() -> None:

@@ -49,7 +49,7 @@ def test_what_a_run_writes_is_read(data: Path, tmp_path: Path) -> None:
         "of the time went into forward, backward and optimizer",
         "packages.torch",
         "memory of the fullest rank",
-        f"Every one of the {STEPS} steps is a point.",
+        f"Each of the {STEPS} steps is a point.",
         "train:",
     ):
         assert said in text

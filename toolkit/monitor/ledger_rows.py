@@ -166,14 +166,6 @@ def _short(number: np.floating) -> float:
     return round(float(number), DIGITS)
 
 
-def part_shares(row: Row) -> dict[str, float]:
-    """Return each part's share of the step on the median rank."""
-    return {
-        name: middle / row["wall_seconds"] if row["wall_seconds"] else 0.0
-        for name, (_, middle, _) in row["parts"].items()
-    }
-
-
 def flatten_row(row: Row) -> dict[str, Any]:
     """Flatten a row to one number per column: a part's median under its name, its maximum under
     ``forward/max``.
