@@ -70,7 +70,7 @@ class Browser:
         os.close(self._in)
         os.close(self._out)
 
-    def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+    def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """Return the result of a command; events that arrive before it are stored."""
         self._number += 1
         message = {
@@ -111,12 +111,12 @@ class Page:
     ) -> None:
         self._browser = browser
         browser.events = []
-        target = browser.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = browser.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        target = browser.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = browser.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self._ask(f"{domain}.enable")
-        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._ask(
+            self._send(f"{domain}.enable")
+        self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
@@ -124,12 +124,12 @@ class Page:
             mobile=False,
         )
         browser.events = []
-        self._ask("Page.navigate", url=file.absolute().as_uri())
+        self._send("Page.navigate", url=file.absolute().as_uri())
         browser.wait_for("Page.loadEventFired")
 
     def value(self, expression: str) -> Any:
         """Evaluate a JavaScript expression and return its value as JSON."""
-        answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self._send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -139,23 +139,23 @@ class Page:
             ("mouseMoved", end, 1),
             ("mouseReleased", end, 0),
         ):
-            self._ask(
+            self._send(
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=pressed, clickCount=1
             )
 
     def move(self, x: float, y: float) -> None:
-        self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self._send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def key(self, name: str) -> None:
         for kind in ("keyDown", "keyUp"):
-            self._ask("Input.dispatchKeyEvent", type=kind, key=name)
+            self._send("Input.dispatchKeyEvent", type=kind, key=name)
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
-        shot = self._ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        shot = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def print(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._ask("Page.printToPDF", printBackground=True)["data"]))
+        path.write_bytes(base64.b64decode(self._send("Page.printToPDF", printBackground=True)["data"]))
 
     def complaints(self) -> list[str]:
         """Return the errors, warnings and exceptions of the console so far."""
@@ -179,5 +179,5 @@ class Page:
             if event.get("method") == "Network.requestWillBeSent"
         ]
 
-    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        return self._browser.ask(method, self._session, **parameters)
+    def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self._browser.send(method, self._session, **parameters)

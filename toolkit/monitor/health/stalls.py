@@ -63,7 +63,7 @@ class DataStall(Detector):
     def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
-        self._steps.append(_of_ledger(row) if kind is Kind.LEDGER else _of_step(row))
+        self._steps.append(_wait_from_ledger(row) if kind is Kind.LEDGER else _wait_from_step(row))
         if len(self._steps) < WINDOW:
             return None
         for length in (WINDOW, LONG_WINDOW):
@@ -111,11 +111,11 @@ class DataStall(Detector):
         )
 
 
-def _of_step(row: Row) -> _Wait:
+def _wait_from_step(row: Row) -> _Wait:
     return _Wait(row["data_seconds"], row["data_seconds"], max(row["step_seconds"], row["data_seconds"]))
 
 
-def _of_ledger(row: Row) -> _Wait:
+def _wait_from_ledger(row: Row) -> _Wait:
     low, middle, high = row["parts"].get(DATA, (0.0, 0.0, 0.0))
     # On a host without a free processor the threads that prefetch are late too, which is not the pipeline's
     # fault.
@@ -229,7 +229,7 @@ class Pauses(Detector):
                     evidence=f"{len(long)} of the last {len(steps)} steps took {format_seconds(typical)} "
                     f"(median), the median step takes {format_seconds(size * middle)}; "
                     f"{format_percent(share)} of the time is lost",
-                    next_step=_look_at(part, step),
+                    next_step=_next_step(part, step),
                 )
         return None
 
@@ -244,7 +244,7 @@ class Pauses(Detector):
         )
 
 
-def _look_at(part: str, step: int) -> str:
+def _next_step(part: str, step: int) -> str:
     trace = f"record a trace of such steps with monitor.profile_step={step + WINDOW} at the next start"
     if part.startswith(COMMUNICATION):
         return f"check for a congested or flapping link (nvidia-smi nvlink -e, ibstat, ethtool -S); {trace}"

@@ -151,7 +151,7 @@ def _batch(attempt: AttemptComparison) -> Iterator[Row]:
         yield (
             f"{attempt.unit} a step",
             f"{planned:,}",
-            _whole(attempt.total(attempt.unit).median),
+            _format_count(attempt.total(attempt.unit).median),
             f"measured: the median step, without masked {attempt.unit}{ramp}",
         )
 
@@ -331,5 +331,5 @@ def _warnings(plan: Mapping[str, Any]) -> tuple[ReportTable, ...]:
     )
 
 
-def _whole(value: float | None) -> str:
+def _format_count(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:,.0f}"

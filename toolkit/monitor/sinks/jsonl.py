@@ -33,7 +33,7 @@ class JsonlSink(NullSink):
     def __init__(self, paths: Mapping[Kind, Path]) -> None:
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._files = {kind: _opened(path) for kind, path in paths.items()}
+        self._files = {kind: _open_for_append(path) for kind, path in paths.items()}
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind in self._files:
@@ -48,7 +48,7 @@ class JsonlSink(NullSink):
             file.close()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open_for_append(path: Path) -> BinaryIO:
     """Open a file for appending, and end an incomplete last line that a killed process left."""
     with path.open("ab+") as file:
         if file.tell():
