@@ -28,29 +28,29 @@ def rows(count: int) -> Iterator[tuple[float, dict[str, float]]]:
 
 
 def test_few_rows_are_kept_unchanged() -> None:
-    values = list(rows(500))
-    curves = downsample(values, 1, bucket_width(1, 500))
+    all_rows = list(rows(500))
+    curves = downsample(all_rows, 1, bucket_width(1, 500))
     assert curves.width == 1
-    assert curves.x == [step for step, _ in values]
+    assert curves.x == [step for step, _ in all_rows]
     for part in (
         curves.curves["loss"].low,
         curves.curves["loss"].mid,
         curves.curves["loss"].high,
         curves.curves["loss"].sum,
     ):
-        assert part == [figures["loss"] for _, figures in values]
-    assert curves.curves["save"].mid == [figures.get("save") for _, figures in values]
+        assert part == [figures["loss"] for _, figures in all_rows]
+    assert curves.curves["save"].mid == [figures.get("save") for _, figures in all_rows]
 
 
 def test_many_rows_become_minimum_median_and_maximum() -> None:
     count = 10 * POINTS + 3
-    values = list(rows(count))
+    all_rows = list(rows(count))
     width = bucket_width(1, count)
-    curves = downsample(values, 1, width)
+    curves = downsample(all_rows, 1, width)
     assert len(curves.x) <= POINTS
     assert width == 11
     for number, x in enumerate(curves.x):
-        bucket = values[int(number * width) : int((number + 1) * width)]
+        bucket = all_rows[int(number * width) : int((number + 1) * width)]
         values = [figures["loss"] for _, figures in bucket]
         saves = [figures["save"] for _, figures in bucket if "save" in figures]
         assert x == (bucket[0][0] + bucket[-1][0]) / 2
@@ -59,7 +59,7 @@ def test_many_rows_become_minimum_median_and_maximum() -> None:
         assert curves.curves["loss"].high[number] == max(values)
         assert curves.curves["save"].sum[number] == (sum(saves) or None)
     total = curves.total("loss")
-    everything = [figures["loss"] for _, figures in values]
+    everything = [figures["loss"] for _, figures in all_rows]
     assert (total.count, total.low, total.high, total.first, total.last) == (
         count,
         min(everything),
@@ -74,17 +74,17 @@ def test_many_rows_become_minimum_median_and_maximum() -> None:
 
 
 def test_values_that_are_not_finite_are_gaps_and_counted() -> None:
-    values = [
+    all_rows = [
         (1.0, {"loss": 1.0}),
         (2.0, {"loss": math.nan}),
         (3.0, {"loss": math.inf}),
         (4.0, {}),
         (5.0, {"loss": 2.0}),
     ]
-    curves = downsample(values, 1, 1)
+    curves = downsample(all_rows, 1, 1)
     assert curves.curves["loss"].mid == [1.0, None, None, None, 2.0]
     assert curves.total("loss").not_finite == 2
-    whole = downsample(values, 1, 10)
+    whole = downsample(all_rows, 1, 10)
     assert (whole.curves["loss"].low, whole.curves["loss"].mid, whole.curves["loss"].high) == (
         [1.0],
         [1.5],
