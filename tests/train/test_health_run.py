@@ -102,16 +102,16 @@ def pauses(patch: Patch, engine: type, rank: int) -> None:
 
 def two_data_waits(patch: Patch, engine: type, rank: int, ranks: tuple[int, ...] = (0, 1)) -> None:
     """Two waits of more than a second each, most of the time of 20 steps."""
-    waited_for = loop._waited_for
+    record_waits = loop._record_waits
 
     def slowly(stream: Any, recorder: Any) -> Iterator[Any]:
-        for step, samples in enumerate(waited_for(stream, recorder), 1):
+        for step, samples in enumerate(record_waits(stream, recorder), 1):
             if step in (SINCE + 4, SINCE + 12) and rank in ranks:
                 with recorder.part(DATA):
                     time.sleep(1.2)
             yield samples
 
-    patch.setattr(loop, "_waited_for", slowly)
+    patch.setattr(loop, "_record_waits", slowly)
 
 
 def two_data_waits_of_rank_1(patch: Patch, engine: type, rank: int) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.cluster.environment import Launch, set_defaults, set_thread_default
+from toolkit.cluster.environment import Launch, set_cuda_defaults, set_defaults, set_thread_default
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.log import log_to
 from toolkit.cluster.machine import Machine, this_machine
@@ -64,6 +64,7 @@ def launch_process(
     stop.heard = exit_handler.hear
     if watches(launch, plan.world, plan.config.cluster):
         return start_ranks(script, start, directory, stop, exit_handler, plan.config.cluster)
+    set_cuda_defaults(os.environ, plan)  # before the preflight check, which uses the GPUs
     if plan.config.cluster.preflight:
         _look_at_machines(plan, launch, meeting)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of an axis' links, from timings that ``observe/probe.py`` takes.
+"""Latency and bandwidth of an axis' links, from timings that ``observe/comm_benchmark.py`` takes.
 
 Bandwidth is the bus bandwidth of NCCL-tests (doc/PERFORMANCE.md), which is comparable with the hardware's: an
 all-reduce of S bytes over n ranks in t seconds has 2 (n - 1) / n S / t, a send S / t.

@@ -1,15 +1,15 @@
-"""GPUs and host of each node, measured beside training: who samples, and what of."""
+"""Sample the GPUs and the host of each node in a background thread of the node's first rank."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from toolkit.engine.rank_sync import FlagReduce
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.health import node_detector
 from toolkit.monitor.health.node_detector import NodeDetector
@@ -19,14 +19,16 @@ from toolkit.monitor.system.gpu import NodeGpus, XidEvents
 from toolkit.monitor.system.gpu_metrics import VisibleGpu
 from toolkit.monitor.system.host import HostMetrics
 from toolkit.monitor.system.sampler import GpuMetricSource, MetricSource, NodeSampler
+from toolkit.observe.context import RankContext
 from toolkit.plan.types import Device, RunPlan
-from toolkit.rundir.directory import RunDirectory
 
-CHECKPOINT_BYTES = 12  # a parameter: weights and two moments in fp32, as the toolkit stores them
+log = logging.getLogger(__name__)
+
+CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in fp32
 
 
-class NewestStep(Hook):
-    """Tells the sampler's thread how far training is."""
+class SamplerStep(Hook):
+    """Keep the step of the sampler's rows current."""
 
     def __init__(self, sampler: NodeSampler) -> None:
         self._sampler = sampler
@@ -34,58 +36,45 @@ class NewestStep(Hook):
     def on_start(self, step: int) -> None:
         self._sampler.step = step
 
-    def on_step(self, done: StepDone) -> None:
-        self._sampler.step = done.step
+    def on_step(self, completed: CompletedStep) -> None:
+        self._sampler.step = completed.step
 
 
-def nvml_of(plan: RunPlan) -> Any:
-    """NVML's module; None where the run computes on the processor, whatever GPUs are in the machine."""
+def load_nvml(plan: RunPlan) -> Any:
+    """Return the NVML module; None if the run uses CPUs, even if the machine has GPUs."""
     return gpu.load() if plan.world.device is Device.CUDA else None
 
 
 @contextmanager
-def sampling(
-    plan: RunPlan,
-    directory: RunDirectory,
-    sink: Sink,
-    all_reduce_flags: FlagReduce,
-    alert: Callable[[Alert], None],
-    *,
-    rank: int,
-) -> Iterator[Hook]:
-    """Every rank calls this. The first of each node samples, until the run is over; the hook is to be added on all.
+def sample_system(context: RankContext, sink: Sink, alert: Callable[[Alert], None]) -> Iterator[Hook]:
+    """Sample until the run is over. Collective; every rank adds the hook.
 
     Args:
-        alert: takes alerts from any thread.
+        alert: receives alerts from any thread.
     """
+    plan, rank, node = context.plan, context.rank, context.node
     per_node, seconds = plan.world.ranks_per_node, plan.config.monitor.system_seconds
     if seconds == 0:
         yield Hook()
         return
-    # The only thing that the ranks exchange, once: who they are on their node.
-    pids = all_reduce_flags([os.getpid() if number == rank else 0 for number in range(plan.world.ranks)])
-    node, place = divmod(rank, per_node)
-    if place != 0:
+    pids = context.all_reduce_flags([os.getpid() if other == rank else 0 for other in range(context.ranks)])
+    if not context.first_on_node:
         yield Hook()
         return
-    host = HostMetrics(
-        directory.path, {number: pids[number] for number in range(rank, min(rank + per_node, len(pids)))}
-    )
+    node_ranks = range(rank, min(rank + per_node, len(pids)))
+    host = HostMetrics(context.directory.path, {other: pids[other] for other in node_ranks})
     detector = NodeDetector(node, CHECKPOINT_BYTES * sum(parameter.numel for parameter in plan.parameters))
-    module = nvml_of(plan)
+    nvml = load_nvml(plan)
 
     def open_gpus() -> NodeGpus | None:
-        return (
-            gpu.open_gpus(module, per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            if module is not None
-            else None
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return gpu.open_gpus(nvml, per_node, visible) if nvml is not None else None
 
     def on_xid(card: VisibleGpu | None, number: int) -> None:
-        place, uuid = (card.index, card.uuid) if card is not None else (None, "")
-        alert(node_detector.xid_alert(number, place, node, sampler.step, uuid))
+        index, uuid = (card.index, card.uuid) if card is not None else (None, "")
+        alert(node_detector.xid_alert(number, index, node, sampler.step, uuid))
 
-    gpus = GpuMetricSource(open_gpus, lambda opened: XidEvents(module, opened.gpus), on_xid=on_xid, node=node)
+    gpus = GpuMetricSource(open_gpus, lambda opened: XidEvents(nvml, opened.gpus), on_xid=on_xid, node=node)
     sampler = NodeSampler(
         node=node,
         seconds=seconds,
@@ -96,7 +85,7 @@ def sampling(
     )
     sampler.start()
     try:
-        yield NewestStep(sampler)
+        yield SamplerStep(sampler)
     finally:
         gpus.stop()
         sampler.close()
