@@ -80,7 +80,7 @@ def test_alerts_from_several_threads_are_rate_limited() -> None:
     assert len(sink.rows) == 2
     kind, row = sink.rows[1]
     assert kind is Kind.ALERT
-    assert row["evidence"] == "e (399 more like it since the last one told)"
+    assert row["evidence"] == "e (399 more like it since the last one shown)"
     assert Alert.from_row(row).step == 9000
     assert row["next_step"] == "df -h runs/x"
 
