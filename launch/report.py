@@ -1,11 +1,12 @@
-"""A run as one page that opens offline: how it is, its curves, where its time went, alerts, plan against reality, hardware.
+"""Render a run as one HTML page: summary, curves, time per step, alerts, plan and measurements, hardware.
 
-    python launch/report.py runs/quickstart-1635fc16                      # writes runs/quickstart-1635fc16/report.html
-    python launch/report.py runs/mine out=/tmp/mine.html
-    python launch/report.py runs/mine nodes=/mnt/node1/mine,/mnt/node2/mine   # where nodes keep their samples on disks of their own
+    python launch/report.py runs/quickstart-1635fc16              # writes report.html there
+    python launch/report.py runs/mine out=mine.html
+    python launch/report.py runs/mine nodes=/mnt/node1/mine,/mnt/node2/mine   # nodes with local disks
 
-It reads the files of the run's directory and nothing else, so the run may be under way, done, failed, or of an older version. The page is
-one file that asks no network for anything: send it, keep it, print it. Exit code: 0 written, 2 a mistake, named with its rule and remedy.
+The report needs only the files of the run's directory, so the run may be in progress, complete, failed, or of
+an older version. The page is one file that opens offline and makes no network requests. Exit code: 0 if it
+was written, 2 for invalid arguments, which are named with their rule and remedy.
 """
 
 from __future__ import annotations
@@ -19,17 +20,13 @@ from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
-MARKS = (
-    "status.json",
-    "config.yaml",
-    "plan.json",
-    "metrics.jsonl",
-)  # a run's directory has one of them at least
-GIVE = "give the folder that train.py printed"
+# a run's directory has at least one of them
+MARKS = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")
+GIVE = "pass the folder that train.py printed"
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ReportArguments:
     run: Path
     out: Path
     nodes: tuple[Path, ...]
@@ -42,31 +39,38 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.DONE
     try:
         with file_errors():
-            print(f"the report is in {write(read_words(arguments))}")
+            print(f"the report is in {write_report(parse_arguments(arguments))}")
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
     return ExitCode.DONE
 
 
-def read_words(words: Sequence[str]) -> Given:
-    """Raises InputError with every mistake."""
-    options = dict(word.split("=", 1) for word in words if "=" in word and not Path(word).exists())
-    runs = [find_run(word, "run") for word in words if "=" not in word or Path(word).exists()]
+def parse_arguments(arguments: Sequence[str]) -> ReportArguments:
+    """Parse the command line. Raises InputError with all mistakes."""
+    options = dict(
+        argument.split("=", 1) for argument in arguments if "=" in argument and not Path(argument).exists()
+    )
+    runs = [
+        find_run(argument, "run") for argument in arguments if "=" not in argument or Path(argument).exists()
+    ]
     problems = [
         Problem(
-            name, f"{name}={value}", "a report takes out= and nodes= only", "python launch/report.py --help"
+            name,
+            f"{name}={value}",
+            "a report has only the options out= and nodes=",
+            "python launch/report.py --help",
         )
         for name, value in options.items()
         if name not in ("out", "nodes")
     ]
     if len(runs) != 1:
         seen = f"{len(runs)} run directories: {' '.join(map(str, runs))}" if runs else "no run directory"
-        problems.append(Problem("run", seen, "a report is of one run", "python launch/report.py runs/MINE"))
+        problems.append(Problem("run", seen, "a report covers one run", "python launch/report.py runs/MINE"))
     nodes = tuple(Path(folder) for folder in options.get("nodes", "").split(",") if folder)
     for folder in runs:
         if not folder.is_dir():
-            problems.append(Problem("run", f"run={folder}", "a run directory exists", GIVE))
+            problems.append(Problem("run", f"run={folder}", "the run directory exists", GIVE))
         elif not any((folder / name).exists() for name in MARKS):
             problems.append(
                 Problem("run", f"run={folder}", f"a run directory has one of {', '.join(MARKS)}", GIVE)
@@ -83,18 +87,18 @@ def read_words(words: Sequence[str]) -> Given:
     ]
     if problems:
         raise InputError(*problems)
-    return Given(runs[0], Path(options.get("out", runs[0] / "report.html")), nodes)
+    return ReportArguments(runs[0], Path(options.get("out", runs[0] / "report.html")), nodes)
 
 
-def write(given: Given) -> Path:
-    """Raises InputError where ``out`` cannot be written."""
+def write_report(given: ReportArguments) -> Path:
+    """Write the page and return its path. Raises InputError if ``out`` cannot be written."""
     from toolkit.files import write_whole
-    from toolkit.monitor.report.data import read_run
-    from toolkit.monitor.report.page import page
+    from toolkit.monitor.report.page import render_page
+    from toolkit.monitor.report.run_data import read_run
     from toolkit.progress import Progress
 
     with Progress() as progress:
-        html = page(read_run(given.run, progress, nodes=given.nodes))
+        html = render_page(read_run(given.run, progress, nodes=given.nodes))
     try:
         write_whole(given.out, html, durable=False)
     except OSError as error:
@@ -102,8 +106,8 @@ def write(given: Given) -> Path:
             Problem(
                 "out",
                 f"out={given.out}: {error.strerror}",
-                "the page's folder exists and can be written to",
-                "name another file with out=FILE",
+                "the page's folder exists and is writable",
+                "choose another file with out=FILE",
             )
         ) from error
     return given.out

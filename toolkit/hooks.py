@@ -18,8 +18,8 @@ from typing import ClassVar
 
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
-from toolkit.monitor.parts import LOGGING, UNRECORDED, Recorder
 from toolkit.monitor.sink import Row
+from toolkit.monitor.step_parts import LOGGING, UNRECORDED, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Hook:
     """Base class of hooks. Every event does nothing by default.
 
     Attributes:
-        part: the part of a step that time spent in this hook is attributed to (``monitor/parts.py``).
+        part: the part of a step that time spent in this hook is attributed to (``monitor/step_parts.py``).
     """
 
     part: ClassVar[str] = LOGGING

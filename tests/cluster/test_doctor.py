@@ -28,7 +28,7 @@ from toolkit.cluster.doctor.types import (
 from toolkit.config.compose import compose
 from toolkit.config.schema import EngineName
 from toolkit.errors import Problem
-from toolkit.monitor.probe import ALL_REDUCE, probe_row
+from toolkit.monitor.link_probe import ALL_REDUCE, probe_row
 from toolkit.plan import make_plan
 from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, World

@@ -27,7 +27,8 @@ from toolkit.engine.protocol import Engine, MicroBatch, StepResult
 from toolkit.engine.rank_sync import StepConsensus, make_flag_reduce
 from toolkit.hooks import CompletedStep, Hook, Hooks
 from toolkit.layout.axes import Axes, axis_name
-from toolkit.monitor.parts import (
+from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
+from toolkit.monitor.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -40,7 +41,6 @@ from toolkit.monitor.parts import (
     UNEXPLAINED,
     communication,
 )
-from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
 from toolkit.plan.types import RunPlan
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.loop import train
@@ -249,7 +249,7 @@ def measure(
             **recording,
         )
         engine.close()
-    return Measured(tuple(recorder.taken()), delays.script, delays.seconds, tuple(logging.losses))
+    return Measured(tuple(recorder.take_steps()), delays.script, delays.seconds, tuple(logging.losses))
 
 
 def agreeing(ranks: int, delays: Delays) -> Callable[[float, StepResult], StepConsensus]:
@@ -396,7 +396,8 @@ def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> 
         )
         engine.close()
     return [
-        found.parts[BUBBLE] / (found.parts[FORWARD] + found.parts[BACKWARD]) for found in recorder.taken()[2:]
+        found.parts[BUBBLE] / (found.parts[FORWARD] + found.parts[BACKWARD])
+        for found in recorder.take_steps()[2:]
     ]
 
 

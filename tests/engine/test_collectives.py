@@ -15,8 +15,8 @@ from toolkit.engine import clock as clock_module
 from toolkit.engine import collectives
 from toolkit.engine.clock import CudaClock, SideStreams
 from toolkit.layout.axes import Axes, Axis
-from toolkit.monitor.parts import BACKWARD, UNEXPLAINED, communication
 from toolkit.monitor.recorder import HostClock, StepRecorder
+from toolkit.monitor.step_parts import BACKWARD, UNEXPLAINED, communication
 from toolkit.testing.dist import RankPool
 
 AXES = Axes(tensor=2, data=2)
@@ -65,7 +65,7 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
             found
         )  # calls of other threads are recorded too, since they can hang
     assert collectives.last_calls() == []
-    first, second = recorder.taken()
+    first, second = recorder.take_steps()
     return found, dict(first.parts), dict(second.parts)
 
 
@@ -134,4 +134,4 @@ def test_waiting_for_a_side_stream_is_attributed_to_its_collective(monkeypatch: 
     recorder.next_step(2)
     streams.close()
     assert torch.cuda.Stream.wait_stream is waits
-    assert recorder.taken()[0].parts == {UNEXPLAINED: 0, BACKWARD: 3, communication("data"): 2}
+    assert recorder.take_steps()[0].parts == {UNEXPLAINED: 0, BACKWARD: 3, communication("data"): 2}

@@ -15,7 +15,7 @@ import pytest
 from tests.engine.ledger_cases import Measured, bubble, calls_of, measure
 from toolkit.config.schema import EngineName
 from toolkit.layout.axes import EXPERT
-from toolkit.monitor.parts import (
+from toolkit.monitor.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,

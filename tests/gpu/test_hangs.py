@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from toolkit.engine import collectives
 from toolkit.layout.axes import Axes
-from toolkit.monitor.calls import from_flight_recorder
+from toolkit.monitor.collective_calls import calls_from_flight_recorder
 from toolkit.observe import last_collective
 from toolkit.testing.dist import RankPool
 
@@ -32,7 +32,7 @@ def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
         torch.cuda._sleep(int(SECONDS * 1.5e9))
         dist.all_reduce(torch.ones(8, device="cuda"), group=group)
         own = [call for call in collectives.last_calls() if call.group == group.group_name]
-        trace = from_flight_recorder(json.loads(last_collective.dump_nccl_trace()), own)
+        trace = calls_from_flight_recorder(json.loads(last_collective.dump_nccl_trace()), own)
         torch.cuda.synchronize()
     timeout = group._get_backend(torch.device("cuda")).options._timeout
     return {"own": own, "trace": trace, "timeout": timeout}

@@ -14,7 +14,8 @@ from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.clock import CudaClock
 from toolkit.hooks import Hooks
-from toolkit.monitor.parts import (
+from toolkit.monitor.recorder import StepRecorder, StepTime
+from toolkit.monitor.step_parts import (
     BACKWARD,
     COMMUNICATION,
     DATA,
@@ -23,7 +24,6 @@ from toolkit.monitor.parts import (
     UNEXPLAINED,
     communication,
 )
-from toolkit.monitor.recorder import StepRecorder, StepTime
 from toolkit.plan.types import Device
 from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
@@ -80,7 +80,7 @@ def timed(
         )
         engine.close()
     torch.cuda.synchronize()
-    return recorder.taken(), walls, losses
+    return recorder.take_steps(), walls, losses
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -123,9 +123,9 @@ def asleep(rank: int, ranks: int) -> dict[str, float]:
         with recorder.part(BACKWARD):
             loss.backward()
     recorder.next_step(3)
-    early = len(recorder.taken())
+    early = len(recorder.take_steps())
     torch.cuda.synchronize()
-    late = recorder.taken()
+    late = recorder.take_steps()
     return {**late[-1].parts, "early": early, "late": len(late)}
 
 
@@ -158,7 +158,7 @@ def aside(rank: int, ranks: int) -> dict[str, float]:
         recorder.next_step(2)
         torch.cuda.synchronize()
         assert dist.get_world_size() == 1
-        return dict(recorder.taken()[0].parts)
+        return dict(recorder.take_steps()[0].parts)
 
 
 def test_waiting_for_a_side_stream_is_attributed_to_its_collective(gpu: RankPool) -> None:

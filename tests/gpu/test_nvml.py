@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from toolkit.monitor.system import gpu as nvml_gpus
-from toolkit.monitor.system.gpu import Gpus, XidEvents
-from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
+from toolkit.monitor.system.gpu import NodeGpus, XidEvents
+from toolkit.monitor.system.sampler import GpuMetricSource, MetricSource, NodeSampler
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ ABSENT = ("[N/A]", "[Not Supported]", "N/A")
 
 
 @pytest.fixture
-def gpus() -> Iterator[Gpus]:
+def gpus() -> Iterator[NodeGpus]:
     found = nvml_gpus.open_gpus(nvml_gpus.load(), 1, os.environ.get("CUDA_VISIBLE_DEVICES"))
     assert found is not None
     yield found
@@ -81,17 +81,17 @@ def nvidia_smi(names: list[str], uuid: str) -> dict[str, str]:
     return dict(zip(names, line.split(", "), strict=True))
 
 
-def figures(gpus: Gpus) -> dict[str, Any]:
+def figures(gpus: NodeGpus) -> dict[str, Any]:
     return {name.removeprefix("gpu/0/"): value for name, value in gpus.read().items()}
 
 
-def test_torch_and_nvml_select_the_same_gpu(gpus: Gpus) -> None:
-    assert str(torch.cuda.get_device_properties(0).uuid) in gpus.cards[0].uuid
+def test_torch_and_nvml_select_the_same_gpu(gpus: NodeGpus) -> None:
+    assert str(torch.cuda.get_device_properties(0).uuid) in gpus.gpus[0].uuid
 
 
-def test_figures_match_nvidia_smi(gpus: Gpus, at_work: None) -> None:
+def test_figures_match_nvidia_smi(gpus: NodeGpus, at_work: None) -> None:
     ours = figures(gpus)
-    theirs = nvidia_smi([*STEADY, *MOVING], gpus.cards[0].uuid)
+    theirs = nvidia_smi([*STEADY, *MOVING], gpus.gpus[0].uuid)
     compared = 0
     for name, (mine, make) in STEADY.items():
         if theirs[name] not in ABSENT:
@@ -104,7 +104,7 @@ def test_figures_match_nvidia_smi(gpus: Gpus, at_work: None) -> None:
     assert compared >= 10
 
 
-def test_busy_gpu_shows_utilization(gpus: Gpus, at_work: None) -> None:
+def test_busy_gpu_shows_utilization(gpus: NodeGpus, at_work: None) -> None:
     figures(gpus)
     time.sleep(2)
     row = figures(gpus)
@@ -118,8 +118,8 @@ def test_busy_gpu_shows_utilization(gpus: Gpus, at_work: None) -> None:
         assert row["pcie_tx_bytes_per_second"] >= 0
 
 
-def test_nvml_events_can_be_waited_for(gpus: Gpus) -> None:
-    events = XidEvents(nvml_gpus.load(), gpus.cards)
+def test_nvml_events_can_be_waited_for(gpus: NodeGpus) -> None:
+    events = XidEvents(nvml_gpus.load(), gpus.gpus)
     assert events.watched == 1
     began = time.monotonic()
     assert events.wait(300) is None
@@ -127,19 +127,18 @@ def test_nvml_events_can_be_waited_for(gpus: Gpus) -> None:
     events.close()
 
 
-def test_sampling_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
+def test_sampling_is_cheap(gpus: NodeGpus, tmp_path: Path) -> None:
     rows: list[Any] = []
-    source = GpuSource(
-        lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.cards), xid=lambda *_: None, say=print
+    source = GpuMetricSource(
+        lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.gpus), on_xid=lambda *_: None
     )
-    sampler = Sampler(
+    sampler = NodeSampler(
         node=0,
         seconds=0.5,
-        sources=[Source("gpu", source.read, print)],
-        log=rows.append,
+        sources=[MetricSource("gpu", source.read)],
+        log_row=rows.append,
         detect=lambda row: [],
         alert=print,
-        tell=print,
     )
     sampler.start()
     time.sleep(5)

@@ -49,7 +49,7 @@ def test_bf16_run_has_plausible_mfu(engine: EngineName, stage: int, gpu: RankPoo
     plan = replace(plan, world=replace(plan.world, gpu=kind))
     seconds = gpu.run(step_seconds, plan, timeout=300)[0]
     samples = plan.batch.global_batch
-    row = Throughput.of(plan).row(
+    row = Throughput.from_plan(plan).row(
         samples=samples, units=plan.units_per_step, computed=plan.units_per_step, seconds=seconds
     )
     assert 0.02 < row["mfu"] < 0.9, row

@@ -1,10 +1,10 @@
-"""NVML without a driver: pynvml's own constants, structures and errors, and functions of its names and arguments over GPUs in memory.
+"""A fake NVML: pynvml's constants, structures and errors, and its functions on GPUs in memory.
 
     nvml = FakeNvml([FakeGpu(), FakeGpu()])
     nvml.gpus[1].throttle = pynvml.nvmlClocksEventReasonHwThermalSlowdown
     nvml.happens(1, xid=79)
 
-A function of NVML that nobody has written here raises AttributeError, as one that pynvml lacks would.
+A function that is not implemented here raises AttributeError, like one that pynvml lacks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 import pynvml
 
-BOARDS, SLICES, SAMPLES = 0x10000, 0x20000, 0x30000  # made-up addresses
+BOARDS, SLICES, SAMPLES = 0x10000, 0x20000, 0x30000  # fake addresses
 GIB = 2**30
 
 
 @dataclass(slots=True)
 class FakeGpu:
-    """An H100 at work. ``lacks``: by NVML's function, the code of the error that it raises; ``fields``: what field values it has."""
+    """A busy H100. ``lacks``: error codes raised, by NVML function; ``fields``: values of NVML fields."""
 
     uuid: str = ""
     name: str = "NVIDIA H100 80GB HBM3"
@@ -276,8 +276,8 @@ class FakeNvml(ModuleType):
         )
         assert first == second is not None, "two samples of one GPU"
         assert metricsGet.version == pynvml.NVML_GPM_METRICS_GET_VERSION
-        for place in range(metricsGet.numMetrics):
-            metric = metricsGet.metrics[place]
+        for slot in range(metricsGet.numMetrics):
+            metric = metricsGet.metrics[slot]
             known = self.gpus[second].gpm
             metric.nvmlReturn = (
                 pynvml.NVML_SUCCESS if metric.metricId in known else pynvml.NVML_ERROR_NOT_SUPPORTED

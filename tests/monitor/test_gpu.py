@@ -1,4 +1,4 @@
-"""GPUs by a fake NVML: figures, what a GPU lacks, which GPUs CUDA shows, events; and that the real pynvml has every name that is used.
+"""GPU metrics with a fake NVML, which has the names and signatures of the real pynvml.
 
 pytest tests/monitor/test_gpu.py
 """
@@ -16,9 +16,9 @@ import pytest
 from tests.monitor.fake_nvml import GIB, FakeGpu, FakeNvml
 from tests.train.fakes import FakeClock
 from toolkit.monitor.system import gpu as gpu_module
-from toolkit.monitor.system import gpu_measures
-from toolkit.monitor.system.gpu import Gpus, XidEvents, find_cards, open_gpus
-from toolkit.monitor.system.gpu_codes import HARMFUL, REASONS, XIDS, is_harmful, reasons_of, xid_of
+from toolkit.monitor.system import gpu_metrics
+from toolkit.monitor.system.gpu import NodeGpus, XidEvents, find_gpus, open_gpus
+from toolkit.monitor.system.gpu_codes import HARMFUL, REASONS, XIDS, is_harmful, throttle_reasons, xid_info
 
 HOPPER = {
     "name": "NVIDIA H100 80GB HBM3",
@@ -58,26 +58,26 @@ HOPPER = {
 }
 
 
-def opened(nvml: FakeNvml, count: int = 8, selection: str | None = None) -> Gpus:
+def opened(nvml: FakeNvml, count: int = 8, selection: str | None = None) -> NodeGpus:
     nvml.nvmlInit()
-    return Gpus(nvml, find_cards(nvml, selection)[:count], FakeClock())
+    return NodeGpus(nvml, find_gpus(nvml, selection)[:count], FakeClock())
 
 
-def second_reading(gpus: Gpus, *, after: float = 10.0) -> dict[str, Any]:
+def second_reading(gpus: NodeGpus, *, after: float = 10.0) -> dict[str, Any]:
     gpus.read()
     gpus._clock.now += after  # type: ignore[attr-defined]
     return gpus.read()
 
 
-def of(row: dict[str, Any], place: int) -> dict[str, Any]:
+def of(row: dict[str, Any], index: int) -> dict[str, Any]:
     return {
-        name.removeprefix(f"gpu/{place}/"): value
+        name.removeprefix(f"gpu/{index}/"): value
         for name, value in row.items()
-        if name.startswith(f"gpu/{place}/")
+        if name.startswith(f"gpu/{index}/")
     }
 
 
-def test_a_hopper_gpu_has_all_figures() -> None:
+def test_hopper_gpu_has_all_metrics() -> None:
     row = second_reading(opened(FakeNvml([FakeGpu()])))
     assert of(row, 0) == HOPPER
     assert {name: value for name, value in row.items() if name.count("/") == 1} == {
@@ -107,10 +107,10 @@ def test_rates_need_two_readings() -> None:
     }
 
 
-def test_an_older_gpu_and_driver_have_what_they_have(caplog: pytest.LogCaptureFixture) -> None:
-    """A V100 with a driver of 2021: older functions, counters of the links, no row remapping, no performance monitor."""
+def test_older_gpu_and_driver_omit_unsupported_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    """A V100 with a driver of 2021: older functions, link counters, no row remapping, no GPM."""
     tx, rx = (
-        (kind, gpu_measures.ALL_LINKS)
+        (kind, gpu_metrics.ALL_LINKS)
         for kind in (
             pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
             pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
@@ -148,12 +148,12 @@ def test_an_older_gpu_and_driver_have_what_they_have(caplog: pytest.LogCaptureFi
         "nvlink_crc_errors",
     }
     assert not gone & row.keys()
-    said = [record.getMessage().removeprefix("GPU 0 has no ") for record in caplog.records]
-    assert said == [f"{what}: Not Supported" for what in ("power", "remapped_rows", "performance")]
+    messages = [record.getMessage().removeprefix("GPU 0 has no ") for record in caplog.records]
+    assert messages == [f"{what}: Not Supported" for what in ("power", "remapped_rows", "performance")]
     assert nvml.calls.count("nvmlDeviceGetPowerUsage") == 1, "what a GPU lacks is not asked for again"
 
 
-def test_links_of_hopper_are_counted_one_by_one() -> None:
+def test_hopper_link_errors_are_summed_over_links() -> None:
     kinds = (pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC, pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY)
     fields: dict[int | tuple[int, int], float] = {
         (kind, link): kind + link for kind in kinds for link in range(3)
@@ -166,7 +166,7 @@ def test_links_of_hopper_are_counted_one_by_one() -> None:
     assert "nvlink_recovery_errors" not in row
 
 
-def test_throttling_between_two_samples_is_seen() -> None:
+def test_throttled_time_between_samples_is_measured() -> None:
     gpu = FakeGpu()
     gpus = opened(FakeNvml([gpu]))
     gpus.read()
@@ -174,10 +174,10 @@ def test_throttling_between_two_samples_is_seen() -> None:
     gpus._clock.now += 10  # type: ignore[attr-defined]
     row = of(gpus.read(), 0)
     assert row["throttled_percent"] == 25.0
-    assert row["throttled"] == 0  # at this very moment
+    assert row["throttled"] == 0  # at this moment
 
 
-def test_a_passing_error_costs_one_figure_of_one_sample() -> None:
+def test_transient_error_omits_one_metric_of_one_sample() -> None:
     gpu = FakeGpu(lacks={"nvmlDeviceGetPowerUsage": pynvml.NVML_ERROR_UNKNOWN})
     gpus = opened(FakeNvml([gpu]))
     assert "power_watts" not in of(gpus.read(), 0)
@@ -185,9 +185,7 @@ def test_a_passing_error_costs_one_figure_of_one_sample() -> None:
     assert of(gpus.read(), 0)["power_watts"] == 612.5
 
 
-def test_an_answer_of_another_form_costs_one_figure_and_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unexpected_result_omits_one_metric_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     gpus = opened(FakeNvml([FakeGpu(remapped=(1, 0, 0))]))  # type: ignore[arg-type]
     gpus.read()
     row = of(second_reading(gpus), 0)
@@ -202,7 +200,7 @@ def test_an_answer_of_another_form_costs_one_figure_and_is_told_once(
     ]
 
 
-def test_a_lost_gpu_is_said_and_left_alone() -> None:
+def test_lost_gpu_is_reported_and_not_queried_again() -> None:
     nvml = FakeNvml([FakeGpu(), FakeGpu()])
     gpus = opened(nvml)
     gpus.read()
@@ -233,59 +231,59 @@ def many() -> FakeNvml:
         ("3,0", ["GPU-00000003", "GPU-00000000"]),
         ("1, 9, 0", ["GPU-00000001"]),  # up to the first unknown one
         ("GPU-00000003,GPU-00000001", ["GPU-00000003", "GPU-00000001"]),
-        ("GPU-0", []),  # the beginning of several
+        ("GPU-0", []),  # an ambiguous prefix
         ("MIG-bbbb", ["MIG-bbbb"]),
         ("MIG-cccc,0", []),
         ("2", ["MIG-aaaa"]),
     ],
 )
-def test_gpus_are_those_that_cuda_shows(selection: str | None, expected: list[str]) -> None:
+def test_selection_matches_cuda_visible_devices(selection: str | None, expected: list[str]) -> None:
     nvml = many()
     nvml.nvmlInit()
-    cards = find_cards(nvml, selection)
-    assert [card.uuid[: len("GPU-00000000")] for card in cards] == expected
-    assert [card.place for card in cards] == list(range(len(expected)))
+    gpus = find_gpus(nvml, selection)
+    assert [gpu.uuid[: len("GPU-00000000")] for gpu in gpus] == expected
+    assert [gpu.index for gpu in gpus] == list(range(len(expected)))
 
 
-def test_a_slice_has_its_own_memory_and_its_boards_clocks() -> None:
+def test_mig_slice_has_own_memory_and_clocks_of_the_board() -> None:
     row = of(second_reading(opened(many(), selection="MIG-bbbb")), 0)
     assert row["memory_total_bytes"] == 20 * GIB
     assert row["sm_clock_mhz"] == 1755
     assert row["tensor_active_percent"] == 41.5
-    assert "utilization_percent" not in row  # NVML has none of slices
+    assert "utilization_percent" not in row  # not available for slices
 
 
-def test_a_lost_gpu_does_not_count_at_the_start_either() -> None:
+def test_gpu_lost_before_the_start_is_not_counted() -> None:
     nvml = FakeNvml([FakeGpu(lost=True), FakeGpu()])
-    assert [card.uuid[:12] for card in opened(nvml).cards] == ["GPU-00000001"]
+    assert [gpu.uuid[:12] for gpu in opened(nvml).gpus] == ["GPU-00000001"]
 
 
-def test_each_rank_has_one_gpu_and_no_more_are_sampled() -> None:
+def test_only_one_gpu_per_rank_is_sampled() -> None:
     nvml = FakeNvml([FakeGpu() for _ in range(8)])
     gpus = open_gpus(nvml, 2, None)
     assert gpus is not None
-    assert [card.place for card in gpus.cards] == [0, 1]
+    assert [gpu.index for gpu in gpus.gpus] == [0, 1]
 
 
-def test_without_a_driver_or_gpus_there_is_nothing() -> None:
+def test_no_driver_or_no_gpu_opens_nothing() -> None:
     assert open_gpus(FakeNvml([FakeGpu()], driver=False), 1, None) is None
     nvml = FakeNvml([FakeGpu()])
     assert open_gpus(nvml, 1, "") is None
     assert nvml.started == 0
 
 
-def test_events_have_their_gpu() -> None:
+def test_xid_events_name_their_gpu() -> None:
     nvml = FakeNvml(
         [FakeGpu(), FakeGpu(), FakeGpu(lacks={"nvmlDeviceRegisterEvents": pynvml.NVML_ERROR_NOT_SUPPORTED})]
     )
     gpus = opened(nvml, selection="1,2")
-    events = XidEvents(nvml, gpus.cards)
+    events = XidEvents(nvml, gpus.gpus)
     assert events.watched == 1
     assert events.wait(1) is None
-    nvml.gpus[1].lost = True  # it cannot tell its UUID any more
+    nvml.gpus[1].lost = True  # its UUID cannot be read any more
     nvml.happens(1, xid=79)
     nvml.happens(0, xid=31)
-    assert events.wait(100) == (gpus.cards[0], 79)
+    assert events.wait(100) == (gpus.gpus[0], 79)
     assert events.wait(100) == (None, 31)
     events.close()
     gpus.close()
@@ -295,7 +293,7 @@ def test_events_have_their_gpu() -> None:
 # ---- what numbers mean
 
 
-def test_reasons_are_pynvmls() -> None:
+def test_throttle_bits_match_pynvml() -> None:
     of_pynvml = {
         value
         for name, value in vars(pynvml).items()
@@ -323,15 +321,15 @@ def test_reasons_are_pynvmls() -> None:
         (0x202, ("application-clocks", "board-limit"), False),
     ],
 )
-def test_bits_have_names(bits: int, names: tuple[str, ...], harmful: bool) -> None:
-    assert reasons_of(bits) == names
+def test_throttle_bits_have_names(bits: int, names: tuple[str, ...], harmful: bool) -> None:
+    assert throttle_reasons(bits) == names
     assert is_harmful(names) is harmful
 
 
-def test_xids_that_training_meets_are_explained() -> None:
+def test_common_xids_are_explained() -> None:
     assert {13, 31, 43, 45, 48, 63, 64, 74, 79, 92, 94, 95, 119, 120} <= XIDS.keys()
     assert all(one.meaning and one.next_step for one in XIDS.values())
-    assert "not in this toolkit's table" in xid_of(9999).meaning
+    assert "not in this toolkit's table" in xid_info(9999).meaning
 
 
 # ---- the fake and the real
@@ -359,10 +357,10 @@ def used_names(path: str) -> tuple[set[str], list[tuple[str, int]]]:
     return names, calls
 
 
-USED = [used_names(str(module.__file__)) for module in (gpu_module, gpu_measures)]
+USED = [used_names(str(module.__file__)) for module in (gpu_module, gpu_metrics)]
 
 
-def test_pynvml_has_every_name_and_takes_every_call() -> None:
+def test_pynvml_has_all_used_names_and_signatures() -> None:
     names, calls = set().union(*(names for names, _ in USED)), [call for _, calls in USED for call in calls]
     assert len(names) > 60
     assert {"nvmlDeviceGetUtilizationRates", "NVML_FI_DEV_MEMORY_TEMP", "nvmlEventSetWait_v2"} <= names, (
@@ -375,7 +373,7 @@ def test_pynvml_has_every_name_and_takes_every_call() -> None:
     assert not hasattr(pynvml, "nvmlDeviceGetNoSuchThing")
 
 
-def test_the_fake_takes_what_pynvml_takes() -> None:
+def test_fake_nvml_has_the_signatures_of_pynvml() -> None:
     faked = [name for name in vars(FakeNvml) if name.startswith("nvml")]
     used = {
         name

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from toolkit.monitor.alert import Level
-from toolkit.monitor.calls import Call, from_flight_recorder
+from toolkit.monitor.collective_calls import CollectiveCall, calls_from_flight_recorder
 from toolkit.monitor.hangs.diagnosis import diagnose, diagnose_mismatch
 from toolkit.monitor.hangs.hang_text import MAX_STACKS, format_report
 from toolkit.monitor.hangs.reports import (
@@ -47,8 +47,8 @@ def call(
     finished: bool = True,
     ago: float = 90.0,
     peer: int | None = None,
-) -> Call:
-    return Call(
+) -> CollectiveCall:
+    return CollectiveCall(
         group=group,
         ranks=tuple(range(ranks)),
         axis=axis,
@@ -63,7 +63,7 @@ def call(
 
 def report(
     rank: int,
-    *calls: Call,
+    *calls: CollectiveCall,
     main: tuple[Frame, ...] = (LOOP, CALLS),
     others: tuple[ThreadStack, ...] = (),
     neighbours: dict[int, Neighbour] | None = None,
@@ -112,7 +112,7 @@ def test_rank_that_skipped_a_collective_is_named_with_its_count() -> None:
 def test_of_two_ranks_that_wait_for_each_other_the_one_with_a_new_transition_is_named(late: float) -> None:
     """Both are behind in a group: rank 0 has not reached the exchange, rank 1 not the probe before it."""
 
-    def made(probes: int, exchanges: int, last: str, ago: float) -> list[Call]:
+    def made(probes: int, exchanges: int, last: str, ago: float) -> list[CollectiveCall]:
         probe = [call(n, group="5", ranks=2, ago=300 - 10 * n) for n in range(1, probes + 1)]
         exchange = [
             call(n, tensors="[3] int64", group="0", ranks=2, axis="all", ago=299 - 10 * n)
@@ -338,9 +338,9 @@ def test_calls_are_read_from_the_flight_recorder() -> None:
     done = [{**entry, "collective_seq_id": n, "state": "completed"} for n in range(1, 12)]
     trace = {"entries": [*done, {**entry, "collective_seq_id": 12}, {**entry, "process_group": ["6", ""]}]}
     known = call(1, group="5", ranks=2, axis="tensor")
-    calls = from_flight_recorder(trace, [known])
+    calls = calls_from_flight_recorder(trace, [known])
     assert [one.number for one in calls] == list(range(5, 13))
-    assert calls[-1] == Call(
+    assert calls[-1] == CollectiveCall(
         group="5",
         ranks=(0, 1),
         axis="tensor",
@@ -352,5 +352,5 @@ def test_calls_are_read_from_the_flight_recorder() -> None:
     )
     assert calls[-2].finished
     passing = {**entry, "is_p2p": True, "p2p_seq_id": 2, "profiling_name": "nccl:recv 1<-0"}
-    (one,) = from_flight_recorder({"entries": [passing]}, [replace(known, ranks=(4, 6))])
+    (one,) = calls_from_flight_recorder({"entries": [passing]}, [replace(known, ranks=(4, 6))])
     assert one.what == "recv from rank 4 [4, 2] Float, [3] Float, [1] Float and 1 more"

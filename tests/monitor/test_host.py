@@ -1,4 +1,4 @@
-"""The host's figures: limits of both versions of control groups, this machine's own, and processes with their children.
+"""Host metrics: limits of both cgroup versions, this machine, and processes with their children.
 
 pytest tests/monitor/test_host.py
 """
@@ -16,8 +16,13 @@ import psutil
 import pytest
 
 from tests.train.fakes import FakeClock
-from toolkit.monitor.system.figures import COLLECTED_BY_WANDB, Rates, Thrifty, beyond_wandb
-from toolkit.monitor.system.host import TREE_SECONDS, Host, cgroup_memory, trees
+from toolkit.monitor.system.host import TREE_SECONDS, HostMetrics, process_trees, read_cgroup_memory
+from toolkit.monitor.system.metrics import (
+    COLLECTED_BY_WANDB,
+    CounterRates,
+    SteadyMetricFilter,
+    without_wandb_metrics,
+)
 
 MIB = 2**20
 ALWAYS = {
@@ -36,12 +41,13 @@ ALWAYS = {
     "process/open_files",
     "rank/5/private_bytes",
 }
-# Holds 40 MiB of its own and has a child that holds 60 MiB.
+# Allocates memory and starts a child that does the same.
 HOLD = """
 import subprocess, sys
 size, more = int(sys.argv[1]), sys.argv[2:]
-held = bytearray(b"x" * (size << 20))
-child = subprocess.Popen([sys.executable, "-c", sys.argv[0], *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE) if more else None
+memory = bytearray(b"x" * (size << 20))
+command = [sys.executable, "-c", sys.argv[0], *more]
+child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) if more else None
 if child:
     child.stdout.readline()
 print("ready", flush=True)
@@ -71,7 +77,7 @@ def two_processes() -> Iterator[int]:
     process.communicate(b"end", timeout=30)
 
 
-def test_a_group_of_version_2_has_a_limit_without_its_page_cache(tmp_path: Path) -> None:
+def test_cgroup_v2_limit_excludes_page_cache(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/kubepods/pod"
     root = write(
         tmp_path,
@@ -84,10 +90,10 @@ def test_a_group_of_version_2_has_a_limit_without_its_page_cache(tmp_path: Path)
             f"{group}/memory.stat": "anon 300\nactive_file 200\ninactive_file 350\nshmem 50\n",
         },
     )
-    assert cgroup_memory(root) == (1000, 350)
+    assert read_cgroup_memory(root) == (1000, 350)
 
 
-def test_the_tightest_of_several_limits_counts(tmp_path: Path) -> None:
+def test_tightest_cgroup_limit_is_used(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/a"
     root = write(
         tmp_path,
@@ -101,10 +107,10 @@ def test_the_tightest_of_several_limits_counts(tmp_path: Path) -> None:
             f"{base}/b/memory.stat": "anon 100\n",
         },
     )
-    assert cgroup_memory(root) == (1000, 950)
+    assert read_cgroup_memory(root) == (1000, 950)
 
 
-def test_a_group_of_version_1(tmp_path: Path) -> None:
+def test_cgroup_v1_limit(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory"
     root = write(
         tmp_path,
@@ -117,10 +123,10 @@ def test_a_group_of_version_1(tmp_path: Path) -> None:
             f"{base}/docker/x/memory.stat": "total_active_file 300\ntotal_inactive_file 200\nactive_file 1\n",
         },
     )
-    assert cgroup_memory(root) == (2000, 1000)
+    assert read_cgroup_memory(root) == (2000, 1000)
 
 
-def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
+def test_cgroup_root_of_a_container_is_used(tmp_path: Path) -> None:
     base = "sys/fs/cgroup/memory"
     root = write(
         tmp_path,
@@ -131,14 +137,14 @@ def test_in_a_container_the_root_is_its_own_group(tmp_path: Path) -> None:
             f"{base}/memory.stat": "total_inactive_file 500\n",
         },
     )
-    assert cgroup_memory(root) == (2000, 1000)
-    assert cgroup_memory(write(tmp_path / "none", {"proc/self/cgroup": "0::/\n"})) is None
-    assert cgroup_memory(tmp_path / "no-proc") is None
+    assert read_cgroup_memory(root) == (2000, 1000)
+    assert read_cgroup_memory(write(tmp_path / "none", {"proc/self/cgroup": "0::/\n"})) is None
+    assert read_cgroup_memory(tmp_path / "no-proc") is None
 
 
-def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
+def test_metrics_of_this_machine_are_consistent(tmp_path: Path) -> None:
     clock = FakeClock()
-    host = Host(tmp_path / "not" / "yet", {5: os.getpid()}, clock=clock)
+    host = HostMetrics(tmp_path / "not" / "yet", {5: os.getpid()}, clock=clock)
     first = host.read()
     clock.now += 10
     row = host.read()
@@ -149,15 +155,15 @@ def test_this_machine_has_figures_that_agree(tmp_path: Path) -> None:
     assert row["host/memory_total_bytes"] == memory.total
     assert float(row["host/memory_available_bytes"]) <= memory.total
     assert abs(float(row["disk/free_bytes"]) - psutil.disk_usage(str(tmp_path)).free) < 1e9
-    # With children: other tests in this process may have left some.
-    held = sum(
+    # Including children that other tests in this process may have left.
+    expected = sum(
         memory.rss - memory.shared
-        for memory in (process.memory_info() for process in trees({5: os.getpid()})[5])
+        for memory in (process.memory_info() for process in process_trees({5: os.getpid()})[5])
     )
-    assert abs(float(row["rank/5/private_bytes"]) - held) < 100 * MIB
+    assert abs(float(row["rank/5/private_bytes"]) - expected) < 100 * MIB
 
 
-def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> None:
+def test_disk_and_rdma_rates_come_from_kernel_counters(tmp_path: Path) -> None:
     device = tmp_path.stat().st_dev
     disk, port = (
         f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat",
@@ -172,7 +178,7 @@ def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> No
         },
     )
     clock = FakeClock()
-    host = Host(tmp_path, {}, root=root, clock=clock)
+    host = HostMetrics(tmp_path, {}, root=root, clock=clock)
     host.read()
     write(root, {disk: "1 0 300 7 2 0 1400 9 0 3 4\n", f"{port}/port_rcv_data": "51000\n"})
     clock.now += 10
@@ -183,16 +189,16 @@ def test_disk_and_ports_are_read_from_the_kernels_counters(tmp_path: Path) -> No
     assert row["network/rdma_send_bytes_per_second"] == 0
 
 
-def test_a_ranks_children_count_to_it_and_other_ranks_do_not(two_processes: int, tmp_path: Path) -> None:
+def test_child_processes_count_for_their_rank(two_processes: int, tmp_path: Path) -> None:
     clock = FakeClock()
-    host = Host(tmp_path, {0: os.getpid(), 1: two_processes, 2: 2**22 + 1}, clock=clock)
+    host = HostMetrics(tmp_path, {0: os.getpid(), 1: two_processes, 2: 2**22 + 1}, clock=clock)
     row = host.read()
     assert 100 * MIB < float(row["rank/1/private_bytes"]) < 160 * MIB
     assert "rank/2/private_bytes" not in row
-    found = trees({0: os.getpid(), 1: two_processes})
+    found = process_trees({0: os.getpid(), 1: two_processes})
     assert len(found[1]) == 2
     assert two_processes not in {process.pid for process in found[0]}
-    # Processes that end are left out; new ones are found a minute later.
+    # Ended processes are omitted; new ones are found a minute later.
     found[1][1].kill()
     while found[1][1].status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
@@ -205,18 +211,18 @@ def test_a_ranks_children_count_to_it_and_other_ranks_do_not(two_processes: int,
 # ---- rates, and what is written
 
 
-def test_a_rate_is_the_increase_a_second() -> None:
-    rates = Rates()
+def test_rate_is_the_increase_per_second() -> None:
+    rates = CounterRates()
     assert rates.per_second("a", 100, 1.0) is None
     assert rates.per_second("a", 160, 4.0) == 20
     assert rates.per_second("b", 5, 4.0) is None
-    assert rates.per_second("a", 10, 5.0) is None  # it began anew
+    assert rates.per_second("a", 10, 5.0) is None  # the counter was reset
     assert rates.per_second("a", 12, 5.0) is None  # no time has passed
     assert rates.per_second("a", 16, 6.0) == 4
 
 
-def test_steady_figures_are_written_where_they_change() -> None:
-    thrifty = Thrifty()
+def test_steady_metrics_are_written_when_they_change() -> None:
+    thrifty = SteadyMetricFilter()
     row = {"step": 1, "gpu/0/name": "H100", "gpu/0/ecc_corrected_errors": 0, "gpu/0/utilization_percent": 97}
     assert thrifty(dict(row)) == row
     assert thrifty({**row, "step": 2}) == {"step": 2, "gpu/0/utilization_percent": 97}
@@ -224,7 +230,7 @@ def test_steady_figures_are_written_where_they_change() -> None:
     assert thrifty(changed) == {"step": 3, "gpu/0/ecc_corrected_errors": 1, "gpu/0/utilization_percent": 97}
 
 
-def test_w_and_b_gets_what_it_does_not_collect() -> None:
+def test_metrics_collected_by_wandb_are_dropped() -> None:
     row = {
         "step": 4,
         "node": 1,
@@ -236,7 +242,7 @@ def test_w_and_b_gets_what_it_does_not_collect() -> None:
         "host/load_1m": 2.0,
         "rank/1/private_bytes": 7,
     }
-    assert beyond_wandb(row) == {
+    assert without_wandb_metrics(row) == {
         "step": 4,
         "gpu/3/throttled": 1,
         "gpu/power_watts_sum": 5000.0,

@@ -1,15 +1,18 @@
-"""Runs that others published: their utilisation, reckoned from their sizes and step times.
+"""The utilisation of published runs, computed from their sizes and step times.
 
     pytest tests/monitor/test_published_runs.py
 
-- A100, Megatron-LM: Korthikanti et al., 2205.05198, table 5: seconds of an iteration, MFU and HFU with selective recomputation.
-- H100, Megatron-LM: README of Megatron-LM with mcore 0.8: TFLOP/s a GPU and MFU, from which the seconds of an iteration follow by the
-  formula of its time (12 l h^2 (...), the attention matrix whole), which is that of Narayanan et al., 2104.04473.
-- H100, llm-foundry: scripts/train/benchmarking/README.md: tokens a second, MFU and HFU, parameters.
+- A100, Megatron-LM: Korthikanti et al., 2205.05198, table 5: seconds per iteration, MFU and HFU with
+  selective recomputation.
+- H100, Megatron-LM: README of Megatron-LM with mcore 0.8: TFLOP/s per GPU and MFU. The seconds per
+  iteration follow from its formula (12 l h^2 (...), with the whole attention matrix; Narayanan et al.,
+  2104.04473).
+- H100, llm-foundry: scripts/train/benchmarking/README.md: tokens per second, MFU and HFU, parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -61,14 +64,14 @@ def planned(
         gpu=gpu,
         has_compiler=True,
         device_memory_bytes=10**15,
-    )  # whether it fits is another question, which they have answered
+    )  # the published runs fitted
     return make_plan(config, world)
 
 
 def speed(plan: RunPlan, seconds: float) -> dict[str, float]:
     samples = plan.batch.global_batch
     units = samples * plan.units_per_sample
-    return Throughput.of(plan).row(samples=samples, units=units, computed=units, seconds=seconds)
+    return Throughput.from_plan(plan).row(samples=samples, units=units, computed=units, seconds=seconds)
 
 
 # ---- Korthikanti et al.
@@ -82,7 +85,13 @@ A100 = {  # hidden, layers, heads, pipeline, GPUs, batch, seconds, MFU, HFU
 }
 
 
-@pytest.mark.parametrize("name", A100)
+def first_quick(names: Iterable[str]) -> list[Any]:
+    """Mark all names but the first as part of the full suite."""
+    first, *rest = names
+    return [first, *(pytest.param(name, marks=pytest.mark.full) for name in rest)]
+
+
+@pytest.mark.parametrize("name", first_quick(A100))
 def test_selective_recomputation_on_a100(name: str) -> None:
     hidden, layers, heads, pipeline, gpus, batch, seconds, mfu, hfu = A100[name]
     plan = planned(
@@ -101,8 +110,8 @@ def test_selective_recomputation_on_a100(name: str) -> None:
     )
     found = speed(plan, seconds)
     assert found["mfu"] == pytest.approx(mfu, abs=POINT / 2)
-    # Their HFU has s/3h where MFU has s/6h in 72 B l s h^2 (1 + s/6h + V/12lh): as much again as forward and backward of the attention
-    # matrix. Computed again is its forward pass, a third of that.
+    # The published HFU has s/3h and the MFU s/6h in 72 B l s h^2 (1 + s/6h + V/12lh), which counts forward
+    # and backward of the attention matrix twice. Only its forward pass, a third of that, is recomputed.
     share = 2048 / (6 * hidden) / (1 + 2048 / (6 * hidden) + 51200 / (12 * layers * hidden))
     assert found["hfu"] / found["mfu"] == pytest.approx(1 + share / 3, rel=1e-9)
     assert found["mfu"] * (1 + share) == pytest.approx(hfu, abs=POINT / 2)
@@ -120,7 +129,7 @@ H100 = {  # hidden, layers, heads, tensor, pipeline, GPUs, batch, TFLOP/s, MFU
 
 
 def megatron_on_h100(name: str) -> tuple[RunPlan, float]:
-    """And the seconds of an iteration."""
+    """Return the plan and the seconds of an iteration."""
     hidden, layers, heads, tensor, pipeline, gpus, batch, tera, _ = H100[name]
     plan = planned(
         "h100",
@@ -143,7 +152,7 @@ def megatron_on_h100(name: str) -> tuple[RunPlan, float]:
     return plan, narayanan / (tera * 1e12 * gpus)
 
 
-@pytest.mark.parametrize("name", H100)
+@pytest.mark.parametrize("name", first_quick(H100))
 def test_megatron_lm_on_h100(name: str) -> None:
     plan, seconds = megatron_on_h100(name)
     found = speed(plan, seconds)
@@ -153,8 +162,8 @@ def test_megatron_lm_on_h100(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "points"), [("h4096", 3.1), ("h8192", 1.6), ("h12288", 1.1)])
-def test_counting_half_of_the_attention_matrix_says_less(name: str, points: float) -> None:
-    """Later versions of Megatron-LM would have said so many points less of the same runs."""
+def test_half_attention_matrix_lowers_mfu(name: str, points: float) -> None:
+    """Later versions of Megatron-LM would report lower MFU for the same runs."""
     plan, seconds = megatron_on_h100(name)
     assert plan.shape is not None
     theirs = megatron_lm_2025(plan.shape, 4096) * plan.units_per_step / seconds / plan.world.ranks / 989.4e12
@@ -171,10 +180,12 @@ MPT = {  # hidden, layers, heads, length, GPUs, batch, checkpointing, tokens a s
 }
 
 
-@pytest.mark.parametrize("name", MPT)
+@pytest.mark.parametrize("name", first_quick(MPT))
 def test_llm_foundry_on_h100(name: str) -> None:
-    """They count every parameter, the table of positions and biases too: up to half a percent of FLOPs. Their HFU is 4/3 of MFU; ours
-    has neither the head nor the last matrix of each block computed again."""
+    """llm-foundry counts all parameters, including position embeddings and biases: up to 0.5% of the FLOPs.
+
+    Its HFU is 4/3 of the MFU; ours recomputes neither the head nor the last matrix of each block.
+    """
     hidden, layers, heads, length, gpus, batch, checkpointing, tokens, mfu, hfu, parameters = MPT[name]
     plan = planned(
         "h100",

@@ -1,4 +1,4 @@
-"""A queue before a sink: slow, full, broken or hanging, whoever logs goes on; what is lost is counted and told.
+"""A queue in front of a sink that is slow, full, broken or hanging: logging never waits for it.
 
 pytest tests/monitor/test_queued.py
 """
@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.monitor.helpers import wait_until
 from toolkit.errors import ExitCode
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
 from toolkit.monitor.sinks.jsonl import JsonlSink
-from toolkit.monitor.sinks.queued import DROPPED, QueuedSink, size
+from toolkit.monitor.sinks.queued import DROPPED, QueuedSink, count_values
 from toolkit.rows import read_rows
 
 
@@ -46,9 +47,8 @@ class Broken(NullSink):
         raise ConnectionError("the server is gone")
 
 
-def queued(sink: Sink, **more: Any) -> tuple[QueuedSink, list[str]]:
-    told: list[str] = []
-    return QueuedSink(lambda: sink, "slow", tell=told.append, **more), told
+def queued(sink: Sink, **options: Any) -> QueuedSink:
+    return QueuedSink(lambda: sink, "slow", **options)
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -67,34 +67,27 @@ def steps(sink: Sink, count: int, first: int = 1) -> list[float]:
     return took
 
 
-def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def test_a_slow_sink_takes_no_time_of_who_logs() -> None:
+def test_logging_does_not_wait_for_a_slow_sink(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow(0.02)
     assert statistics.median(steps(slow, 5)) >= 0.02, (
         "the control: without the queue each row takes that long"
     )
-    sink, told = queued(slow)
+    sink = queued(slow)
     assert statistics.median(steps(sink, 50, first=6)) < 0.002
     sink.close(0)
     assert [row["step"] for row in slow.rows] == list(range(1, 56))
     assert slow.codes == [0]
-    assert told == []
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("hurry", ["flush", "close"])
-def test_rows_wait_for_others_to_go_with_them_unless_there_is_a_hurry(hurry: str) -> None:
+def test_lag_batches_rows_until_flush_or_close(caplog: pytest.LogCaptureFixture, hurry: str) -> None:
     slow = Slow()
-    prompt, _ = queued(Slow())
-    sink, told = queued(slow, lag_seconds=60.0)
+    prompt = queued(Slow())
+    sink = queued(slow, lag_seconds=60.0)
     for one in (prompt, sink):
         steps(one, 3)
-    until(lambda: len(prompt._calls) == 0)  # the control: without a lag they go through by themselves
+    wait_until(lambda: len(prompt._calls) == 0)  # the control: without a lag they go through by themselves
     time.sleep(0.05)
     assert (slow.rows, len(sink._calls)) == ([], 3)
     assert seconds_of(sink.flush if hurry == "flush" else lambda: sink.close(0)) < 5.0
@@ -105,48 +98,48 @@ def test_rows_wait_for_others_to_go_with_them_unless_there_is_a_hurry(hurry: str
         assert len(slow.rows) == 3, "it lags again"
     for one in (prompt, sink):
         one.close(0)
-    assert (len(slow.rows), told) == (4 if hurry == "flush" else 3, [])
+    assert (len(slow.rows), caplog.messages) == (4 if hurry == "flush" else 3, [])
 
 
-def test_what_waited_goes_by_itself_after_the_lag() -> None:
+def test_rows_are_written_after_the_lag() -> None:
     slow = Slow()
-    sink, _ = queued(slow, lag_seconds=0.2)
+    sink = queued(slow, lag_seconds=0.2)
     began = time.monotonic()
     steps(sink, 20)
-    until(lambda: len(slow.rows) == 20)
+    wait_until(lambda: len(slow.rows) == 20)
     assert time.monotonic() - began > 0.19
     sink.close(0)
 
 
-def test_what_does_not_fit_is_counted_in_the_next_row_and_told_once_and_at_the_end() -> None:
+def test_dropped_rows_are_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow()
     slow.gate.clear()
-    sink, told = queued(slow, waiting=10)  # rows of two values: one that is being written, four that wait
+    sink = queued(slow, max_values=10)  # rows of two values: one that is being written, four that wait
     steps(sink, 1)
-    until(lambda: not sink._calls)
+    wait_until(lambda: not sink._calls)
     steps(sink, 9, first=2)
-    assert told == [f"slow does not keep up: rows are left out, and counted in {DROPPED}"]
+    assert caplog.messages == [f"slow cannot keep up: rows are dropped, and counted in {DROPPED}"]
     slow.gate.set()
-    until(lambda: sink._values == 0)
+    wait_until(lambda: sink._values == 0)
     steps(sink, 2, first=11)
     sink.close(0)
     assert [row["step"] for row in slow.rows] == [1, 2, 3, 4, 5, 11, 12]
     assert [row.get(DROPPED) for row in slow.rows] == [None] * 5 + [5, None]
-    assert told[1:] == ["slow did not keep up: 5 rows were left out"]
+    assert caplog.messages[1:] == ["slow could not keep up: 5 rows were dropped"]
 
 
-def test_memory_is_bounded_whatever_a_rows_form() -> None:
+def test_nested_rows_count_by_their_values() -> None:
     row = {
         "step": 1,
         "parts": {"forward": 0.1, "backward": {"least": 1, "most": 2}},
         "gpus": [{"watts": 1}, {"watts": 2}],
     }
-    assert size(row.values()) == 6
+    assert count_values(row.values()) == 6
     slow = Slow()
     slow.gate.clear()
-    sink, _ = queued(slow, waiting=1000)
+    sink = queued(slow, max_values=1000)
     steps(sink, 1)
-    until(lambda: not sink._calls)
+    wait_until(lambda: not sink._calls)
     for _ in range(100):
         sink.log(Kind.SYSTEM, {"step": 1, "gpus": [{str(name): 0.5 for name in range(99)}]})
     assert (len(sink._calls), sink._values) == (9, 902), "the first is being written"
@@ -154,29 +147,30 @@ def test_memory_is_bounded_whatever_a_rows_form() -> None:
     sink.close(0)
 
 
-def test_a_row_larger_than_the_bound_goes_through_alone() -> None:
+def test_row_larger_than_the_bound_is_accepted_alone() -> None:
     slow = Slow()
-    sink, _ = queued(slow, waiting=3)
+    sink = queued(slow, max_values=3)
     sink.log(Kind.STEP, {str(name): name for name in range(10)})
     sink.close(0)
     assert len(slow.rows) == 1
 
 
-def test_a_sink_that_raises_in_its_thread_is_told_once_and_the_others_go_on() -> None:
-    told: list[str] = []
+def test_error_in_the_thread_is_reported_once_and_other_sinks_continue(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     whole = Slow()
-    sink = CompositeSink([QueuedSink(Broken, "slow"), whole], told.append)
+    sink = CompositeSink([QueuedSink(Broken, "slow"), whole])
     for step in range(1, 21):
         steps(sink, 1, first=step)
         time.sleep(0.005)
     sink.flush()
     sink.close(0)
-    assert told == ["slow failed and gets nothing more: ConnectionError: the server is gone"]
+    assert caplog.messages == ["slow failed and receives no more rows: ConnectionError: the server is gone"]
     assert len(whole.rows) == 20
 
 
 @pytest.mark.parametrize("last", ["log", "flush", "close"])
-def test_an_error_comes_out_whatever_is_called_next(last: str) -> None:
+def test_next_call_raises_the_error_of_the_sink(last: str) -> None:
     def refuse() -> Sink:
         raise PermissionError("read-only")
 
@@ -191,16 +185,16 @@ def test_an_error_comes_out_whatever_is_called_next(last: str) -> None:
         call()
 
 
-def test_rows_can_be_read_as_soon_as_none_waits(tmp_path: Path) -> None:
+def test_file_is_flushed_when_the_queue_is_empty(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     sink = QueuedSink(lambda: JsonlSink({Kind.STEP: file}), "files")
     for last in (3, 5):
         steps(sink, last - len(list(read_rows(file))))
-        until(lambda last=last: len(list(read_rows(file))) == last)
+        wait_until(lambda last=last: len(list(read_rows(file))) == last)
     sink.close(0)
 
 
-def test_after_a_flush_everything_is_in_the_file(tmp_path: Path) -> None:
+def test_flush_writes_all_rows(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
 
     class SlowFile(JsonlSink):
@@ -208,25 +202,29 @@ def test_after_a_flush_everything_is_in_the_file(tmp_path: Path) -> None:
             time.sleep(0.005)
             super().log(kind, row)
 
-    sink, told = queued(SlowFile({Kind.STEP: file}))
+    sink = queued(SlowFile({Kind.STEP: file}))
     steps(sink, 20)
     assert len(list(read_rows(file))) < 20, "the control: without the flush rows still wait"
     sink.flush()
     assert [row["step"] for row in read_rows(file)] == list(range(1, 21))
     sink.close(0)
-    assert told == []
+    assert caplog.messages == []
 
 
-def test_a_flush_is_bounded_and_a_sink_that_is_late_is_waited_for_again_only_when_it_has_caught_up() -> None:
+def test_flush_times_out_and_waits_again_only_after_the_sink_caught_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     slow = Slow()
     slow.gate.clear()
-    sink, told = queued(slow, flush_seconds=0.2)
+    sink = queued(slow, flush_seconds=0.2)
     steps(sink, 3)
     assert 0.2 <= seconds_of(sink.flush) < 1.0
     assert [seconds_of(sink.flush) < 0.1 for _ in range(5)] == [True] * 5
-    assert told == ["slow has not written everything within 0.2 s: what waits is lost if this process dies"]
+    assert caplog.messages == [
+        "slow has not written everything within 0.2 s: queued rows are lost if this process dies"
+    ]
     slow.gate.set()
-    until(lambda: not sink._late)
+    wait_until(lambda: not sink._flush_timed_out)
     steps(sink, 3, first=4)
     sink.flush()
     assert len(slow.rows) == 6
@@ -236,10 +234,10 @@ def test_a_flush_is_bounded_and_a_sink_that_is_late_is_waited_for_again_only_whe
 @pytest.mark.parametrize(
     ("code", "bound"), [(ExitCode.DONE, 0.4), (ExitCode.STOPPED, 0.1), (ExitCode.FAILURE, 0.1)]
 )
-def test_a_close_is_bounded_and_shorter_when_somebody_waits(code: ExitCode, bound: float) -> None:
+def test_close_is_bounded_and_shorter_after_a_stop_or_failure(code: ExitCode, bound: float) -> None:
     slow = Slow()
     slow.gate.clear()
-    sink, _ = queued(slow, close_seconds=0.4, hurry_seconds=0.1)
+    sink = queued(slow, close_seconds=0.4, hurry_seconds=0.1)
     steps(sink, 3)
     began = time.perf_counter()
     with pytest.raises(TimeoutError, match=f"it did not finish within {bound:g} s"):
@@ -248,9 +246,9 @@ def test_a_close_is_bounded_and_shorter_when_somebody_waits(code: ExitCode, boun
     slow.gate.set()
 
 
-def test_what_comes_after_the_close_is_passed_over() -> None:
+def test_calls_after_close_are_ignored() -> None:
     slow = Slow()
-    sink, _ = queued(slow)
+    sink = queued(slow)
     sink.close(0)
     steps(sink, 2)
     sink.flush()
@@ -258,9 +256,9 @@ def test_what_comes_after_the_close_is_passed_over() -> None:
     assert (slow.rows, slow.codes) == ([], [0])
 
 
-def test_threads_may_log_at_once() -> None:
+def test_concurrent_logging_keeps_the_order_of_each_thread() -> None:
     slow = Slow()
-    sink, _ = queued(slow)
+    sink = queued(slow)
 
     def log(number: int) -> None:
         for step in range(500):
@@ -276,9 +274,9 @@ def test_threads_may_log_at_once() -> None:
         assert [row["step"] for row in slow.rows if row["thread"] == number] == list(range(500))
 
 
-def test_a_row_of_2000_metrics_costs_less_than_a_millisecond() -> None:
+def test_row_of_2000_metrics_is_enqueued_within_a_millisecond() -> None:
     """And so do those of 16 nodes, each with a sink of its own, at one step."""
-    sinks = [queued(Slow())[0] for _ in range(16)]
+    sinks = [queued(Slow()) for _ in range(16)]
     whole = {"step": 0, **{f"ledger/part-{number}/median": number / 7 for number in range(2000)}}
     of_a_node = {name: whole[name] for name in list(whole)[:126]}
     large: list[float] = []
@@ -291,7 +289,8 @@ def test_a_row_of_2000_metrics_costs_less_than_a_millisecond() -> None:
     for sink in sinks:
         sink.close(0)
     print(
-        f"one row of 2,000: {statistics.median(large) * 1e6:.0f} us; 16 rows of 125: {statistics.median(small) * 1e6:.0f} us"
+        f"one row of 2,000: {statistics.median(large) * 1e6:.0f} us; 16 rows of 125: "
+        f"{statistics.median(small) * 1e6:.0f} us"
     )
     assert statistics.median(large) < 1e-3
     assert statistics.median(small) < 2e-3

@@ -1,4 +1,4 @@
-"""Marks become seconds by part: nesting, threads, late clocks, pipelines, and what a mark costs.
+"""Step recorder: nesting, threads, late clocks, pipelines, and the cost of a mark.
 
 pytest tests/monitor/test_recorder.py
 """
@@ -11,7 +11,17 @@ from collections.abc import Iterable
 
 import pytest
 
-from toolkit.monitor.parts import (
+from toolkit.monitor.recorder import (
+    MAX_STEPS,
+    MAX_UNREAD_MARKS,
+    PIPELINE,
+    Clock,
+    HostClock,
+    StepRecorder,
+    attribute,
+    step_time,
+)
+from toolkit.monitor.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -22,22 +32,12 @@ from toolkit.monitor.parts import (
     UNEXPLAINED,
     communication,
 )
-from toolkit.monitor.recorder import (
-    KEPT,
-    PIPELINE,
-    UNREAD,
-    Clock,
-    HostClock,
-    StepRecorder,
-    attribute,
-    step_time,
-)
 
 TENSOR = communication("tensor")
 
 
 class Hands(Clock):
-    """Moves when told. ``late``: stamps after this moment have not passed."""
+    """A clock that is moved by hand. Stamps after ``late`` have not passed."""
 
     def __init__(self) -> None:
         self.now, self.late = 0.0, float("inf")
@@ -69,27 +69,27 @@ def started(**settings: bool) -> tuple[StepRecorder, Hands]:
 
 def parts(recorder: StepRecorder) -> dict[str, float]:
     recorder.next_step(2)
-    (found,) = recorder.taken()
+    (found,) = recorder.take_steps()
     return dict(found.parts)
 
 
-def test_a_part_is_from_its_marks_to_those_after_them() -> None:
+def test_part_lasts_until_the_next_mark() -> None:
     marks = [("a", 0.0), ("b", 1.0), ("a", 3.0), ("c", 3.5)]
     assert attribute(marks, 10.0, lambda earlier, later: later - earlier) == {"a": 1.5, "b": 2.0, "c": 6.5}
 
 
-def test_a_wait_is_a_transfer_for_as_long_as_that_takes() -> None:
+def test_transfer_time_is_taken_from_the_wait() -> None:
     marks = [(BUBBLE, 0.0), ("a", 4.0), (BUBBLE, 5.0)]
     found = attribute(marks, 5.5, lambda earlier, later: later - earlier, {0: 1.0, 2: 1.0})
     assert found == {BUBBLE: 3.0, "a": 1.0, PIPELINE: 1.5}
 
 
-def test_busy_is_what_a_rank_computes() -> None:
+def test_busy_excludes_waiting() -> None:
     found = step_time(3, {FORWARD: 5.0, BUBBLE: 1.0, DATA: 2.0, TENSOR: 0.5, EVALUATION: 4.0})
     assert (found.wall, found.busy) == (12.5, 5.0)
 
 
-def test_the_innermost_part_counts() -> None:
+def test_time_belongs_to_the_innermost_part() -> None:
     recorder, clock = started()
     clock.now = 1
     with recorder.part(BACKWARD):
@@ -101,19 +101,19 @@ def test_the_innermost_part_counts() -> None:
     assert parts(recorder) == {UNEXPLAINED: 2, BACKWARD: 6, TENSOR: 1}
 
 
-def test_an_evaluation_has_what_is_in_it() -> None:
+def test_evaluation_owns_the_parts_inside() -> None:
     recorder, clock = started()
     for name in (EVALUATION, CHECKPOINT):
         with recorder.part(name):
             clock.now += 1
-            with recorder.part(FORWARD), recorder.exposed("data"):
+            with recorder.part(FORWARD), recorder.collective_part("data"):
                 clock.now += 2
             with recorder.part(CHECKPOINT):
                 clock.now += 3
     assert parts(recorder) == {UNEXPLAINED: 0, EVALUATION: 6, CHECKPOINT: 6}
 
 
-def test_an_exception_leaves_the_parts_whole() -> None:
+def test_exception_closes_the_open_parts() -> None:
     recorder, clock = started()
 
     def fail() -> None:
@@ -123,12 +123,12 @@ def test_an_exception_leaves_the_parts_whole() -> None:
 
     with pytest.raises(ValueError):  # noqa: PT011
         fail()
-    assert recorder.doing == (1, UNEXPLAINED)
+    assert recorder.current == (1, UNEXPLAINED)
     clock.now = 5
     assert parts(recorder) == {UNEXPLAINED: 3, FORWARD: 0, TENSOR: 2}
 
 
-def test_other_threads_are_not_the_steps() -> None:
+def test_other_threads_are_not_recorded() -> None:
     recorder, clock = started()
 
     def save() -> None:
@@ -142,8 +142,8 @@ def test_other_threads_are_not_the_steps() -> None:
     assert parts(recorder) == {UNEXPLAINED: 0, FORWARD: 4}
 
 
-def test_a_thread_that_python_did_not_start_is_autograds() -> None:
-    """On GPUs backward runs in one. ``_thread`` starts such threads, too: ``threading`` knows nothing of them."""
+def test_thread_not_started_by_python_is_recorded() -> None:
+    """On GPUs, backward runs in such a thread; ``_thread`` starts one without ``threading``."""
     import _thread
 
     recorder, clock = started()
@@ -161,7 +161,7 @@ def test_a_thread_that_python_did_not_start_is_autograds() -> None:
     assert parts(recorder) == {UNEXPLAINED: 0, BACKWARD: 1, TENSOR: 4}
 
 
-def test_before_the_first_step_nothing_is_recorded() -> None:
+def test_nothing_is_recorded_before_the_first_step() -> None:
     clock = Hands()
     recorder = StepRecorder(clock)
     with recorder.part(FORWARD):
@@ -169,62 +169,62 @@ def test_before_the_first_step_nothing_is_recorded() -> None:
     recorder.next_step(11)
     clock.now = 8
     recorder.next_step(12)
-    assert [(found.step, found.wall) for found in recorder.taken()] == [(11, 1)]
-    assert recorder.taken() == []
+    assert [(found.step, found.wall) for found in recorder.take_steps()] == [(11, 1)]
+    assert recorder.take_steps() == []
 
 
-def test_steps_are_read_when_the_device_has_come_by() -> None:
+def test_steps_are_read_after_the_device_has_passed_them() -> None:
     recorder, clock = started()
     clock.late = 0
     for step in range(2, 5):
         clock.now += 1
         recorder.next_step(step)
-    assert recorder.taken() == []
+    assert recorder.take_steps() == []
     clock.late = 2
-    assert [found.step for found in recorder.taken()] == [1, 2]
+    assert [found.step for found in recorder.take_steps()] == [1, 2]
     assert clock.released == [0, 1]
     clock.late = 3
-    assert [found.step for found in recorder.taken()] == [3]
+    assert [found.step for found in recorder.take_steps()] == [3]
 
 
-def test_what_nobody_takes_is_bounded() -> None:
+def test_untaken_steps_are_bounded() -> None:
     recorder, _ = started()
-    for step in range(2, KEPT + 100):
+    for step in range(2, MAX_STEPS + 100):
         recorder.next_step(step)
-    taken = recorder.taken()
-    assert len(taken) == KEPT
-    assert taken[-1].step == KEPT + 98
+    taken = recorder.take_steps()
+    assert len(taken) == MAX_STEPS
+    assert taken[-1].step == MAX_STEPS + 98
 
 
-def test_marks_that_nobody_takes_are_read_by_the_step() -> None:
+def test_unread_marks_are_read_by_the_training_thread() -> None:
     recorder, clock = started()
     for step in range(2, 12):
-        for _ in range(UNREAD // 4):
+        for _ in range(MAX_UNREAD_MARKS // 4):
             with recorder.part(FORWARD):
                 clock.now += 1
         recorder.next_step(step)
-    assert len(clock.released) > 7 * UNREAD // 2
-    assert [found.parts[FORWARD] for found in recorder.taken()] == [UNREAD // 4] * 10
+    assert len(clock.released) > 7 * MAX_UNREAD_MARKS // 2
+    assert [found.parts[FORWARD] for found in recorder.take_steps()] == [MAX_UNREAD_MARKS // 4] * 10
 
 
-def test_waiting_for_another_stage_is_bubble() -> None:
+def test_wait_for_another_stage_is_bubble() -> None:
     recorder, clock = started(pipelined=True)
-    recorder.transfers_take(lambda size: size / 1000)
+    recorder.set_transfer_seconds(lambda size: size / 1000)
     with recorder.schedule(), recorder.part(FORWARD):
-        with recorder.passing("pipeline"):
+        with recorder.transfer_start_part("pipeline"):
             clock.now += 1
-        with recorder.passed("pipeline", 500):
+        with recorder.transfer_wait_part("pipeline", 500):
             clock.now += 2
-        with recorder.exposed("tensor"):
+        with recorder.collective_part("tensor"):
             clock.now += 4
     with recorder.part(OPTIMIZER):
-        with recorder.exposed("data"):
+        with recorder.collective_part("data"):
             clock.now += 8
-        with recorder.exposed("data+pipeline"):
+        with recorder.collective_part("data+pipeline"):
             clock.now += 16
-        with recorder.exposed("all"):
+        with recorder.collective_part("all"):
             clock.now += 32
-        with recorder.passed("pipeline", 500):
+        with recorder.transfer_wait_part("pipeline", 500):
             clock.now += 64
     found = parts(recorder)
     assert found[BUBBLE] == 1 + 1.5 + 16
@@ -233,23 +233,23 @@ def test_waiting_for_another_stage_is_bubble() -> None:
     with recorder.schedule():
         pass
     recorder.next_step(3)
-    with recorder.exposed("all"):  # of the next step: nobody waits for an end of a schedule
+    with recorder.collective_part("all"):  # in the next step nothing waits for the end of a schedule
         clock.now += 1
     recorder.next_step(4)
-    assert recorder.taken()[-1].parts == {UNEXPLAINED: 0, communication("all"): 1}
+    assert recorder.take_steps()[-1].parts == {UNEXPLAINED: 0, communication("all"): 1}
 
 
-def test_without_stages_a_schedule_has_no_bubble() -> None:
+def test_schedule_without_stages_has_no_bubble() -> None:
     recorder, clock = started()
     with recorder.schedule():
         clock.now += 1
-    with recorder.exposed("all"):
+    with recorder.collective_part("all"):
         clock.now += 2
     assert parts(recorder) == {UNEXPLAINED: 1, communication("all"): 2}
 
 
-def test_a_mark_costs_little() -> None:
-    """Opening and closing a part is two marks. The least of several rounds: the machine does other things."""
+def test_mark_is_cheap() -> None:
+    """Opening and closing a part is two marks. The minimum of several rounds excludes other load."""
     recorder = StepRecorder(HostClock())
     seconds = []
     for step in range(5):

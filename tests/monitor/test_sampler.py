@@ -1,4 +1,4 @@
-"""Rows of two simulated nodes, beside a training that never waits: sources that hang or fail cost their own figures and nothing else.
+"""Samples of simulated nodes: a hanging or failing source affects only its own metrics.
 
 pytest tests/monitor/test_sampler.py
 """
@@ -12,55 +12,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
+from tests.monitor.helpers import wait_until
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health import nodes
-from toolkit.monitor.health.nodes import NodeDetector
+from toolkit.monitor.health import node_detector
+from toolkit.monitor.health.node_detector import NodeDetector
 from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.sinks.jsonl import JsonlSink
-from toolkit.monitor.system.figures import Figures
 from toolkit.monitor.system.gpu import XidEvents, open_gpus
-from toolkit.monitor.system.sampler import CLOSE_SECONDS, GpuSource, Sampler, Source
+from toolkit.monitor.system.metrics import SystemMetrics
+from toolkit.monitor.system.sampler import CLOSE_SECONDS, GpuMetricSource, MetricSource, NodeSampler
 from toolkit.rows import read_rows
 
 EVERY = 0.02
 
 
-def until(so: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not so():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.005)
-
-
 class Node:
-    """One node's sampler over a fake NVML, and what came out of it."""
+    """One node's sampler on a fake NVML, with its rows and alerts."""
 
     def __init__(
-        self, number: int, nvml: FakeNvml, host: Callable[[], Figures] = lambda: {"host/load_1m": 0.5}
+        self, number: int, nvml: FakeNvml, host: Callable[[], SystemMetrics] = lambda: {"host/load_1m": 0.5}
     ) -> None:
         self.rows: list[Row] = []
         self.alerts: list[Alert] = []
-        self.said: list[str] = []
         self.nvml = nvml
-        self.gpus = GpuSource(
+        self.gpus = GpuMetricSource(
             lambda: open_gpus(nvml, 8, None),
-            lambda gpus: XidEvents(nvml, gpus.cards),
-            say=self.said.append,
-            xid=lambda card, xid: self.alerts.append(
-                nodes.xid(xid, card and card.place, number, self.sampler.step)
+            lambda gpus: XidEvents(nvml, gpus.gpus),
+            on_xid=lambda gpu, xid: self.alerts.append(
+                node_detector.xid_alert(xid, gpu and gpu.index, number, self.sampler.step)
             ),
+            node=number,
         )
-        self.sampler = Sampler(
+        self.sampler = NodeSampler(
             node=number,
             seconds=EVERY,
-            tell=self.said.append,
-            sources=[
-                Source("host", host, self.said.append),
-                Source("gpu", self.gpus.read, self.said.append, self.gpus.close),
-            ],
-            log=self.rows.append,
-            detect=NodeDetector(number).see,
+            sources=[MetricSource("host", host), MetricSource("gpu", self.gpus.read, self.gpus.close)],
+            log_row=self.rows.append,
+            detect=NodeDetector(number).check,
             alert=self.alerts.append,
         )
 
@@ -73,13 +64,13 @@ class Node:
         self.sampler.close()
 
 
-def test_two_nodes_have_rows_of_their_own() -> None:
+def test_each_node_logs_its_own_rows() -> None:
     with (
         Node(0, FakeNvml([FakeGpu(), FakeGpu()])) as first,
         Node(1, FakeNvml([FakeGpu(uuid="GPU-other", milliwatts=300_000)])) as second,
     ):
         first.sampler.step = 12
-        until(
+        wait_until(
             lambda: all(
                 any(row["step"] == step for row in node.rows) and len(node.rows) > 5
                 for node, step in ((first, 12), (second, 0))
@@ -99,52 +90,52 @@ def test_two_nodes_have_rows_of_their_own() -> None:
     json.dumps(first.rows)
 
 
-def test_throttling_and_xid_of_one_node_are_its_own() -> None:
+def test_throttling_and_xid_are_attributed_to_their_node() -> None:
     with Node(0, FakeNvml([FakeGpu()])) as first, Node(1, FakeNvml([FakeGpu(), FakeGpu()])) as second:
-        until(lambda: len(second.rows) > 3)
+        wait_until(lambda: len(second.rows) > 3)
         second.nvml.gpus[1].throttle, second.nvml.gpus[1].sm_clock = 0x48, 990
         second.nvml.happens(0, xid=94)
-        until(lambda: any("gpu/0/xid" in row for row in second.rows))
-        until(lambda: {alert.name for alert in second.alerts} == {"gpu-throttled", "gpu-xid"})
+        wait_until(lambda: any("gpu/0/xid" in row for row in second.rows))
+        wait_until(lambda: {alert.name for alert in second.alerts} == {"gpu-slow", "gpu-fault"})
     assert first.alerts == []
-    assert {(alert.name, alert.where) for alert in second.alerts} == {
-        ("gpu-throttled", "node 1, GPU 1"),
-        ("gpu-xid", "node 1, GPU 0"),
+    assert {(alert.name, alert.fault, alert.where) for alert in second.alerts} == {
+        ("gpu-slow", "throttled", "node 1, GPU 1"),
+        ("gpu-fault", "xid", "node 1, GPU 0"),
     }
     assert any(row.get("gpu/0/xid") == 94 and row["gpu/0/xid_events"] == 1 for row in second.rows)
 
 
-def test_without_a_gpu_the_host_is_measured_and_that_is_said_once() -> None:
+def test_without_gpu_only_the_host_is_sampled(caplog: pytest.LogCaptureFixture) -> None:
     with Node(0, FakeNvml([FakeGpu()], driver=False)) as node:
-        until(lambda: len(node.rows) > 3)
-    assert node.said == ["no GPU on this node: host only"]
+        wait_until(lambda: len(node.rows) > 3)
+    assert caplog.messages == ["node 0: no GPU, only the host is sampled"]
     assert node.rows[0].keys() == {"node", "step", "time", "sample_seconds", "host/load_1m"}
 
 
-def test_a_driver_that_hangs_costs_its_figures_and_nothing_else() -> None:
+def test_hanging_driver_affects_only_its_own_metrics() -> None:
     nvml = FakeNvml([FakeGpu()])
     with Node(0, nvml) as node:
-        until(lambda: len(node.rows) > 2)
+        wait_until(lambda: len(node.rows) > 2)
         release = nvml.hangs("nvmlDeviceGetPowerUsage")
-        until(lambda: "gpu/silent_seconds" in node.rows[-1])
+        wait_until(lambda: "gpu/silent_seconds" in node.rows[-1])
         threads = threading.active_count()
-        until(lambda: node.rows[-1].get("gpu/silent_seconds", 0) > 1.5)
+        wait_until(lambda: node.rows[-1].get("gpu/silent_seconds", 0) > 1.5)
         assert node.rows[-1]["host/load_1m"] == 0.5
         assert threading.active_count() == threads, "nothing piles up"
         assert nvml.calls.count("nvmlDeviceGetPowerUsage") < len(node.rows)
         nvml.happens(0, xid=119)  # the thread of events does not hang with it
-        until(lambda: [alert.name for alert in node.alerts] == ["gpu-xid"])
+        wait_until(lambda: [alert.fault for alert in node.alerts] == ["xid"])
         release.set()
-        until(lambda: "gpu/0/power_watts" in node.rows[-1])
+        wait_until(lambda: "gpu/0/power_watts" in node.rows[-1])
         nvml.hangs("nvmlDeviceGetPowerUsage")
         began = time.monotonic()
     assert time.monotonic() - began < CLOSE_SECONDS + 1.0
 
 
-def test_nothing_is_logged_after_the_end() -> None:
+def test_nothing_is_logged_after_close() -> None:
     late = threading.Event()
 
-    def slow() -> Figures:
+    def slow() -> SystemMetrics:
         late.wait(5)
         return {}
 
@@ -156,43 +147,43 @@ def test_nothing_is_logged_after_the_end() -> None:
     assert len(node.rows) == count == 0
 
 
-def test_a_source_that_fails_is_told_once_and_asked_again() -> None:
+def test_failing_source_is_reported_once_and_read_again(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[int] = []
 
-    def flaky() -> Figures:
+    def flaky() -> SystemMetrics:
         calls.append(1)
         if len(calls) in (2, 4):
             raise FileNotFoundError("the run's directory is gone")
         return {"host/load_1m": float(len(calls))}
 
     with Node(0, FakeNvml([], driver=False), host=flaky) as node:
-        until(lambda: len(node.rows) > 6)
+        wait_until(lambda: len(node.rows) > 6)
     assert [row.get("host/load_1m") for row in node.rows[:6]] == [1, None, 3, None, 5, 6]
-    assert [words for words in node.said if "host" in words and "only" not in words] == [
-        "figures of host are missing: FileNotFoundError: the run's directory is gone"
+    assert [text for text in caplog.messages if "missing" in text] == [
+        "host metrics are missing: FileNotFoundError: the run's directory is gone"
     ]
 
 
-def test_late_rows_are_not_made_up_for() -> None:
-    def slow() -> Figures:
+def test_late_rows_are_not_caught_up() -> None:
+    def slow() -> SystemMetrics:
         time.sleep(5 * EVERY)
         return {}
 
     began = time.monotonic()
     with Node(0, FakeNvml([], driver=False), host=slow) as node:
-        until(lambda: len(node.rows) >= 4)
+        wait_until(lambda: len(node.rows) >= 4)
         taken = time.monotonic() - began
     assert taken >= 4 * 5 * EVERY * 0.9
 
 
-def bytes_a_day(folder: Path, gpus: int, host: dict[str, Any]) -> float:
-    """Of rows as they are written, at ten seconds a sample."""
+def bytes_per_day(folder: Path, gpus: int, host: dict[str, Any]) -> float:
+    """Bytes of JSONL per day at ten seconds per sample."""
     nvml = FakeNvml(
         [FakeGpu(used=63_456_789_012 + gpu, milliwatts=612_345 + gpu) for gpu in range(gpus)], driver=gpus > 0
     )
     file = folder / f"{gpus}.jsonl"
     with Node(0, nvml, host=lambda: host) as node:
-        until(lambda: len(node.rows) > 6)
+        wait_until(lambda: len(node.rows) > 6)
     sink = JsonlSink({Kind.SYSTEM: file})
     for row in node.rows[3:6]:
         sink.log(Kind.SYSTEM, row)
@@ -201,27 +192,25 @@ def bytes_a_day(folder: Path, gpus: int, host: dict[str, Any]) -> float:
     return file.stat().st_size / 3 * 8640
 
 
-def test_months_of_samples_are_no_burden(tmp_path: Path) -> None:
-    """The guide says how much a day; docs/monitoring.md."""
-    host = {f"host/figure_{number}_bytes": 123_456_789_012 for number in range(24)}
-    with_gpus, without = bytes_a_day(tmp_path, 8, host), bytes_a_day(tmp_path, 0, host)
+def test_size_of_a_day_of_samples_matches_the_guide(tmp_path: Path) -> None:
+    """docs/monitoring.md states them."""
+    host = {f"host/metric_{number}_bytes": 123_456_789_012 for number in range(24)}
+    with_gpus, without = bytes_per_day(tmp_path, 8, host), bytes_per_day(tmp_path, 0, host)
     assert 30e6 < with_gpus < 70e6
     assert without < 12e6
 
 
-def test_a_mistake_in_detecting_ends_alerts_and_no_rows() -> None:
+def test_failing_detector_disables_alerts_but_not_rows(caplog: pytest.LogCaptureFixture) -> None:
     with Node(0, FakeNvml([FakeGpu()])) as node:
-        until(lambda: len(node.rows) > 2)
-        node.sampler._detect = lambda row: [row["no such figure"]]
-        until(lambda: any("no more alerts" in words for words in node.said))
+        wait_until(lambda: len(node.rows) > 2)
+        node.sampler._detect = lambda row: [row["no such metric"]]
+        wait_until(lambda: any("disabled" in text for text in caplog.messages))
         count = len(node.rows)
-        until(lambda: len(node.rows) > count + 2)
-    assert [words for words in node.said if "alerts" in words] == [
-        "no more alerts of samples: KeyError: 'no such figure'"
-    ]
+        wait_until(lambda: len(node.rows) > count + 2)
+    assert caplog.messages == ["alerts of samples are disabled: KeyError: 'no such metric'"]
 
 
-def test_the_driver_is_given_back_at_the_end() -> None:
+def test_driver_is_shut_down_at_the_end() -> None:
     with Node(0, FakeNvml([FakeGpu()])) as node:
-        until(lambda: len(node.rows) > 2)
-    until(lambda: node.nvml.started == 0)
+        wait_until(lambda: len(node.rows) > 2)
+    wait_until(lambda: node.nvml.started == 0)

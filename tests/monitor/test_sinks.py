@@ -1,4 +1,4 @@
-"""Sinks: one that breaks is told once and dropped; rows, console lines and pictures are what they say.
+"""Sinks: composition, JSONL files, console output and the loss plot.
 
 pytest tests/monitor/test_sinks.py
 """
@@ -16,9 +16,9 @@ import pytest
 
 from toolkit.monitor import sink as sink_module
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.plots import eval_losses, loss_curve, running_mean, train_losses
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Row, Sink
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
+from toolkit.monitor.loss_plot import plot_loss, read_eval_losses, read_train_losses, running_mean
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, NullSink, Row, Sink
+from toolkit.monitor.sinks.console import AlertConsoleSink, ConsoleSink, StepTable
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
@@ -57,6 +57,9 @@ class Broken(Recording):
         raise ConnectionError("the server is gone")
 
 
+BROKEN = "Broken failed and receives no more rows: ConnectionError: the server is gone"
+
+
 def drive(sink: Sink) -> list[Any]:
     sink.log(Kind.STEP, ROW)
     sink.log(Kind.STEP, ROW)
@@ -67,37 +70,32 @@ def drive(sink: Sink) -> list[Any]:
     return [ROW, ROW, ("eval", {"step": 1}), ("t", "words"), ("p", Path("p.png")), 75]
 
 
-def test_every_sink_gets_everything() -> None:
+def test_composite_sink_forwards_all_calls() -> None:
     a, b = Recording(), Recording()
     expected = drive(CompositeSink([a, NullSink(), b]))
     assert a.calls == b.calls == expected
 
 
-def test_a_broken_sink_is_told_once_and_dropped_and_the_others_go_on() -> None:
-    told: list[str] = []
+def test_failing_sink_is_reported_once_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     broken, whole = Broken(), Recording()
-    expected = drive(CompositeSink([broken, whole], told.append))
-    assert told == ["Broken failed and gets nothing more: ConnectionError: the server is gone"]
+    expected = drive(CompositeSink([broken, whole]))
+    assert caplog.messages == [BROKEN]
     assert broken.calls == [ROW]
     assert whole.calls == expected
 
 
-def test_who_wants_some_rows_gets_those_and_is_told_by_its_own_name() -> None:
-    told: list[str] = []
+def test_filtered_sink_receives_only_wanted_rows(caplog: pytest.LogCaptureFixture) -> None:
     some = Recording()
-    firsts = Only(some, lambda kind, row: kind is Kind.STEP and row["step"] == 1)
-    sink = CompositeSink([firsts, Only(Broken(), lambda kind, row: kind is Kind.EVAL)], told.append)
+    firsts = FilteredSink(some, lambda kind, row: kind is Kind.STEP and row["step"] == 1)
+    sink = CompositeSink([firsts, FilteredSink(Broken(), lambda kind, row: kind is Kind.EVAL)])
     sink.log(Kind.STEP, ROW)
     sink.log(Kind.STEP, {**ROW, "step": 2})
-    assert (len(some.calls), told) == (1, [])
+    assert (len(some.calls), caplog.messages) == (1, [])
     sink.log(Kind.EVAL, ROW)
-    assert (len(some.calls), told) == (
-        1,
-        ["Broken failed and gets nothing more: ConnectionError: the server is gone"],
-    )
+    assert (len(some.calls), caplog.messages) == (1, [BROKEN])
 
 
-def test_rows_can_be_read_after_a_flush_in_full_precision(tmp_path: Path) -> None:
+def test_rows_are_readable_after_a_flush(tmp_path: Path) -> None:
     sink = JsonlSink(
         {Kind.STEP: tmp_path / "run" / "metrics.jsonl", Kind.EVAL: tmp_path / "run" / "eval.jsonl"}
     )
@@ -135,7 +133,7 @@ def test_rows_can_be_read_after_a_flush_in_full_precision(tmp_path: Path) -> Non
         {},
     ],
 )
-def test_a_row_comes_back_as_it_was_written(value: object, tmp_path: Path) -> None:
+def test_row_round_trips_through_jsonl(value: object, tmp_path: Path) -> None:
     sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
     sink.log(Kind.STEP, {"step": 1, "value": value})
     sink.close(0)
@@ -144,35 +142,36 @@ def test_a_row_comes_back_as_it_was_written(value: object, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("beside", [1, 6 * 10**24], ids=["orjson", "json"])
-def test_a_number_that_is_not_finite_is_null(value: float, beside: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [1, 6 * 10**24], ids=["orjson", "json"])
+def test_number_that_is_not_finite_is_written_as_null(value: float, other: int, tmp_path: Path) -> None:
     """JSON has no NaN, and other readers than Python's refuse the whole line."""
     sink = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"})
-    sink.log(Kind.STEP, {"step": 1, "loss": value, "beside": beside, "inner": {"list": [1, value, (value,)]}})
+    sink.log(Kind.STEP, {"step": 1, "loss": value, "other": other, "inner": {"list": [1, value, (value,)]}})
     sink.close(0)
     assert (tmp_path / "metrics.jsonl").read_text().replace(
         " ", ""
-    ) == f'{{"step":1,"loss":null,"beside":{beside},"inner":{{"list":[1,null,[null]]}}}}\n'
-    assert [math.isnan(loss) for loss in train_losses(tmp_path / "metrics.jsonl")[1]] == [True]
+    ) == f'{{"step":1,"loss":null,"other":{other},"inner":{{"list":[1,null,[null]]}}}}\n'
+    assert [math.isnan(loss) for loss in read_train_losses(tmp_path / "metrics.jsonl")[1]] == [True]
 
 
-def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
+def test_reader_skips_incomplete_lines(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(
-        b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}'
+        b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n\xff\xfe\n[1]\n'
+        b'{"step": 3, "loss": 1.0}\n{"step": 4, "loss": 0.5}'
     )
-    assert train_losses(file) == ([1, 3], [2.0, 1.0])
+    assert read_train_losses(file) == ([1, 3], [2.0, 1.0])
     assert list(read_rows(tmp_path / "absent.jsonl")) == []
 
 
-def test_a_torn_line_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+def test_writer_ends_an_incomplete_last_line(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     for step in (3, 4):
         sink = JsonlSink({Kind.STEP: file})
         sink.log(Kind.STEP, {"step": step, "loss": 1.0})
         sink.close(0)
-    assert train_losses(file) == ([1, 3, 4], [2.0, 1.0, 1.0])
+    assert read_train_losses(file) == ([1, 3, 4], [2.0, 1.0, 1.0])
     assert file.read_bytes().count(b"\n") == 4
 
 
@@ -185,28 +184,27 @@ FULL = {
 }
 
 
-def console(**keys: Any) -> tuple[ConsoleSink, list[str]]:
-    said: list[str] = []
-    keys = {"steps": 40, "done": 10, "every": 10, "say": said.append, **keys}
-    return ConsoleSink(keys.pop("progress", Progress(io.StringIO(), terminal=False)), Table(), **keys), said
+def console(progress: Progress | None = None, every: int = 10) -> ConsoleSink:
+    progress = progress or Progress(io.StringIO(), terminal=False)
+    return ConsoleSink(progress, StepTable(), steps=40, done=10, every=every)
 
 
-def test_console_has_a_row_at_the_first_step_and_at_its_cadence() -> None:
-    sink, said = console()
+def test_console_logs_the_first_step_and_every_nth(caplog: pytest.LogCaptureFixture) -> None:
+    sink = console()
     for step in range(11, 41):
         sink.log(Kind.STEP, {**FULL, "step": step, "loss": 5 - step / 10, "eta_seconds": 2.0 * (40 - step)})
     sink.log(Kind.EVAL, {"step": 40, "set": "validation", "loss": 2.0, "tokens": 10, "seconds": 1.5})
     sink.close(0)
-    heading, *rows, evaluation = said
+    heading, *rows, evaluation = caplog.messages
     assert heading.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "samples/s", "memory", "eta"]
     assert [row.split()[0] for row in rows] == ["11", "20", "30", "40"]
     assert rows[1].split() == ["20", "3.0000", "1e-17", "3.00e-04", "2,048", "31.4", "812", "MB", "0:40"]
     assert evaluation == "step 40: validation loss 2.0000 (perplexity 7.389), 1.5 s"
 
 
-def test_console_rows_stand_under_their_heading_in_eighty_columns() -> None:
-    """Of the longest values that there are."""
-    table = Table(device=True, utilisation=True)
+def test_console_table_is_eighty_columns_wide() -> None:
+    """With the longest values that occur."""
+    table = StepTable(device=True, utilisation=True)
     longest = {
         **FULL,
         "step": 1_000_000,
@@ -219,36 +217,36 @@ def test_console_rows_stand_under_their_heading_in_eighty_columns() -> None:
     lines = [
         table.heading(),
         table.row(longest),
-        Table(unit="images").row({**FULL, "images_per_second": 12.0}),
+        StepTable(unit="images").row({**FULL, "images_per_second": 12.0}),
     ]
     assert {len(line) for line in lines} == {80}, lines
     assert lines[1].split()[4:8] == ["123.5M", "41.2%", "61.2", "GB"]
 
 
-def test_console_shows_a_loss_that_is_no_number_as_it_is() -> None:
-    sink, said = console(every=1)
+def test_console_shows_nan_loss(caplog: pytest.LogCaptureFixture) -> None:
+    sink = console(every=1)
     sink.log(Kind.STEP, {**FULL, "loss": math.nan, "grad_norm": None})
-    assert said[-1].split()[1:3] == ["nan", "-"]
+    assert caplog.messages[-1].split()[1:3] == ["nan", "-"]
 
 
-def test_console_tells_of_skipped_steps() -> None:
-    sink, said = console(every=1)
+def test_console_reports_skipped_steps(caplog: pytest.LogCaptureFixture) -> None:
+    sink = console(every=1)
     sink.log(Kind.STEP, {**FULL, "skipped": True, "loss_scale": 32768.0})
-    assert said[-1] == "step 1: skipped after an overflow, loss scale 32768"
+    assert caplog.messages[-1] == "step 1: skipped after an overflow, loss scale 32768"
 
 
-def test_the_bar_counts_every_step_and_the_last_one_of_a_stopped_run() -> None:
+def test_progress_bar_counts_every_step(caplog: pytest.LogCaptureFixture) -> None:
     screen = io.StringIO()
-    sink, said = console(progress=Progress(screen, terminal=True))
+    sink = console(progress=Progress(screen, terminal=True))
     for step in range(11, 18):
         sink.log(Kind.STEP, {**FULL, "step": step})
     sink.close(75)
     assert "17 steps" in screen.getvalue()
-    assert len(said) == 2
+    assert len(caplog.messages) == 2
 
 
-def test_an_alert_is_logged_in_full_unless_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
-    sink = AlertLines()
+def test_long_alert_is_truncated_on_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    sink = AlertConsoleSink()
     alert = Alert(
         name="data-stall",
         level=Level.WARNING,
@@ -257,10 +255,10 @@ def test_an_alert_is_logged_in_full_unless_it_is_long(caplog: pytest.LogCaptureF
         evidence="61% of 20 steps",
         next_step="see data.md",
     )
-    sink.log(Kind.ALERT, {**alert.row(), "dropped_rows": 3})
+    sink.log(Kind.ALERT, {**alert.to_row(), "dropped_rows": 3})
     sink.log(Kind.STEP, ROW)
     assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", str(alert))]
-    sink.log(Kind.ALERT, {**alert.row(), "evidence": "x" * 10_000})
+    sink.log(Kind.ALERT, {**alert.to_row(), "evidence": "x" * 10_000})
     assert len(caplog.messages[1]) < 2100
     assert caplog.messages[1].endswith("(the run's alerts file has the whole text)")
 
@@ -280,20 +278,20 @@ def written(folder: Path, steps: int) -> Path:
     return folder
 
 
-def test_the_curve_is_drawn_from_the_files(tmp_path: Path) -> None:
+def test_loss_plot_is_drawn_from_the_files(tmp_path: Path) -> None:
     run = written(tmp_path / "run", 5000)
-    picture = loss_curve(run, unigram=6.5)
+    picture = plot_loss(run, unigram=6.5)
     assert picture == run / "plots" / "loss.png"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     with_line = picture.read_bytes()
-    loss_curve(run)
+    plot_loss(run)
     assert picture.read_bytes() != with_line
     assert [entry.name for entry in picture.parent.iterdir()] == ["loss.png"]
-    assert eval_losses(run / "eval.jsonl") == {"validation": [(2, 5.0), (4, 3.0)], "other": [(4, 4.0)]}
+    assert read_eval_losses(run / "eval.jsonl") == {"validation": [(2, 5.0), (4, 3.0)], "other": [(4, 4.0)]}
 
 
-def test_there_is_no_curve_without_a_step(tmp_path: Path) -> None:
-    assert loss_curve(tmp_path) is None
+def test_no_loss_plot_without_a_step(tmp_path: Path) -> None:
+    assert plot_loss(tmp_path) is None
     assert not (tmp_path / "plots").exists()
 
 
@@ -309,13 +307,12 @@ def test_running_mean(values: list[float], window: int, expected: list[float]) -
     assert running_mean(values, window) == expected
 
 
-def test_a_close_that_takes_a_while_is_told_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_slow_close_is_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Slow(NullSink):
         def close(self, exit_code: int) -> None:
             time.sleep(0.3)
 
     monkeypatch.setattr(sink_module, "NOTICE_SECONDS", 0.05)
-    CompositeSink([Slow(), NullSink()], told.append).close(0)
-    assert told == ["Slow has not finished yet, and is waited for a while"]
+    CompositeSink([Slow(), NullSink()]).close(0)
+    assert caplog.messages == ["waiting for Slow to finish"]

@@ -1,4 +1,4 @@
-"""Speed, utilisation, time left and cost, by hand-made steps.
+"""Throughput, utilisation, remaining time and cost of simulated steps.
 
 pytest tests/monitor/test_throughput.py
 """
@@ -15,15 +15,15 @@ import pytest
 from tests.plan.cases import CPU, h100s, run_config
 from toolkit import rows as rows_of_files
 from toolkit.config.schema import BatchRampConfig, Precision
-from toolkit.monitor.throughput import Course, Spent, Throughput, spent
+from toolkit.monitor.throughput import RunTimer, Throughput, TimeSpent, time_spent
 from toolkit.plan import make_plan
 from toolkit.plan.flops import hardware_flops, model_flops, why_no_utilisation
 from toolkit.plan.types import RunPlan, World
 from toolkit.rows import last_row
 
 BF16 = {"precision__name": Precision.bf16, "zero__stage": 1}
-COMPUTED = 8 * 32  # tokens of a step of run_config()
-NOTHING = Spent()
+COMPUTED = 8 * 32  # tokens in a step
+NOTHING = TimeSpent()
 
 
 def planned(world: World, **changes: object) -> RunPlan:
@@ -31,13 +31,13 @@ def planned(world: World, **changes: object) -> RunPlan:
 
 
 def row(plan: RunPlan, seconds: float = 0.5, units: int = COMPUTED) -> dict[str, float]:
-    return Throughput.of(plan).row(samples=8, units=units, computed=COMPUTED, seconds=seconds)
+    return Throughput.from_plan(plan).row(samples=8, units=units, computed=COMPUTED, seconds=seconds)
 
 
 # ---- speed
 
 
-def test_a_step_on_known_gpus() -> None:
+def test_throughput_on_known_gpus() -> None:
     plan = planned(h100s(4), **BF16)
     flops = model_flops(plan)
     assert flops is not None
@@ -53,14 +53,14 @@ def test_a_step_on_known_gpus() -> None:
     )
 
 
-def test_masked_tokens_are_no_speed_and_yet_computed() -> None:
+def test_masked_tokens_count_for_flops_but_not_for_throughput() -> None:
     plan = planned(h100s(4), **BF16)
     half, full = row(plan, units=COMPUTED // 2), row(plan)
     assert half["tokens_per_second"] == full["tokens_per_second"] / 2
     assert half["mfu"] == full["mfu"]
 
 
-def test_what_is_recomputed_has_its_own_figures() -> None:
+def test_recomputation_has_hardware_figures() -> None:
     plan = planned(h100s(4), **BF16, train__activation_checkpointing=True)
     done, counts = hardware_flops(plan), model_flops(plan)
     assert done is not None
@@ -81,7 +81,7 @@ def test_what_is_recomputed_has_its_own_figures() -> None:
         (h100s(4), {**BF16, "model__family": None, "model__target": "my.Model"}, set(), "model.target"),
     ],
 )
-def test_without_a_peak_or_a_formula_there_is_no_utilisation(
+def test_unknown_peak_or_flops_gives_no_utilisation(
     world: World, changes: dict[str, object], keys: set[str], reason: str
 ) -> None:
     plan = planned(world, **changes)
@@ -89,7 +89,7 @@ def test_without_a_peak_or_a_formula_there_is_no_utilisation(
     assert reason in (why_no_utilisation(plan) or "")
 
 
-def test_on_cpus_nothing_is_told_per_gpu() -> None:
+def test_cpu_ranks_have_no_figures_per_gpu() -> None:
     assert row(planned(CPU)) == {"tokens_per_second": 512.0, "samples_per_second": 16.0}
 
 
@@ -97,10 +97,10 @@ def test_on_cpus_nothing_is_told_per_gpu() -> None:
 
 
 def driven(
-    plan: RunPlan, steps: Sequence[tuple[float, float]], before: Spent = NOTHING, first: int = 1
+    plan: RunPlan, steps: Sequence[tuple[float, float]], before: TimeSpent = NOTHING, first: int = 1
 ) -> list[dict[str, float]]:
-    """Rows of steps of (seconds, seconds until the next one begins), the first of which begins 7 seconds after the attempt."""
-    course, now, found = Course(plan, before, 100.0), 107.0, []
+    """Rows of steps given as (seconds, seconds until the next step); the first starts after 7 s."""
+    course, now, found = RunTimer(plan, before, 100.0), 107.0, []
     for number, (seconds, between) in enumerate(steps):
         now += seconds
         found.append(course.row(step=first + number, seconds=seconds, now=now))
@@ -110,7 +110,9 @@ def driven(
 
 def test_time_and_cost_add_up_over_attempts() -> None:
     plan = planned(h100s(4), **BF16, monitor__price_per_gpu_hour=2.5)
-    rows = driven(plan, [(3.0, 0.0), (1.0, 5.0), (1.0, 0.0)], Spent(seconds=1000.0, gpu_hours=2.0), first=11)
+    rows = driven(
+        plan, [(3.0, 0.0), (1.0, 5.0), (1.0, 0.0)], TimeSpent(seconds=1000.0, gpu_hours=2.0), first=11
+    )
     assert [found["elapsed_seconds"] for found in rows] == [1010.0, 1011.0, 1017.0]
     assert rows[2]["gpu_hours"] == pytest.approx(2.0 + 17.0 * 4 / 3600, rel=1e-12)
     assert rows[2]["cost"] == pytest.approx(2.5 * rows[2]["gpu_hours"], rel=1e-12)
@@ -118,8 +120,8 @@ def test_time_and_cost_add_up_over_attempts() -> None:
     assert driven(planned(CPU), [(1.0, 0.0)])[0] == {"elapsed_seconds": 8.0}
 
 
-def test_the_time_left_leaves_out_the_first_step_and_has_evaluations_in_it() -> None:
-    """100 steps of 2 s, 30 s after each tenth: at step 50, 50 steps and 5 evaluations are to come."""
+def test_eta_excludes_the_first_step_and_includes_evaluations() -> None:
+    """100 steps of 2 s, 30 s after every tenth: at step 50, 50 steps and 5 evaluations remain."""
     steps = [(90.0, 0.0), *((2.0, 30.0 if number % 10 == 0 else 0.0) for number in range(2, 101))]
     rows = driven(planned(CPU), steps)
     assert "eta_seconds" not in rows[0]
@@ -131,7 +133,7 @@ def test_the_time_left_leaves_out_the_first_step_and_has_evaluations_in_it() -> 
     assert driven(planned(CPU), control)[49]["eta_seconds"] == pytest.approx(50 * 2.0)
 
 
-def test_a_hiccup_does_not_move_the_time_left_and_a_change_of_pace_does() -> None:
+def test_eta_ignores_a_hiccup_but_follows_a_change_of_pace() -> None:
     plan = planned(CPU, train__steps=1000)
     even = driven(plan, [(2.0, 0.0)] * 50)[-1]["eta_seconds"]
     assert even == pytest.approx(950 * 2.0)
@@ -146,11 +148,11 @@ def test_a_hiccup_does_not_move_the_time_left_and_a_change_of_pace_does() -> Non
     ]
     assert every_fifth == pytest.approx(
         899 * 2.8, rel=0.06
-    )  # what recurs is no hiccup: the median would say 2.0
+    )  # a recurring pause is no hiccup; the median would be 2.0
 
 
-def test_steps_to_come_may_be_larger() -> None:
-    """The batch grows from 2 to 8 sequences: time goes by samples."""
+def test_eta_follows_a_batch_ramp() -> None:
+    """The batch grows from 2 to 8 sequences, so the time per sample counts."""
     plan = planned(
         CPU,
         train__micro_batch=1,
@@ -164,41 +166,41 @@ def test_steps_to_come_may_be_larger() -> None:
     assert rows[-1]["eta_seconds"] == pytest.approx(sum(sizes[10:]) / 2)
 
 
-def test_a_run_of_months_is_reckoned_in_bounded_memory() -> None:
-    course = Course(planned(CPU, train__steps=20_000), Spent(), 0.0)
+def test_run_timer_has_bounded_memory() -> None:
+    course = RunTimer(planned(CPU, train__steps=20_000), TimeSpent(), 0.0)
     for step in range(1, 20_001):
         course.row(step=step, seconds=1.0, now=float(step))
     assert len(course._recent) == 100
 
 
-def test_people_are_told_at_the_end() -> None:
-    course = Course(
-        planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), Spent(), 50.0
+def test_time_and_cost_are_formatted_at_the_end() -> None:
+    course = RunTimer(
+        planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), TimeSpent(), 50.0
     )
-    assert course.words(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
-    later = Course(
-        planned(h100s(8), **BF16, train__micro_batch=1), Spent(seconds=36000.0, gpu_hours=1234.0), 0.0
+    assert course.format_spent(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
+    later = RunTimer(
+        planned(h100s(8), **BF16, train__micro_batch=1), TimeSpent(seconds=36000.0, gpu_hours=1234.0), 0.0
     )
-    assert later.words(3600.0) == "11:00:00 over all attempts, 1,242 GPU-hours"
-    assert Course(planned(CPU), Spent(), 0.0).words(61.0) == "1:01"
+    assert later.format_spent(3600.0) == "11:00:00 over all attempts, 1,242 GPU-hours"
+    assert RunTimer(planned(CPU), TimeSpent(), 0.0).format_spent(61.0) == "1:01"
 
 
 # ---- earlier attempts
 
 
-def test_what_was_spent_is_in_the_last_rows_of_what_stands_and_of_what_was_run_again() -> None:
+def test_time_spent_includes_repeated_steps() -> None:
     stands, again = {"elapsed_seconds": 60.0, "gpu_hours": 0.5}, {"elapsed_seconds": 90.0, "gpu_hours": 0.75}
-    assert spent([stands, again]) == spent([again, stands]) == Spent(90.0, 0.75)
-    assert spent([{"step": 3}]) == spent([]) == Spent()
+    assert time_spent([stands, again]) == time_spent([again, stands]) == TimeSpent(90.0, 0.75)
+    assert time_spent([{"step": 3}]) == time_spent([]) == TimeSpent()
 
 
-def test_the_last_row_is_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_row_is_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "metrics.jsonl"
     assert last_row(file) is None
     file.write_text("")
     assert last_row(file) is None
     file.write_text("".join(json.dumps({"step": step, "loss": 1 / 3}) + "\n" for step in range(1000)))
-    for tail in (8, 64, 1 << 20):  # the first is less than a row
+    for tail in (8, 64, 1 << 20):  # the first is shorter than a row
         monkeypatch.setattr(rows_of_files, "TAIL", tail)
         assert last_row(file) == {"step": 999, "loss": 1 / 3}
     file.write_text(file.read_text() + '{"step": 1000, "lo')
@@ -206,4 +208,4 @@ def test_the_last_row_is_found_from_the_end(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(rows_of_files, "TAIL", tail)
         assert last_row(file) == {"step": 999, "loss": 1 / 3}
     file.write_text('{"step": 1}')
-    assert last_row(file) is None  # torn: its line has no end
+    assert last_row(file) is None  # an incomplete line

@@ -1,4 +1,4 @@
-"""W&B: what two nodes wrote offline, read back from their files; missing, failing or hanging it is told once and training goes on.
+"""W&B: runs of two nodes offline, read back from their files, and a missing, failing or hanging W&B.
 
 pytest tests/monitor/test_wandb.py
 """
@@ -25,7 +25,7 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.subprocess_sink import NICE
-from toolkit.monitor.sinks.wandb import WandbSink, part
+from toolkit.monitor.sinks.wandb import WandbSink, wandb_run
 from toolkit.observe import sinks
 from toolkit.observe.context import RankContext
 from toolkit.plan import make_plan
@@ -72,15 +72,15 @@ def wandb_file(folder: Path) -> Path:
     return files[0]
 
 
-def test_two_nodes_offline_are_two_runs_of_one_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_offline_nodes_write_separate_runs_of_one_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sinks, "WandbSink", without_network)
     folder = tmp_path / "tiny"
     plan = plan_of(folder, tags=["a", "b"], project="p", entity="us")
     first, second = (sinks_of(plan, rank) for rank in (0, 1))
     for step in (1, 2):
-        for sink in (first, second):  # every rank has the rows of the run
+        for sink in (first, second):  # all ranks have the rows of the run
             sink.log(
                 Kind.STEP,
                 {
@@ -95,8 +95,8 @@ def test_two_nodes_offline_are_two_runs_of_one_group(
         for node, sink in enumerate((first, second)):
             sink.log(Kind.SYSTEM, {"step": step, "gpus": [{"watts": 100.0 * node + step}]})
     first.log(Kind.EVAL, {"step": 2, "set": "validation", "loss": 2.5, "tokens": 64, "seconds": 0.1})
-    first.log(Kind.ALERT, ALERT.row())
-    second.log(Kind.ALERT, ALERT.row())
+    first.log(Kind.ALERT, ALERT.to_row())
+    second.log(Kind.ALERT, ALERT.to_row())
     first.log(Kind.EVAL, {"step": 2, "set": "validation", "loss": 3.5, "tokens": 64, "seconds": 0.1})
     first.log_summary("continuation", "def main():")
     first.log_summary("goodput", 0.875)
@@ -158,10 +158,10 @@ def test_two_nodes_offline_are_two_runs_of_one_group(
         assert config["environment"]["packages"]["torch"] is not None
         assert config["git"] is None or set(config["git"]) == {"commit", "branch", "dirty"}
     assert summary(files[0])["continuation"] == "def main():"
-    told = summary(files[0])
-    assert told["goodput"] == 0.875
-    assert told["train/loss"] == {"min": 0.5, "last": 0.5}
-    assert told["eval/validation/loss"] == {"min": 2.5, "last": 3.5}
+    values = summary(files[0])
+    assert values["goodput"] == 0.875
+    assert values["train/loss"] == {"min": 0.5, "last": 0.5}
+    assert values["eval/validation/loss"] == {"min": 2.5, "last": 3.5}
     assert [exit_code(file) for file in files] == [0, 75]
     for node, file in enumerate(files):
         assert stats(file)
@@ -174,28 +174,28 @@ def test_two_nodes_offline_are_two_runs_of_one_group(
         "straggler"
     ] * 2
     assert "launcher" in directory.environment_file(1).read_text()
-    assert capfd.readouterr().err.count(f"error: {ALERT}") == 2
+    assert caplog.messages.count(str(ALERT)) == 2
 
 
 @pytest.mark.parametrize(
     ("run_dir", "expected"),
     [("runs/quickstart-1a2b3c4d", "quickstart-1a2b3c4d"), ("/data/my run: 7", "my-run-7-1a2b3c4d")],
 )
-def test_a_runs_id_follows_from_its_directory_and_identity(run_dir: str, expected: str) -> None:
-    assert part(run_dir, IDENTITY, WandbMode.offline, 0, 1).run_id == expected
+def test_run_id_follows_from_directory_and_identity(run_dir: str, expected: str) -> None:
+    assert wandb_run(run_dir, IDENTITY, WandbMode.offline, 0, 1).run_id == expected
 
 
-def test_online_several_nodes_write_one_run_and_each_in_its_own_folder() -> None:
-    parts = [part("runs/a", IDENTITY, WandbMode.online, node, 3) for node in range(3)]
+def test_online_nodes_write_one_shared_run() -> None:
+    parts = [wandb_run("runs/a", IDENTITY, WandbMode.online, node, 3) for node in range(3)]
     assert {(one.run_id, one.name, one.shared) for one in parts} == {(f"a-{IDENTITY}-shared", "a", True)}
     assert len({one.folder for one in parts}) == 3
-    alone = part("runs/a", IDENTITY, WandbMode.online, 0, 1)
+    alone = wandb_run("runs/a", IDENTITY, WandbMode.online, 0, 1)
     assert (alone.run_id, alone.shared) == (f"a-{IDENTITY}", False), (
         "W&B loses rows of a run that is written in both modes"
     )
 
 
-def test_in_a_shared_run_each_node_adds_itself_and_none_takes_anything_away(tmp_path: Path) -> None:
+def test_shared_run_config_has_every_node(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, wandb=WandbMode.online, group="sweep")
     known = {"git": None, "environment": {"host": "here"}, "data": {}}
     first, second = (sinks.wandb_arguments(plan, known, node) for node in (0, 1))
@@ -209,14 +209,14 @@ def test_in_a_shared_run_each_node_adds_itself_and_none_takes_anything_away(tmp_
             for nodes in (1, 2)
             for node in range(nodes)
         }
-        assert groups == {f"{tmp_path.name}-{plan.identity}"}, "however many nodes a run goes on with"
+        assert groups == {f"{tmp_path.name}-{plan.identity}"}, "whatever the number of nodes"
 
 
-# ---- how W&B is asked, by a module that only remembers
+# ---- calls of W&B, recorded by a fake module
 
 
 class Run:
-    """W&B's, which takes everything, and ends when it is told to."""
+    """A fake of W&B's run that records its calls."""
 
     def __init__(self, finish_seconds: float = 0.0) -> None:
         self.asked: list[Any] = []
@@ -251,7 +251,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
 
 def sink_of(folder: Path, mode: WandbMode = WandbMode.offline, node: int = 0, nodes: int = 1) -> WandbSink:
     return WandbSink(
-        part(folder, IDENTITY, mode, node, nodes),
+        wandb_run(folder, IDENTITY, mode, node, nodes),
         mode=mode,
         project="p",
         entity=None,
@@ -272,7 +272,7 @@ def sink_of(folder: Path, mode: WandbMode = WandbMode.offline, node: int = 0, no
         (WandbMode.online, 1, 2, ("shared", "allow"), {"x_primary": False, "x_update_finish_state": False}),
     ],
 )
-def test_which_node_is_what(
+def test_wandb_settings_of_each_node(
     mode: WandbMode,
     node: int,
     nodes: int,
@@ -301,13 +301,12 @@ def test_which_node_is_what(
     assert run.asked == [("step", {}), ("*", {"step_metric": "step"}), "preempting", 75]
 
 
-# ---- trouble
+# ---- failures
 
 
-def used(sink: Sink) -> tuple[list[str], float]:
-    """What is told when ``sink`` is used for a while, and the longest call."""
-    told: list[str] = []
-    composite = CompositeSink([sink], told.append)
+def longest_call(sink: Sink) -> float:
+    """Log for a while; return the seconds of the longest call."""
+    composite = CompositeSink([sink])
     longest = 0.0
     for step in range(1, 31):
         began = time.monotonic()
@@ -315,19 +314,21 @@ def used(sink: Sink) -> tuple[list[str], float]:
         longest = max(longest, time.monotonic() - began)
         time.sleep(0.01)
     composite.close(0)
-    return told, longest
+    return longest
 
 
-def test_missing_wandb_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    told, _ = used(QueuedSink(lambda: sink_of(tmp_path), "W&B"))
-    assert len(told) == 1
-    assert told[0].startswith("W&B failed and gets nothing more: ModuleNotFoundError")
+    longest_call(QueuedSink(lambda: sink_of(tmp_path), "W&B"))
+    (message,) = caplog.messages
+    assert message.startswith("W&B failed and receives no more rows: ModuleNotFoundError")
 
 
 @pytest.mark.parametrize("where", ["start", "finish"])
-def test_a_wandb_that_hangs_is_left_behind(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_hanging_wandb_is_abandoned_at_close(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake(
         monkeypatch,
@@ -335,15 +336,16 @@ def test_a_wandb_that_hangs_is_left_behind(
         if where == "start"
         else lambda **settings: Run(finish_seconds=60.0),
     )
-    told, longest = used(QueuedSink(lambda: sink_of(tmp_path), "W&B", close_seconds=0.2))
+    longest = longest_call(QueuedSink(lambda: sink_of(tmp_path), "W&B", close_seconds=0.2))
     rows = 30 if where == "start" else 0
-    assert told == [
-        f"W&B failed and gets nothing more: TimeoutError: it did not finish within 0.2 s, and {rows} rows wait"
+    assert caplog.messages == [
+        f"W&B failed and receives no more rows: TimeoutError: it did not finish within 0.2 s, and {rows} "
+        "rows wait"
     ]
     assert longest < 0.1
 
 
-# W&B's own process is ended, or stopped.
+# W&B's service is terminated or stopped.
 SIGNALLED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -353,20 +355,23 @@ from toolkit.config.monitor import WandbMode
 from toolkit.monitor.sinks.subprocess_sink import SubprocessSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sink import CompositeSink, Kind
-from toolkit.monitor.sinks.wandb import part
+from toolkit.monitor.sinks.wandb import wandb_run
 
 folder = Path(sys.argv[1])
-arguments = dict(part=part(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p", entity=None, group="g",
-                 tags=[], config={}, trainer=os.getpid(), command=["train.py"])
+arguments = dict(
+    wandb_run=wandb_run(folder, "1a2b3c4d", WandbMode.offline, 0, 1), mode=WandbMode.offline, project="p",
+    entity=None, group="g", tags=[], config={}, trainer=os.getpid(), command=["train.py"],
+)
 made = []
 def make():
     made.append(SubprocessSink(without_network, arguments, "W&B", close_seconds=2.0))
     return made[0]
 sink = CompositeSink([QueuedSink(make, "W&B")])
 sink.log(Kind.STEP, {"step": 1, "loss": 1.0})
-while not any(b"train/loss" in file.read_bytes() for file in folder.rglob("*.wandb")):  # each second it is written out
+while not any(b"train/loss" in file.read_bytes() for file in folder.rglob("*.wandb")):
     time.sleep(0.1)
-core, = [process for process in psutil.Process(made[0]._process.pid).children() if process.name() == "wandb-core"]
+children = psutil.Process(made[0]._process.pid).children()
+(core,) = [process for process in children if process.name() == "wandb-core"]
 priorities = {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in core.threads()}
 core.send_signal(signal.Signals[sys.argv[2]])
 time.sleep(0.5)
@@ -382,11 +387,13 @@ print("core is gone", gone, "priorities", priorities)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("SIGTERM", "ProcessEnded"), ("SIGSTOP", "did not finish within 2 s")]
+    ("name", "message"),
+    [
+        ("SIGTERM", "ProcessEnded"),
+        pytest.param("SIGSTOP", "did not finish within 2 s", marks=pytest.mark.full),
+    ],
 )
-def test_without_its_process_w_and_b_is_told_once_and_the_run_ends(
-    tmp_path: Path, name: str, said: str
-) -> None:
+def test_dead_or_stopped_wandb_service_is_reported_once(tmp_path: Path, name: str, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SIGNALLED, str(tmp_path), name],
         capture_output=True,
@@ -397,7 +404,7 @@ def test_without_its_process_w_and_b_is_told_once_and_the_run_ends(
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("W&B failed") == 1
-    assert said in done.stderr
+    assert message in done.stderr
     assert f"core is gone True priorities {{{NICE}}}" in done.stdout
     assert [row["step"] for row in history(next(tmp_path.rglob("*.wandb")))] == [1]
     assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
-"""What an offline W&B run wrote: records in LevelDB's log format, after a header of seven bytes.
+"""Read an offline W&B run: records in LevelDB's log format, after a header of seven bytes.
 
-Blocks of 32 KiB hold chunks of (checksum u32, length u16, kind u8), and a record is one whole chunk or first, middle ..., last.
+Blocks of 32 KiB contain chunks of (checksum u32, length u16, kind u8). A record is one full chunk, or a
+first, middle ..., and last chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def records(path: Path) -> Iterator[Any]:
     content, at, parts = path.read_bytes(), FILE_HEADER, b""
     assert content[:4] == b":W&B", content[:7]
     while at + HEADER.size <= len(content):
-        if BLOCK - at % BLOCK < HEADER.size:  # too little room was left for a chunk
+        if BLOCK - at % BLOCK < HEADER.size:  # the rest of the block is too small for a chunk
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = HEADER.unpack_from(content, at)
@@ -36,7 +37,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """What was logged, row by row, without W&B's own columns."""
+    """Return the logged rows, without W&B's own columns."""
     rows = []
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
@@ -49,7 +50,7 @@ def history(path: Path) -> list[dict[str, Any]]:
 
 
 def run_record(path: Path) -> Any:
-    """Who the run is: id, project, display name, group, tags, configuration."""
+    """Return id, project, display name, group, tags and configuration of the run."""
     return next(record.run for record in records(path) if record.WhichOneof("record_type") == "run")
 
 
@@ -58,13 +59,13 @@ def configuration(path: Path) -> dict[str, Any]:
 
 
 def alerts(path: Path) -> list[tuple[str, str, str]]:
-    """Title, text and level of each."""
+    """Return title, text and level of each alert."""
     found = (record.alert for record in records(path) if record.WhichOneof("record_type") == "alert")
     return [(alert.title, alert.text, alert.level) for alert in found]
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """The last value of everything, texts too."""
+    """Return the last value of every column, including texts."""
     found: dict[str, Any] = {}
     for record in records(path):
         if record.WhichOneof("record_type") == "summary":
@@ -76,7 +77,7 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def exit_code(path: Path) -> int | None:
-    """None while nobody has closed the run."""
+    """Return the exit code; None if the run was not closed."""
     return next(
         (record.exit.exit_code for record in records(path) if record.WhichOneof("record_type") == "exit"),
         None,
@@ -84,7 +85,7 @@ def exit_code(path: Path) -> int | None:
 
 
 def stats(path: Path) -> set[str]:
-    """Names of what W&B measures by itself, each with the label of who measured: ``cpu/l:node-0``."""
+    """Return the names of W&B's own system metrics with their label: ``cpu/l:node-0``."""
     return {
         item.key
         for record in records(path)

@@ -1,4 +1,4 @@
-"""W&B in its process, kept from every network."""
+"""A W&B sink without network access."""
 
 from __future__ import annotations
 

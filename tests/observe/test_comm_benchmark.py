@@ -143,7 +143,7 @@ def test_slow_rank_raises_the_latency_and_an_axis_without_a_group_is_reported(
         first, *others = pool.run(two_by_two, tmp_path / name, slow)
         assert (
             first[1]
-            == "probe of axis data (2 ranks): not made, no process group of just the ranks along this axis"
+            == "probe of axis data (2 ranks): skipped, no process group of just the ranks along this axis"
         )
         assert others == [[], [], []]
         rows[name] = json.loads((tmp_path / name / "attempts" / "001" / "probe.json").read_text())["axes"]

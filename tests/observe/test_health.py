@@ -12,8 +12,8 @@ import pytest
 
 from tests.train.fakes import FakeClock
 from toolkit.monitor.alert import Alert, Level
+from toolkit.monitor.health.alert_limiter import FIRST_GAP_SECONDS
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.health.limiter import FIRST_GAP_SECONDS
 from toolkit.monitor.sink import Kind, NullSink, Row
 from toolkit.observe.health import AlertDispatcher, CheckpointListener, HealthSink
 
@@ -32,7 +32,7 @@ class AlwaysAlerts(Detector):
     def __init__(self, name: str, kind: Kind) -> None:
         self.name, self.kinds = name, (kind,)  # type: ignore[misc]
 
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         return Alert(
             name=self.name,
             level=Level.WARNING,
@@ -44,7 +44,7 @@ class AlwaysAlerts(Detector):
 
 
 class Broken(Detector):
-    def see(self, kind: Kind, row: Row) -> Alert | None:
+    def check(self, kind: Kind, row: Row) -> Alert | None:
         raise KeyError("loss")
 
 
@@ -66,7 +66,7 @@ def test_alerts_from_several_threads_are_rate_limited() -> None:
 
     def raise_alerts(first: int) -> None:
         for step in range(first, first + 100):
-            found = detector.see(Kind.STEP, {"step": step})
+            found = detector.check(Kind.STEP, {"step": step})
             assert found is not None
             dispatch(found)
 
@@ -80,8 +80,8 @@ def test_alerts_from_several_threads_are_rate_limited() -> None:
     assert len(sink.rows) == 2
     kind, row = sink.rows[1]
     assert kind is Kind.ALERT
-    assert row["evidence"] == "e (399 more like it since the last one told)"
-    assert Alert.of(row).step == 9000
+    assert row["evidence"] == "e (399 more like it since the last one shown)"
+    assert Alert.from_row(row).step == 9000
     assert row["next_step"] == "df -h runs/x"
 
 

@@ -25,10 +25,10 @@ from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import GlooFlagReduce, StepConsensus
 from toolkit.hooks import CompletedStep, Hook, Hooks
 from toolkit.layout.axes import Axes
-from toolkit.monitor.ledger import Vectors, part_names
-from toolkit.monitor.parts import FORWARD
+from toolkit.monitor.ledger_rows import StepVectors, part_names
 from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.monitor.sink import Row
+from toolkit.monitor.step_parts import FORWARD
 from toolkit.observe.gather import Gather, make_gather, single_rank_gather
 from toolkit.observe.ledger import LedgerHook
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
@@ -90,8 +90,8 @@ def train_with_ledger(
         return clock.now
 
     ledger = LedgerHook(
-        recorder.taken,
-        Vectors(part_names(Axes(data=ranks))),
+        recorder.take_steps,
+        StepVectors(part_names(Axes(data=ranks))),
         gather or make_gather(rank, ranks, ranks_per_node),
         rows.append,
         rank=rank,
@@ -275,7 +275,13 @@ class BlockedGather:
 def single_rank_ledger(gather: Gather, clock: FakeClock, rows: list[Row]) -> tuple[Hooks, LedgerHook]:
     recorder = FakeRecorder(rank=0)
     ledger = LedgerHook(
-        recorder.taken, Vectors(part_names(Axes())), gather, rows.append, rank=0, ranks=1, clock=clock
+        recorder.take_steps,
+        StepVectors(part_names(Axes())),
+        gather,
+        rows.append,
+        rank=0,
+        ranks=1,
+        clock=clock,
     )
     return Hooks(recorder, ledger), ledger
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from toolkit.monitor.calls import Call, from_flight_recorder
+from toolkit.monitor.collective_calls import CollectiveCall, calls_from_flight_recorder
 from toolkit.monitor.hangs.stacks import read_process_state
 from toolkit.observe import last_collective, rank_messages
 from toolkit.observe.rank_messages import RankMessages
@@ -81,7 +81,7 @@ def examine_ranks(rank: int, ranks: int) -> dict[str, Any]:
         for name, one in (("short", group), ("long", long))
     }
     trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-    known = Call(
+    known = CollectiveCall(
         group=group.group_name,
         ranks=(0, 1),
         axis="data",
@@ -91,7 +91,7 @@ def examine_ranks(rank: int, ranks: int) -> dict[str, Any]:
         begun=0.0,
         finished=True,
     )
-    calls = from_flight_recorder(trace, [known])
+    calls = calls_from_flight_recorder(trace, [known])
     return {
         "pids": [one.pid for one in everyone],
         "stored": found,
@@ -132,7 +132,7 @@ def test_last_call_of_an_ended_process_can_be_read() -> None:
     record.record("4", "data", 1000, "all_reduce", None, 1.0, "[1, 2, 3, 4, 5, 6] float32")
     record.record("4", "data", 7, "all_reduce", None, 1.5, "[512] float32")
     record.close()
-    assert last_collective.read_last_collective(descriptor) == Call(
+    assert last_collective.read_last_collective(descriptor) == CollectiveCall(
         group="4",
         ranks=(),
         axis="data",

@@ -19,7 +19,7 @@ import pytest
 from tests.train.fakes import completed_step, context_of
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.stacks import ProcessId, read_process_state, this_process
 from toolkit.monitor.sink import NullSink
 from toolkit.observe import hang_report, watchdog
@@ -33,8 +33,8 @@ from toolkit.testing.tiny import tiny_plan
 LIMIT = 0.5
 
 
-def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True) -> Call:
-    return Call(
+def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True) -> CollectiveCall:
+    return CollectiveCall(
         group="0",
         ranks=(0, 1, 2),
         axis="data",
@@ -61,7 +61,11 @@ class Ranks:
         self.watchdogs: dict[int, Watchdog] = {}
 
     def watch(
-        self, rank: int, *calls: Call, limit: float = LIMIT, nccl_trace: Callable[[], str] | None = None
+        self,
+        rank: int,
+        *calls: CollectiveCall,
+        limit: float = LIMIT,
+        nccl_trace: Callable[[], str] | None = None,
     ) -> Watchdog:
         sources = HangSources(
             processes=self._processes,

@@ -299,7 +299,7 @@ def look(story: Story, run: RunDirectory) -> None:
     story.run("report", [sys.executable, str(ROOT / "launch/report.py"), str(run.path)])
     page = (run.path / "report.html").read_text(encoding="utf-8")
     twice = len(losses(run.attempt_folder(1) / "metrics.jsonl"))
-    words = f"It took 2 attempts, in which {twice} steps were run twice."
+    words = f"It took 2 attempts, in which {twice} steps were repeated."
     story.check(words in page, f'report.html, {quantity(len(page), "B")}: "{words}"')
     files = [
         file

@@ -24,7 +24,7 @@ from toolkit.hooks import CompletedStep
 from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
-from toolkit.monitor.throughput import Course, Spent
+from toolkit.monitor.throughput import RunTimer, TimeSpent
 from toolkit.observe.reporting import (
     PLOT_SECONDS,
     STATUS_SECONDS,
@@ -56,7 +56,7 @@ def write_row(
 ) -> dict[str, Any]:
     """Return the metrics row of an attempt that started 5 seconds ago, after a minute of earlier attempts."""
     sink, clock = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"}), FakeClock()
-    course = Course(plan, Spent(seconds=60.0), clock() - 5)
+    course = RunTimer(plan, TimeSpent(seconds=60.0), clock() - 5)
     MetricsLogger(plan, sink, consumed, course, clock).on_step(completed)
     sink.close(0)
     return json.loads((tmp_path / "metrics.jsonl").read_text())

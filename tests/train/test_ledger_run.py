@@ -19,8 +19,8 @@ from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes
-from toolkit.monitor.ledger import part_names
-from toolkit.monitor.parts import (
+from toolkit.monitor.ledger_rows import part_names
+from toolkit.monitor.step_parts import (
     BACKWARD,
     DATA,
     EVALUATION,

@@ -20,7 +20,7 @@ from toolkit.checkpoint_folder import committed_checkpoints
 from toolkit.config.schema import OnNonfinite, RunConfig
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import ExitCode
-from toolkit.monitor.plots import train_losses
+from toolkit.monitor.loss_plot import read_train_losses
 from toolkit.rows import read_rows
 from toolkit.rundir.status import RunState
 from toolkit.train.nonfinite import Diverged, all_finite
@@ -92,7 +92,7 @@ def test_stop_ends_the_run_at_the_first_nonfinite_gradient(
     assert (rows[-1]["skipped"], rows[-1]["weights_finite"], rows[-1]["grad_norm"]) == (True, True, None)
     assert "weights_finite" not in rows[-2]
     alerts = list(read_rows(run.directory.alerts_file))
-    assert [alert["name"] for alert in alerts] == ["non-finite-gradient"]
+    assert [(alert["name"], alert["fault"]) for alert in alerts] == [("non-finite", "gradient")]
     assert "the weights are finite, and the step was skipped" in alerts[0]["cause"]
 
 
@@ -182,7 +182,7 @@ def test_rows_are_valid_json_and_null_is_read_as_nan(
     ):
         for text in file.read_text().splitlines():
             json.loads(text, parse_constant=refuse)
-    steps, losses = train_losses(run.directory.metrics_file)
+    steps, losses = read_train_losses(run.directory.metrics_file)
     assert [step for step, loss in zip(steps, losses, strict=True) if math.isnan(loss)] == list(
         range(BAD, STEPS + 1)
     )

@@ -46,7 +46,7 @@ def test_report_shows_the_charts_of_a_run(data: Path, tmp_path: Path) -> None:
         "of the time went into forward, backward and optimizer",
         "packages.torch",
         "memory of the fullest rank",
-        f"Every one of the {STEPS} steps is a point.",
+        f"Each of the {STEPS} steps is a point.",
         "train:",
     ):
         assert phrase in text

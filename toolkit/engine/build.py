@@ -8,7 +8,7 @@ from collections.abc import Callable
 from toolkit.checkpoint.shard import StateReader
 from toolkit.config.schema import EngineName
 from toolkit.engine.protocol import Engine, Objective
-from toolkit.monitor.parts import UNRECORDED, Recorder
+from toolkit.monitor.step_parts import UNRECORDED, Recorder
 from toolkit.plan.types import RunPlan
 
 

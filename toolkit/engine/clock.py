@@ -96,6 +96,6 @@ class SideStreams:
         part = self._carried.get(getattr(other, "cuda_stream", -1)) if matters else None
         return (
             part
-            if part is not None and self._recorder is not None and self._recorder.mine()
+            if part is not None and self._recorder is not None and self._recorder.is_recording()
             else nullcontext()
         )

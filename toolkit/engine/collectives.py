@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from toolkit.engine.clock import SideStreams
 from toolkit.layout.axes import OTHER, Axes, axis_name
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.recorder import StepRecorder
 
 # Methods of ProcessGroup and the names of their operations in torch.distributed. torch 2.13 renamed some of
@@ -92,7 +92,7 @@ def record_collectives(axes: Axes, recorder: StepRecorder | None) -> Iterator[No
         opened.streams.close()
 
 
-def last_calls() -> list[Call]:
+def last_calls() -> list[CollectiveCall]:
     """Return the last ``CALLS_PER_GROUP`` collectives of each group and the last sends and receives per peer.
 
     Oldest first; empty if nothing is being recorded. May be called from any thread.
@@ -248,7 +248,7 @@ class _CollectiveRecorder:
         self, original: Callable[..., Any], work: Work, arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
         calls, part = self._works.pop(id(work), ((), None))
-        if part is None or self._recorder is None or not self._recorder.mine():
+        if part is None or self._recorder is None or not self._recorder.is_recording():
             result = original(work, *arguments, **named)
         else:
             with part:
@@ -256,7 +256,7 @@ class _CollectiveRecorder:
         _mark_finished(calls)
         return result
 
-    def snapshot(self) -> list[Call]:
+    def snapshot(self) -> list[CollectiveCall]:
         with self._lock:
             groups = list(self._groups.values())
         return [
@@ -297,21 +297,21 @@ class _CollectiveRecorder:
     def _parts(self, call: _RecordedCall) -> tuple[TimedPart | None, TimedPart | None]:
         """Contexts that time starting a call and waiting for it; None if the call is not timed."""
         recorder = self._recorder
-        if recorder is None or not call.axis or not recorder.mine():
+        if recorder is None or not call.axis or not recorder.is_recording():
             return None, None
         if call.operation in POINT_TO_POINT:
-            return recorder.passing(call.axis), recorder.passed(call.axis, call.size)
-        call.wait = recorder.exposed(call.axis)
+            return recorder.transfer_start_part(call.axis), recorder.transfer_wait_part(call.axis, call.size)
+        call.wait = recorder.collective_part(call.axis)
         return call.wait, call.wait
 
     def _coalesced_parts(self, calls: Sequence[_RecordedCall]) -> tuple[TimedPart | None, TimedPart | None]:
         """As :meth:`_parts`, for several calls that start as one."""
         recorder = self._recorder
-        if recorder is None or not calls or not calls[0].axis or not recorder.mine():
+        if recorder is None or not calls or not calls[0].axis or not recorder.is_recording():
             return None, None
         axis = calls[0].axis
         if calls[0].operation in POINT_TO_POINT:
-            return recorder.passing(axis), recorder.passed(axis, sum(call.size for call in calls))
+            return recorder.transfer_start_part(axis), recorder.transfer_wait_part(axis, sum(call.size for call in calls))
         return calls[-1].wait, calls[-1].wait
 
     def _direction(self, peer: int) -> str:
@@ -323,8 +323,8 @@ class _CollectiveRecorder:
         return found
 
 
-def _to_call(group: _Group, call: _RecordedCall) -> Call:
-    return Call(
+def _to_call(group: _Group, call: _RecordedCall) -> CollectiveCall:
+    return CollectiveCall(
         group=group.name,
         ranks=group.ranks,
         axis=call.axis,

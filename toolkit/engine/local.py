@@ -36,7 +36,7 @@ from toolkit.engine.protocol import (
     rank_device,
 )
 from toolkit.models.build import build_model
-from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
+from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import RunPlan
 
 

@@ -1,1 +1,1 @@
-"""Where metrics go."""
+"""What is measured during training, how it is judged, and where it is written."""

@@ -1,4 +1,4 @@
-"""What deserves a person's attention: the cause, what shows it, and what to do next."""
+"""Alerts: what is wrong with a run, the evidence, and what to do next."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 
 
 class Level(StrEnum):
-    WARNING = "warning"  # the run goes on, and something about it is not as it should be
-    ERROR = "error"  # the run's result is in doubt, or it ends
+    WARNING = "warning"  # the run continues, but something needs attention
+    ERROR = "error"  # the run's result is in doubt, or the run ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """
+    """A problem that a person should act on.
+
     Attributes:
-        name: of the kind of trouble, ``data-stall``; alerts of one name and ``where`` are rate-limited together.
-        where: what is at fault, as ``rank 3``, ``node 1, GPU 2`` or ``axis tensor``; empty: the run.
+        name: the kind of problem, such as ``slow-steps``. Alerts of one name call for the same action.
+        fault: which of the causes that ``name`` covers was detected, such as ``garbage-collection``; empty if
+            there is only one. Alerts that agree in name, fault and ``where`` are rate-limited together.
+        where: the faulty component: ``rank 3``, ``node 1, GPU 2`` or ``axis tensor``; empty for the run.
         cause: one sentence.
-        evidence: the figures that show it, with units and what they are compared with.
-        next_step: what a person should type or look at.
-        lost_share: of the run's time, 0 to 1, that the trouble costs; 0: unknown, or it costs no time.
+        evidence: the measurements, with units and the threshold or reference they are compared with.
+        next_step: what to type or inspect next.
+        lost_share: the fraction of the run's time that is lost, 0 to 1; 0 if unknown or none.
     """
 
     name: str
+    fault: str = ""
     level: Level
     step: int
     cause: str
@@ -36,15 +40,18 @@ class Alert:
 
     def __str__(self) -> str:
         at = f" ({self.where})" if self.where else ""
-        return f"step {self.step}: {self.name}{at}: {self.cause}\n    evidence:  {self.evidence}\n    next step: {self.next_step}"
+        return (
+            f"step {self.step}: {self.name}{at}: {self.cause}\n    evidence:  {self.evidence}\n"
+            f"    next step: {self.next_step}"
+        )
 
-    def row(self) -> dict[str, Any]:
-        """As ``Kind.ALERT`` has it."""
+    def to_row(self) -> dict[str, Any]:
+        """Return the fields as a row of ``Kind.ALERT``."""
         return asdict(self)
 
     @staticmethod
-    def of(row: Mapping[str, Any]) -> Alert:
-        """The alert of which ``row`` is; what others added to the row, or an older version did not write, does not matter."""
+    def from_row(row: Mapping[str, Any]) -> Alert:
+        """Build an alert from a row. Unknown keys are ignored, missing optional keys get defaults."""
         return Alert(
             **{
                 **{field.name: row[field.name] for field in fields(Alert) if field.name in row},

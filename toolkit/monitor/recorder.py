@@ -1,8 +1,9 @@
-"""Where one rank's time goes: marks while a step runs, sums when it is over.
+"""Record where one rank's time goes: marks during a step, sums afterwards.
 
-A mark says from when on time belongs to which part; a part's seconds are those from its marks to the marks after them. So the parts of a
-step always add up to the step, and a mark costs a reading of the clock and an append. On a GPU the clock is the device's
-(``engine/clock.py``): a stamp can be read only when the device has come by, and nobody waits for that.
+A mark states that from now on time belongs to a part, until the next mark. The parts of a step therefore
+always add up to the step, and a mark costs one clock reading and one append. On GPUs the clock is the
+device's (``engine/clock.py``): a timestamp can be read only after the device has passed it, and nothing waits
+for that.
 """
 
 from __future__ import annotations
@@ -16,43 +17,44 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolkit.layout.axes import ALL, Axis
-from toolkit.monitor.delays import NO_DELAYS, Delays, ReadDelays
-from toolkit.monitor.parts import (
+from toolkit.monitor.step_parts import (
     BUBBLE,
     CHECKPOINT,
     COMMUNICATION,
     DATA,
     EVALUATION,
+    NOT_SPLIT,
     UNEXPLAINED,
-    WHOLE,
     Recorder,
     communication,
 )
 
-Stamp = Any  # a moment, as its clock has it
+Stamp = Any  # a moment, in the clock's representation
 Mark = tuple[str, Stamp]  # from this moment on time belongs to this part
 
-KEPT = 10_000  # steps that may wait to be taken, and as many to be read
-UNREAD = 20_000  # marks that may wait for who takes the steps; beyond, the step's own thread reads them: some megabytes
+MAX_STEPS = 10_000  # finished steps that are stored, unread and read
+# marks that wait for the reading thread; beyond, the training thread reads them, which bounds memory to some
+# MB
+MAX_UNREAD_MARKS = 20_000
 PIPELINE = communication(Axis.PIPELINE)
-NOT_BUSY = (BUBBLE, DATA, CHECKPOINT, EVALUATION)  # nor is communication
+WAITING_PARTS = (BUBBLE, DATA, CHECKPOINT, EVALUATION)  # and communication
 
 
 class Clock(Protocol):
     def stamp(self) -> Stamp:
-        """Now, in the order of the rank's work."""
+        """Return the current moment in the order of the rank's work."""
 
     def seconds(self, earlier: Stamp, later: Stamp) -> float:
-        """From one stamp to another; both have passed."""
+        """Return the seconds between two stamps that have passed."""
 
     def passed(self, stamp: Stamp) -> bool:
-        """Whether it, and so every one before it, can be read. Returns at once."""
+        """Return whether the stamp, and every earlier one, can be read. Never blocks."""
 
     def release(self, stamps: Iterable[Stamp]) -> None:
-        """They are not asked for again."""
+        """Free stamps that are no longer needed."""
 
     def idle(self) -> bool:
-        """No stamps can be made now: the device's queue is being recorded, to be run later."""
+        """Return whether no stamps can be taken now, because a CUDA graph is being captured."""
 
 
 class HostClock(Clock):
@@ -72,23 +74,51 @@ class HostClock(Clock):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """One step of one rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadDelays:
+    """What kept a rank's training thread from running, in seconds since the start or within one step.
 
     Attributes:
-        step: completed steps after it.
+        starved: the thread was ready to run but had no processor.
+        stopped: no thread of the process ran, because of a signal or because its container or machine was
+            paused.
+        crowded: nearly all processors of the rank were busy. Neighbours share caches, memory bandwidth and
+            hyperthreads, so the thread is slower although it has a processor.
+    """
+
+    starved: float = 0.0
+    stopped: float = 0.0
+    crowded: float = 0.0
+
+    def __sub__(self, earlier: ThreadDelays) -> ThreadDelays:
+        return ThreadDelays(
+            starved=self.starved - earlier.starved,
+            stopped=self.stopped - earlier.stopped,
+            crowded=self.crowded - earlier.crowded,
+        )
+
+
+NO_DELAYS = ThreadDelays()
+ReadDelays = Callable[[], ThreadDelays]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The time of one step on one rank.
+
+    Attributes:
+        step: the number of completed steps after it.
         parts: seconds by part; they add up to ``wall``.
         wall: seconds.
-        busy: the wall's seconds without communication, bubble, waiting for samples, saving and evaluation: what this rank computed.
-        delays: how long something else kept the rank from running; these seconds lie in its parts.
+        busy: ``wall`` without communication, bubble, waiting for samples, saving and evaluation.
+        delays: how long the rank was kept from running; these seconds are contained in the parts.
     """
 
     step: int
     parts: Mapping[str, float]
     wall: float
     busy: float
-    delays: Delays = NO_DELAYS
+    delays: ThreadDelays = NO_DELAYS
 
 
 def attribute(
@@ -97,12 +127,12 @@ def attribute(
     seconds: Callable[[Stamp, Stamp], float],
     transfers: Mapping[int, float] | None = None,
 ) -> dict[str, float]:
-    """Seconds by part, from the first mark to ``end``.
+    """Sum the seconds of each part, from the first mark to ``end``.
 
     Args:
         marks: at least one, in order; each holds until the next one.
-        transfers: seconds that a transfer takes, by the number of the mark that waits for one: up to so much of the wait is
-            ``communication/pipeline``, and the rest the part's own.
+        transfers: by index of a mark that begins a wait, the seconds that the transfer itself takes. Up to
+            that much of the wait is ``communication/pipeline``, the rest belongs to the mark's part.
     """
     found: defaultdict[str, float] = defaultdict(float)
     stamps = [stamp for _, stamp in marks]
@@ -116,39 +146,39 @@ def attribute(
     return dict(found)
 
 
-def step_time(step: int, parts: Mapping[str, float], delays: Delays = NO_DELAYS) -> StepTime:
+def step_time(step: int, parts: Mapping[str, float], delays: ThreadDelays = NO_DELAYS) -> StepTime:
     wall = sum(parts.values())
     waited = sum(
-        seconds for part, seconds in parts.items() if part in NOT_BUSY or part.startswith(COMMUNICATION)
+        seconds for part, seconds in parts.items() if part in WAITING_PARTS or part.startswith(COMMUNICATION)
     )
     return StepTime(step, parts, wall, wall - waited, delays)
 
 
-class _Over:
-    """A step that is over and perhaps not read yet."""
+class _FinishedStep:
+    """A finished step that may not have been read yet."""
 
     __slots__ = ("delays", "end", "marks", "step", "transfers")
 
     def __init__(
-        self, step: int, marks: list[Mark], transfers: dict[int, float], end: Stamp, delays: Delays
+        self, step: int, marks: list[Mark], transfers: dict[int, float], end: Stamp, delays: ThreadDelays
     ) -> None:
         self.step, self.marks, self.transfers, self.end, self.delays = step, marks, transfers, end, delays
 
 
 class StepRecorder(Recorder):
-    """Of the thread that makes it, and of autograd's threads, which run hooks while that one waits for backward (PyTorch has one a GPU; to
-    Python they are threads that it did not start). Parts on other threads, of background saves or samplers, are not the step's.
+    """Records the thread that creates it and autograd's threads, which run hooks while that thread waits for
+    backward.
 
-    Before the first ``next_step`` nothing is recorded.
+    PyTorch has one autograd thread per GPU; Python did not start them. Parts on other threads, such as
+    background saves or samplers, are ignored. Nothing is recorded before the first ``next_step``.
     """
 
     def __init__(
         self, clock: Clock, *, pipelined: bool = False, delays: ReadDelays = lambda: NO_DELAYS
     ) -> None:
-        """
-        Args:
-            pipelined: whether the run has stages; without them a schedule has no bubble.
-            delays: what has kept this thread from running so far; called once a step.
+        """Args:
+        pipelined: whether the run has pipeline stages; without them a schedule has no bubble.
+        delays: reads how long this thread was kept from running so far; called once per step.
         """
         self._read_delays, self._delays = delays, NO_DELAYS
         self.clock, self._stamp, self._idle = clock, clock.stamp, clock.idle
@@ -160,11 +190,11 @@ class StepRecorder(Recorder):
         self._marks: list[Mark] | None = None
         self._transfers: dict[int, float] = {}
         self._pipelined = pipelined
-        self._in_schedule = self._drains = False
-        self._over: deque[_Over] = deque(maxlen=KEPT)
-        self._read: deque[StepTime] = deque(maxlen=KEPT)
+        self._in_schedule = self._drain_pending = False
+        self._finished: deque[_FinishedStep] = deque(maxlen=MAX_STEPS)
+        self._read: deque[StepTime] = deque(maxlen=MAX_STEPS)
         self._reading = threading.Lock()
-        self._made, self._seen = 0, 0  # marks
+        self._marks_made, self._marks_read = 0, 0  # numbers of marks
 
     def part(self, name: str) -> AbstractContextManager[None]:
         found = self._parts.get(name)
@@ -174,65 +204,69 @@ class StepRecorder(Recorder):
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        self._in_schedule = self._drains = self._pipelined
+        self._in_schedule = self._drain_pending = self._pipelined
         try:
             yield
         finally:
             self._in_schedule = False
 
-    def transfers_take(self, seconds: Callable[[int], float]) -> None:
+    def set_transfer_seconds(self, seconds: Callable[[int], float]) -> None:
         self._transfer_seconds = seconds
 
     def next_step(self, step: int) -> None:
         now, before, self._delays = self._stamp(), self._delays, self._read_delays()
         if self._marks is not None:
-            self._over.append(_Over(self._step, self._marks, self._transfers, now, self._delays - before))
-            self._made += len(self._marks)
+            self._finished.append(
+                _FinishedStep(self._step, self._marks, self._transfers, now, self._delays - before)
+            )
+            self._marks_made += len(self._marks)
         self._step, self._marks, self._transfers = step, [(self._stack[-1], now)], {}
-        self._drains = False
-        if self._made - self._seen > UNREAD:
-            self._look()
+        self._drain_pending = False
+        if self._marks_made - self._marks_read > MAX_UNREAD_MARKS:
+            self._read_finished()
 
-    def taken(self) -> list[StepTime]:
-        """Steps that are over and were not taken before, of the last ``KEPT`` ones; those that the device has not come by yet come another
-        time. For any thread, though not for several."""
-        self._look()
+    def take_steps(self) -> list[StepTime]:
+        """Return the finished steps that were not returned before, at most the last ``MAX_STEPS``.
+
+        Steps that the device has not passed yet are returned by a later call. Call it from one thread only.
+        """
+        self._read_finished()
         return [self._read.popleft() for _ in range(len(self._read))]
 
     @property
-    def doing(self) -> tuple[int, str]:
-        """The step under way and its open part, for any thread."""
+    def current(self) -> tuple[int, str]:
+        """The current step and its open part. May be read from any thread."""
         return self._step, self._stack[-1]
 
-    def mine(self) -> bool:
-        """Whether what this thread does is the step's, and can be timed."""
+    def is_recording(self) -> bool:
+        """Return whether the calling thread's work belongs to the step and can be timed."""
         here = threading.get_ident() == self._thread or isinstance(
             threading.current_thread(), threading._DummyThread
         )
         return here and not self._idle()
 
-    def exposed(self, axes: str) -> AbstractContextManager[None]:
-        """The part of a collective over ``axes`` that begins now, and of waiting for it."""
-        if self._drains and (axes == ALL or Axis.PIPELINE in axes):
-            self._drains = False
+    def collective_part(self, axes: str) -> AbstractContextManager[None]:
+        """Return the part of a collective over ``axes`` that starts now, including the wait for it."""
+        if self._drain_pending and (axes == ALL or Axis.PIPELINE in axes):
+            self._drain_pending = False
             return self.part(BUBBLE)
         return self.part(communication(axes))
 
-    def passing(self, axes: str) -> AbstractContextManager[None]:
-        """The part of beginning to send to, or to receive from, a rank that lies in this direction."""
+    def transfer_start_part(self, axes: str) -> AbstractContextManager[None]:
+        """Return the part of starting a send or receive in this direction."""
         return self.part(BUBBLE if self._in_schedule and axes == Axis.PIPELINE else communication(axes))
 
-    def passed(self, axes: str, size: int) -> AbstractContextManager[None]:
-        """The part of waiting until ``size`` bytes have been sent or received."""
+    def transfer_wait_part(self, axes: str, size: int) -> AbstractContextManager[None]:
+        """Return the part of waiting until ``size`` bytes have been sent or received."""
         if not (self._in_schedule and axes == Axis.PIPELINE):
             return self.part(communication(axes))
         transfer = self._transfer_seconds(size)
-        return _Stall(self, transfer) if transfer > 0 else self.part(BUBBLE)
+        return _TransferWait(self, transfer) if transfer > 0 else self.part(BUBBLE)
 
     def _push(self, name: str) -> None:
         stack = self._stack
         now = stack[-1]
-        if now in WHOLE:
+        if now in NOT_SPLIT:
             name = now
         stack.append(name)
         if name != now and self._marks is not None:
@@ -244,33 +278,34 @@ class StepRecorder(Recorder):
         if name != now and self._marks is not None:
             self._marks.append((now, self._stamp()))
 
-    def _push_stall(self, transfer: float) -> None:
+    def _push_transfer_wait(self, transfer: float) -> None:
         self._push(BUBBLE)
         if self._marks is not None and self._stack[-1] == BUBBLE:
             self._transfers[len(self._marks) - 1] = transfer
 
-    def _look(self) -> None:
-        """Read the steps that can be read, unless another thread is at it."""
+    def _read_finished(self) -> None:
+        """Read the steps that can be read, unless another thread is doing so."""
         if not self._reading.acquire(blocking=False):
             return
         try:
-            while self._over and self.clock.passed(self._over[0].end):
-                over = self._over.popleft()
-                self._seen += len(over.marks)
+            while self._finished and self.clock.passed(self._finished[0].end):
+                step = self._finished.popleft()
+                self._marks_read += len(step.marks)
                 self._read.append(
                     step_time(
-                        over.step,
-                        attribute(over.marks, over.end, self.clock.seconds, over.transfers),
-                        over.delays,
+                        step.step,
+                        attribute(step.marks, step.end, self.clock.seconds, step.transfers),
+                        step.delays,
                     )
                 )
-                self.clock.release(stamp for _, stamp in over.marks)  # its end is the next one's first mark
+                # the end of a step is the first mark of the next one
+                self.clock.release(stamp for _, stamp in step.marks)
         finally:
             self._reading.release()
 
 
 class _Part(AbstractContextManager[None]):
-    """One a name: it keeps nothing, so it may be open several times."""
+    """The context manager of a part. It is stateless, so it may be entered several times at once."""
 
     __slots__ = ("_name", "_recorder")
 
@@ -278,16 +313,16 @@ class _Part(AbstractContextManager[None]):
         self._recorder, self._name = recorder, name
 
     def __enter__(self) -> None:
-        if self._recorder.mine():
+        if self._recorder.is_recording():
             self._recorder._push(self._name)
 
     def __exit__(self, *_error: object) -> None:
-        if self._recorder.mine():
+        if self._recorder.is_recording():
             self._recorder._pop()
 
 
-class _Stall(AbstractContextManager[None]):
-    """Waiting for a neighbouring stage; of the wait so many seconds are the transfer's own."""
+class _TransferWait(AbstractContextManager[None]):
+    """A wait for a neighbouring stage, of which ``transfer`` seconds are the transfer itself."""
 
     __slots__ = ("_recorder", "_transfer")
 
@@ -295,9 +330,9 @@ class _Stall(AbstractContextManager[None]):
         self._recorder, self._transfer = recorder, transfer
 
     def __enter__(self) -> None:
-        if self._recorder.mine():
-            self._recorder._push_stall(self._transfer)
+        if self._recorder.is_recording():
+            self._recorder._push_transfer_wait(self._transfer)
 
     def __exit__(self, *_error: object) -> None:
-        if self._recorder.mine():
+        if self._recorder.is_recording():
             self._recorder._pop()

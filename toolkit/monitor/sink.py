@@ -1,4 +1,4 @@
-"""Where measurements go. One small interface; several sinks act as one, and one that breaks is told and dropped."""
+"""The interface of sinks, which receive all measurements, and sinks that combine or filter others."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]  # plain JSON types; ``step`` is the number of completed optimizer steps
 
-NOTICE_SECONDS = 5.0  # until a person is told why nothing happens
-REASON_LENGTH = 300  # characters of what a broken sink says
+NOTICE_SECONDS = 5.0  # after which a slow close is reported
+REASON_LENGTH = 300  # characters of a sink's error message
 
 
 class Kind(StrEnum):
-    """What a row is of. Each has its file in the run's directory (``jsonl.py``) and its prefix in W&B."""
+    """Kinds of rows. Each has a file in the run's directory (``sinks/jsonl.py``) and a prefix in W&B."""
 
-    STEP = "step"  # one training step, as all ranks together see it
+    STEP = "step"  # one training step, over all ranks
     EVAL = "eval"  # one evaluation of one set
-    LEDGER = "ledger"  # where one step's time went, over all ranks: ``monitor/ledger.py``
-    SYSTEM = "system"  # GPUs and host of one node, one sample: ``monitor/system/sampler.py``
+    LEDGER = "ledger"  # where one step's time went, over all ranks: ``monitor/ledger_rows.py``
+    SYSTEM = "system"  # one sample of the GPUs and host of a node: ``monitor/system/sampler.py``
     ALERT = "alert"  # ``monitor/alert.py``
 
 
 class Sink(Protocol):
-    """Rows may come from several threads."""
+    """A destination of rows. Methods may be called from several threads."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name used in messages."""
         return type(self).__name__
 
     def log(self, kind: Kind, row: Row) -> None:
-        """One row, which belongs to the sink from now on: it may be written later."""
+        """Log one row. The caller must not change it afterwards, because it may be written later."""
 
     def log_summary(self, name: str, value: str | float) -> None:
-        """A figure or words of the whole run: its goodput, a generated continuation."""
+        """Log a figure or text about the whole run, such as its goodput or a generated continuation."""
 
     def log_image(self, name: str, path: Path) -> None:
-        """A picture, whole at ``path``."""
+        """Log a complete image file."""
 
     def flush(self) -> None:
-        """What was logged before is where others can read it, unless the sink is slow: then this returns in bounded time all the same."""
+        """Make earlier rows visible to readers. Returns in bounded time even if the sink is slow."""
 
     def close(self, exit_code: int) -> None:
-        """The run is over; ``exit_code`` as in ``toolkit.errors.ExitCode``."""
+        """End the run with an exit code of ``toolkit.errors.ExitCode``."""
 
 
 class NullSink(Sink):
-    """Takes everything, keeps nothing: for ranks that write nothing, and the base of sinks that want only some of it."""
+    """Ignores everything; the base class of sinks that need only some of the calls."""
 
     def log(self, kind: Kind, row: Row) -> None:
         pass
@@ -71,32 +71,31 @@ class NullSink(Sink):
 
 
 class CompositeSink(Sink):
-    """All of ``sinks``. Training must not end for want of a disk or a service that only watches it: a sink that raises is told
-    once and left out from then on."""
+    """Forwards everything to several sinks.
 
-    def __init__(self, sinks: Sequence[Sink], tell: Callable[[str], None] = log.warning) -> None:
+    A sink that raises is reported once and dropped, because monitoring must never end a training run.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
-        self._tell = tell
 
     def log(self, kind: Kind, row: Row) -> None:
-        self._each(lambda sink: sink.log(kind, row))
+        self._for_each(lambda sink: sink.log(kind, row))
 
     def log_summary(self, name: str, value: str | float) -> None:
-        self._each(lambda sink: sink.log_summary(name, value))
+        self._for_each(lambda sink: sink.log_summary(name, value))
 
     def log_image(self, name: str, path: Path) -> None:
-        self._each(lambda sink: sink.log_image(name, path))
+        self._for_each(lambda sink: sink.log_image(name, path))
 
     def flush(self) -> None:
-        self._each(lambda sink: sink.flush())
+        self._for_each(lambda sink: sink.flush())
 
     def close(self, exit_code: int) -> None:
-        self._each(lambda sink: self._close(sink, exit_code))
+        self._for_each(lambda sink: self._close(sink, exit_code))
 
     def _close(self, sink: Sink, exit_code: int) -> None:
-        notice = threading.Timer(
-            NOTICE_SECONDS, self._tell, [f"{sink.name} has not finished yet, and is waited for a while"]
-        )
+        notice = threading.Timer(NOTICE_SECONDS, log.warning, [f"waiting for {sink.name} to finish"])
         notice.daemon = True
         notice.start()
         try:
@@ -104,21 +103,21 @@ class CompositeSink(Sink):
         finally:
             notice.cancel()
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
+    def _for_each(self, call: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):
             try:
                 call(sink)
-            except Exception as error:  # noqa: BLE001  whatever a sink raises, training goes on without it
+            except Exception as error:  # noqa: BLE001  training continues without the sink
                 if sink in self._sinks:  # another thread may have dropped it meanwhile
                     self._sinks.remove(sink)
-                    words = " ".join(str(error).split())  # of a server, a page
-                    self._tell(
-                        f"{sink.name} failed and gets nothing more: {type(error).__name__}: {words[:REASON_LENGTH]}"
+                    reason = " ".join(str(error).split())[:REASON_LENGTH]  # a server may send a whole page
+                    log.warning(
+                        f"{sink.name} failed and receives no more rows: {type(error).__name__}: {reason}"
                     )
 
 
-class Only(NullSink):
-    """Rows that are ``wanted``, and nothing else, to ``sink``."""
+class FilteredSink(NullSink):
+    """Forwards the rows for which ``wanted`` is true, and nothing else."""
 
     def __init__(self, sink: Sink, wanted: Callable[[Kind, Row], bool]) -> None:
         self._sink, self._wanted = sink, wanted

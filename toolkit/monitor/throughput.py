@@ -1,7 +1,7 @@
-"""How fast a run is, against what its machines could do; how long it has taken, what that cost, and when it will be done.
+"""Throughput and utilisation of a run, its elapsed time, cost and remaining time.
 
-A step's speed is of its ``step_seconds``: from when it begins to wait for its samples to when all ranks know its result. Evaluation,
-saving and logging lie between steps; they are in the time left and in the cost.
+Throughput refers to ``step_seconds``, from the start of the wait for samples until all ranks have the step's
+result. Evaluation, saving and logging happen between steps; they count for the remaining time and the cost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from toolkit.progress import duration
 
 TERA = 1e12
 HOUR = 3600.0
-WINDOW = 100  # steps that the time left is reckoned from
-LEFT_OUT = 0.05  # of them, at either end: a hiccup says nothing of what is to come
+WINDOW = 100  # steps from which the remaining time is estimated
+LEFT_OUT = 0.05  # trimmed at either end, so that a hiccup does not change the estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """What speed is reckoned with, the same for all steps.
+    """The constants of a run's throughput.
 
     Attributes:
         unit: see ``RunPlan.unit``.
-        gpus: None where ranks are on CPUs: then nothing is told per GPU.
-        model_flops, hardware_flops: of training on one unit, without and with what is computed again; None: unknown.
-        peak_flops: of one GPU a second, in the run's precision; None: unknown.
+        gpus: None if ranks run on CPUs, in which case nothing is computed per GPU.
+        model_flops, hardware_flops: of training on one unit, without and with recomputation; None if unknown.
+        peak_flops: peak FLOP/s of one GPU in the run's precision; None if unknown.
     """
 
     unit: str
@@ -39,7 +39,7 @@ class Throughput:
     peak_flops: float | None
 
     @classmethod
-    def of(cls, plan: RunPlan) -> Throughput:
+    def from_plan(cls, plan: RunPlan) -> Throughput:
         return cls(
             unit=plan.unit,
             gpus=plan.world.ranks if plan.world.device is Device.CUDA else None,
@@ -49,16 +49,16 @@ class Throughput:
         )
 
     def row(self, *, samples: int, units: int, computed: int, seconds: float) -> dict[str, float]:
-        """Of one step of ``seconds``.
+        """Return the throughput of one step of ``seconds``.
 
         Args:
-            samples: of its global batch.
-            units: that its loss is a mean over.
-            computed: units that went through the model, masked ones too; FLOPs are theirs.
+            samples: samples in the global batch.
+            units: units that the loss is a mean over.
+            computed: units that went through the model, including masked ones; they determine the FLOPs.
 
         Returns:
-            Per second; FLOP/s in units of 10^12, utilisations as fractions of 1. What is computed again has its own figures where
-            there is any.
+            Rates per second, FLOP/s in units of 10^12, utilisation as fractions of 1. With recomputation
+            there are hardware figures as well.
         """
         row = {f"{self.unit}_per_second": units / seconds, "samples_per_second": samples / seconds}
         if self.gpus is None:
@@ -78,46 +78,51 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """By a run, over its attempts. ``gpu_hours`` are 0 on CPUs."""
+class TimeSpent:
+    """Time spent by a run over its attempts. ``gpu_hours`` is 0 on CPUs."""
 
     seconds: float = 0.0
     gpu_hours: float = 0.0
 
 
-def spent(rows: Iterable[Row]) -> Spent:
-    """By the attempts of which these rows are some: each row has the sums up to it, so the largest are those of the last."""
-    kept = [row for row in rows if "elapsed_seconds" in row]
-    return Spent(
-        max((row["elapsed_seconds"] for row in kept), default=0.0),
-        max((row.get("gpu_hours", 0.0) for row in kept), default=0.0),
+def time_spent(rows: Iterable[Row]) -> TimeSpent:
+    """Return the time spent by the attempts that logged these rows. Each row has cumulative sums, so the
+    maximum is the latest.
+    """
+    rows_with_time = [row for row in rows if "elapsed_seconds" in row]
+    return TimeSpent(
+        max((row["elapsed_seconds"] for row in rows_with_time), default=0.0),
+        max((row.get("gpu_hours", 0.0) for row in rows_with_time), default=0.0),
     )
 
 
-class Course:
-    """Where a run stands between its beginning and its end: time, cost and time left.
+class RunTimer:
+    """Tracks elapsed time, cost and remaining time of a run.
 
-    What each attempt took before its first step (starting, loading) is counted with that step. What it took after its last row is lost
-    when it is killed.
+    The time of an attempt before its first step (starting, loading) is counted with that step. The time after
+    its last row is lost if the attempt is killed.
 
     Args:
-        before: spent by earlier attempts.
-        now: when this attempt began, by a clock that never goes back; later times are by the same one.
+        before: time spent by earlier attempts.
+        now: the start of this attempt on a monotonic clock; later times are on the same clock.
     """
 
-    def __init__(self, plan: RunPlan, before: Spent, now: float) -> None:
+    def __init__(self, plan: RunPlan, before: TimeSpent, now: float) -> None:
         self._plan, self._before, self._began = plan, before, now
         self._gpus = plan.world.ranks if plan.world.device is Device.CUDA else 0
         self._price = plan.config.monitor.price_per_gpu_hour
         self._samples = plan.batch.at(plan.config.train.steps).first_sample
-        self._recent: deque[float] = deque(maxlen=WINDOW)  # seconds a sample of each step
-        self._last: float | None = None  # when the last row was
-        self._between = 0.0  # seconds, between the steps since the first row
+        self._recent: deque[float] = deque(maxlen=WINDOW)  # seconds per sample of each step
+        self._last: float | None = None  # time of the last row
+        self._between = 0.0  # seconds between steps since the first row
         self._steps = 0  # since the first row
 
     def row(self, *, step: int, seconds: float, now: float) -> dict[str, float]:
-        """After ``step`` completed steps, the last of which took ``seconds``. ``eta_seconds`` is there from an attempt's second step on:
-        the first one has compilation and warm-up in it."""
+        """Return the time figures after ``step`` completed steps, the last of which took ``seconds``.
+
+        ``eta_seconds`` is present from an attempt's second step on, because the first one includes
+        compilation and warm-up.
+        """
         if self._last is not None:
             self._steps += 1
             self._between += max(0.0, now - self._last - seconds)
@@ -133,27 +138,29 @@ class Course:
             row["eta_seconds"] = self._left(step)
         return row
 
-    def spent(self, now: float) -> Spent:
+    def spent(self, now: float) -> TimeSpent:
         seconds = now - self._began
-        return Spent(self._before.seconds + seconds, self._before.gpu_hours + seconds * self._gpus / HOUR)
+        return TimeSpent(self._before.seconds + seconds, self._before.gpu_hours + seconds * self._gpus / HOUR)
 
-    def words(self, now: float) -> str:
-        """The time that the run took, and what it cost."""
+    def format_spent(self, now: float) -> str:
+        """Format the run's time and cost."""
         sums = self.spent(now)
-        words = duration(sums.seconds) + (" over all attempts" if self._before.seconds else "")
+        text = duration(sums.seconds) + (" over all attempts" if self._before.seconds else "")
         if self._gpus:
-            words += (
+            text += (
                 f", {sums.gpu_hours:,.3g} GPU-hours"
                 if sums.gpu_hours < 100
                 else f", {sums.gpu_hours:,.0f} GPU-hours"
             )
             if self._price is not None:
-                words += f", cost {sums.gpu_hours * self._price:,.2f} at {self._price:g} each"
-        return words
+                text += f", cost {sums.gpu_hours * self._price:,.2f} at {self._price:g} each"
+        return text
 
     def _left(self, step: int) -> float:
-        """The samples to come, at the pace of the recent ones without the extremes, and after each step what lay between steps on average
-        so far: evaluations and saves come too seldom for a window."""
+        """Estimate the remaining time from the trimmed pace of recent steps and the mean time between steps.
+
+        Evaluations and saves are too rare for a window, so all steps of the attempt count for the latter.
+        """
         ordered = sorted(self._recent)
         out = -(-len(ordered) // round(1 / LEFT_OUT)) if len(ordered) > 2 else 0
         middle = ordered[out : len(ordered) - out]

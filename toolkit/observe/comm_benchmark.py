@@ -17,7 +17,7 @@ from toolkit.engine.rank_sync import FlagReduce, make_flag_reduce
 from toolkit.files import write_whole
 from toolkit.hooks import Hook
 from toolkit.layout.axes import ALL, ORDER, Axes, Axis
-from toolkit.monitor.probe import ALL_REDUCE, SEND, Timed, missing_row, probe_row, words
+from toolkit.monitor.link_probe import ALL_REDUCE, SEND, LinkTiming, format_probe, probe_row, unprobed_row
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
 
@@ -66,14 +66,14 @@ class CommBenchmark(Hook):
         found = {"step": step, "seconds": time.perf_counter() - start, "axes": rows}
         write_whole(self._file, json.dumps(found, indent=1) + "\n")
         for row in rows:
-            log.info(words(row))
-        self._sink.log_summary("probe", "\n".join(words(row) for row in rows))
+            log.info(format_probe(row))
+        self._sink.log_summary("probe", "\n".join(format_probe(row) for row in rows))
 
     def _measure(self, axis: Axis) -> Row:
         peers = peers_along(self._plan.axes, axis, self._rank)
         group = find_group(peers, axis, self._device)
         if self._all_reduce_flags([group is None])[0]:  # skip it on all ranks, because the others would wait
-            return missing_row(axis, len(peers))
+            return unprobed_row(axis, len(peers))
         assert group is not None
         if axis is Axis.PIPELINE:
             timed = self._time_sends(group, peers)
@@ -86,7 +86,7 @@ class CommBenchmark(Hook):
 
         return _combine(axis, timed, peers[0], slowest_group, self._all_reduce_flags)
 
-    def _time_sends(self, group: ProcessGroup, peers: Sequence[int]) -> Timed:
+    def _time_sends(self, group: ProcessGroup, peers: Sequence[int]) -> LinkTiming:
         """Time the links of this stage and return the slower one."""
         # DeepSpeed sends single tensors over the group of all ranks, Megatron-core batches over the
         # pipeline's group. With NCCL these are different communicators, and the benchmark creates none that
@@ -118,7 +118,7 @@ def measure_links(axes: Axes | None, device: torch.device, rank: int, ranks: int
         axes: None without a plan: only all ranks are measured.
 
     Returns:
-        Rows as in ``monitor/probe.py``.
+        Rows as in ``monitor/link_probe.py``.
     """
     all_reduce_flags = make_flag_reduce(ranks)
     rows: list[Row] = []
@@ -149,7 +149,7 @@ def _groups_along(axes: Axes | None, ranks: int) -> Sequence[tuple[str, list[tup
 
 def _combine(
     axis: str,
-    timed: Timed,
+    timed: LinkTiming,
     first_rank: int,
     slowest_group: Callable[[int], tuple[int, ...]],
     all_reduce_flags: FlagReduce,
@@ -205,7 +205,7 @@ def find_group(ranks: Sequence[int], axis: Axis, device: torch.device) -> Proces
     return min(fitting, key=preference, default=None)
 
 
-def time_all_reduces(group: ProcessGroup, device: torch.device) -> Timed:
+def time_all_reduces(group: ProcessGroup, device: torch.device) -> LinkTiming:
     """Time small and large all-reduces over ``group``. Collective."""
     small = torch.zeros(SMALL_ELEMENTS, device=device)
     large = torch.zeros(LARGE_BYTES[device.type] // 4, device=device)
@@ -220,7 +220,7 @@ def time_all_reduces(group: ProcessGroup, device: torch.device) -> Timed:
     # All ranks need the same number of repeats.
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     large_seconds = [once(large) for _ in range(_repeats(float(slowest)))]
-    return Timed(
+    return LinkTiming(
         operation=ALL_REDUCE,
         ranks=group.size(),
         small_seconds=small_seconds,
@@ -247,12 +247,12 @@ class PipelineLink:
             device,
         )
 
-    def measure(self, ranks: int) -> Timed:
+    def measure(self, ranks: int) -> LinkTiming:
         small = torch.zeros(SMALL_ELEMENTS, device=self._device)
         large = torch.zeros(LARGE_BYTES[self._device.type] // 4, device=self._device)
         for tensor in (*[small] * WARM_UP, large):
             self._round_trip(tensor)
-        return Timed(
+        return LinkTiming(
             operation=SEND,
             ranks=ranks,
             small_seconds=[self._round_trip(small) / 2 for _ in range(SMALL_REPEATS)],

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from toolkit.engine.collectives import last_calls
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.calls import Call, from_flight_recorder
+from toolkit.monitor.collective_calls import CollectiveCall, calls_from_flight_recorder
 from toolkit.monitor.hangs import stacks
 from toolkit.monitor.hangs.diagnosis import Diagnosis, diagnose, diagnose_mismatch
 from toolkit.monitor.hangs.hang_text import format_report
@@ -78,7 +78,7 @@ class HangSources:
     processes: Sequence[ProcessId]
     part: Callable[[], str]
     neighbour_calls: Mapping[int, int] = field(default_factory=dict)
-    calls: Callable[[], list[Call]] = last_calls
+    calls: Callable[[], list[CollectiveCall]] = last_calls
     nccl_trace: Callable[[], str] | None = None
 
 
@@ -216,7 +216,7 @@ class HangReporter:
         if self._rank == 0:
             run_with_timeout(lambda: self._alert(alert), FLUSH_SECONDS)
         else:
-            self._try(lambda: append_row(self._directory.alerts_file, alert.row()))
+            self._try(lambda: append_row(self._directory.alerts_file, alert.to_row()))
 
     def _write_report(self, diagnosis: Diagnosis, evidence: HangEvidence, head: str) -> None:
         text = format_report(diagnosis, evidence, head, linecache.getline)
@@ -251,7 +251,7 @@ class HangReporter:
             return replace(own, whole=True)
         file = self._directory.hang_folder(self._attempt) / f"rank-{self._rank}.nccl.json"
         self._try(lambda: write_file(file, text))
-        calls = from_flight_recorder(json.loads(text), own.calls)
+        calls = calls_from_flight_recorder(json.loads(text), own.calls)
         groups = {call.group for call in calls}
         others = (call for call in own.calls if call.group not in groups)
         return replace(own, calls=(*others, *calls), whole=True)
@@ -273,11 +273,11 @@ class HangReporter:
             format_call(last) if last is not None else "",
         )
 
-    def _read_last_call(self, rank: int) -> Call | None:
+    def _read_last_call(self, rank: int) -> CollectiveCall | None:
         descriptor = self._sources.neighbour_calls.get(rank)
         return read_last_collective(descriptor) if descriptor is not None else None
 
-    def _reconstruct(self, rank: int, call: Call, heartbeat: Heartbeat) -> RankReport | None:
+    def _reconstruct(self, rank: int, call: CollectiveCall, heartbeat: Heartbeat) -> RankReport | None:
         """Report for a rank that ended without a report, if its last call was on the group of ``call``."""
         last = self._read_last_call(rank)
         if last is None or last.group != call.group:

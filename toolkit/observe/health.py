@@ -12,8 +12,8 @@ from pathlib import Path
 from toolkit.checkpoint_folder import step_of
 from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
+from toolkit.monitor.health.alert_limiter import AlertLimiter
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.health.limiter import Limiter
 from toolkit.monitor.sink import Kind, NullSink, Row, Sink
 
 log = logging.getLogger(__name__)
@@ -27,14 +27,14 @@ class AlertDispatcher:
 
     def __init__(self, sink: Sink, run_dir: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._sink, self._run_dir, self._clock = sink, run_dir, clock
-        self._limiter, self._lock = Limiter(), threading.Lock()
+        self._limiter, self._lock = AlertLimiter(), threading.Lock()
 
     def __call__(self, alert: Alert) -> None:
         with self._lock:
             admitted = self._limiter.admit(alert, self._clock())
         if admitted is not None:
             next_step = admitted.next_step.replace("RUN_DIR", self._run_dir)
-            self._sink.log(Kind.ALERT, replace(admitted, next_step=next_step).row())
+            self._sink.log(Kind.ALERT, replace(admitted, next_step=next_step).to_row())
 
 
 class HealthSink(NullSink):
@@ -51,7 +51,7 @@ class HealthSink(NullSink):
             if kind not in detector.kinds:
                 continue
             try:
-                alert = detector.see(kind, row)
+                alert = detector.check(kind, row)
             except Exception as error:  # noqa: BLE001  a broken detector must not disable the others
                 self._detectors.remove(detector)
                 log.warning(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.stacks import ProcessId, this_process
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ def open_neighbour_records(processes: Sequence[ProcessId], rank: int) -> dict[in
     return descriptors
 
 
-def read_last_collective(descriptor: int) -> Call | None:
+def read_last_collective(descriptor: int) -> CollectiveCall | None:
     """Return the recorded call, with an empty ``ranks``; None if there is no complete record."""
     data = os.pread(descriptor, RECORD_BYTES, 0)
     group, *rest = data.partition(b"\0")[0].decode(errors="replace").split("\n")
     try:
         axis, number, operation, peer, begun, tensors = rest
-        return Call(
+        return CollectiveCall(
             group=group,
             ranks=(),
             axis=axis,

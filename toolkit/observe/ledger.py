@@ -1,5 +1,5 @@
 """Gather the step times of all ranks in the background and log on rank 0 where the time went
-(``monitor/ledger.py``).
+(``monitor/ledger_rows.py``).
 
 The training thread makes no collective calls for this. About once a second rank 0 requests a gather, with
 one integer in the exchange that every step has anyway. A background thread of each rank then sends the steps
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from toolkit.hooks import CompletedStep, Hook
-from toolkit.monitor.ledger import Assembly, Totals, Vectors, part_names
+from toolkit.monitor.ledger_rows import LedgerAssembler, LedgerTotals, StepVectors, part_names
 from toolkit.monitor.recorder import StepRecorder, StepTime
 from toolkit.monitor.sink import Row
 from toolkit.observe.context import RankContext
@@ -52,7 +52,7 @@ class LedgerHook(Hook):
     def __init__(
         self,
         take_steps: Callable[[], Iterable[StepTime]],
-        vectors: Vectors,
+        vectors: StepVectors,
         gather: Gather,
         log_row: Callable[[Row], None],
         *,
@@ -64,7 +64,7 @@ class LedgerHook(Hook):
         self._take_steps, self._vectors, self._gather, self._log_row = take_steps, vectors, gather, log_row
         self._rank, self._end_seconds, self._clock = rank, end_seconds, clock
         self._max_slots = max_slots(ranks, vectors.width)
-        self._assembly, self._totals = Assembly(vectors, ranks), Totals()
+        self._assembly, self._totals = LedgerAssembler(vectors, ranks), LedgerTotals()
         self._pending: deque[StepTime] = deque(maxlen=2 * self._max_slots)  # of the thread: not sent yet
         self._queue: queue.SimpleQueue[tuple[int, int, Iterable[StepTime]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
@@ -121,7 +121,7 @@ class LedgerHook(Hook):
                 f"the ledger lacks the last steps: a rank did not send them within {self._end_seconds:g} s"
             )
         elif self._totals.steps:
-            log.info(f"where the time went, by the median rank: {self._totals.words()}")
+            log.info(f"where the time went, by the median rank: {self._totals.format_shares()}")
 
     def close(self) -> None:
         """Stop the thread. A thread that waits for a lost rank ends with the process."""
@@ -146,7 +146,7 @@ class LedgerHook(Hook):
             while (job := self._queue.get()) is not None:
                 self._send(*job)
                 self._completed += 1
-            self._log_rows(self._assembly.rest())
+            self._log_rows(self._assembly.flush())
         except Exception as error:  # noqa: BLE001  training continues without its ledger
             if not self._closing and self._rank == 0:
                 log.warning(f"the ledger ends: {type(error).__name__}: {error}")
@@ -169,8 +169,8 @@ def make_ledger(context: RankContext, recorder: StepRecorder, log_row: Callable[
     """Create this rank's ledger. Collective."""
     plan = context.plan
     return LedgerHook(
-        recorder.taken,
-        Vectors(part_names(plan.axes)),
+        recorder.take_steps,
+        StepVectors(part_names(plan.axes)),
         make_gather(context.rank, context.ranks, plan.world.ranks_per_node),
         log_row,
         rank=context.rank,

@@ -15,12 +15,12 @@ from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
 from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health.detectors import detectors
-from toolkit.monitor.health.saving import LateCheckpoint
-from toolkit.monitor.parts import UNRECORDED, Recorder
+from toolkit.monitor.health.build import build_detectors
+from toolkit.monitor.health.checkpoints import LateCheckpoint
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import CompositeSink, Kind, Only, Sink
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
+from toolkit.monitor.step_parts import UNRECORDED, Recorder
 from toolkit.observe.comm_benchmark import CommBenchmark
 from toolkit.observe.context import RankContext
 from toolkit.observe.gather import Gather, make_gather
@@ -109,7 +109,7 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
                     rank=rank,
                     file=attempt_folder / "probe.json",
                     sink=sink,
-                    set_transfer_time=recorder.transfers_take,
+                    set_transfer_time=recorder.set_transfer_seconds,
                 )
             )
         if (first := monitor.profile_step) is not None and context.first_on_node:
@@ -134,7 +134,7 @@ def _build_replica_check(
 
 def open_health_sink(plan: RunPlan, alert: Callable[[Alert], None], late: LateCheckpoint) -> Sink:
     """Return a sink that runs the health detectors on the rows of the run in a thread. For rank 0."""
-    active = [*detectors(plan), late]
+    active = [*build_detectors(plan), late]
     queued = QueuedSink(
         lambda: HealthSink(active, alert),
         "health",
@@ -143,4 +143,4 @@ def open_health_sink(plan: RunPlan, alert: Callable[[Alert], None], late: LateCh
     )
     kinds = {kind for detector in active for kind in detector.kinds}
     # A CompositeSink of one logs errors instead of raising them.
-    return CompositeSink([Only(queued, lambda kind, row: kind in kinds)])
+    return CompositeSink([FilteredSink(queued, lambda kind, row: kind in kinds)])

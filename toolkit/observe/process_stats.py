@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from toolkit.monitor.delays import Delays
+from toolkit.monitor.recorder import ThreadDelays
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 BEAT_SECONDS = 0.25  # between two samples of the clock
@@ -89,7 +89,7 @@ class DelayTracker:
         self._root, self._clock, self._cpu_time = root, clock, cpu_time
         self._schedstat = _open(root / f"proc/self/task/{threading.get_native_id()}/schedstat")
         self._lock = threading.Lock()
-        self._delays = Delays()
+        self._delays = ThreadDelays()
         self._sampled_at, self._used_before, self._rate = clock(), cpu_time(), 0.0
         self._starved = self._starved_seconds()
         self._starved_at_start = self._starved
@@ -100,7 +100,7 @@ class DelayTracker:
     def start(self) -> None:
         self._thread.start()
 
-    def read(self) -> Delays:
+    def read(self) -> ThreadDelays:
         """Return the delays since the start. Called by the training thread."""
         with self._lock:
             self._sample()
@@ -136,7 +136,9 @@ class DelayTracker:
             if total > 0 and busy > CROWDED_SHARE * total:
                 crowded += now - self._share_at
             self._share_at, self._ticks = now, ticks
-        self._delays = Delays(starved=starved - self._starved_at_start, stopped=stopped, crowded=crowded)
+        self._delays = ThreadDelays(
+            starved=starved - self._starved_at_start, stopped=stopped, crowded=crowded
+        )
 
     def _starved_seconds(self) -> float:
         """Time that the training thread waited for a processor; 0 if the kernel does not count it."""

@@ -20,7 +20,14 @@ from toolkit.engine.hashing import hash_tensors
 from toolkit.engine.protocol import Engine
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.replicas import Set, Verdicts, block, pack_names, row_of, unpack_names
+from toolkit.monitor.replica_hashes import (
+    ReplicaDetector,
+    TensorSet,
+    hash_block,
+    hash_row,
+    pack_names,
+    unpack_names,
+)
 from toolkit.observe.context import RankContext
 from toolkit.observe.gather import Gather
 
@@ -31,7 +38,7 @@ END_SECONDS = 5.0  # how long the end waits for the last comparison
 
 class _Comparison(NamedTuple):
     step: int
-    sets: list[Set]
+    sets: list[TensorSet]
     hashes: PendingHashes
     slots: int  # sets of the rank that has most
     names: bytes | None  # if they changed on any rank
@@ -57,8 +64,8 @@ class ReplicaCheck(Hook):
     ) -> None:
         self._context, self._engine, self._gather = context, engine, gather
         self._every, self._alert, self._end_seconds = every, alert, end_seconds
-        self._sets: list[Set] = []  # whose names rank 0 has
-        self._verdicts = Verdicts(context.plan.world.ranks_per_node)
+        self._sets: list[TensorSet] = []  # whose names rank 0 has
+        self._verdicts = ReplicaDetector(context.plan.world.ranks_per_node)
         self._queue: queue.SimpleQueue[_Comparison | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
 
@@ -66,7 +73,7 @@ class ReplicaCheck(Hook):
         if completed.step % self._every:
             return
         replica_sets = self._engine.replica_sets()
-        sets = [Set(copy.kind, copy.ranks[0], tuple(copy.tensors)) for copy in replica_sets]
+        sets = [TensorSet(copy.kind, copy.ranks[0], tuple(copy.tensors)) for copy in replica_sets]
         # Optimizers create their state in their first step, so the sets may change.
         names = pack_names(sets, self._context.rank) if sets != self._sets else b""
         flags = [sets != self._sets, len(sets), len(names)]
@@ -106,12 +113,14 @@ class ReplicaCheck(Hook):
         if comparison.names is not None:
             gathered = self._gather(np.frombuffer(comparison.names, dtype=np.uint8).copy())
             for rank, row in enumerate(() if gathered is None else gathered):
-                self._verdicts.learn(unpack_names(row.tobytes(), rank))
+                self._verdicts.add_sets(unpack_names(row.tobytes(), rank))
         values, sets = comparison.hashes.wait(), comparison.sets
         ends = np.cumsum([len(one.names) for one in sets], dtype=np.int64).tolist()
-        rows = [row_of(one, values[end - len(one.names) : end]) for one, end in zip(sets, ends, strict=True)]
-        blocks = self._gather(block(rows, comparison.slots))
-        for alert in () if blocks is None else self._verdicts.see(comparison.step, blocks):
+        rows = [
+            hash_row(one, values[end - len(one.names) : end]) for one, end in zip(sets, ends, strict=True)
+        ]
+        blocks = self._gather(hash_block(rows, comparison.slots))
+        for alert in () if blocks is None else self._verdicts.check(comparison.step, blocks):
             self._alert(alert)
 
 

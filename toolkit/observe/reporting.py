@@ -13,7 +13,7 @@ from toolkit.checkpoint_folder import step_of
 from toolkit.config.schema import Precision
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.sink import Kind, Row, Sink
-from toolkit.monitor.throughput import Course, Throughput
+from toolkit.monitor.throughput import RunTimer, Throughput
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -40,13 +40,13 @@ class MetricsLogger(Hook):
         plan: RunPlan,
         sink: Sink,
         consumed: Callable[[int], SamplesConsumed],
-        course: Course,
+        course: RunTimer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._sink, self._consumed = plan, sink, consumed
         self._course, self._clock = course, clock
         self._loss_scaling = plan.config.precision.name is Precision.fp16
-        self._throughput = Throughput.of(plan)
+        self._throughput = Throughput.from_plan(plan)
 
     def on_step(self, completed: CompletedStep) -> None:
         result, consensus, plan = completed.result, completed.consensus, self._plan

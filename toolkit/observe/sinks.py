@@ -16,14 +16,14 @@ from typing import Any
 from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink
-from toolkit.monitor.sinks import facts
-from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, NullSink, Sink
+from toolkit.monitor.sinks import environment
+from toolkit.monitor.sinks.console import AlertConsoleSink, ConsoleSink, StepTable
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.rate_limit import RateLimitedSink
 from toolkit.monitor.sinks.subprocess_sink import CLOSE_SECONDS, SubprocessSink
-from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
+from toolkit.monitor.sinks.wandb import WandbSink, run_id, wandb_run
 from toolkit.observe.context import RankContext
 from toolkit.plan.flops import peak_flops
 from toolkit.plan.types import Device, RunPlan
@@ -54,7 +54,11 @@ def open_sinks(
     if not context.first_on_node:
         return NullSink()
     monitor = plan.config.monitor
-    description = {"git": facts.git_state(), "environment": facts.environment(launcher), "data": dict(data)}
+    description = {
+        "git": environment.read_git_state(),
+        "environment": environment.collect_environment(launcher),
+        "data": dict(data),
+    }
     files = {Kind.SYSTEM: directory.system_file(node), Kind.ALERT: directory.node_alerts_file(node)}
     if node == 0:
         _write_environment(context, description)
@@ -76,11 +80,11 @@ def open_sinks(
     console = QueuedSink(
         lambda: _open_console(plan, first_step, node), "console", lag_seconds=FILE_LAG_SECONDS
     )
-    sinks.append(Only(console, lambda kind, row: kind in CONSOLE_KINDS))
+    sinks.append(FilteredSink(console, lambda kind, row: kind in CONSOLE_KINDS))
     sink = CompositeSink(sinks)
     if node == 0:
         return sink
-    return Only(sink, lambda kind, row: kind in files)  # rank 0 logs the rows of the run
+    return FilteredSink(sink, lambda kind, row: kind in files)  # rank 0 logs the rows of the run
 
 
 def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) ->
     under its name. Every node writes the configuration and the plan, so the last writer loses nothing.
     """
     monitor, world = plan.config.monitor, plan.world
-    mine = part(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
+    mine = wandb_run(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
     own = {name: description[name] for name in ("git", "environment")}
     config = {
         **describe_plan(plan),
@@ -135,9 +139,9 @@ def close_with_exit_code(sink: Sink) -> Iterator[Callable[[ExitCode], None]]:
 
 def _open_console(plan: RunPlan, first_step: int, node: int) -> Sink:
     if node != 0:
-        return AlertLines()
+        return AlertConsoleSink()
     on_gpus = plan.world.device is Device.CUDA
-    table = Table(plan.unit, device=on_gpus, utilisation=on_gpus and peak_flops(plan) is not None)
+    table = StepTable(plan.unit, device=on_gpus, utilisation=on_gpus and peak_flops(plan) is not None)
     return CompositeSink(
         [
             ConsoleSink(
@@ -147,7 +151,7 @@ def _open_console(plan: RunPlan, first_step: int, node: int) -> Sink:
                 done=first_step,
                 every=plan.config.monitor.every,
             ),
-            AlertLines(),
+            AlertConsoleSink(),
         ]
     )
 

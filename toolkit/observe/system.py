@@ -11,14 +11,14 @@ from typing import Any
 
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health import nodes
-from toolkit.monitor.health.nodes import NodeDetector
+from toolkit.monitor.health import node_detector
+from toolkit.monitor.health.node_detector import NodeDetector
 from toolkit.monitor.sink import Kind, Sink
 from toolkit.monitor.system import gpu
-from toolkit.monitor.system.gpu import Gpus, XidEvents
-from toolkit.monitor.system.gpu_measures import Card
-from toolkit.monitor.system.host import Host
-from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
+from toolkit.monitor.system.gpu import NodeGpus, XidEvents
+from toolkit.monitor.system.gpu_metrics import VisibleGpu
+from toolkit.monitor.system.host import HostMetrics
+from toolkit.monitor.system.sampler import GpuMetricSource, MetricSource, NodeSampler
 from toolkit.observe.context import RankContext
 from toolkit.plan.types import Device, RunPlan
 
@@ -30,7 +30,7 @@ CHECKPOINT_BYTES = 12  # per parameter: the weight and two moments in fp32
 class SamplerStep(Hook):
     """Keep the step of the sampler's rows current."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: NodeSampler) -> None:
         self._sampler = sampler
 
     def on_start(self, step: int) -> None:
@@ -62,32 +62,26 @@ def sample_system(context: RankContext, sink: Sink, alert: Callable[[Alert], Non
         yield Hook()
         return
     node_ranks = range(rank, min(rank + per_node, len(pids)))
-    host = Host(context.directory.path, {other: pids[other] for other in node_ranks})
+    host = HostMetrics(context.directory.path, {other: pids[other] for other in node_ranks})
     detector = NodeDetector(node, CHECKPOINT_BYTES * sum(parameter.numel for parameter in plan.parameters))
     nvml = load_nvml(plan)
 
-    def open_gpus() -> Gpus | None:
+    def open_gpus() -> NodeGpus | None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return gpu.open_gpus(nvml, per_node, visible) if nvml is not None else None
 
-    def on_xid(card: Card | None, number: int) -> None:
-        index, uuid = (card.place, card.uuid) if card is not None else (None, "")
-        alert(nodes.xid(number, index, node, sampler.step, uuid))
+    def on_xid(card: VisibleGpu | None, number: int) -> None:
+        index, uuid = (card.index, card.uuid) if card is not None else (None, "")
+        alert(node_detector.xid_alert(number, index, node, sampler.step, uuid))
 
-    gpus = GpuSource(
-        open_gpus,
-        lambda opened: XidEvents(nvml, opened.cards),
-        xid=on_xid,
-        say=lambda words: log.info(f"node {node}: {words}"),
-    )
-    sampler = Sampler(
+    gpus = GpuMetricSource(open_gpus, lambda opened: XidEvents(nvml, opened.gpus), on_xid=on_xid, node=node)
+    sampler = NodeSampler(
         node=node,
         seconds=seconds,
-        sources=[Source("host", host.read, log.warning), Source("gpu", gpus.read, log.warning, gpus.close)],
-        log=partial(sink.log, Kind.SYSTEM),
-        detect=detector.see,
+        sources=[MetricSource("host", host.read), MetricSource("gpu", gpus.read, gpus.close)],
+        log_row=partial(sink.log, Kind.SYSTEM),
+        detect=detector.check,
         alert=alert,
-        tell=log.warning,
     )
     sampler.start()
     try:

@@ -21,9 +21,9 @@ from toolkit.engine.collectives import set_call_listener
 from toolkit.errors import ExitCode, UserError
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.parts import UNEXPLAINED
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Row, Sink
+from toolkit.monitor.step_parts import UNEXPLAINED
 from toolkit.observe import last_collective
 from toolkit.observe.context import RankContext
 from toolkit.observe.emergency_io import write_stderr
@@ -186,7 +186,7 @@ def watch_for_hangs(
         return
 
     def open_part() -> str:
-        part = recorder.doing[1] if recorder is not None else UNEXPLAINED
+        part = recorder.current[1] if recorder is not None else UNEXPLAINED
         return "" if part == UNEXPLAINED else part
 
     stacks_fd, last_call = os.memfd_create("stacks", os.MFD_CLOEXEC), last_collective.LastCollective()

@@ -16,9 +16,9 @@ from toolkit.data.registry import RunData
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.engine.rank_sync import StepConsensus, reach_consensus
 from toolkit.hooks import Hooks, SaveObserver
-from toolkit.monitor.plots import loss_curve
+from toolkit.monitor.loss_plot import plot_loss
 from toolkit.monitor.sink import Sink
-from toolkit.monitor.throughput import Course, Spent, spent
+from toolkit.monitor.throughput import RunTimer, TimeSpent, time_spent
 from toolkit.observe.context import RankContext
 from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.observe.monitoring import RunMonitor
@@ -66,7 +66,7 @@ class TrainingHooks:
     """
 
     all: Hooks
-    course: Course
+    course: RunTimer
     checkpoints: Checkpoints
     save_timer: SaveTimer
     deadline: SaveDeadline
@@ -98,7 +98,7 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     save_timer = SaveTimer(parse_cadence(plan.config.checkpoint.every).seconds)
     goodput = GoodputTracker(directory.attempt_folder(attempt), earlier) if rank == 0 else None
     observers: list[SaveObserver] = [deadline] if goodput is None else [goodput, deadline]
-    course = Course(plan, spent_before(directory) if rank == 0 else Spent(), started)
+    course = RunTimer(plan, spent_before(directory) if rank == 0 else TimeSpent(), started)
 
     hooks = Hooks(
         MetricsLogger(plan, monitor.sink, data.stream.consumed, course),
@@ -133,7 +133,7 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
 
         def draw() -> None:
             training.sink.flush()
-            loss_curve(directory.path, data.unigram(), plan.per)
+            plot_loss(directory.path, data.unigram(), plan.per)
 
         hooks.add(PlotWriter(draw))
     return TrainingHooks(hooks, course, checkpoints, save_timer, deadline, goodput, status)
@@ -195,10 +195,10 @@ def log_setup(plan: RunPlan, data: RunData) -> None:
         log.info(f"the model FLOPs utilization (MFU) is not shown: {reason}")
 
 
-def spent_before(directory: RunDirectory) -> Spent:
+def spent_before(directory: RunDirectory) -> TimeSpent:
     """Return what earlier attempts spent, according to their last rows, including repeated steps."""
     files = [
         directory.metrics_file,
         *(directory.attempt_folder(number) / directory.metrics_file.name for number in directory.attempts()),
     ]
-    return spent(row for file in files if (row := last_row(file)) is not None)
+    return time_spent(row for file in files if (row := last_row(file)) is not None)

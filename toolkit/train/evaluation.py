@@ -10,8 +10,8 @@ import numpy as np
 
 from toolkit.engine.protocol import Engine
 from toolkit.hooks import CompletedStep, Hook
-from toolkit.monitor.parts import EVALUATION
 from toolkit.monitor.sink import Row
+from toolkit.monitor.step_parts import EVALUATION
 from toolkit.plan.types import RunPlan
 from toolkit.train.task import Task
 

@@ -11,7 +11,7 @@ from toolkit.engine.protocol import Engine, StepResult, StepSettings
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.errors import ExitCode
 from toolkit.hooks import CompletedStep, Hook
-from toolkit.monitor.parts import DATA, TRANSFER, UNRECORDED, Recorder
+from toolkit.monitor.step_parts import DATA, TRANSFER, UNRECORDED, Recorder
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
 from toolkit.train.nonfinite import Diverged

@@ -13,7 +13,7 @@ from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.registry import SampleStream
 from toolkit.engine.protocol import Engine
 from toolkit.hooks import CompletedStep, Hook, SaveObserver
-from toolkit.monitor.parts import CHECKPOINT
+from toolkit.monitor.step_parts import CHECKPOINT
 from toolkit.observe.context import RankContext
 from toolkit.train import state
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks

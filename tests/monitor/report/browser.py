@@ -1,6 +1,8 @@
-"""A headless Chromium, spoken to by the DevTools protocol over a pipe: https://chromedevtools.github.io/devtools-protocol/.
+"""A headless Chromium, controlled by the DevTools protocol over a pipe:
+https://chromedevtools.github.io/devtools-protocol/.
 
-Messages are JSON objects, each ended by a NUL; the browser reads them from its descriptor 3 and writes to 4 (--remote-debugging-pipe).
+Messages are JSON objects, each terminated by a NUL; the browser reads them from descriptor 3 and writes to 4
+(--remote-debugging-pipe).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from select import select
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-SECONDS = 60.0  # that one answer may take, on a busy machine
+SECONDS = 60.0  # timeout of one command on a busy machine
 
 
 def find_browser() -> str | None:
@@ -24,12 +26,12 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """For ``with``: at its end the browser and its profile are gone."""
+    """A context manager; the browser and its profile are removed at its end."""
 
     def __init__(self, binary: str, profile: Path) -> None:
         to_browser, ours_out = os.pipe()
         ours_in, from_browser = os.pipe()
-        # bash puts the pipes where the browser looks for them, whatever their numbers are here.
+        # bash moves the pipes to the descriptors that the browser expects.
         argv = [
             binary,
             "--headless=new",
@@ -68,8 +70,8 @@ class Browser:
         os.close(self._in)
         os.close(self._out)
 
-    def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """The result of a command; events that come before it are kept."""
+    def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """Return the result of a command; events that arrive before it are stored."""
         self._number += 1
         message = {
             "id": self._number,
@@ -102,19 +104,19 @@ class Browser:
 
 
 class Page:
-    """A tab of ``browser`` with one file open, ``scheme`` being light or dark."""
+    """A tab of ``browser`` with one file open; ``scheme`` is light or dark."""
 
     def __init__(
         self, browser: Browser, file: Path, scheme: str = "light", width: int = 1400, height: int = 1000
     ) -> None:
         self._browser = browser
         browser.events = []
-        target = browser.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = browser.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        target = browser.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = browser.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self._ask(f"{domain}.enable")
-        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._ask(
+            self._send(f"{domain}.enable")
+        self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
@@ -122,12 +124,12 @@ class Page:
             mobile=False,
         )
         browser.events = []
-        self._ask("Page.navigate", url=file.absolute().as_uri())
+        self._send("Page.navigate", url=file.absolute().as_uri())
         browser.wait_for("Page.loadEventFired")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, as JSON."""
-        answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """Evaluate a JavaScript expression and return its value as JSON."""
+        answer = self._send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -137,27 +139,27 @@ class Page:
             ("mouseMoved", end, 1),
             ("mouseReleased", end, 0),
         ):
-            self._ask(
+            self._send(
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=pressed, clickCount=1
             )
 
     def move(self, x: float, y: float) -> None:
-        self._ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self._send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def key(self, name: str) -> None:
         for kind in ("keyDown", "keyUp"):
-            self._ask("Input.dispatchKeyEvent", type=kind, key=name)
+            self._send("Input.dispatchKeyEvent", type=kind, key=name)
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
-        shot = self._ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        shot = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def print(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._ask("Page.printToPDF", printBackground=True)["data"]))
+        path.write_bytes(base64.b64decode(self._send("Page.printToPDF", printBackground=True)["data"]))
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, and exceptions, so far."""
-        self.value("1")  # what was told before has come when this is answered
+        """Return the errors, warnings and exceptions of the console so far."""
+        self.value("1")  # earlier events have arrived when this returns
         found = []
         for event in self._browser.events:
             parameters = event.get("params", {})
@@ -177,5 +179,5 @@ class Page:
             if event.get("method") == "Network.requestWillBeSent"
         ]
 
-    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        return self._browser.ask(method, self._session, **parameters)
+    def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self._browser.send(method, self._session, **parameters)

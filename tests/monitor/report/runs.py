@@ -1,4 +1,4 @@
-"""Directories of runs, written by formulas: what a page has to show is known beforehand."""
+"""Write run directories from formulas, so that the expected content of a report is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from toolkit.goodput import AttemptTimes, write_times
 
 BEGAN = 1_790_000_000.0  # Unix time of the first sample
 STEP_SECONDS = 2.0
-HOSTILE = "</script><script>window.hurt = 1</script><img src=http://example.com/x.png onerror=alert(1)> & 'quotes' \"\u2028"
+HOSTILE = (
+    "</script><script>window.hurt = 1</script><img src=http://example.com/x.png onerror=alert(1)> & "
+    "'quotes' \"\u2028"
+)
 PARTS = {
     "forward": 0.28,
     "backward": 0.51,
@@ -97,9 +100,8 @@ def system_rows(node: int, seconds: float, every: float, gpus: int) -> Iterator[
     noise = random.Random(node)
     count = int(seconds / every)
     for number in range(count):
-        at = (
-            BEGAN + number * every + (7200.0 if number >= count // 2 else 0.0)
-        )  # two hours between two attempts
+        # two hours between two attempts
+        at = BEGAN + number * every + (7200.0 if number >= count // 2 else 0.0)
         slow = node == 1 and number > count * 0.75
         row: dict[str, Any] = {
             "node": node,
@@ -177,7 +179,7 @@ ALERTS: tuple[dict[str, Any], ...] = (
 def write_run(
     folder: Path, steps: int = 300, *, nodes: int = 2, gpus: int = 8, sample_seconds: float = 10.0
 ) -> Path:
-    """A run that failed at its second attempt, with everything in it, some of it hostile."""
+    """Write a run that failed in its second attempt, with all kinds of files, some with hostile text."""
     folder.mkdir(parents=True)
     _jsonl(folder / "metrics.jsonl", step_rows(steps))
     _jsonl(folder / "eval.jsonl", eval_rows(steps, max(1, steps // 6)))
@@ -207,27 +209,25 @@ def write_run(
     }
     (folder / "status.json").write_text(json.dumps(status), encoding="utf-8")
     for attempt in (1, 2):
-        place = folder / "attempts" / f"{attempt:03d}"
-        place.mkdir(parents=True)
-        (place / "config.yaml").write_text("{}", encoding="utf-8")
-        (place / "log.txt").write_text(f"a line\n{HOSTILE}\n", encoding="utf-8")
+        attempt_folder = folder / "attempts" / f"{attempt:03d}"
+        attempt_folder.mkdir(parents=True)
+        (attempt_folder / "config.yaml").write_text("{}", encoding="utf-8")
+        (attempt_folder / "log.txt").write_text(f"a line\n{HOSTILE}\n", encoding="utf-8")
         packages = {"torch": f"2.1{attempt}", "deepspeed": None}
         environment = {"python": "3.11.9", "packages": packages, "git": {"commit": "abc", "dirty": False}}
-        (place / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
+        (attempt_folder / "environment.json").write_text(json.dumps(environment), encoding="utf-8")
     for number, first, last in ((1, 0, steps // 2), (2, steps // 2, steps)):
-        place = folder / "attempts" / f"{number:03d}"
+        attempt_folder = folder / "attempts" / f"{number:03d}"
         write_times(
-            place,
-            AttemptTimes(
-                began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last
-            ),
+            attempt_folder,
+            AttemptTimes(began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last),
         )
         plan = {
             **PLAN,
             "engine": "megatron" if number == 2 else "deepspeed",
             "batch": {**PLAN["batch"], "tokens_per_step": 4_194_304 * number},
         }
-        (place / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        (attempt_folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     (folder / "attempts/001/metrics.jsonl").write_text(
         '{"step": 5, "loss": 1.0}\n{"step": 6, "loss": 1.0}\n', encoding="utf-8"
     )

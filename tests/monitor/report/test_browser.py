@@ -1,9 +1,10 @@
-"""The page in a headless Chromium: nothing is complained about, nothing is asked of the network, every chart is drawn with all its points.
+"""The report in a headless Chromium: no errors, no requests, and every chart drawn with all its points.
 
     pytest tests/monitor/report/test_browser.py
-    REPORT_PICTURES=/tmp/pictures pytest tests/monitor/report/test_browser.py      keeps pictures of it, light, dark and printed
+    REPORT_PICTURES=pictures pytest tests/monitor/report/test_browser.py      # keeps screenshots: light,
+    dark, printed
 
-It needs chromium (apt-get install chromium) and says so where there is none.
+Skipped with a warning if chromium is not installed (apt-get install chromium).
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ import pytest
 
 from tests.monitor.report.browser import Browser, Page, find_browser
 from tests.monitor.report.runs import write_run
-from toolkit.monitor.report.data import read_run
-from toolkit.monitor.report.page import page
+from toolkit.monitor.report.page import render_page
+from toolkit.monitor.report.run_data import read_run
 from toolkit.progress import Progress
 
 STEPS = 300
-# What stands in each chart: its lines' names, points and path commands, and the circles.
+# The content of each chart: its lines' names, points and path commands, and the circles.
 DRAWN = """[...document.querySelectorAll("figure")].map((figure) => ({
   id: figure.id.replace("chart-", ""), points: Number(figure.querySelector("svg").dataset.points),
   lines: [...figure.querySelectorAll("path.line, path.area")].map((path) => ({
-    name: path.dataset.series, points: Number(path.dataset.points), moves: (path.getAttribute("d").match(/[ML]/g) || []).length,
+    name: path.dataset.series, points: Number(path.dataset.points),
+    moves: (path.getAttribute("d").match(/[ML]/g) || []).length,
     width: path.getBBox().width, colour: getComputedStyle(path).stroke, fill: getComputedStyle(path).fill,
     wrong: /NaN|Infinity|undefined/.test(path.getAttribute("d"))})),
   ticks: figure.querySelectorAll("text.tick").length, dots: figure.querySelectorAll("circle").length,
@@ -48,7 +50,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("runs") / "mine-1a2b3c4d", STEPS)
-    (folder / "report.html").write_text(page(read_run(folder, Progress.silent())), encoding="utf-8")
+    (folder / "report.html").write_text(render_page(read_run(folder, Progress.silent())), encoding="utf-8")
     return folder / "report.html"
 
 
@@ -76,7 +78,8 @@ def test_every_chart_is_drawn(browser: Browser, report: Path, scheme: str) -> No
             assert line["points"] == points, (name, line)
             assert line["moves"] == (2 * points if chart["stacked"] else points), (name, line)
             assert not line["wrong"], (name, line)
-            assert line["width"] > 100 or drawn[name]["dots"] >= points, (name, line)  # points alone are dots
+            # isolated points are dots
+            assert line["width"] > 100 or drawn[name]["dots"] >= points, (name, line)
             assert (line["fill"] if chart["stacked"] else line["colour"]).startswith("rgb"), (name, line)
         assert drawn[name]["points"] == sum(line["points"] for line in lines)
         assert drawn[name]["ticks"] >= 4, name
@@ -86,20 +89,20 @@ def test_every_chart_is_drawn(browser: Browser, report: Path, scheme: str) -> No
         int(part) for part in shown.value("getComputedStyle(document.body).backgroundColor")[4:-1].split(",")
     ]
     assert (sum(bright) > 600) == (scheme == "light")
-    assert shown.value("document.documentElement.scrollWidth") <= 1400  # nothing hangs out at the side
+    assert shown.value("document.documentElement.scrollWidth") <= 1400  # nothing overflows horizontally
     if folder := os.environ.get("REPORT_PICTURES"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         shown.picture(Path(folder) / f"{scheme}.png")
         shown.print(Path(folder) / f"{scheme}.pdf")
 
 
-def test_it_is_zoomed_and_read(browser: Browser, report: Path) -> None:
+def test_chart_can_be_zoomed_and_read(browser: Browser, report: Path) -> None:
     shown = Page(browser, report)
-    place = 'JSON.parse(JSON.stringify(document.querySelector("#chart-loss svg").getBoundingClientRect()))'
+    bounds = 'JSON.parse(JSON.stringify(document.querySelector("#chart-loss svg").getBoundingClientRect()))'
     shown.value(
         'document.querySelector("#chart-loss").scrollIntoView({block: "center", behavior: "instant"})'
     )
-    box = shown.value(place)
+    box = shown.value(bounds)
 
     def at(share: float) -> tuple[float, float]:
         return box["x"] + 70 + share * (box["width"] - 90), box["y"] + box["height"] / 2
@@ -111,10 +114,11 @@ def test_it_is_zoomed_and_read(browser: Browser, report: Path) -> None:
     shown.drag(at(0.5), at(0.75))
     after = {name: points(name) for name in before}
     assert 0.2 < after["lr"] / before["lr"] < 0.3
-    assert 0.2 < after["ledger-shares"] / before["ledger-shares"] < 0.3  # all charts over steps together
-    assert after["host-cpu_percent"] == before["host-cpu_percent"]  # and not those over time
+    # all charts over steps are zoomed together
+    assert 0.2 < after["ledger-shares"] / before["ledger-shares"] < 0.3
+    assert after["host-cpu_percent"] == before["host-cpu_percent"]  # but not those over time
     assert shown.value('document.getElementById("whole").hidden') is False
-    shown.move(*at(0.662))  # an evaluation
+    shown.move(*at(0.662))  # at an evaluation
     reading = shown.value('document.querySelector("#chart-loss .reading").textContent')
     assert reading.startswith("step ")
     assert "training" in reading
@@ -124,16 +128,16 @@ def test_it_is_zoomed_and_read(browser: Browser, report: Path) -> None:
     assert {name: points(name) for name in before} == before
     shown.value('document.querySelector("#chart-loss button.log").click()')
     shown.value('document.querySelector("#chart-loss button.key").click()')
-    assert points("loss") == before["loss"] - 299  # all but the step that was not finite
+    assert points("loss") == before["loss"] - 299  # all except the step that was not finite
     assert shown.complaints() == []
 
 
-def test_a_narrow_window_and_a_run_that_has_just_begun(browser: Browser, tmp_path: Path) -> None:
+def test_narrow_window_and_run_with_one_step(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "small", 1, nodes=1, gpus=0, sample_seconds=1)
-    (folder / "report.html").write_text(page(read_run(folder, Progress.silent())), encoding="utf-8")
+    (folder / "report.html").write_text(render_page(read_run(folder, Progress.silent())), encoding="utf-8")
     shown = Page(browser, folder / "report.html", width=420)
     assert shown.complaints() == []
     assert shown.value("document.documentElement.scrollWidth") <= 420
     drawn = {chart["id"]: chart for chart in shown.value(DRAWN)}
-    assert drawn["grad_norm"]["dots"] == 1  # one step is seen
+    assert drawn["grad_norm"]["dots"] == 1  # a single step is visible
     assert not any(line["wrong"] for chart in drawn.values() for line in chart["lines"])

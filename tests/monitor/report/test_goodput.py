@@ -1,4 +1,4 @@
-"""The attempts' section of the report: how each start ended, how long it took to its first step, and where the rest of the time went.
+"""The section of the attempts: their ends, start-up times, goodput and lost time.
 
 pytest tests/monitor/report/test_goodput.py
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tests.monitor.report.runs import write_run
 from toolkit.goodput import Attempt, AttemptTimes, compute_goodput, write_times
-from toolkit.monitor.report.attempts import attempts
-from toolkit.monitor.report.data import Run, read_run
-from toolkit.monitor.report.verdict import tiles
+from toolkit.monitor.report.attempts import attempts_section
+from toolkit.monitor.report.run_data import ReportData, read_run
+from toolkit.monitor.report.summary import summary_tiles
 from toolkit.progress import Progress
 
 FIRST = AttemptTimes(
@@ -40,7 +40,7 @@ SECOND = AttemptTimes(
 )
 
 
-def written(folder: Path) -> Run:
+def written(folder: Path) -> ReportData:
     write_run(folder, steps=20, nodes=1, gpus=1)
     for number, times in enumerate((FIRST, SECOND), start=1):
         write_times(folder / "attempts" / f"{number:03d}", times)
@@ -51,35 +51,36 @@ def written(folder: Path) -> Run:
     return read_run(folder, Progress.silent())
 
 
-def test_goodput_is_told_with_what_it_was_lost_to(tmp_path: Path) -> None:
+def test_goodput_and_lost_time_are_shown(tmp_path: Path) -> None:
     run = written(tmp_path / "run")
-    found = attempts(run)
+    found = attempts_section(run)
     assert found.intro == (
-        "Goodput 55.6%: of 3:00 since the first start, between attempts too, 1:40 went into steps that stand.",
+        "Goodput 55.6%: of 3:00 since the first start, including the time between attempts, 1:40 went into "
+        "steps that count.",
     )
     losses = {row[0]: row[1:] for row in found.tables[1].rows}
-    assert losses["steps that were run again, or will have to be"] == ("0:20", "11.1%")
-    assert losses["between two attempts"] == ("0:30", "16.7%")
-    assert [tile.value for tile in tiles(run) if tile.label == "goodput"] == ["55.6%"]
+    assert losses["steps that were or must be repeated"] == ("0:20", "11.1%")
+    assert losses["between attempts"] == ("0:30", "16.7%")
+    assert [tile.value for tile in summary_tiles(run) if tile.label == "goodput"] == ["55.6%"]
 
 
-def test_each_start_says_how_it_ended_and_how_long_it_took_to_its_first_step(tmp_path: Path) -> None:
-    first, second = attempts(written(tmp_path / "run")).tables[0].rows
+def test_attempts_show_their_end_and_start_up_time(tmp_path: Path) -> None:
+    first, second = attempts_section(written(tmp_path / "run")).tables[0].rows
     assert first[4:6] == ("12.5 s", "failed: rank 1 was ended by signal 9 (SIGKILL); see s3://***@bucket/x")
     assert first[1] == "1970-01-01 00:16:40"
     assert first[3] == "1:00"
     assert second[4] == "10 s"
     assert not any(name in first[7] for name in ("times.json", "saves.jsonl")), (
-        "what every attempt leaves is not worth a word"
+        "files of every attempt are not listed"
     )
 
 
-def test_without_accounts_there_is_no_goodput_and_files_tell_the_times(tmp_path: Path) -> None:
-    """As of runs of older versions."""
+def test_without_times_files_the_file_times_are_used(tmp_path: Path) -> None:
+    """As for runs of older versions."""
     write_run(tmp_path / "run", steps=20, nodes=1, gpus=1)
     run = read_run(tmp_path / "run", Progress.silent())
-    found = attempts(run)
+    found = attempts_section(run)
     assert found.intro == ()
     assert len(found.tables) == 1
     assert found.tables[0].rows[0][5].startswith("a later attempt followed")
-    assert not [tile for tile in tiles(run) if tile.label == "goodput"]
+    assert not [tile for tile in summary_tiles(run) if tile.label == "goodput"]

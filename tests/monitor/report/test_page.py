@@ -1,4 +1,4 @@
-"""The page of a run is whole, true to the files, harmless whatever the files say, and made of whatever files there are.
+"""The HTML report: consistent with the files, safe against hostile text, tolerant of missing files.
 
 pytest tests/monitor/report/test_page.py
 pytest tests/monitor/report/test_page.py -m full      a million steps, too
@@ -32,12 +32,17 @@ from tests.monitor.report.runs import (
     write_run,
 )
 from toolkit.errors import InputError
-from toolkit.monitor.report import data
-from toolkit.monitor.report.data import Attempt, Run, read_run, standing_from
-from toolkit.monitor.report.hardware import hardware
-from toolkit.monitor.report.page import SECTIONS, embedded, page
-from toolkit.monitor.report.reality import attempts_held, bubble_measured, bubble_planned, whole
-from toolkit.monitor.report.verdict import dead, state, verdict
+from toolkit.monitor.report import run_data
+from toolkit.monitor.report.hardware import hardware_section
+from toolkit.monitor.report.page import SECTIONS, embed_json, render_page
+from toolkit.monitor.report.planned_vs_measured import (
+    attempt_comparisons,
+    bubble_measured,
+    bubble_planned,
+    whole_run,
+)
+from toolkit.monitor.report.run_data import AttemptRecord, ReportData, effective_attempts, read_run
+from toolkit.monitor.report.summary import is_dead, run_state, summary_sentences
 from toolkit.progress import Progress, quantity
 from toolkit.rows import read_rows
 
@@ -96,7 +101,7 @@ class Parsed(HTMLParser):
 
 
 def loads(parsed: Parsed) -> list[str]:
-    """What a browser would fetch, or run."""
+    """Return what a browser would fetch or execute."""
     return [
         f"{tag} {name}"
         for tag, attributes in parsed.elements
@@ -111,13 +116,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Run:
+def run(folder: Path) -> ReportData:
     return read_run(folder, Progress.silent())
 
 
 @pytest.fixture(scope="module")
-def html(run: Run) -> str:
-    return page(run)
+def html(run: ReportData) -> str:
+    return render_page(run)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +130,7 @@ def parsed(html: str) -> Parsed:
     return Parsed(html)
 
 
-def test_it_is_whole(parsed: Parsed) -> None:
+def test_page_is_well_formed(parsed: Parsed) -> None:
     assert parsed.ends_open == []
     ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -139,7 +144,7 @@ def test_it_is_whole(parsed: Parsed) -> None:
         assert f"chart-{chart}" in ids
 
 
-def test_every_chart_says_in_words_what_it_shows(parsed: Parsed) -> None:
+def test_charts_have_a_text_alternative(parsed: Parsed) -> None:
     pictures = [attributes for tag, attributes in parsed.elements if tag == "svg"]
     assert len(pictures) == len(parsed.charts()) >= 14
     for attributes in pictures:
@@ -149,7 +154,7 @@ def test_every_chart_says_in_words_what_it_shows(parsed: Parsed) -> None:
     assert sum(tag == "figcaption" for tag, _ in parsed.elements) == len(pictures)
 
 
-def test_it_asks_the_network_for_nothing(html: str, parsed: Parsed) -> None:
+def test_page_makes_no_network_requests(html: str, parsed: Parsed) -> None:
     assert loads(parsed) == []
     assert loads(Parsed('<img src="http://example.com/x.png"><p onclick="x()">')) == ["img src", "p onclick"]
     css = "".join(text for tag, text in parsed.texts if tag == "style")
@@ -169,26 +174,26 @@ def test_it_asks_the_network_for_nothing(html: str, parsed: Parsed) -> None:
     assert "http" not in policy[0]
 
 
-def test_no_text_of_the_files_becomes_code(html: str, parsed: Parsed) -> None:
+def test_text_of_the_files_is_escaped(html: str, parsed: Parsed) -> None:
     assert sum(tag == "script" for tag, _ in parsed.elements) == 2
     assert sum(tag == "img" for tag, _ in parsed.elements) == 0
     assert "window.hurt = 1</script>" not in html
-    assert HOSTILE in parsed.text()  # it is shown as it is
+    assert HOSTILE in parsed.text()  # shown verbatim
     assert any(mark["text"] == f"throttling: {HOSTILE}" for mark in parsed.charts()["loss"]["marks"])
-    text = embedded({"a": HOSTILE})
+    text = embed_json({"a": HOSTILE})
     assert not set("<>&") & set(text)
     assert json.loads(text) == {"a": HOSTILE}
     with pytest.raises(ValueError, match="not JSON compliant"):
-        embedded({"a": math.nan})
+        embed_json({"a": math.nan})
 
 
-def test_no_secret_of_an_address_is_shown(html: str) -> None:
+def test_secrets_in_addresses_are_hidden(html: str) -> None:
     assert "s3://***@bucket/data?***" in html
     assert "user:secret" not in html
     assert "hush" not in html
 
 
-def test_its_figures_are_those_of_the_files(folder: Path, parsed: Parsed) -> None:
+def test_charts_show_the_data_of_the_files(folder: Path, parsed: Parsed) -> None:
     charts = parsed.charts()
     steps = list(read_rows(folder / "metrics.jsonl"))
 
@@ -219,7 +224,7 @@ def test_its_figures_are_those_of_the_files(folder: Path, parsed: Parsed) -> Non
     assert len(hottest["x"]) == len(drawn) + 1  # one gap: the two hours between the attempts
 
 
-def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parsed) -> None:
+def test_ledger_shares_add_up_to_one(folder: Path, run: ReportData, parsed: Parsed) -> None:
     rows = list(read_rows(folder / "ledger.jsonl"))
     layers = {series["name"]: series["mid"] for series in parsed.charts()["ledger-shares"]["series"]}
     assert set(layers) == {*PARTS, "checkpoint"}
@@ -236,23 +241,23 @@ def test_shares_of_the_ledger_make_a_whole(folder: Path, run: Run, parsed: Parse
     assert run.ledger.share("backward") == pytest.approx(STEPS * PARTS["backward"] * 2 / wall)
     assert run.ledger.share("checkpoint") == pytest.approx(
         3 * 10.0 / wall
-    )  # though no median step has a save
+    )  # although no median step has a save
     assert run.ledger.slowest.most_common(1)[0][0] == 5
     assert run.ledger.starved == {3: STEPS}
 
 
-def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:
-    words = " ".join(verdict(run))
+def test_summary_describes_the_run(run: ReportData, parsed: Parsed) -> None:
+    summary = " ".join(summary_sentences(run))
     text = parsed.text()
-    for said in (
+    for sentence in (
         "The run failed at step 300 of 600: rank 3 died",
-        "It took 2 attempts, in which 2 steps were run twice.",
-        "In 1 step it was not finite.",
+        "It took 2 attempts, in which 2 steps were repeated.",
+        "It was not finite in 1 step.",
         "The validation loss is",
         "3 alerts: throttling (2), non-finite (1).",
         "of the time went into forward, backward and optimizer",
     ):
-        assert said in words
+        assert sentence in summary
     for alert in ALERTS:
         for key in ("cause", "evidence", "next_step", "where"):
             assert alert[key] in text
@@ -270,9 +275,9 @@ def test_verdict_says_how_it_is(run: Run, parsed: Parsed) -> None:
         assert shown in text
 
 
-def test_plan_against_reality(run: Run, parsed: Parsed) -> None:
-    assert bubble_planned(whole(run)) == pytest.approx(3 / (2 * 16))
-    assert bubble_measured(whole(run)) == pytest.approx(
+def test_plan_is_compared_with_measurements(run: ReportData, parsed: Parsed) -> None:
+    assert bubble_planned(whole_run(run)) == pytest.approx(3 / (2 * 16))
+    assert bubble_measured(whole_run(run)) == pytest.approx(
         PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"])
     )
     text = parsed.text()
@@ -289,7 +294,7 @@ def test_plan_against_reality(run: Run, parsed: Parsed) -> None:
         assert shown in text
 
 
-# ---- runs that lack something
+# ---- incomplete runs
 
 EVERYTHING = (
     "metrics.jsonl",
@@ -304,8 +309,13 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize("missing", EVERYTHING)
-def test_without_one_of_its_files(folder: Path, tmp_path: Path, missing: str) -> None:
+def quick(names: tuple[str, ...], chosen: tuple[str, ...]) -> list[Any]:
+    """Mark all but the chosen names as part of the full suite."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+@pytest.mark.parametrize("missing", quick(EVERYTHING, ("metrics.jsonl", "plan.json")))
+def test_report_without_one_of_the_files(folder: Path, tmp_path: Path, missing: str) -> None:
     here = tmp_path / "run"
     here.mkdir()
     for name in EVERYTHING:
@@ -314,33 +324,33 @@ def test_without_one_of_its_files(folder: Path, tmp_path: Path, missing: str) ->
     _check(here)
 
 
-@pytest.mark.parametrize("only", EVERYTHING)
-def test_with_one_of_its_files(folder: Path, tmp_path: Path, only: str) -> None:
+@pytest.mark.parametrize("only", quick(EVERYTHING, ("status.json",)))
+def test_report_with_only_one_of_the_files(folder: Path, tmp_path: Path, only: str) -> None:
     _copy(folder / only, tmp_path / only)
     _check(tmp_path)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """As hard links: a report refuses symbolic ones that lead elsewhere."""
+    """Copy as hard links, because a report refuses symbolic links out of the run."""
     if source.is_dir():
         shutil.copytree(source, target, copy_function=os.link)
     else:
         os.link(source, target)
 
 
-def test_of_an_older_version(tmp_path: Path) -> None:
-    """Rows and files as they were before there was a ledger."""
+def test_report_of_a_run_of_an_older_version(tmp_path: Path) -> None:
+    """Rows and files from before the ledger existed."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "data_seconds", "tokens_per_second")
     _write(tmp_path / "metrics.jsonl", [{key: row[key] for key in keys} for row in step_rows(20)])
     (tmp_path / "status.json").write_text('{"state": "done", "attempt": 1, "step": 20}')
     text = _check(tmp_path).text()
-    for said in (
-        "The run is done: 20 steps.",
-        "Of the steps' time 2.00% was spent waiting for samples.",
-        "There is no ledger",
-        "There was no alert.",
+    for sentence in (
+        "The run is complete: 20 steps.",
+        "Waiting for samples took 2.00% of the steps' time.",
+        "There is no time ledger",
+        "There were no alerts.",
     ):
-        assert said in text
+        assert sentence in text
 
 
 @pytest.mark.parametrize(
@@ -355,7 +365,7 @@ def test_of_an_older_version(tmp_path: Path) -> None:
         "\x00\x00\n",
     ],
 )
-def test_rows_that_are_torn_or_strange_are_passed_over(tmp_path: Path, damage: str) -> None:
+def test_malformed_rows_are_skipped(tmp_path: Path, damage: str) -> None:
     names = ("metrics.jsonl", "eval.jsonl", "ledger.jsonl", "system/node-0.jsonl")
     good = (step_rows(9), eval_rows(9, 3), ledger_rows(9, 2, 5), system_rows(0, 18, 2, 1))
     for name, rows in zip(names, good, strict=True):
@@ -371,29 +381,29 @@ def test_rows_that_are_torn_or_strange_are_passed_over(tmp_path: Path, damage: s
     assert charts["ledger-shares"]["series"][0]["x"] == list(range(1, 10))
 
 
-def test_under_way_done_and_dead(tmp_path: Path) -> None:
+def test_running_run_with_an_old_status_is_dead(tmp_path: Path) -> None:
     _write(tmp_path / "metrics.jsonl", list(step_rows(90))[:9])
     (tmp_path / "config.yaml").write_text("train: {steps: 90}\nmonitor: {hang_seconds: 600}\n")
     status = tmp_path / "status.json"
     status.write_text('{"state": "running", "attempt": 1, "step": 12}')
     run = read_run(tmp_path, Progress.silent())
-    assert (state(run), dead(run)) == (("running", "good"), False)
-    assert verdict(run)[0].startswith(
-        "The run is under way, at step 12 of 90; about 2:42 left."
+    assert (run_state(run), is_dead(run)) == (("running", "good"), False)
+    assert summary_sentences(run)[0].startswith(
+        "The run is in progress at step 12 of 90; about 2:42 left."
     )  # the status is newer than the rows
     os.utime(status, (time.time() - 700, time.time() - 700))
     run = read_run(tmp_path, Progress.silent())
-    assert (state(run), dead(run)) == (("not alive", "error"), True)
-    assert "it is no longer alive" in verdict(run)[0]
+    assert (run_state(run), is_dead(run)) == (("not alive", "error"), True)
+    assert "the run is no longer alive" in summary_sentences(run)[0]
 
 
-def test_nodes_with_disks_of_their_own(folder: Path, tmp_path: Path) -> None:
+def test_samples_of_nodes_with_local_disks_are_added(folder: Path, tmp_path: Path) -> None:
     _write(tmp_path / "elsewhere/system/node-7.jsonl", list(system_rows(7, 60, 2, 8)))
     run = read_run(folder, Progress.silent(), nodes=[tmp_path / "elsewhere"])
     assert list(run.nodes) == [0, 1, 7]
 
 
-def test_a_hundred_nodes_are_a_range(tmp_path: Path) -> None:
+def test_hundred_nodes_are_drawn_as_a_range(tmp_path: Path) -> None:
     for node in range(100):
         _write(tmp_path / f"system/node-{node}.jsonl", list(system_rows(node, 60, 6, 1)))
     (tmp_path / "status.json").write_text('{"state": "running", "attempt": 1, "step": 12}')
@@ -403,18 +413,18 @@ def test_a_hundred_nodes_are_a_range(tmp_path: Path) -> None:
     assert set(chart["series"][0]["mid"]) == {0.94, None}  # a gap between the attempts
 
 
-def test_of_very_many_samples_some_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_of_many_samples_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node in range(2):
         _write(tmp_path / f"system/node-{node}.jsonl", list(system_rows(node, 6000, 6, 1)))
-    monkeypatch.setattr(data, "NODE_ROWS", 200)
+    monkeypatch.setattr(run_data, "NODE_ROWS", 200)
     run = read_run(tmp_path, Progress.silent())
     assert [node.every for node in run.nodes.values()] == [10, 10]
     assert [node.curves.rows for node in run.nodes.values()] == [100, 100]
     assert run.nodes[0].names == {0: "NVIDIA H100 80GB HBM3"}  # of the first row
-    assert "one in 10 was read" in hardware(run).intro[-1]
+    assert "one in 10 was read" in hardware_section(run).intro[-1]
 
 
-def test_reading_shows_how_far_it_is(folder: Path) -> None:
+def test_reading_shows_progress(folder: Path) -> None:
     shown = io.StringIO()
     read_run(folder, Progress(shown, terminal=False, line_seconds=0.0))
     size = sum(path.stat().st_size for path in (*folder.glob("*.jsonl"), *folder.glob("system/*")))
@@ -422,8 +432,8 @@ def test_reading_shows_how_far_it_is(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_million_steps(tmp_path: Path) -> None:
-    """The page stays small and so does memory; a single spike is in it."""
+def test_report_of_a_million_steps_is_bounded(tmp_path: Path) -> None:
+    """Page and memory stay small, and a single spike is still visible."""
     steps, spike = 1_000_000, 777_777
     with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "ledger.jsonl").open("w") as ledger:
         row, parts = next(step_rows(1)), next(ledger_rows(1, 4, 10))
@@ -434,7 +444,7 @@ def test_a_million_steps(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "running", "attempt": 1, "step": 12}')
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
-    html = page(read_run(tmp_path, Progress.silent()))
+    html = render_page(read_run(tmp_path, Progress.silent()))
     seconds, kilobytes = (
         time.process_time() - began,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before,
@@ -443,8 +453,8 @@ def test_a_million_steps(tmp_path: Path) -> None:
     assert len(html) < 8e6
     assert kilobytes < 300_000
     chart = Parsed(html).charts()["loss"]["series"][0]
-    place = chart["high"].index(99.0)
-    assert abs(chart["x"][place] - spike) < steps / 1000
+    index = chart["high"].index(99.0)
+    assert abs(chart["x"][index] - spike) < steps / 1000
     assert len(chart["x"]) <= 1200
 
 
@@ -454,16 +464,16 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _check(folder: Path) -> Parsed:
-    """A whole page comes of it."""
-    parsed = Parsed(page(read_run(folder, Progress.silent())))
+    """Render the report and check that it is well-formed."""
+    parsed = Parsed(render_page(read_run(folder, Progress.silent())))
     assert parsed.ends_open == []
     parsed.charts()
     return parsed
 
 
 @pytest.mark.parametrize("name", ["attempts/001/log.txt", "config.yaml", "system"])
-def test_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
-    """A page that somebody sends on must not hold a file of theirs that a run from elsewhere links to."""
+def test_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    """A shared report must not contain a private file that a downloaded run links to."""
     here, secret = tmp_path / "run", tmp_path / "secret"
     (here / name).parent.mkdir(parents=True)
     secret.write_text("key-of-mine")
@@ -475,7 +485,7 @@ def test_a_link_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["wandb/offline-run/logs/debug-core.log", "nodes/node-1/wandb/offline-run/logs/debug-core.log"]
 )
-def test_links_of_wandb_into_its_cache_are_not_looked_at(tmp_path: Path, name: str) -> None:
+def test_links_in_wandb_folders_are_ignored(tmp_path: Path, name: str) -> None:
     folder, log = tmp_path / "run", tmp_path / "core-debug.log"
     write_run(folder)
     log.write_text("of W&B")
@@ -484,9 +494,9 @@ def test_links_of_wandb_into_its_cache_are_not_looked_at(tmp_path: Path, name: s
     assert read_run(folder, Progress.silent()).status
 
 
-def test_each_attempt_is_compared_with_its_own_plan(run: Run) -> None:
-    """The second one had other engine and batch; what was measured is of its own steps."""
-    (newest, second), (older, first) = attempts_held(run)
+def test_each_attempt_is_compared_with_its_own_plan(run: ReportData) -> None:
+    """The second attempt had another engine and batch size."""
+    (newest, second), (older, first) = attempt_comparisons(run)
     assert newest.startswith(f"Attempt 2, from step {STEPS // 2 + 1}, planned and measured: Engine megatron")
     assert older.startswith("Attempt 1, from step 1, planned and measured: Engine deepspeed")
     assert (first.plan["batch"]["tokens_per_step"], second.plan["batch"]["tokens_per_step"]) == (
@@ -500,7 +510,7 @@ def test_each_attempt_is_compared_with_its_own_plan(run: Run) -> None:
     assert bubble_measured(first) == pytest.approx(PARTS["bubble"] / (PARTS["forward"] + PARTS["backward"]))
 
 
-def test_attempts_and_alerts_are_labelled_on_the_curves(parsed: Parsed) -> None:
+def test_attempts_and_alerts_are_marked_on_the_curves(parsed: Parsed) -> None:
     over_steps = parsed.charts()["loss"]["marks"]
     assert [(mark["x"], mark["level"], mark["label"]) for mark in over_steps] == [
         (STEPS // 2, "attempt", "attempt 2"),
@@ -512,9 +522,9 @@ def test_attempts_and_alerts_are_labelled_on_the_curves(parsed: Parsed) -> None:
     assert [(mark["x"], mark["label"]) for mark in over_time] == [(BEGAN + 9000, "attempt 2")]
 
 
-def test_an_attempt_whose_steps_were_all_run_again_is_no_border() -> None:
-    def attempt(number: int, first: int | None) -> Attempt:
-        return Attempt(
+def test_fully_repeated_attempt_has_no_mark() -> None:
+    def attempt(number: int, first: int | None) -> AttemptRecord:
+        return AttemptRecord(
             number=number,
             began=None,
             ended=None,
@@ -532,4 +542,4 @@ def test_an_attempt_whose_steps_were_all_run_again_is_no_border() -> None:
         )
 
     every = [attempt(1, 0), attempt(2, 50), attempt(3, None), attempt(4, 20)]
-    assert [(one.number, first) for one, first in standing_from(every)] == [(1, 0), (4, 20)]
+    assert [(one.number, first) for one, first in effective_attempts(every)] == [(1, 0), (4, 20)]

@@ -30,7 +30,7 @@ from toolkit.engine.protocol import (
     rank_device,
 )
 from toolkit.engine.replicas import group_replicas
-from toolkit.monitor.parts import UNRECORDED, Recorder
+from toolkit.monitor.step_parts import UNRECORDED, Recorder
 from toolkit.plan.types import RunPlan
 
 

@@ -25,7 +25,7 @@ from toolkit.families import get_family
 from toolkit.layout.axes import Axis
 from toolkit.models.build import replace_parameters
 from toolkit.models.stage import StageModel, build_stage
-from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
+from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
 from toolkit.plan.types import RunPlan
 
 

@@ -32,7 +32,7 @@ from toolkit.engine.protocol import (
     rank_device,
 )
 from toolkit.engine.replicas import group_replicas
-from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
+from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 from toolkit.plan.types import RunPlan
 
 Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]

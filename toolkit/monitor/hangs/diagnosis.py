@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.reports import (
     HangEvidence,
     RankReport,
@@ -184,7 +184,7 @@ def _differ(evidence: HangEvidence) -> Diagnosis | None:
 
 
 def _skipped_call(
-    evidence: HangEvidence, group: Call, number: int, kinds: Mapping[str, Sequence[int]]
+    evidence: HangEvidence, group: CollectiveCall, number: int, kinds: Mapping[str, Sequence[int]]
 ) -> str:
     """Name the call that only one side made, if one side's calls are the other's shifted by one."""
     sides = list(kinds.values())
@@ -257,7 +257,7 @@ class _Blocked:
         behind: number of the group's calls that the latter have made, by rank.
     """
 
-    call: Call
+    call: CollectiveCall
     waiting: tuple[int, ...]
     behind: Mapping[int, int]
 
@@ -290,7 +290,7 @@ def _blocked(evidence: HangEvidence) -> list[_Blocked]:
         )
         return len(blocked.behind), -new, blocked.call.begun
 
-    waiting: defaultdict[tuple[str, int], list[tuple[int, Call]]] = defaultdict(list)
+    waiting: defaultdict[tuple[str, int], list[tuple[int, CollectiveCall]]] = defaultdict(list)
     for rank, report in evidence.reports.items():
         call = report.blocking_call
         if call is not None and call.peer is None:
@@ -375,7 +375,7 @@ RULES: tuple[Callable[[HangEvidence], Diagnosis | None], ...] = (
 # ---- reading reports
 
 
-def _groups(evidence: HangEvidence) -> list[Call]:
+def _groups(evidence: HangEvidence) -> list[CollectiveCall]:
     """Return one call of each group."""
     return list(
         {
@@ -387,7 +387,7 @@ def _groups(evidence: HangEvidence) -> list[Call]:
     )
 
 
-def _collectives(report: RankReport, group: str) -> list[Call]:
+def _collectives(report: RankReport, group: str) -> list[CollectiveCall]:
     return [call for call in report.calls if call.group == group and call.peer is None]
 
 
@@ -395,7 +395,7 @@ def _made(report: RankReport, group: str) -> int:
     return max((call.number for call in _collectives(report, group)), default=0)
 
 
-def _compared(call: Call) -> str:
+def _compared(call: CollectiveCall) -> str:
     """Return what must be equal on all ranks."""
     return call.operation if call.operation.startswith(UNEQUAL) else call.what
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.diagnosis import Diagnosis
 from toolkit.monitor.hangs.reports import HangEvidence, RankReport, describe_rank, format_ranks
 from toolkit.monitor.hangs.stacks import ENDED, STATES, ThreadStack, format_frames
@@ -83,7 +83,7 @@ def _calls(evidence: HangEvidence) -> Iterable[str]:
             yield f"    {format_ranks(ranks)}: {'; '.join(calls) or 'none'}"
 
 
-def _call(call: Call) -> str:
+def _call(call: CollectiveCall) -> str:
     return f"{call.number} {call.what}{'' if call.finished else ' WAITS'}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from toolkit.layout.axes import ALL
-from toolkit.monitor.calls import Call
+from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.stacks import (
     ENGINE,
     MODEL,
@@ -20,7 +20,7 @@ from toolkit.monitor.hangs.stacks import (
     describe_activity,
     format_location,
 )
-from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER
+from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER
 
 K = TypeVar("K", bound=Hashable)
 
@@ -71,7 +71,7 @@ class RankReport:
     idle: float
     part: str = ""
     threads: tuple[ThreadStack, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CollectiveCall, ...] = ()
     neighbours: Mapping[int, Neighbour] = field(default_factory=dict)
     failure: str = ""
     whole: bool = True
@@ -86,13 +86,13 @@ class RankReport:
             **{
                 **fields,
                 "threads": tuple(map(ThreadStack.from_json, fields["threads"])),
-                "calls": tuple(map(Call.from_json, fields["calls"])),
+                "calls": tuple(map(CollectiveCall.from_json, fields["calls"])),
                 "neighbours": {int(rank): Neighbour(**found) for rank, found in fields["neighbours"].items()},
             }
         )
 
     @property
-    def blocking_call(self) -> Call | None:
+    def blocking_call(self) -> CollectiveCall | None:
         """The call that blocks this rank: the first unfinished one since its last progress.
 
         An older call that was never waited for blocks nothing, unless the main thread is in a call.
@@ -138,7 +138,7 @@ class HangEvidence:
         expected = range(len(self.processes)) if self.expected is None else self.expected
         return [rank for rank in expected if rank not in self.reports]
 
-    def members(self, call: Call) -> list[RankReport]:
+    def members(self, call: CollectiveCall) -> list[RankReport]:
         """Return the reports of the ranks in the call's group."""
         return [self.reports[rank] for rank in call.ranks if rank in self.reports]
 
@@ -168,7 +168,7 @@ def describe_rank(report: RankReport) -> str:
     return report.activity if call is None else f"waits in {format_call(call)}"
 
 
-def format_call(call: Call) -> str:
+def format_call(call: CollectiveCall) -> str:
     if call.peer is None:
         return f"call {call.number} on {format_axis(call)}, {call.what}"
     return f"{call.what} on {format_axis(call)}"
@@ -191,7 +191,7 @@ def format_ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def format_axis(call: Call) -> str:
+def format_axis(call: CollectiveCall) -> str:
     return "all ranks" if call.axis == ALL else f"axis {call.axis}"
 
 

@@ -1,1 +1,1 @@
-"""What is wrong with a run, by its rows: detectors, and how often people hear of it. Pure."""
+"""Detectors of problems, and the rate limit of their alerts."""

@@ -1,1 +1,3 @@
-"""A run's directory as one page: ``data.py`` reads, each section's module decides what it shows, ``page.py`` puts them together."""
+"""The HTML report of a run: ``run_data.py`` reads the files, one module builds each section, ``page.py``
+renders them.
+"""

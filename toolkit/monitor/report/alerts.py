@@ -1,22 +1,22 @@
-"""What asked for attention: each alert with its cause, its evidence and what to do."""
+"""The alerts section: each alert with its cause, evidence and next step."""
 
 from __future__ import annotations
 
-from toolkit.monitor.report.data import ALERTS, Run
-from toolkit.monitor.report.view import Section, Table
+from toolkit.monitor.report.elements import ReportSection, ReportTable
+from toolkit.monitor.report.run_data import MAX_ALERTS, ReportData
 
 
-def alerts(run: Run) -> Section:
+def alerts_section(run: ReportData) -> ReportSection:
     counts = run.alerts.counts
     if not counts:
-        return Section(
+        return ReportSection(
             id="alerts",
             title="Alerts",
-            intro=("None." if run.steps.rows else "None so far; no step is done yet.",),
+            intro=("None." if run.steps.rows else "None so far; no step is complete yet.",),
         )
     total = sum(counts.values())
     kinds = sorted(counts.items(), key=lambda one: (one[0][0], -one[1]))
-    summary = Table(
+    summary = ReportTable(
         caption="Kinds",
         head=("level", "alert", "how often"),
         align="llr",
@@ -29,16 +29,24 @@ def alerts(run: Run) -> Section:
         )
         for row in reversed(run.alerts.rows)
     )
-    told = Table(
+    newest = ReportTable(
         caption="Newest first",
         head=("step", "level", "alert", "where", "cause", "evidence", "next step"),
         align="rllllll",
         rows=rows,
-        note=f"The newest {ALERTS} of {total:,}; alerts.jsonl has them all." if total > len(rows) else "",
+        note=f"The newest {MAX_ALERTS} of {total:,} alerts; alerts.jsonl has all of them."
+        if total > len(rows)
+        else "",
     )
-    intro = "Alerts of one kind are told at growing intervals, so each row may stand for more than itself. They are marked on the curves."
-    return Section(
-        id="alerts", title="Alerts", intro=(intro,), tables=(summary, told) if len(counts) > 1 else (told,)
+    intro = (
+        "Repeated alerts of one kind are shown at growing intervals, so one row may stand for several. "
+        "Alerts are marked on the curves."
+    )
+    return ReportSection(
+        id="alerts",
+        title="Alerts",
+        intro=(intro,),
+        tables=(summary, newest) if len(counts) > 1 else (newest,),
     )
 
 

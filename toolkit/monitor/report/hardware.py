@@ -1,4 +1,4 @@
-"""The nodes' GPUs and hosts over time, each GPU's figures, and what the run was made with."""
+"""The hardware section: GPUs and hosts over time, statistics of each GPU, and the environment."""
 
 from __future__ import annotations
 
@@ -6,97 +6,109 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from toolkit.monitor.report.data import Run, section
-from toolkit.monitor.report.nodes import Node
-from toolkit.monitor.report.reduce import Curve, Total
-from toolkit.monitor.report.training import COLOURS, borders
-from toolkit.monitor.report.view import (
+from toolkit.monitor.report.downsample import Curve, RunningStats
+from toolkit.monitor.report.elements import (
     UNKNOWN,
+    AxisFormat,
     Chart,
-    Folded,
-    Format,
-    Section,
+    CollapsedText,
+    ReportSection,
+    ReportTable,
     Series,
-    Table,
-    gigabytes,
-    line,
-    number,
-    percent,
+    curve_series,
+    format_gigabytes,
+    format_number,
+    format_percent,
 )
+from toolkit.monitor.report.node_samples import NodeSamples
+from toolkit.monitor.report.run_data import ReportData, mapping_at
+from toolkit.monitor.report.training import COLOURS, attempt_marks
 
-NODES = 6  # drawn one by one; of more, the range over all is drawn
-GPUS, ALL_GPUS = 16, 1024  # rows of the table, and of the folded one
-GAP = 6.0  # of usual distances between samples: the node was not sampled, so nothing is drawn
+NODES = 6  # drawn individually; for more nodes the range over all is drawn
+GPUS, ALL_GPUS = 16, 1024  # rows of the table, and of the collapsed one
+GAP = 6.0  # times the usual interval between samples; beyond, the line has a gap
 
-# Figure of a node, title, label of the axis, how it is written, its factor (percents are shares here), and which of the nodes is the worst.
-Shown = tuple[str, str, str, Format, float, Callable[[Iterable[tuple[float, int]]], tuple[float, int]]]
-GPU_SHOWN: tuple[Shown, ...] = (
+# Metric, title, axis label, number format, factor (percentages become fractions), and which extreme is the
+# worst.
+ChartSpec = tuple[
+    str, str, str, AxisFormat, float, Callable[[Iterable[tuple[float, int]]], tuple[float, int]]
+]
+GPU_CHARTS: tuple[ChartSpec, ...] = (
     (
         "gpu/utilization_percent_mean",
-        "GPUs running any kernel, mean of a node",
+        "GPU utilisation, mean per node",
         "utilisation",
-        Format.PERCENT,
+        AxisFormat.PERCENT,
         0.01,
         min,
     ),
     (
         "gpu/tensor_active_percent_mean",
-        "Tensor cores active, mean of a node",
+        "Tensor core activity, mean per node",
         "tensor activity",
-        Format.PERCENT,
+        AxisFormat.PERCENT,
         0.01,
         min,
     ),
     (
         "gpu/sm_clock_ratio_min",
-        "Clock of a node's slowest GPU, of its maximum",
+        "Clock of the slowest GPU per node, relative to its maximum",
         "clock / maximum",
-        Format.PERCENT,
+        AxisFormat.PERCENT,
         1.0,
         min,
     ),
-    ("gpu/temperature_celsius_max", "Hottest GPU of a node", "°C", Format.NUMBER, 1.0, max),
-    ("gpu/power_watts_sum", "Power of a node's GPUs", "W", Format.NUMBER, 1.0, max),
-    ("gpu/memory_used_bytes_max", "Fullest GPU of a node", "bytes", Format.BYTES, 1.0, max),
+    (
+        "gpu/temperature_celsius_max",
+        "Temperature of the hottest GPU per node",
+        "°C",
+        AxisFormat.NUMBER,
+        1.0,
+        max,
+    ),
+    ("gpu/power_watts_sum", "Power of all GPUs per node", "W", AxisFormat.NUMBER, 1.0, max),
+    ("gpu/memory_used_bytes_max", "Memory of the fullest GPU per node", "bytes", AxisFormat.BYTES, 1.0, max),
 )
-HOST_SHOWN: tuple[Shown, ...] = (
-    ("host/cpu_percent", "Processors of the host", "utilisation", Format.PERCENT, 0.01, max),
-    ("host/memory_used_bytes", "Memory of the host in use", "bytes", Format.BYTES, 1.0, max),
-    ("process/private_bytes", "Private memory of a node's ranks", "bytes", Format.BYTES, 1.0, max),
-    ("disk/free_bytes", "Free on the disk of the run's directory", "bytes", Format.BYTES, 1.0, min),
-    ("disk/read_bytes_per_second", "Reading from that disk", "bytes/s", Format.BYTES, 1.0, max),
-    ("disk/write_bytes_per_second", "Writing to that disk", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/receive_bytes_per_second", "Received from the network", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/send_bytes_per_second", "Sent to the network", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/rdma_receive_bytes_per_second", "Received by RDMA", "bytes/s", Format.BYTES, 1.0, max),
-    ("network/rdma_send_bytes_per_second", "Sent by RDMA", "bytes/s", Format.BYTES, 1.0, max),
+HOST_CHARTS: tuple[ChartSpec, ...] = (
+    ("host/cpu_percent", "CPU utilisation of the host", "utilisation", AxisFormat.PERCENT, 0.01, max),
+    ("host/memory_used_bytes", "Used memory of the host", "bytes", AxisFormat.BYTES, 1.0, max),
+    ("process/private_bytes", "Private memory of all ranks per node", "bytes", AxisFormat.BYTES, 1.0, max),
+    ("disk/free_bytes", "Free space on the disk of the run's directory", "bytes", AxisFormat.BYTES, 1.0, min),
+    ("disk/read_bytes_per_second", "Disk reads", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("disk/write_bytes_per_second", "Disk writes", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/receive_bytes_per_second", "Network receive", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/send_bytes_per_second", "Network send", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/rdma_receive_bytes_per_second", "RDMA receive", "bytes/s", AxisFormat.BYTES, 1.0, max),
+    ("network/rdma_send_bytes_per_second", "Sent by RDMA", "bytes/s", AxisFormat.BYTES, 1.0, max),
 )
 
 
-def hardware(run: Run) -> Section:
+def hardware_section(run: ReportData) -> ReportSection:
     intro: list[str] = []
     if not run.nodes:
         intro.append(
-            "There are no samples of GPUs and hosts: monitor.system_seconds=0 leaves them out, older versions have none."
+            "There are no samples of GPUs and hosts: they are disabled by monitor.system_seconds=0, and "
+            "older versions have none."
         )
     elif not any(node.gpus for node in run.nodes.values()):
-        intro.append("No GPU was used, so the samples are of the hosts only.")
-    planned = section(run.plan, "world").get("nodes")
+        intro.append("No GPU was used, so there are samples of the hosts only.")
+    planned = mapping_at(run.plan, "world").get("nodes")
     if run.nodes and isinstance(planned, int) and len(run.nodes) < planned:
         intro.append(
-            f"Samples of {len(run.nodes)} of {planned} nodes are here. Nodes that keep theirs on a disk of their own are taken in "
-            f"by nodes=FOLDER,... with the run's directories there."
+            f"Samples of {len(run.nodes)} of {planned} nodes are available. If nodes keep them on local "
+            "disks, add the run's directories there with nodes=FOLDER,..."
         )
     if len(run.nodes) > NODES:
         intro.append(
-            f"Lines are the median of {len(run.nodes)} nodes, bands reach from the lowest to the highest."
+            f"Lines show the median of {len(run.nodes)} nodes, bands the range from the lowest to the "
+            "highest."
         )
     every = max((node.every for node in run.nodes.values()), default=1)
     if every > 1:
-        intro.append(f"There are so many samples that one in {every:,} was read.")
-    charts = tuple(chart for shown in (*GPU_SHOWN, *HOST_SHOWN) for chart in _chart(run, run.nodes, shown))
+        intro.append(f"Because there are so many samples, only one in {every:,} was read.")
+    charts = tuple(chart for spec in (*GPU_CHARTS, *HOST_CHARTS) for chart in _chart(run, run.nodes, spec))
     tables = (*_gpus(run.nodes), *_environment(run))
-    return Section(
+    return ReportSection(
         id="hardware",
         title="Hardware",
         intro=tuple(intro),
@@ -106,39 +118,42 @@ def hardware(run: Run) -> Section:
     )
 
 
-def _chart(run: Run, nodes: dict[int, Node], shown: Shown) -> Iterator[Chart]:
-    figure, title, label, written, factor, worst = shown
-    having = {name: node for name, node in nodes.items() if figure in node.curves.curves}
+def _chart(run: ReportData, nodes: dict[int, NodeSamples], spec: ChartSpec) -> Iterator[Chart]:
+    metric, title, label, y_format, factor, worst = spec
+    having = {name: node for name, node in nodes.items() if metric in node.curves.curves}
     if not having:
         return
     if len(having) <= NODES:
         series = tuple(
-            _line(node, figure, f"node {name}", COLOURS[place % len(COLOURS)], factor)
-            for place, (name, node) in enumerate(having.items())
+            _line(node, metric, f"node {name}", COLOURS[position % len(COLOURS)], factor)
+            for position, (name, node) in enumerate(having.items())
         )
     else:
-        series = (_range(having, figure, factor),)
-    totals = {name: node.curves.total(figure) for name, node in having.items()}
+        series = (_range(having, metric, factor),)
+    totals = {name: node.curves.total(metric) for name, node in having.items()}
     extreme, of = worst(
         ((total.low if worst is min else total.high) * factor, name) for name, total in totals.items()
     )
-    alt = f"{title} over time, {len(having)} nodes. {'Lowest' if worst is min else 'Highest'}: {number(extreme)} on node {of}."
+    alt = (
+        f"{title} over time, {len(having)} nodes. {'Lowest' if worst is min else 'Highest'}: "
+        f"{format_number(extreme)} on node {of}."
+    )
     yield Chart(
-        id=figure.replace("/", "-"),
+        id=metric.replace("/", "-"),
         title=title,
         alt=alt,
         series=series,
         y_label=label,
-        y_format=written,
-        x_format=Format.TIME,
-        from_zero=written is not Format.NUMBER or label == "W",
-        marks=borders(run, lambda attempt: attempt.began),
+        y_format=y_format,
+        x_format=AxisFormat.TIME,
+        from_zero=y_format is not AxisFormat.NUMBER or label == "W",
+        marks=attempt_marks(run, lambda attempt: attempt.began),
     )
 
 
-def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Series:
-    """One node's, with a gap where it was not sampled: between attempts."""
-    drawn = line(node.curves, figure, name, colour)
+def _line(node: NodeSamples, metric: str, name: str, colour: str, factor: float) -> Series:
+    """Draw one node's metric, with gaps between attempts."""
+    drawn = curve_series(node.curves, metric, name, colour)
     assert drawn is not None
     banded = drawn.low is not None
     x, (mid, low, high) = _with_gaps(
@@ -152,64 +167,73 @@ def _line(node: Node, figure: str, name: str, colour: str, factor: float) -> Ser
 def _with_gaps(
     x: Sequence[float], parts: Sequence[Sequence[float | None]], factor: float
 ) -> tuple[list[float], list[list[float | None]]]:
-    """A point without values where distances are ``GAP`` times the usual one; the values times ``factor``."""
-    limit = GAP * _usual(x)
+    """Insert a point without values at gaps of ``GAP`` times the usual interval, and multiply values by
+    ``factor``.
+    """
+    limit = GAP * _median_interval(x)
     at: list[float] = []
-    kept: list[list[float | None]] = [[] for _ in parts]
-    for index, place in enumerate(x):
-        if at and place - at[-1] > limit:
-            at.append((at[-1] + place) / 2)
-            for into in kept:
+    values: list[list[float | None]] = [[] for _ in parts]
+    for index, position in enumerate(x):
+        if at and position - at[-1] > limit:
+            at.append((at[-1] + position) / 2)
+            for into in values:
                 into.append(None)
-        at.append(place)
-        for into, part in zip(kept, parts, strict=True):
+        at.append(position)
+        for into, part in zip(values, parts, strict=True):
             value = part[index]
             into.append(None if value is None else value * factor)
-    return at, kept
+    return at, values
 
 
-def _usual(x: Sequence[float]) -> float:
-    """The distance between neighbours."""
+def _median_interval(x: Sequence[float]) -> float:
+    """Return the median distance between neighbours."""
     return statistics.median([after - before for before, after in pairwise(x)] or [1.0])
 
 
-def _range(nodes: dict[int, Node], figure: str, factor: float) -> Series:
-    """Over nodes, in common buckets of time: their clocks and samples are not in step."""
+def _range(nodes: dict[int, NodeSamples], metric: str, factor: float) -> Series:
+    """Compute the range over nodes in common time buckets, because their samples are not synchronized."""
     begin = min(node.curves.x[0] for node in nodes.values())
-    width = max(_usual(node.curves.x) for node in nodes.values())
-    held: dict[int, list[tuple[float, float, float]]] = {}
+    width = max(_median_interval(node.curves.x) for node in nodes.values())
+    stats: dict[int, list[tuple[float, float, float]]] = {}
     for node in nodes.values():
-        curve: Curve = node.curves.curves[figure]
+        curve: Curve = node.curves.curves[metric]
         for x, low, mid, high in zip(node.curves.x, curve.low, curve.mid, curve.high, strict=True):
             if low is not None and mid is not None and high is not None:
-                held.setdefault(int((x - begin) / width), []).append((low, mid, high))
-    order = sorted(held)
-    places, (lows, mids, highs) = _with_gaps(
+                stats.setdefault(int((x - begin) / width), []).append((low, mid, high))
+    order = sorted(stats)
+    positions, (lows, mids, highs) = _with_gaps(
         [begin + (bucket + 0.5) * width for bucket in order],
         (
-            [min(low for low, _, _ in held[bucket]) for bucket in order],
-            [statistics.median(mid for _, mid, _ in held[bucket]) for bucket in order],
-            [max(high for _, _, high in held[bucket]) for bucket in order],
+            [min(low for low, _, _ in stats[bucket]) for bucket in order],
+            [statistics.median(mid for _, mid, _ in stats[bucket]) for bucket in order],
+            [max(high for _, _, high in stats[bucket]) for bucket in order],
         ),
         factor,
     )
     return Series(
-        name="median node, and the range of all", colour="blue", x=places, mid=mids, low=lows, high=highs
+        name="median node, with the range over all nodes",
+        colour="blue",
+        x=positions,
+        mid=mids,
+        low=lows,
+        high=highs,
     )
 
 
-def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
-    """Those that look worst, by time with lowered clocks, then by utilisation; and folded all of them."""
+def _gpus(nodes: dict[int, NodeSamples]) -> Iterator[ReportTable]:
+    """Yield a table of the GPUs that are throttled most, then least utilized, and a collapsed one of all
+    GPUs.
+    """
     every = [(name, node, gpu) for name, node in nodes.items() for gpu in node.gpus]
 
-    def badness(one: tuple[int, Node, int]) -> tuple[float, float]:
-        held = one[1].gpus[one[2]]
-        return -(_mean(held, "throttled_percent") or 0.0), _mean(held, "utilization_percent") or 0.0
+    def severity(one: tuple[int, NodeSamples, int]) -> tuple[float, float]:
+        stats = one[1].gpus[one[2]]
+        return -(_mean(stats, "throttled_percent") or 0.0), _mean(stats, "utilization_percent") or 0.0
 
     kinds = sorted({name for node in nodes.values() for name in node.names.values()})
     rows = tuple(
         (f"node {name}, GPU {gpu}", *_gpu(node.gpus[gpu], node.throttled.get(gpu, {})))
-        for name, node, gpu in sorted(every, key=badness)[:ALL_GPUS]
+        for name, node, gpu in sorted(every, key=severity)[:ALL_GPUS]
     )
     head = (
         "GPU",
@@ -220,67 +244,67 @@ def _gpus(nodes: dict[int, Node]) -> Iterator[Table]:
         "power",
         "clock",
         "throttled",
-        "clock lowered by (samples)",
+        "throttle reasons (samples)",
         "ECC",
         "XID",
     )
     note = (
-        "Utilisation, tensor cores, power, clock (of its maximum) and time throttled are means over all samples. ECC: uncorrected "
-        "errors. XID: errors that the driver told."
+        "Utilisation, tensor cores, power, clock (relative to its maximum) and throttled time are means "
+        "over all samples. ECC: uncorrected errors. XID: errors reported by the driver."
     )
     few = len(rows) <= GPUS
     title = ": ".join(
-        ("GPUs" if few else f"The {GPUS} GPUs that look worst", *filter(None, [", ".join(kinds)]))
+        ("GPUs" if few else f"The {GPUS} GPUs that were throttled most", *filter(None, [", ".join(kinds)]))
     )
     if rows:
-        yield Table(caption=title, align="nrrrrrrrlrr", head=head, rows=rows[:GPUS], note=note)
+        yield ReportTable(caption=title, align="nrrrrrrrlrr", head=head, rows=rows[:GPUS], note=note)
     if not few:
         title = f"{len(rows):,} of {len(every):,} GPUs, the worst first"
-        yield Table(caption=title, align="nrrrrrrrlrr", head=head, rows=rows, folded=True)
+        yield ReportTable(caption=title, align="nrrrrrrrlrr", head=head, rows=rows, folded=True)
 
 
-def _gpu(held: Mapping[str, Total], reasons: Mapping[str, int]) -> tuple[str, ...]:
+def _gpu(stats: Mapping[str, RunningStats], reasons: Mapping[str, int]) -> tuple[str, ...]:
     lowered = ", ".join(
         f"{reason} ({count:,})" for reason, count in reasons.items() if reason not in ("none", "idle")
     )
     return (
-        _percents(_mean(held, "utilization_percent")),
-        _percents(_mean(held, "tensor_active_percent")),
-        gigabytes(_most(held, "memory_used_bytes")),
-        _unit(_most(held, "temperature_celsius"), "°C"),
-        _unit(_mean(held, "power_watts"), "W"),
-        percent(_mean(held, "sm_clock_ratio")),
-        _percents(_mean(held, "throttled_percent")),
+        _format_percentage(_mean(stats, "utilization_percent")),
+        _format_percentage(_mean(stats, "tensor_active_percent")),
+        format_gigabytes(_maximum(stats, "memory_used_bytes")),
+        _format_unit(_maximum(stats, "temperature_celsius"), "°C"),
+        _format_unit(_mean(stats, "power_watts"), "W"),
+        format_percent(_mean(stats, "sm_clock_ratio")),
+        _format_percentage(_mean(stats, "throttled_percent")),
         lowered,
-        number(_most(held, "ecc_uncorrected_errors")),
-        number(_most(held, "xid_events")),
+        format_number(_maximum(stats, "ecc_uncorrected_errors")),
+        format_number(_maximum(stats, "xid_events")),
     )
 
 
-def _mean(held: Mapping[str, Total], figure: str) -> float | None:
-    return held[figure].mean if figure in held else None
+def _mean(stats: Mapping[str, RunningStats], metric: str) -> float | None:
+    return stats[metric].mean if metric in stats else None
 
 
-def _most(held: Mapping[str, Total], figure: str) -> float | None:
-    return held[figure].high if figure in held else None
+def _maximum(stats: Mapping[str, RunningStats], metric: str) -> float | None:
+    return stats[metric].high if metric in stats else None
 
 
-def _unit(value: float | None, unit: str) -> str:
+def _format_unit(value: float | None, unit: str) -> str:
     return UNKNOWN if value is None else f"{value:,.0f} {unit}"
 
 
-def _percents(value: float | None) -> str:
-    return percent(None if value is None else value / 100)
+def _format_percentage(value: float | None) -> str:
+    return format_percent(None if value is None else value / 100)
 
 
-def _environment(run: Run) -> Iterator[Table]:
-    """Of the newest attempt that wrote it: single values."""
+def _environment(run: ReportData) -> Iterator[ReportTable]:
+    """Yield the environment of the newest attempt that recorded it."""
     for attempt in reversed(run.attempts):
         rows = tuple(
-            (key, str(value)) for key, value in _flat(attempt.environment) if value not in (None, "")
+            (key, str(value)) for key, value in _flatten(attempt.environment) if value not in (None, "")
         )
         if rows:
-            yield Table(
+            yield ReportTable(
                 caption=f"Environment of attempt {attempt.number}",
                 head=("what", "value"),
                 align="nl",
@@ -289,22 +313,23 @@ def _environment(run: Run) -> Iterator[Table]:
             return
 
 
-def _environments(run: Run) -> Iterator[Folded]:
-    """Of older attempts, where they differ from the newest one."""
+def _environments(run: ReportData) -> Iterator[CollapsedText]:
+    """Yield the environments of older attempts that differ from the newest one."""
     newest = next((attempt for attempt in reversed(run.attempts) if attempt.environment), None)
     for attempt in run.attempts:
-        there = dict(_flat(newest.environment)) if newest is not None else {}
-        differing = [(key, value) for key, value in _flat(attempt.environment) if there.get(key) != value]
+        there = dict(_flatten(newest.environment)) if newest is not None else {}
+        differing = [(key, value) for key, value in _flatten(attempt.environment) if there.get(key) != value]
         if differing:
-            yield Folded(
-                f"attempt {attempt.number} differed", "\n".join(f"{key}: {value}" for key, value in differing)
+            yield CollapsedText(
+                f"attempt {attempt.number}: differences",
+                "\n".join(f"{key}: {value}" for key, value in differing),
             )
 
 
-def _flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Nested objects as ``git.commit``."""
+def _flatten(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Flatten nested objects to keys like ``git.commit``."""
     if isinstance(values, dict):
         for key, value in values.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, ", ".join(map(str, values)) if isinstance(values, list) else values

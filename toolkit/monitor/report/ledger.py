@@ -1,4 +1,4 @@
-"""Where the time of the steps went, over all ranks: the rows of ``monitor/ledger.py``."""
+"""The section on where the time of the steps went, from the rows of ``monitor/ledger_rows.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from toolkit.monitor.parts import (
+from toolkit.monitor.report.elements import (
+    AxisFormat,
+    Chart,
+    ReportSection,
+    ReportTable,
+    Series,
+    curve_series,
+    format_percent,
+    format_seconds,
+)
+from toolkit.monitor.report.run_data import LedgerCurves, ReportData
+from toolkit.monitor.report.training import step_marks
+from toolkit.monitor.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -18,11 +30,8 @@ from toolkit.monitor.parts import (
     TRANSFER,
     UNEXPLAINED,
 )
-from toolkit.monitor.report.data import Ledger, Run
-from toolkit.monitor.report.training import marks
-from toolkit.monitor.report.view import Chart, Format, Section, Series, Table, line, percent, seconds
 
-USEFUL = (FORWARD, BACKWARD, OPTIMIZER)
+USEFUL_PARTS = (FORWARD, BACKWARD, OPTIMIZER)
 COLOURS = {
     FORWARD: "sky",
     BACKWARD: "blue",
@@ -36,38 +45,39 @@ COLOURS = {
     UNEXPLAINED: "pale",
 }
 AXES_COLOURS = ("pink", "rose", "violet", "ink")
-FIRST = (
-    *USEFUL,
-    TRANSFER,
-)  # from below: what is useful; then what is not, the largest first; last what is not known
-STARVING = 0.01  # of all time: less is not worth asking whose it is
-RANKS = 8  # the most often slowest ones that are named
-STACKED = 150  # points of the shares: of less, a save now and then is seen as stripes instead of its share
+# from the bottom: useful parts, then lost time by size, then unexplained time
+BOTTOM_PARTS = (*USEFUL_PARTS, TRANSFER)
+MIN_DATA_SHARE = 0.01  # of all time; below, the ranks that wait for samples are not listed
+RANKS = 8  # ranks listed as most often the slowest
+# points of the shares; with narrower buckets an occasional save appears as stripes instead of its share
+MAX_POINTS = 150
 
 
-def ledger(run: Run) -> Section:
-    held = run.ledger
-    parts = held.parts
+def ledger_section(run: ReportData) -> ReportSection:
+    ledger = run.ledger
+    parts = ledger.parts
     if not parts:
         why = (
-            "monitor.ledger=false leaves it out, and runs of older versions have none"
+            "it is disabled by monitor.ledger=false, and runs of older versions have none"
             if run.steps.rows
-            else "no step is done yet"
+            else "no step is complete yet"
         )
-        return Section(id="ledger", title="Where the time goes", intro=(f"There is no ledger: {why}.",))
-    useful = sum(held.share(part) for part in USEFUL)
+        return ReportSection(id="ledger", title="Time breakdown", intro=(f"There is no time ledger: {why}.",))
+    useful = sum(ledger.share(part) for part in USEFUL_PARTS)
     intro = (
-        f"Forward, backward and optimizer took {percent(useful)} of the time of {held.curves.rows:,} steps, "
-        f"{percent(held.share(UNEXPLAINED))} is unexplained. A step reaches from one wait for samples to the next, so the evaluation and "
-        f"the save that followed it are its own.",
-        "Each part is that of the median rank. Ranks differ, in a pipeline by their stage, so the parts need not add up to the step.",
+        f"Forward, backward and optimizer took {format_percent(useful)} of the time of "
+        f"{ledger.curves.rows:,} steps; {format_percent(ledger.share(UNEXPLAINED))} is unexplained. A step "
+        "lasts from one wait for samples to the next, so it includes the evaluation and the save that "
+        "follow it.",
+        "Each part is that of the median rank. Parts of different ranks, for example of different pipeline "
+        "stages, need not add up to the step.",
     )
-    return Section(
+    return ReportSection(
         id="ledger",
-        title="Where the time goes",
+        title="Time breakdown",
         intro=intro,
-        charts=(_stack(run, parts), _walls(run)),
-        tables=(_table(held, parts), *_ranks(held)),
+        charts=(_shares_chart(run, parts), _seconds_chart(run)),
+        tables=(_table(ledger, parts), *_rank_tables(ledger)),
     )
 
 
@@ -76,27 +86,27 @@ def colours(parts: list[str]) -> dict[str, str]:
     return {**COLOURS, **{part: AXES_COLOURS[number % len(AXES_COLOURS)] for number, part in enumerate(axes)}}
 
 
-def _stack(run: Run, parts: list[str]) -> Chart:
-    """Shares of the time of a bucket's steps; they make 1."""
+def _shares_chart(run: ReportData, parts: list[str]) -> Chart:
+    """Draw the share of each part in the time of a bucket's steps; they add up to 1."""
     curves = run.ledger.curves.curves
-    order = [part for part in FIRST if part in parts] + [
-        part for part in parts if part not in (*FIRST, UNEXPLAINED)
+    order = [part for part in BOTTOM_PARTS if part in parts] + [
+        part for part in parts if part not in (*BOTTOM_PARTS, UNEXPLAINED)
     ]
     order += [UNEXPLAINED] * (UNEXPLAINED in parts)
     points = len(run.ledger.curves.x)
-    edges = [number * points // min(points, STACKED) for number in range(min(points, STACKED) + 1)]
+    edges = [number * points // min(points, MAX_POINTS) for number in range(min(points, MAX_POINTS) + 1)]
     x = [run.ledger.curves.x[first] for first in edges[:-1]]
     sums = {
         part: [sum(value or 0.0 for value in curves[part].sum[first:end]) for first, end in pairwise(edges)]
         for part in order
     }
     whole = [sum(values) for values in zip(*sums.values(), strict=True)]
-    paint = colours(parts)
-    said = ", ".join(f"{part} {percent(run.ledger.share(part))}" for part in parts)
+    colour_of = colours(parts)
+    summary = ", ".join(f"{part} {format_percent(run.ledger.share(part))}" for part in parts)
     series = tuple(
         Series(
             name=part,
-            colour=paint[part],
+            colour=colour_of[part],
             x=x,
             mid=[value / of_all if of_all else 0.0 for value, of_all in zip(values, whole, strict=True)],
         )
@@ -104,53 +114,55 @@ def _stack(run: Run, parts: list[str]) -> Chart:
     )
     return Chart(
         id="ledger-shares",
-        title="Shares of the steps' time",
+        title="Share of each part",
         series=series,
         y_label="share of the time",
-        y_format=Format.PERCENT,
+        y_format=AxisFormat.PERCENT,
         stacked=True,
-        marks=marks(run),
-        alt=f"Shares of each part in the steps' time, stacked. In all: {said}.",
+        marks=step_marks(run),
+        alt=f"Stacked shares of each part in the steps' time. Over the whole run: {summary}.",
     )
 
 
-def _walls(run: Run) -> Chart:
-    """The largest parts as lines, so that what grew is seen."""
-    curves, paint = run.ledger.curves, colours(run.ledger.parts)
-    drawn = [line(curves, "wall_seconds", "whole step", "ink")]
-    drawn += [line(curves, f"{part} max", part, paint[part]) for part in run.ledger.parts[:5]]
+def _seconds_chart(run: ReportData) -> Chart:
+    """Draw the largest parts as lines, which shows what has grown."""
+    curves, colour_of = run.ledger.curves, colours(run.ledger.parts)
+    drawn = [curve_series(curves, "wall_seconds", "whole step", "ink")]
+    drawn += [curve_series(curves, f"{part} max", part, colour_of[part]) for part in run.ledger.parts[:5]]
     lines = tuple(one for one in drawn if one is not None)
     return Chart(
         id="ledger-seconds",
-        title="Seconds of the largest parts, slowest rank",
+        title="The largest parts on the slowest rank",
         series=lines,
-        alt="Seconds of the five largest parts, and of the whole step, over the steps.",
+        alt="Seconds of the five largest parts and of the whole step, over the steps.",
         y_label="seconds",
-        y_format=Format.SECONDS,
+        y_format=AxisFormat.SECONDS,
         from_zero=True,
-        marks=marks(run),
+        marks=step_marks(run),
     )
 
 
-def _table(held: Ledger, parts: list[str]) -> Table:
-    """Per part: its share, its mean over all steps, and how ranks differ in the steps that have it."""
+def _table(ledger: LedgerCurves, parts: list[str]) -> ReportTable:
+    """List each part's share, its mean over all steps, and its spread over ranks in the steps that have
+    it.
+    """
     rows = []
     for part in parts:
-        middle = held.curves.total(part)
-        low, high = held.curves.total(f"{part} min"), held.curves.total(f"{part} max")
+        middle = ledger.curves.total(part)
+        low, high = ledger.curves.total(f"{part} min"), ledger.curves.total(f"{part} max")
         rows.append(
             (
                 part,
-                percent(held.share(part)),
-                seconds(middle.sum / held.curves.rows),
-                seconds(low.median),
-                seconds(middle.median),
-                seconds(high.median),
-                seconds(high.high),
+                format_percent(ledger.share(part)),
+                format_seconds(middle.sum / ledger.curves.rows),
+                format_seconds(low.median),
+                format_seconds(middle.median),
+                format_seconds(high.median),
+                format_seconds(high.high),
                 f"{middle.count:,}",
             )
         )
-    return Table(
+    return ReportTable(
         caption="Parts of a step",
         align="nrrrrrrr",
         rows=tuple(rows),
@@ -158,42 +170,45 @@ def _table(held: Ledger, parts: list[str]) -> Table:
             "part",
             "share of all time",
             "mean a step",
-            "quickest rank",
+            "fastest rank",
             "median rank",
             "slowest rank",
             "longest ever",
             "steps with it",
         ),
-        note="Quickest, median and slowest rank are of the median step among those that have the part. Exposed communication is named by "
-        "its axes; what overlaps with computing takes no time here.",
+        note="Fastest, median and slowest rank refer to the median step among those that have the part. "
+        "Communication is the exposed part, by axis; communication that overlaps with computing does "
+        "not appear.",
     )
 
 
-def _ranks(held: Ledger) -> Iterator[Table]:
-    """Who is the longest busy, and who waits for samples, if there is anybody to compare with."""
-    if held.ranks < 2:
+def _rank_tables(ledger: LedgerCurves) -> Iterator[ReportTable]:
+    """Yield which ranks are busy longest and which wait for samples, if there are several ranks."""
+    if ledger.ranks < 2:
         return
-    if held.slowest:
-        yield _who(
+    if ledger.slowest:
+        yield _rank_table(
             "The slowest rank",
-            held.slowest,
+            ledger.slowest,
             (
-                f"Slowest: the longest busy, without waiting for others or for samples; in all {seconds(held.excess_seconds)} beyond the "
-                f"median rank. Ranks that differ by chance take turns here, a slow one stands alone. In a pipeline stages differ by what they "
-                f"hold."
+                "The slowest rank is busy longest, without waiting for other ranks or samples; in total "
+                f"{format_seconds(ledger.excess_seconds)} longer than the median rank. By chance all ranks "
+                "appear about equally often; one rank far above the others is slow. Pipeline stages "
+                "differ by their layers."
             ),
         )
-    if held.starved and held.share(DATA) >= STARVING:
-        yield _who(
-            "The rank that waited longest for its samples",
-            held.starved,
-            "One rank alone: its own disk, network or processors.",
+    if ledger.starved and ledger.share(DATA) >= MIN_DATA_SHARE:
+        yield _rank_table(
+            "The rank that waited longest for samples",
+            ledger.starved,
+            "A single rank indicates a problem of its own disk, network or processors.",
         )
 
 
-def _who(caption: str, counts: Counter[int], note: str) -> Table:
+def _rank_table(caption: str, counts: Counter[int], note: str) -> ReportTable:
     total = sum(counts.values())
     rows = tuple(
-        (f"rank {rank}", f"{count:,}", percent(count / total)) for rank, count in counts.most_common(RANKS)
+        (f"rank {rank}", f"{count:,}", format_percent(count / total))
+        for rank, count in counts.most_common(RANKS)
     )
-    return Table(caption=caption, head=("rank", "steps", "share"), align="lrr", rows=rows, note=note)
+    return ReportTable(caption=caption, head=("rank", "steps", "share"), align="lrr", rows=rows, note=note)

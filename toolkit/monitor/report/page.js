@@ -1,14 +1,15 @@
-// Draws the page's charts from the JSON in it, as SVG: no library, no request, colours by page.css. Charts over the same axis are zoomed
-// together; a drag zooms, a double click or Escape shows everything, arrows move the reading, a legend's key hides its line.
+// Draws the page's charts as SVG from the JSON in the page, without libraries or requests; page.css has the colours.
+// Charts over the same axis are zoomed together. Dragging zooms, a double click or Escape resets, arrow keys move the
+// cursor, and a click on a legend entry hides its line.
 "use strict";
 (() => {
   const HEIGHT = 250, LEFT = 74, RIGHT = 14, TOP = 12, BOTTOM = 40;
   const charts = JSON.parse(document.getElementById("charts").textContent);
-  const zoom = {};     // by format of x: [from, to]
-  const extent = {};   // by format of x: of all charts together, so that they stand below each other alike
+  const zoom = {};     // by x format: [from, to]
+  const extent = {};   // by x format: over all charts, so that their axes are aligned
   const views = [];
 
-  // ---- figures in words
+  // ---- number formats
 
   const rounded = (value, digits) => String(Number(value.toPrecision(digits)));
   const scaled = (value, units, digits) => {
@@ -25,7 +26,7 @@
     const [day, time] = [text.slice(0, 10), text.slice(11, 19)];
     return { day: day.slice(5), minute: time.slice(0, 5), second: time, all: `${day} ${time} UTC` }[pattern];
   };
-  const written = {
+  const formatters = {
     number: plain,
     percent: (value, digits) => `${rounded(value * 100, Math.max(digits, 3))}%`,
     bytes: (value, digits) => (value ? scaled(value, [[1e12, " TB"], [1e9, " GB"], [1e6, " MB"], [1e3, " kB"], [1, " B"]], digits) : "0 B"),
@@ -53,7 +54,7 @@
       const pattern = by >= 86400 ? "day" : by >= 60 ? "minute" : "second";
       return multiples(low, high, by).map((at) => [at, pattern === "minute" && at % 86400 === 0 ? utc(at, "day") : utc(at, pattern)]);
     }
-    return multiples(low, high, Math.max(1, nice(rough))).map((at) => [at, at >= 1e6 ? plain(at, 4) : written.step(at)]);
+    return multiples(low, high, Math.max(1, nice(rough))).map((at) => [at, at >= 1e6 ? plain(at, 4) : formatters.step(at)]);
   }
 
   function ticksOfY(format, [low, high], logarithmic) {
@@ -61,10 +62,10 @@
       const decades = Math.log10(high / low), factors = decades > 3 ? [1] : decades > 1 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9];
       const ticks = multiples(Math.floor(Math.log10(low)), Math.ceil(Math.log10(high)), Math.max(1, Math.ceil(decades / 6)))
         .flatMap((power) => factors.map((factor) => factor * 10 ** power)).filter((at) => at >= low && at <= high);
-      if (ticks.length > 1) return ticks.map((at) => [at, written[format](at, 2)]);
+      if (ticks.length > 1) return ticks.map((at) => [at, formatters[format](at, 2)]);
     }
     const by = nice((high - low) / 5);
-    return multiples(low, high, by).map((at) => [at, written[format](Math.abs(at) < by / 1e6 ? 0 : at, digitsFor(at, by))]);
+    return multiples(low, high, by).map((at) => [at, formatters[format](Math.abs(at) < by / 1e6 ? 0 : at, digitsFor(at, by))]);
   }
   const digitsFor = (at, by) => Math.max(2, Math.ceil(Math.log10(Math.max(Math.abs(at), by) / by) + 1e-9) + 1);
 
@@ -119,7 +120,7 @@
       this.range = this.rangeOfY();
       this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
       this.svg.replaceChildren();
-      // A little wider than the plot: a dot at its edge is round.
+      // Slightly wider than the plot, so that dots at its edge are complete.
       const clip = this.element("clipPath", { id: `clip-${chart.id}` }, this.element("defs", {}));
       this.element("rect", { x: LEFT - 3, y: TOP - 3, width: this.inner + 6, height: HEIGHT - TOP - BOTTOM + 6 }, clip);
       this.axes();
@@ -136,13 +137,13 @@
     x(value) { const [low, high] = this.domain; return LEFT + ((value - low) / (high - low)) * this.inner; }
     unx(pixel) { const [low, high] = this.domain; return low + ((pixel - LEFT) / this.inner) * (high - low); }
     y(value) {
-      const [low, high] = this.range, of = this.log ? Math.log10 : (plainly) => plainly;
+      const [low, high] = this.range, of = this.log ? Math.log10 : (value) => value;
       if (this.log && value <= 0) return HEIGHT;
       return HEIGHT - BOTTOM - ((of(value) - of(low)) / (of(high) - of(low))) * (HEIGHT - TOP - BOTTOM);
     }
     get log() { return this.logarithmic && this.range[0] > 0; }
 
-    // Layers on top of each other; a place where a layer has no value counts as nothing of it.
+    // Stack the layers; a missing value counts as zero.
     stack() {
       let base = null;
       return this.shown.map((one) => {
@@ -176,7 +177,7 @@
       const most = (values, start) => values.reduce((a, b) => Math.max(a, b), start);
       if (this.chart.stacked) return [0, Math.max(1e-6, most(middle, 0)) > 0.97 ? 1 : most(middle, 1e-6)];
       let low = least(middle, Infinity), high = most(middle, -Infinity);
-      // Bands are seen as far as they do not flatten the line; where they go on, they are cut at the edge.
+      // Bands extend the range only as far as they do not flatten the line; beyond, they are clipped.
       const span = Math.max(high - low, Math.abs(high) / 2) || 1;
       [low, high] = [Math.max(least(around, low), low - 1.5 * span), Math.min(most(around, high), high + 1.5 * span)];
       if (this.logarithmic) return [low > 0 ? low / 1.05 : least(middle, Infinity) / 1.05, high * 1.05];
@@ -195,8 +196,8 @@
       for (const [at, label] of ticksOfX(chart.xFormat, this.domain, this.inner / 85)) {
         const x = this.x(at).toFixed(1);
         this.element("line", { class: "notch", x1: x, x2: x, y1: bottom, y2: bottom + 4 });
-        const word = this.element("text", { class: "tick", x, y: bottom + 16, "text-anchor": "middle", text: label });
-        word.setAttribute("x", Math.min(x, this.width - 1 - word.getComputedTextLength() / 2).toFixed(1));  // the last one is not cut off
+        const text = this.element("text", { class: "tick", x, y: bottom + 16, "text-anchor": "middle", text: label });
+        text.setAttribute("x", Math.min(x, this.width - 1 - text.getComputedTextLength() / 2).toFixed(1));  // keep the last label inside
       }
       this.element("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: bottom, y2: bottom });
       const middle = { class: "label", "text-anchor": "middle" };
@@ -204,7 +205,7 @@
       this.element("text", { ...middle, transform: `translate(12 ${TOP + (bottom - TOP) / 2}) rotate(-90)`, text: chart.yLabel });
     }
 
-    // Runs of neighbouring points that have values: a gap in the figures is a gap in the line.
+    // Return runs of neighbouring points with values: missing values are gaps in the line.
     runs(layer) {
       const [first, last] = this.visible(layer.x), runs = [];
       let run = [];
@@ -218,7 +219,7 @@
     point(x, y) { return `${this.x(x).toFixed(1)} ${this.y(y).toFixed(1)}`; }
 
     path(xs, values, indices) {
-      return indices.map((index, place) => (place ? "L" : "M") + this.point(xs[index], values[index])).join("");
+      return indices.map((index, nth) => (nth ? "L" : "M") + this.point(xs[index], values[index])).join("");
     }
 
     between(layer, low, high, indices) {
@@ -235,7 +236,7 @@
       path.dataset.series = layer.name;
       path.dataset.points = points;
       for (const run of runs) {
-        if (!layer.dots && run.length > 1) continue;  // a point alone would not be seen
+        if (!layer.dots && run.length > 1) continue;  // an isolated point needs a dot to be visible
         for (const index of run) {
           const [cx, cy] = this.point(layer.x[index], layer.mid[index]).split(" ");
           this.element("circle", { class: "dot", colour, cx, cy, r: 2.6 }, plot);
@@ -247,7 +248,7 @@
     area(layer, plot) {
       const [first, last] = this.visible(layer.x);
       const indices = Array.from({ length: last - first + 1 }, (_, offset) => first + offset);
-      // One step alone has no width of its own: it gets the plot's.
+      // A single step has no width, so it fills the plot.
       const alone = indices.length === 1, twice = (values) => [values[first], values[first]];
       const drawn = alone ? { x: [...this.domain], base: twice(layer.base), top: twice(layer.top) } : layer;
       const d = this.between(drawn, drawn.base, drawn.top, alone ? [0, 1] : indices);
@@ -258,7 +259,7 @@
     }
 
     marks(plot) {
-      let free = LEFT;  // labels that would lie on each other are left out; the reading has all
+      let free = LEFT;  // overlapping labels are omitted; the tooltip shows all marks
       for (const mark of [...this.chart.marks].sort((a, b) => a.x - b.x)) {
         const x = this.x(mark.x);
         const ends = { x1: x.toFixed(1), x2: x.toFixed(1), y1: TOP, y2: HEIGHT - BOTTOM };
@@ -274,7 +275,7 @@
       }
     }
 
-    // ---- reading and zooming
+    // ---- cursor and zoom
 
     listen() {
       const pixel = (event) => {
@@ -302,8 +303,8 @@
         if (high - low > 6) setZoom(this.chart.xFormat, [this.unx(low), this.unx(high)]);
       });
       this.svg.addEventListener("pointercancel", () => { from = null; this.selection.setAttribute("visibility", "hidden"); });
-      this.svg.addEventListener("pointerleave", () => this.readNothing());
-      this.svg.addEventListener("blur", () => this.readNothing());
+      this.svg.addEventListener("pointerleave", () => this.clearReading());
+      this.svg.addEventListener("blur", () => this.clearReading());
       this.svg.addEventListener("dblclick", () => setZoom(this.chart.xFormat, null));
       this.svg.addEventListener("keydown", (event) => {
         const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
@@ -325,18 +326,18 @@
       const near = (x) => Math.abs(this.x(x) - this.x(at)) < this.inner / 8;
       const close = this.shown.map((one) => [one, nearest(one.x)]).filter(([one, index]) => index >= 0 && near(one.x[index]));
       this.at = at;
-      if (!close.length) return this.readNothing();
-      const place = close.map(([one, index]) => one.x[index]).reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
-      const x = this.x(place);
+      if (!close.length) return this.clearReading();
+      const position = close.map(([one, index]) => one.x[index]).reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
+      const x = this.x(position);
       set(this.cursor, { x1: x, x2: x, visibility: "visible" });
       const head = document.createElement("b");
-      head.textContent = xFormat === "time" ? written.time(place) : `step ${written.step(place)}`;
-      const elsewhere = (x) => (xFormat === "step" && x !== place ? ` at ${written.step(x)}` : "");
-      const lines = close.map(([one, index]) => this.readingOf(one, index, elsewhere(one.x[index]), yFormat));
-      if (this.chart.stacked) lines.reverse();  // as they lie
+      head.textContent = xFormat === "time" ? formatters.time(position) : `step ${formatters.step(position)}`;
+      const atOther = (x) => (xFormat === "step" && x !== position ? ` at ${formatters.step(x)}` : "");
+      const lines = close.map(([one, index]) => this.readingOf(one, index, atOther(one.x[index]), yFormat));
+      if (this.chart.stacked) lines.reverse();  // in stacking order
       for (const mark of marks.filter((one) => Math.abs(this.x(one.x) - x) < 5).slice(0, 4)) {
         const line = document.createElement("div");
-        line.className = `told ${mark.level}`;
+        line.className = `event ${mark.level}`;
         line.textContent = mark.text;
         lines.push(line);
       }
@@ -347,17 +348,17 @@
       this.reading.style.right = share < 0.5 ? "auto" : `${(1 - x / this.width) * 100}%`;
     }
 
-    readingOf(one, index, where, format) {
+    readingOf(one, index, position, format) {
       const line = document.createElement("div"), swatch = document.createElement("i"), value = document.createElement("span");
       swatch.style.setProperty("--c", `var(--c-${one.colour})`);
-      const [mid, low, high] = [one.mid[index], one.low?.[index], one.high?.[index]], say = written[format];
-      const band = low !== undefined && low !== high ? ` (${say(low, 4)} to ${say(high, 4)})` : "";
-      value.textContent = `${mid === null ? "no figure" : say(mid, 5)}${band}${where}`;
+      const [mid, low, high] = [one.mid[index], one.low?.[index], one.high?.[index]], formatValue = formatters[format];
+      const band = low !== undefined && low !== high ? ` (${formatValue(low, 4)} to ${formatValue(high, 4)})` : "";
+      value.textContent = `${mid === null ? "no value" : formatValue(mid, 5)}${band}${position}`;
       line.append(swatch, `${one.name} `, value);
       return line;
     }
 
-    readNothing() {
+    clearReading() {
       this.reading.hidden = true;
       this.at = undefined;
       this.cursor?.setAttribute("visibility", "hidden");
@@ -367,7 +368,7 @@
   function setZoom(format, domain) {
     if (domain) zoom[format] = domain; else delete zoom[format];
     document.getElementById("whole").hidden = Object.keys(zoom).length === 0;
-    for (const view of views) if (view.chart.xFormat === format) { view.readNothing(); view.draw(); }
+    for (const view of views) if (view.chart.xFormat === format) { view.clearReading(); view.draw(); }
   }
 
   for (const chart of charts) {
@@ -377,7 +378,7 @@
   }
   for (const format of Object.keys(extent)) {
     const [low, high] = extent[format];
-    if (low === high) extent[format] = [low - 0.5, high + 0.5];  // one point stands in the middle
+    if (low === high) extent[format] = [low - 0.5, high + 0.5];  // centre a single point
   }
   for (const chart of charts) views.push(new View(chart));
   for (const view of views) view.draw();

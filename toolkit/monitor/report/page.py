@@ -1,4 +1,6 @@
-"""One page of a run, with everything in it: style, script and figures. It asks no network for anything, and says so to the browser."""
+"""Render a run as a self-contained HTML page: style, script and data are inline, and its security policy
+forbids requests.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +12,47 @@ from importlib import resources
 from typing import Any
 
 from toolkit.errors import without_secrets
-from toolkit.monitor.report.alerts import alerts
-from toolkit.monitor.report.attempts import attempts, configuration
-from toolkit.monitor.report.data import Run
-from toolkit.monitor.report.hardware import hardware
-from toolkit.monitor.report.ledger import ledger
-from toolkit.monitor.report.reality import reality
-from toolkit.monitor.report.training import training
-from toolkit.monitor.report.verdict import state, tiles, verdict
-from toolkit.monitor.report.view import (
+from toolkit.monitor.report.alerts import alerts_section
+from toolkit.monitor.report.attempts import attempts_section, configuration_section
+from toolkit.monitor.report.elements import (
     UNKNOWN,
+    AxisFormat,
     Chart,
-    Format,
-    Section,
+    ReportSection,
+    ReportTable,
     Series,
-    Table,
-    gigabytes,
-    number,
-    percent,
-    seconds,
+    format_gigabytes,
+    format_number,
+    format_percent,
+    format_seconds,
 )
+from toolkit.monitor.report.hardware import hardware_section
+from toolkit.monitor.report.ledger import ledger_section
+from toolkit.monitor.report.planned_vs_measured import comparison_section
+from toolkit.monitor.report.run_data import ReportData
+from toolkit.monitor.report.summary import run_state, summary_sentences, summary_tiles
+from toolkit.monitor.report.training import training_section
 
-# In the order in which a person asks.
-SECTIONS: tuple[Callable[[Run], Section], ...] = (
-    training,
-    ledger,
-    alerts,
-    reality,
-    hardware,
-    attempts,
-    configuration,
+# In the order of the page.
+SECTIONS: tuple[Callable[[ReportData], ReportSection], ...] = (
+    training_section,
+    ledger_section,
+    alerts_section,
+    comparison_section,
+    hardware_section,
+    attempts_section,
+    configuration_section,
 )
-WRITTEN: dict[Format, Callable[[float | None], str]] = {
-    Format.NUMBER: number,
-    Format.PERCENT: percent,
-    Format.BYTES: gigabytes,
-    Format.SECONDS: seconds,
+FORMATTERS: dict[AxisFormat, Callable[[float | None], str]] = {
+    AxisFormat.NUMBER: format_number,
+    AxisFormat.PERCENT: format_percent,
+    AxisFormat.BYTES: format_gigabytes,
+    AxisFormat.SECONDS: format_seconds,
 }
 
 
-def page(run: Run) -> str:
-    """The HTML of a run."""
+def render_page(run: ReportData) -> str:
+    """Return the HTML page of a run."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -59,34 +61,37 @@ def page(run: Run) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    word, mood = state(run)
-    # Style and script are ours; everything else is of files and escaped by the template, the figures by `embedded`.
+    state, mood = run_state(run)
+    # Style and script are our own. The template escapes all text from files, and ``embed_json`` the charts'
+    # data.
     return environment.from_string(_file("page.html.j2")).render(
         page={
             "name": run.name,
-            "state": word,
+            "state": state,
             "mood": mood,
-            "verdict": [without_secrets(sentence) for sentence in verdict(run)],
-            "tiles": [asdict(tile) for tile in tiles(run)],
+            "verdict": [without_secrets(sentence) for sentence in summary_sentences(run)],
+            "tiles": [asdict(tile) for tile in summary_tiles(run)],
             "sections": sections,
             "footer": _footer(run),
         },
-        figures={chart.id: figures(chart) for chart in charts},
-        charts=Markup(embedded([chart.data() for chart in charts])),
+        figures={chart.id: chart_table(chart) for chart in charts},
+        charts=Markup(embed_json([chart.data() for chart in charts])),
         css=Markup(_file("page.css")),
         script=Markup(_file("page.js")),
     )
 
 
-def embedded(value: Any) -> str:
-    """JSON that may stand inside a script element: no text in it can end the element or begin a comment. NaN is refused."""
+def embed_json(value: Any) -> str:
+    """Encode JSON for a script element, such that no text can end the element or start a comment. Raises
+    ValueError for NaN.
+    """
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def figures(chart: Chart) -> Table:
-    """A chart's figures for who does not see it."""
-    written = WRITTEN[chart.y_format]
+def chart_table(chart: Chart) -> ReportTable:
+    """Return a chart's data as a table, for readers who cannot see it."""
+    format_value = FORMATTERS[chart.y_format]
 
     def row(one: Series) -> tuple[str, ...]:
         known = [value for value in one.mid if value is not None]
@@ -96,13 +101,13 @@ def figures(chart: Chart) -> Table:
         return (
             one.name,
             f"{len(known):,}",
-            written(known[0]),
-            written(known[-1]),
-            written(extremes[0]),
-            written(extremes[1]),
+            format_value(known[0]),
+            format_value(known[-1]),
+            format_value(extremes[0]),
+            format_value(extremes[1]),
         )
 
-    return Table(
+    return ReportTable(
         caption=chart.title,
         head=("line", "points", "first", "last", "lowest", "highest"),
         align="lrrrrr",
@@ -110,11 +115,11 @@ def figures(chart: Chart) -> Table:
     )
 
 
-def _footer(run: Run) -> str:
-    made = f"{datetime.fromtimestamp(run.read_at, UTC):%Y-%m-%d at %H:%M:%S} UTC"
+def _footer(run: ReportData) -> str:
+    created = f"{datetime.fromtimestamp(run.read_at, UTC):%Y-%m-%d at %H:%M:%S} UTC"
     return (
-        f"Made on {made} from the files in {run.folder.absolute()}. What the figures mean, and what they cannot see: "
-        f"docs/monitoring.md of the toolkit."
+        f"Created on {created} from the files in {run.folder.absolute()}. The metrics and their limits are "
+        "described in docs/monitoring.md of the toolkit."
     )
 
 

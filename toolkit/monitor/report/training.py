@@ -1,42 +1,52 @@
-"""The curves of training over its steps: losses, gradient norm, learning rate, speed and utilisation."""
+"""The training section: losses, gradient norm, learning rate, throughput and utilisation over the steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from toolkit.monitor.report.data import EPOCHS, Attempt, Run, standing_from
-from toolkit.monitor.report.reduce import Curves
-from toolkit.monitor.report.rows import is_number
-from toolkit.monitor.report.view import Chart, Format, Mark, Section, Series, line, number
+from toolkit.monitor.report.curve_reader import is_number
+from toolkit.monitor.report.downsample import Curves
+from toolkit.monitor.report.elements import (
+    AxisFormat,
+    Chart,
+    ChartMark,
+    ReportSection,
+    Series,
+    curve_series,
+    format_number,
+)
+from toolkit.monitor.report.run_data import EPOCHS, AttemptRecord, ReportData, effective_attempts
 
-MARKS = 60  # alerts drawn on a curve: the newest
+MARKS = 60  # the newest alerts drawn on a curve
 COLOURS = ("blue", "orange", "green", "pink", "red", "violet", "teal", "brown", "yellow", "grey")
 
 
-def training(run: Run) -> Section:
+def training_section(run: ReportData) -> ReportSection:
     if not run.steps.rows:
-        return Section(id="training", title="Training", intro=("No step is done yet, so there is no curve.",))
+        return ReportSection(
+            id="training", title="Training", intro=("There are no curves, because no step is complete yet.",)
+        )
     intro = [_resolution(run.steps)]
     if dropped := run.steps.total("dropped_rows").sum:
-        intro.append(f"{dropped:,.0f} more rows were dropped: the file system could not take them in time.")
-    return Section(id="training", title="Training", intro=tuple(intro), charts=tuple(_charts(run)))
+        intro.append(f"{dropped:,.0f} more rows were dropped because the file system was too slow.")
+    return ReportSection(id="training", title="Training", intro=tuple(intro), charts=tuple(_charts(run)))
 
 
 def _resolution(curves: Curves) -> str:
-    zoom = "Drag over a curve to zoom into all of them, double-click to see everything."
+    zoom = "Drag over a curve to zoom all of them, double-click to reset."
     if curves.width <= 1:
-        return f"Every one of the {curves.rows:,} steps is a point. {zoom}"
+        return f"Each of the {curves.rows:,} steps is a point. {zoom}"
     return (
-        f"{curves.rows:,} steps, {curves.width:,.0f} to a point: the line is their median, the band reaches from the smallest to the "
-        f"largest. {zoom}"
+        f"{curves.rows:,} steps, {curves.width:,.0f} per point: the line is their median, the band their "
+        f"range. {zoom}"
     )
 
 
-def marks(run: Run) -> tuple[Mark, ...]:
-    """Lines on the curves over steps: the borders between attempts, and the newest alerts."""
+def step_marks(run: ReportData) -> tuple[ChartMark, ...]:
+    """Return marks for the borders between attempts and the newest alerts."""
     rows = [row for row in run.alerts.rows if is_number(row.get("step"))][-MARKS:]
     alerts = (
-        Mark(
+        ChartMark(
             row["step"],
             str(row.get("level", "warning")),
             f"{row.get('name', 'alert')}: {row.get('cause', '')}",
@@ -44,94 +54,105 @@ def marks(run: Run) -> tuple[Mark, ...]:
         )
         for row in rows
     )
-    return (*borders(run, lambda attempt: attempt.first), *alerts)
+    return (*attempt_marks(run, lambda attempt: attempt.first), *alerts)
 
 
-def borders(run: Run, place: Callable[[Attempt], float | None]) -> tuple[Mark, ...]:
-    """A line at the beginning of each of the newest attempts but the first, of those whose steps stand."""
+def attempt_marks(
+    run: ReportData, position: Callable[[AttemptRecord], float | None]
+) -> tuple[ChartMark, ...]:
+    """Return a mark for the start of each later attempt whose steps were not all repeated."""
     later = [
         (attempt, first, at)
-        for attempt, first in standing_from(run.attempts)[1:]
-        if (at := place(attempt)) is not None
+        for attempt, first in effective_attempts(run.attempts)[1:]
+        if (at := position(attempt)) is not None
     ]
     return tuple(
-        Mark(
+        ChartMark(
             at,
             "attempt",
-            f"attempt {attempt.number} begins after step {first:,}",
+            f"attempt {attempt.number} starts after step {first:,}",
             f"attempt {attempt.number}",
         )
         for attempt, first, at in later[-MARKS:]
     )
 
 
-def _charts(run: Run) -> Iterator[Chart]:
-    told = marks(run)
-    losses = [line(run.steps, "loss", "training", "blue")]
+def _charts(run: ReportData) -> Iterator[Chart]:
+    marks = step_marks(run)
+    losses = [curve_series(run.steps, "loss", "training", "blue")]
     for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False):
-        drawn = line(curves, "loss", name, colour)
-        losses.append(drawn and _dotted(drawn))
-    per = "an image" if run.unit == "images" else "a token"
-    yield from _chart("loss", "Loss", f"loss (nats {per})", losses, told)
+        drawn = curve_series(curves, "loss", name, colour)
+        losses.append(drawn and _with_dots(drawn))
+    per = "image" if run.unit == "images" else "token"
+    yield from _chart("loss", "Loss", f"loss (nats per {per})", losses, marks)
     accuracies = [
-        line(curves, "accuracy", name, colour)
+        curve_series(curves, "accuracy", name, colour)
         for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False)
     ]
     yield from _chart(
-        "accuracy", "Accuracy", "accuracy", [one and _dotted(one) for one in accuracies], told, Format.PERCENT
+        "accuracy",
+        "Accuracy",
+        "accuracy",
+        [one and _with_dots(one) for one in accuracies],
+        marks,
+        AxisFormat.PERCENT,
     )
-    norm = line(run.steps, "grad_norm", "gradient norm", "green")
-    yield from _chart("grad_norm", "Gradient norm, before clipping", "gradient norm", [norm], told)
+    norm = curve_series(run.steps, "grad_norm", "gradient norm", "green")
+    yield from _chart("grad_norm", "Gradient norm before clipping", "gradient norm", [norm], marks)
     yield from _chart(
-        "lr", "Learning rate", "learning rate", [line(run.steps, "lr", "learning rate", "violet")], told
+        "lr",
+        "Learning rate",
+        "learning rate",
+        [curve_series(run.steps, "lr", "learning rate", "violet")],
+        marks,
     )
     speed = f"{run.unit}_per_second"
     yield from _chart(
         "speed",
         "Throughput",
         f"{run.unit}/s",
-        [line(run.steps, speed, f"{run.unit}/s", "blue")],
-        told,
+        [curve_series(run.steps, speed, f"{run.unit}/s", "blue")],
+        marks,
         zero=True,
     )
-    used = [line(run.steps, "mfu", "MFU", "green"), line(run.steps, "hfu", "HFU", "orange")]
+    used = [curve_series(run.steps, "mfu", "MFU", "green"), curve_series(run.steps, "hfu", "HFU", "orange")]
     yield from _chart(
         "mfu",
         "Utilisation of the GPUs' peak",
         "share of the dense peak",
         used,
-        told,
-        Format.PERCENT,
+        marks,
+        AxisFormat.PERCENT,
         zero=True,
     )
     flops = [
-        line(run.steps, "model_tflops_per_gpu", "model", "green"),
-        line(run.steps, "hardware_tflops_per_gpu", "hardware", "orange"),
+        curve_series(run.steps, "model_tflops_per_gpu", "model", "green"),
+        curve_series(run.steps, "hardware_tflops_per_gpu", "hardware", "orange"),
     ]
     if run.steps.total("mfu").count == 0:
-        yield from _chart("tflops", "Arithmetic of a rank", "TFLOP/s a rank", flops, told, zero=True)
+        yield from _chart("tflops", "FLOP/s per GPU", "TFLOP/s per GPU", flops, marks, zero=True)
     times = [
-        line(run.steps, "step_seconds", "step", "blue"),
-        line(run.steps, "data_seconds", "of it, waiting for samples", "orange"),
-        line(run.steps, "gc_seconds", "garbage collection", "grey"),
+        curve_series(run.steps, "step_seconds", "step", "blue"),
+        curve_series(run.steps, "data_seconds", "waiting for samples", "orange"),
+        curve_series(run.steps, "gc_seconds", "garbage collection", "grey"),
     ]
-    yield from _chart("seconds", "Time of a step", "seconds", times, told, Format.SECONDS, zero=True)
-    held = [
-        line(run.steps, "device_bytes", "tensors on the device", "green"),
-        line(run.steps, "host_bytes", "process", "blue"),
+    yield from _chart("seconds", "Time per step", "seconds", times, marks, AxisFormat.SECONDS, zero=True)
+    memory = [
+        curve_series(run.steps, "device_bytes", "tensors on the device", "green"),
+        curve_series(run.steps, "host_bytes", "process", "blue"),
     ]
     yield from _chart(
-        "memory", "Memory after a step, of the rank that holds most", "bytes", held, told, Format.BYTES
+        "memory", "Memory after a step on the fullest rank", "bytes", memory, marks, AxisFormat.BYTES
     )
     yield from _chart(
         "loss_scale",
-        "Loss scale of fp16",
+        "fp16 loss scale",
         "loss scale",
-        [line(run.steps, "loss_scale", "loss scale", "brown")],
-        told,
+        [curve_series(run.steps, "loss_scale", "loss scale", "brown")],
+        marks,
     )
     epochs = [
-        line(run.steps, name, name.removeprefix(EPOCHS), colour)
+        curve_series(run.steps, name, name.removeprefix(EPOCHS), colour)
         for colour, name in zip(
             COLOURS, sorted(name for name in run.steps.curves if name.startswith(EPOCHS)), strict=False
         )
@@ -141,12 +162,12 @@ def _charts(run: Run) -> Iterator[Chart]:
         "Epochs of each source",
         "epochs",
         epochs,
-        borders(run, lambda attempt: attempt.first),
+        attempt_marks(run, lambda attempt: attempt.first),
         zero=True,
     )
 
 
-def _dotted(drawn: Series) -> Series:
+def _with_dots(drawn: Series) -> Series:
     return Series(
         name=drawn.name,
         colour=drawn.colour,
@@ -163,26 +184,29 @@ def _chart(
     title: str,
     label: str,
     series: list[Series | None],
-    told: tuple[Mark, ...],
-    written: Format = Format.NUMBER,
+    marks: tuple[ChartMark, ...],
+    written: AxisFormat = AxisFormat.NUMBER,
     *,
     zero: bool = False,
 ) -> Iterator[Chart]:
-    """Nothing where there is nothing to draw."""
+    """Yield a chart if there is something to draw."""
     drawn = tuple(one for one in series if one is not None)
     if drawn:
         yield Chart(
             id=name,
             title=title,
-            alt=f"{title} over the steps. {'; '.join(map(_words, drawn))}",
+            alt=f"{title} over the steps. {'; '.join(map(_describe_series, drawn))}",
             series=drawn,
             y_label=label,
             y_format=written,
             from_zero=zero,
-            marks=told,
+            marks=marks,
         )
 
 
-def _words(series: Series) -> str:
+def _describe_series(series: Series) -> str:
     known = [value for value in series.mid if value is not None]
-    return f"{series.name}: from {number(known[0])} to {number(known[-1])}, least {number(min(known))}, most {number(max(known))}"
+    return (
+        f"{series.name}: from {format_number(known[0])} to {format_number(known[-1])}, minimum "
+        f"{format_number(min(known))}, maximum {format_number(max(known))}"
+    )

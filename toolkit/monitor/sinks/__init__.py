@@ -1,1 +1,1 @@
-"""Where rows go: files, the console, W&B."""
+"""Sinks: files, the console and W&B."""

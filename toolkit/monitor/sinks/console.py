@@ -1,10 +1,9 @@
-"""What a person sees of training: a row of figures every few steps, each evaluation as a line, and alerts."""
+"""Console output of training: a row of figures every few steps, each evaluation as a line, and alerts."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.monitor.alert import Alert, Level
@@ -14,18 +13,19 @@ from toolkit.progress import Progress, duration, quantity
 log = logging.getLogger(__name__)
 
 DAY = 86400.0  # seconds
-HEADING_ROWS = 25  # rows below which the heading is repeated
-ALERT_LENGTH = 2000  # characters; the files have the whole
+HEADING_ROWS = 25  # rows between two headings
+ALERT_LENGTH = 2000  # characters; the files have the whole text
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """The rows of training: at most 80 columns wide, the same in a terminal, a pipe and the attempt's log.
+class StepTable:
+    """Formats the rows of training, at most 80 columns wide, the same in a terminal, a pipe and the attempt's
+    log.
 
     Attributes:
-        unit: what rows count: their ``<unit>_per_second`` is the speed.
-        device: whether memory is that of the GPU (its fullest one), not of the rank's process.
-        utilisation: whether the share of the GPUs' peak is known.
+        unit: the unit of throughput, as in the key ``<unit>_per_second``.
+        device: whether to show the memory of the fullest GPU instead of the rank's process.
+        utilisation: whether the MFU is known.
     """
 
     unit: str = "tokens"
@@ -38,20 +38,20 @@ class Table:
 
     def row(self, row: Row) -> str:
         speed = row[f"{self.unit}_per_second"]
-        share = _shown(row["mfu"], ".1%") if "mfu" in row else _shown(row.get("samples_per_second"), ".3g")
+        share = _format(row["mfu"], ".1%") if "mfu" in row else _format(row.get("samples_per_second"), ".3g")
         memory = row.get("device_bytes" if self.device else "host_bytes")
         left = row.get("eta_seconds")
         loss = row["loss"]
         short = isinstance(loss, int | float) and abs(loss) < 1000
         return self._line(
             f"{row['step']}",
-            _shown(loss, ".4f" if short else ".4g"),
-            _shown(row["grad_norm"], ".3g"),
-            _shown(row["lr"], ".2e"),
+            _format(loss, ".4f" if short else ".4g"),
+            _format(row["grad_norm"], ".3g"),
+            _format(row["lr"], ".2e"),
             f"{speed:,.0f}" if speed < 1e6 else f"{speed / 1e6:.4g}M",
             share,
             quantity(memory, "B") if memory is not None else "-",
-            _left(left) if left is not None else "-",
+            _format_eta(left) if left is not None else "-",
         )
 
     def _line(
@@ -60,36 +60,29 @@ class Table:
         return f"{step:>7}  {loss:>8}  {norm:>9}  {lr:>8}  {speed:>9}  {share:>9}  {memory:>8}  {left:>8}"
 
 
-def _left(seconds: float) -> str:
+def _format_eta(seconds: float) -> str:
     return duration(seconds) if seconds < DAY else f"{seconds // DAY:.0f}d {seconds % DAY // 3600:.0f}h"
 
 
-def _shown(value: object, form: str) -> str:
-    """A number as ``form`` says; anything else, of a loss that is no number say, as it is."""
+def _format(value: object, form: str) -> str:
+    """Format a number; other values, such as a loss that is not finite, are shown as they are."""
     return format(value, form) if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
 class ConsoleSink(NullSink):
-    """A row of training each ``every`` steps, at the first step of a start and at the last of the run; in a terminal, a bar below them.
+    """Logs a row every ``every`` steps, at the first step of an attempt and at the last of the run; in a
+    terminal with a progress bar.
 
     Args:
-        steps, done: of the whole run, and of earlier attempts.
+        steps: of the whole run.
+        done: steps completed by earlier attempts.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        table: Table,
-        *,
-        steps: int,
-        done: int,
-        every: int,
-        say: Callable[[str], None] = log.info,
-    ) -> None:
+    def __init__(self, progress: Progress, table: StepTable, *, steps: int, done: int, every: int) -> None:
         self._task = (progress if progress.live else Progress.silent()).task(
             "training", total=steps, unit="steps", done=done
         )
-        self._table, self._steps, self._done, self._every, self._say = table, steps, done, every, say
+        self._table, self._steps, self._done, self._every = table, steps, done, every
         self._rows = 0
 
     def log(self, kind: Kind, row: Row) -> None:
@@ -104,12 +97,12 @@ class ConsoleSink(NullSink):
         self._done = step
         if self._rows == 0 or step % self._every == 0 or step == self._steps:
             if self._rows % HEADING_ROWS == 0:
-                self._say(self._table.heading())
+                log.info(self._table.heading())
             self._rows += 1
-            self._say(self._table.row(row))
+            log.info(self._table.row(row))
             if row.get("skipped"):
                 scale = f" after an overflow, loss scale {row['loss_scale']:g}" if "loss_scale" in row else ""
-                self._say(f"step {step}: skipped{scale or ', because its gradient norm is not finite'}")
+                log.info(f"step {step}: skipped{scale or ', because its gradient norm is not finite'}")
         if step == self._steps:
             self._task.finish()
 
@@ -119,7 +112,7 @@ class ConsoleSink(NullSink):
             if "accuracy" in row
             else f"perplexity {_perplexity(row['loss'])}"
         )
-        self._say(
+        log.info(
             f"step {row['step']}: {row['set']} loss {row['loss']:.4f} ({meaning}), {row['seconds']:.1f} s"
         )
 
@@ -127,12 +120,12 @@ class ConsoleSink(NullSink):
         self._task.finish()
 
 
-class AlertLines(NullSink):
-    """Alerts, as they come."""
+class AlertConsoleSink(NullSink):
+    """Logs alerts as they come."""
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind is Kind.ALERT:
-            alert = Alert.of(row)
+            alert = Alert.from_row(row)
             text = str(alert)
             if len(text) > ALERT_LENGTH:
                 text = f"{text[:ALERT_LENGTH]} ... (the run's alerts file has the whole text)"

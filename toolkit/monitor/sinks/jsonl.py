@@ -1,9 +1,8 @@
-"""One file for each kind of row: one JSON object a line, floats in full precision.
+"""One JSONL file for each kind of row, with floats in full precision.
 
-JSON has no NaN and no infinity: such a number is written as ``null``, which pandas reads as NaN, and ``toolkit.rows.float_of``
-too. Which of them it was stands in the alert and in the run's status.
-
-orjson writes them in a twentieth of the time of Python's own: who writes keeps the interpreter from who trains.
+JSON has no NaN and infinity: such a number is written as ``null``, which pandas and ``toolkit.rows.float_of``
+read as NaN. The alert and the run's status contain the original value. orjson takes a twentieth of the time
+of Python's encoder, during which training cannot hold the interpreter.
 """
 
 from __future__ import annotations
@@ -20,24 +19,25 @@ import orjson
 
 from toolkit.monitor.sink import Kind, NullSink, Row
 
-BUFFER_BYTES = 2**20  # each write lets go of the interpreter, and then waits to get it back from who trains
+BUFFER_BYTES = 2**20  # few writes, because each one releases the interpreter and has to reacquire it
 
 
 class JsonlSink(NullSink):
-    """``flush`` hands rows to the system: whoever follows the file sees them then, and a killed process loses none of them.
+    """Appends rows to files. ``flush`` hands them to the operating system, so that readers see them and a
+    killed process loses none.
 
     Args:
-        paths: the file of each kind of row; other kinds are passed over.
+        paths: the file of each kind of row; other kinds are ignored.
     """
 
     def __init__(self, paths: Mapping[Kind, Path]) -> None:
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._files = {kind: _opened(path) for kind, path in paths.items()}
+        self._files = {kind: _open_for_append(path) for kind, path in paths.items()}
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind in self._files:
-            self._files[kind].write(encoded(row))
+            self._files[kind].write(encode_row(row))
 
     def flush(self) -> None:
         for file in self._files.values():
@@ -48,8 +48,8 @@ class JsonlSink(NullSink):
             file.close()
 
 
-def _opened(path: Path) -> BinaryIO:
-    """To append to. A line that a stopped machine or a killed process tore is ended, or the next row would be lost with it."""
+def _open_for_append(path: Path) -> BinaryIO:
+    """Open a file for appending, and end an incomplete last line that a killed process left."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -58,9 +58,10 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("ab", buffering=BUFFER_BYTES)
 
 
-def encoded(row: Row) -> bytes:
-    """A line. orjson writes null for a number that is not finite; it refuses whole numbers beyond 64 bits, which
-    Python's own encoder has."""
+def encode_row(row: Row) -> bytes:
+    """Encode a row as a line. orjson writes null for numbers that are not finite, but refuses integers beyond
+    64 bits, which Python's encoder supports.
+    """
     with suppress(orjson.JSONEncodeError):
         return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
     return json.dumps(_without_nonfinite(row), allow_nan=False).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""How much a sink gets of a run that has more to tell than it can take without cost."""
+"""Limit how many rows per second a sink receives."""
 
 from __future__ import annotations
 
@@ -9,48 +9,42 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.monitor.sink import Kind, Row, Sink
-from toolkit.monitor.sinks.queued import size
+from toolkit.monitor.sinks.queued import count_values
 
 log = logging.getLogger(__name__)
 
 VALUES_PER_SECOND = 200.0
-BURST = 5000.0  # values: the first hundred steps and more of any run go through whole
-RATIONED = (Kind.STEP, Kind.LEDGER, Kind.SYSTEM)  # come all the time, and the next is much like this one
+BURST = 5000.0  # values; at least the first hundred steps pass unlimited
+LIMITED = (Kind.STEP, Kind.LEDGER, Kind.SYSTEM)  # frequent kinds, of which neighbouring rows are alike
 
 
 class RateLimitedSink(Sink):
-    """Passes rows on to ``sink``, of each kind of ``RATIONED`` at most ``VALUES_PER_SECOND`` in the long run; rows beyond are left out,
-    which is told once.
+    """Forwards at most ``VALUES_PER_SECOND`` of each kind of ``LIMITED`` in the long run. Further rows are
+    dropped, which is logged once.
 
-    W&B's processes work 10 us for each value, and share processors with the training where those are few: at this rate, 0.2% of one for
-    each kind.
+    W&B's processes need 10 us per value and may share processors with training: at this rate, 0.2% of a
+    processor per kind.
     """
 
-    def __init__(
-        self,
-        sink: Sink,
-        tell: Callable[[str], None] = log.warning,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._sink, self._tell, self._clock = sink, tell, clock
+    def __init__(self, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sink, self._clock = sink, clock
         self._lock = threading.Lock()
-        self._left = dict.fromkeys(
-            RATIONED, BURST
-        )  # values; a row may take more than there is, and then the next ones wait longer
-        self._at = dict.fromkeys(RATIONED, clock())
-        self._told = False
+        # values; may become negative, which delays the next rows
+        self._left = dict.fromkeys(LIMITED, BURST)
+        self._at = dict.fromkeys(LIMITED, clock())
+        self._warned = False
 
     @property
     def name(self) -> str:
         return self._sink.name
 
     def log(self, kind: Kind, row: Row) -> None:
-        if kind not in RATIONED or self._admits(kind, row):
+        if kind not in LIMITED or self._admit(kind, row):
             self._sink.log(kind, row)
-        elif not self._told:
-            self._told = True
+        elif not self._warned:
+            self._warned = True
             rate = f"there are more than {VALUES_PER_SECOND:g} values a second"
-            self._tell(f"{self.name} gets some of the rows only, the files have all: {rate}")
+            log.warning(f"{self.name} receives only some of the rows, the files have all: {rate}")
 
     def log_summary(self, name: str, value: str | float) -> None:
         self._sink.log_summary(name, value)
@@ -64,12 +58,12 @@ class RateLimitedSink(Sink):
     def close(self, exit_code: int) -> None:
         self._sink.close(exit_code)
 
-    def _admits(self, kind: Kind, row: Row) -> bool:
+    def _admit(self, kind: Kind, row: Row) -> bool:
         with self._lock:
             now = self._clock()
             self._left[kind] = min(BURST, self._left[kind] + (now - self._at[kind]) * VALUES_PER_SECOND)
             self._at[kind] = now
             if self._left[kind] <= 0:
                 return False
-            self._left[kind] -= size(row.values())
+            self._left[kind] -= count_values(row.values())
             return True

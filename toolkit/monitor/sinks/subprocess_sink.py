@@ -1,10 +1,10 @@
-"""A sink in a process of its own: what it computes, imports or waits for takes nothing from the process that trains.
+"""Run a sink in a separate process, so that its computing, imports and waits do not slow down training.
 
-A thread would not do where a sink is busy: Python runs one thread at a time, and each call into torch would wait, up to 5 ms, to get the
-interpreter back.
+A thread is not enough for a busy sink: Python runs one thread at a time, and each call into torch would wait
+up to 5 ms to reacquire the interpreter.
 
-The process ends with the one that it serves, however that one dies: what was handed over is still written, and the sink is closed as
-after a failure, within ``close_seconds``. Signals are for the training; who ends that one, ends this one.
+The process ends with the training process, however that one dies: rows sent before are still written, and the
+sink is closed as after a failure, within ``close_seconds``. It ignores the signals that end training.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from toolkit.monitor.sinks.queued import HURRY_SECONDS, QueuedSink
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 60.0
-KILL_SECONDS = 10.0  # that the kernel takes at most to end a process
-ANSWER_SECONDS = 1.0  # for its last words, when it has given up
-NICE = 19  # of the sink once it is made: training comes first, also where it takes every core
-ROOT = Path(toolkit.__file__).resolve().parents[1]  # where the package is found
-STARTED, TOLD, ENDED = "started", "told", "ended"  # what the process says: with its number, or with words
+KILL_SECONDS = 10.0  # upper bound for the kernel to end a process
+ANSWER_SECONDS = 1.0  # for its last message after it has given up
+NICE = 19  # of the sink's process once the sink is open: training has priority
+ROOT = Path(toolkit.__file__).resolve().parents[1]  # the folder on the module search path
+STARTED, WARNING, ENDED = "started", "warning", "ended"  # message types sent by the process
 
 
 class ProcessEnded(RuntimeError):
-    """What the process said last."""
+    """The sink's process ended; the message is the last one it sent."""
 
 
 class _Detached:
-    """A process that is no child of this one."""
+    """A process that is not a child of this one."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._descriptor = os.pidfd_open(pid)
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """Whether it has, after at most ``seconds``."""
+        """Wait at most ``seconds`` and return whether it has ended."""
         return bool(select.select([self._descriptor], [], [], seconds)[0])
 
     def kill(self) -> None:
@@ -61,22 +61,22 @@ class _Detached:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def close(self) -> None:
-        """Wait for its end, which has been made sure of."""
+        """Wait for its end after it has finished or was killed."""
         self.ended(KILL_SECONDS)
         os.close(self._descriptor)
 
 
 class SubprocessSink(NullSink):
-    """Each call returns when the process has the words: it reads at once, and has a queue of its own for a sink that is slow.
+    """Each call returns when the process has read the message; a queue in that process decouples it from a
+    slow sink.
 
     Args:
-        make: makes the sink, in its process; importable, as are ``arguments``.
-        name: of the sink, for people.
-        close_seconds: how long the process may take to finish; then it is killed.
-        tell: for what the process tells.
+        make: creates the sink in its process; must be importable, and its ``arguments`` picklable.
+        name: the sink's name in messages.
+        close_seconds: how long the process may take to finish before it is killed.
 
     Raises:
-        ProcessEnded: by any call, after the sink has raised.
+        ProcessEnded: by any call after the sink has raised.
     """
 
     def __init__(
@@ -86,21 +86,19 @@ class SubprocessSink(NullSink):
         name: str,
         *,
         close_seconds: float = CLOSE_SECONDS,
-        tell: Callable[[str], None] = log.warning,
     ) -> None:
-        self._name, self._close_seconds, self._tell = name, close_seconds, tell
-        theirs, ours = os.pipe()
-        hears, answers = os.pipe()
-        self._temporary = tempfile.mkdtemp(
-            prefix="sink-"
-        )  # its own: the process ends without the hooks that would tidy up
+        self._name, self._close_seconds = name, close_seconds
+        child_reads, parent_writes = os.pipe()
+        parent_reads, child_writes = os.pipe()
+        # removed here, because the process ends without running its exit hooks
+        self._temporary = tempfile.mkdtemp(prefix="sink-")
         command = [
             sys.executable,
             "-P",
             "-m",
             __name__,
-            str(theirs),
-            str(answers),
+            str(child_reads),
+            str(child_writes),
             str(close_seconds),
             self._temporary,
         ]
@@ -110,15 +108,18 @@ class SubprocessSink(NullSink):
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(theirs, answers),
+            pass_fds=(child_reads, child_writes),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": self._temporary},
             start_new_session=True,
         )
-        os.close(theirs)
-        os.close(answers)
+        os.close(child_reads)
+        os.close(child_writes)
         assert starter.stdin is not None
-        self._life = starter.stdin  # never written to; it ends with this process
-        self._requests, self._answers = Connection(ours, readable=False), Connection(hears, writable=False)
+        self._life = starter.stdin  # never written to; reaches end of file when this process dies
+        self._requests, self._answers = (
+            Connection(parent_writes, readable=False),
+            Connection(parent_reads, writable=False),
+        )
         self._process = _Detached(self._first_answer())
         starter.wait()
         self._send((make, dict(arguments), name, close_seconds))
@@ -144,21 +145,22 @@ class SubprocessSink(NullSink):
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"its process did not finish within {self._close_seconds:g} s")
         finally:
-            if not self._process.ended():  # it has finished, or it will not
+            if not self._process.ended():  # it has finished, or it never will
                 end_children(self._process.pid)
                 self._process.kill()
             self._process.close()
-            shutil.rmtree(self._temporary, ignore_errors=True)  # it has, unless it was killed
+            # already removed, unless the process was killed
+            shutil.rmtree(self._temporary, ignore_errors=True)
             for pipe in (self._requests, self._answers, self._life):
                 pipe.close()
 
     def _first_answer(self) -> int:
-        """The number of the sink's process. Raises ProcessEnded if there is none."""
+        """Return the process id. Raises ProcessEnded if the process could not be started."""
         try:
             what, pid = self._answers.recv()
         except EOFError:
             raise ProcessEnded("its process could not be started") from None
-        assert what == STARTED, f"{what} before the process has said its number"
+        assert what == STARTED, f"{what} before the process has sent its id"
         return int(pid)
 
     def _send(self, message: object) -> None:
@@ -171,69 +173,82 @@ class SubprocessSink(NullSink):
         raise ProcessEnded("its process ended before its work was done")
 
     def _ended(self, seconds: float | None) -> bool:
-        """Whether the process has ended as it should, after the next thing that it says, for which this waits.
+        """Wait for the next message and return whether the process has ended normally.
 
         Raises:
-            ProcessEnded: it has ended otherwise.
+            ProcessEnded: it has ended with an error.
         """
         if not self._answers.poll(seconds):
             return False
         try:
-            what, words = self._answers.recv()
+            what, text = self._answers.recv()
         except EOFError:
-            what, words = ENDED, "its process was killed"
-        if what == TOLD:
-            self._tell(words)
+            what, text = ENDED, "its process was killed"
+        if what == WARNING:
+            log.warning(text)
             return False
-        if words is not None:
-            raise ProcessEnded(words)
+        if text is not None:
+            raise ProcessEnded(text)
         return True
 
 
+class _MessageHandler(logging.Handler):
+    """Sends warnings to the training process, which logs them."""
+
+    def __init__(self, send: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(self.format(record))
+
+
 def work(requests: Connection, answers: Connection) -> None:
-    """Do what is asked until ``close``, or until nobody is left to ask; then say None, or what went wrong."""
+    """Serve requests until ``close`` or until the training process is gone; then send None or the error."""
     lock = threading.Lock()
 
-    def say(what: str, words: str | None) -> None:
+    def send(what: str, text: str | None) -> None:
         with lock, suppress(BrokenPipeError):
-            answers.send((what, words))
+            answers.send((what, text))
 
-    said = None
+    error_text = None
+    logging.getLogger("toolkit").addHandler(_MessageHandler(partial(send, WARNING)))
     try:
         make, arguments, name, seconds = requests.recv()
         sink = QueuedSink(
-            partial(_made, make, arguments),
+            partial(_open_sink, make, arguments),
             name,
             close_seconds=seconds,
             hurry_seconds=min(seconds, HURRY_SECONDS),
-            tell=partial(say, TOLD),
         )
-        asked = ""
-        while asked != "close":
+        method = ""
+        while method != "close":
             try:
-                asked, words = requests.recv()
+                method, method_arguments = requests.recv()
             except EOFError:
-                asked, words = "close", (int(ExitCode.FAILURE),)
-            getattr(sink, asked)(*words)
-    except BaseException as error:  # noqa: BLE001  the process that trains tells it
-        said = f"{type(error).__name__}: {error}"
-    say(ENDED, said)
+                method, method_arguments = "close", (int(ExitCode.FAILURE),)
+            getattr(sink, method)(*method_arguments)
+    except BaseException as error:  # noqa: BLE001  the training process reports it
+        error_text = f"{type(error).__name__}: {error}"
+    send(ENDED, error_text)
 
 
-def _made(make: Callable[..., Sink], arguments: Mapping[str, Any]) -> Sink:
-    """The sink, which makes room for the training when it is there. Not before: W&B gives up where its start takes long."""
+def _open_sink(make: Callable[..., Sink], arguments: Mapping[str, Any]) -> Sink:
+    """Create the sink, then lower the priority of its processes. Not before, because W&B gives up if its
+    start takes long.
+    """
     sink = make(**arguments)
-    for group in (
-        os.getpid(),
-        *children(os.getpid()),
-    ):  # each leads a group of its own, which has all its threads
+    # each leads a process group that contains all its threads
+    for group in (os.getpid(), *children(os.getpid())):
         with suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PGRP, group, NICE)
     return sink
 
 
 def end_children(pid: int) -> None:
-    """Of process ``pid``: W&B's own, say, which may be stopped or wait for a server."""
+    """Kill the children of process ``pid``, such as W&B's service, which may be stopped or wait for a
+    server.
+    """
     for child in children(pid):
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
@@ -248,25 +263,28 @@ def children(pid: int) -> list[int]:
 
 
 def _end_with(stdin: int, seconds: float, temporary: str) -> None:
-    """``stdin`` is never written to: it ends when the process that holds the other end does."""
+    """Exit ``seconds`` after ``stdin`` reaches end of file, which happens when the training process ends."""
     os.read(stdin, 1)
     time.sleep(seconds)
     _end(1, temporary)
 
 
 def _end(code: int, temporary: str) -> None:
-    """At once: hooks at the end of a process wait, and everything is said."""
+    """Exit at once, without exit hooks that may block."""
     end_children(os.getpid())
     shutil.rmtree(temporary, ignore_errors=True)
     os._exit(code)
 
 
 def main(requests: str, answers: str, seconds: str, temporary: str) -> None:
-    """The sink is no descendant of the rank: DeepSpeed's launcher sends SIGTERM to all of those when it hears Ctrl-C, and W&B's own process
-    ends of it before the run has been stopped and saved."""
+    """Detach from the rank and serve the sink.
+
+    The process must not be a descendant of the rank: DeepSpeed's launcher sends SIGTERM to all descendants on
+    Ctrl-C, which would end W&B's service before the run has been saved.
+    """
     if os.fork() > 0:
         os._exit(0)
-    os.setsid()  # a group of its own, for its priority
+    os.setsid()  # a session of its own, for its priority
     Connection(os.dup(int(answers)), readable=False).send((STARTED, os.getpid()))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

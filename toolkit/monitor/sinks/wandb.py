@@ -1,4 +1,4 @@
-"""Weights & Biases, and nothing but talking to it: it belongs in a process of its own. The only file that imports wandb."""
+"""The Weights & Biases sink, which runs in a separate process. The only module that imports wandb."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,23 @@ from typing import Any
 from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Level
+from toolkit.monitor.ledger_rows import flatten_row
 from toolkit.monitor.sink import Kind, NullSink, Row
-from toolkit.monitor.sinks.columns import STEP, columns
+from toolkit.monitor.system.metrics import without_wandb_metrics
 
+STEP = "step"
 START_SECONDS = 90.0
-UPLOAD_SECONDS = 45.0  # at the end; what is left then is on the disk, for `wandb sync`
+UPLOAD_SECONDS = 45.0  # at the end; the rest stays on disk for `wandb sync`
 TITLE = 63  # characters of an alert's title
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one node is to W&B.
+class WandbRun:
+    """The W&B run that one node writes to.
 
     Attributes:
-        run_id: the same for every start of a run, so that a resumed one continues its curve.
-        shared: several nodes write one run.
+        run_id: the same for every attempt, so that a resumed run continues its curves.
+        shared: whether several nodes write to the run.
     """
 
     run_id: str
@@ -39,44 +41,46 @@ class Part:
     shared: bool = False
 
 
-def part(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: int) -> Part:
-    """Online, all nodes of a run write one W&B run; offline, which W&B's shared mode is not made for, each its own.
+def wandb_run(run_dir: str | Path, identity: str, mode: WandbMode, node: int, nodes: int) -> WandbRun:
+    """Choose a node's W&B run: one for all nodes online, one per node offline, where W&B's shared mode is not
+    supported.
 
-    The shared run has an id of its own: where the same run is written in both modes, W&B overwrites rows of the one with rows of the
-    other (https://github.com/wandb/wandb/issues/12269), and a run may go on with another number of nodes.
+    The shared run has a separate id: if one run is written in both modes, W&B overwrites rows of one with
+    rows of the other (https://github.com/wandb/wandb/issues/12269), and a run may continue on another number
+    of nodes.
     """
     folder = Path(run_dir)
     own_id = run_id(folder, identity)
-    own = (
-        folder if node == 0 else folder / "nodes" / f"node-{node}"
-    )  # W&B names folders by the second and the run
+    # W&B names folders by second and run id
+    own = folder if node == 0 else folder / "nodes" / f"node-{node}"
     if mode is WandbMode.online and nodes > 1:
-        return Part(f"{own_id}-shared", folder.name, own, node, shared=True)
+        return WandbRun(f"{own_id}-shared", folder.name, own, node, shared=True)
     if node == 0:
-        return Part(own_id, folder.name, own, node)
-    return Part(f"{own_id}-node-{node}", f"{folder.name} node {node}", own, node)
+        return WandbRun(own_id, folder.name, own, node)
+    return WandbRun(f"{own_id}-node-{node}", f"{folder.name} node {node}", own, node)
 
 
 def run_id(run_dir: Path, identity: str) -> str:
-    """Of what node 0 writes, and of all parts of a run together. The directory tells apart runs of one identity: the same training in
-    another layout, say."""
+    """Return the id of node 0's run and of the group. It contains the directory's name, because the same
+    training in another layout has the same identity.
+    """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.name)
     return name if name.endswith(identity) else f"{name}-{identity}"
 
 
 class WandbSink(NullSink):
-    """
-    Args:
-        part: which run, by which node.
-        entity, group, tags: as in ``MonitorConfig``; without a group, the nodes' runs are together under the id of the first.
-        config: what is recorded of the run, plain JSON types.
-        trainer: the process that trains: W&B measures it, and asks it to stop where somebody does so on the run's page.
-        command: its words, which W&B shows.
+    """Args:
+    wandb_run: the W&B run of this node.
+    entity, group, tags: as in ``MonitorConfig``; the default group is the id of the first node's run.
+    config: the recorded configuration, plain JSON types.
+    trainer: id of the training process, which W&B measures and which is interrupted by a stop on the
+        run's page.
+    command: the command line shown by W&B.
     """
 
     def __init__(
         self,
-        part: Part,
+        wandb_run: WandbRun,
         *,
         mode: WandbMode,
         project: str,
@@ -89,18 +93,18 @@ class WandbSink(NullSink):
         start_seconds: float = START_SECONDS,
         upload_seconds: float = UPLOAD_SECONDS,
     ) -> None:
-        os.environ.pop("WANDB_SERVICE", None)  # a service of the user's would outlive this process
+        os.environ.pop("WANDB_SERVICE", None)  # a service that the user started would outlive this process
         if mode is WandbMode.offline:
-            os.environ.setdefault(
-                "WANDB_ERROR_REPORTING", "false"
-            )  # else it looks up its server's name at the start
-        sys.argv = list(command)  # that is where W&B looks
+            # otherwise W&B resolves its server's name at the start
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        sys.argv = list(command)  # where W&B looks for the command
         import wandb
 
         self._wandb: Any = wandb
-        self._part = part
-        part.folder.mkdir(parents=True, exist_ok=True)
-        # The log of the attempt has the console; code is the user's to publish. A killed machine keeps all but the last second.
+        self._node = wandb_run.node
+        wandb_run.folder.mkdir(parents=True, exist_ok=True)
+        # The attempt's log has the console output, and publishing code is the user's decision. After a crash
+        # all but the last second is on disk.
         wanted: dict[str, Any] = {
             "console": "off",
             "silent": True,
@@ -113,35 +117,36 @@ class WandbSink(NullSink):
             "program": command[0],
             "x_transaction_log_flush_interval": 1.0,
             "x_stats_pid": trainer,
-            "x_label": f"node-{part.node}",
+            "x_label": f"node-{wandb_run.node}",
         }
-        if part.shared:
-            wanted |= {"x_primary": part.node == 0, "x_update_finish_state": part.node == 0}
+        if wandb_run.shared:
+            wanted |= {"x_primary": wandb_run.node == 0, "x_update_finish_state": wandb_run.node == 0}
         settings = wandb.Settings(
             **{name: wanted[name] for name in wanted if name in wandb.Settings.model_fields}
         )
+        # offline, W&B joins runs of one id when they are synced
         self._run = wandb.init(
             settings=settings,
-            dir=str(part.folder),
+            dir=str(wandb_run.folder),
             project=project,
             entity=entity,
             group=group,
             tags=list(tags),
-            id=part.run_id,
-            name=part.name,
+            id=wandb_run.run_id,
+            name=wandb_run.name,
             config=dict(config),
-            mode="shared" if part.shared else mode.value,
+            mode="shared" if wandb_run.shared else mode.value,
             resume="allow" if mode is WandbMode.online else None,
-        )  # offline, W&B joins the parts of one id when they are synced
-        # W&B's own count of calls never goes back, but a run may: from a checkpoint before its last row.
+        )
+        # W&B's own step never goes back, but a run that resumes from an earlier checkpoint does.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
-        self._best: set[str] = set()  # losses of which the summary has the lowest beside the last one
+        self._best: set[str] = set()  # losses whose summary has the minimum as well as the last value
 
     def log(self, kind: Kind, row: Row) -> None:
         if kind is Kind.ALERT:
             self._alert(row)
-        found = columns(kind, row, self._part.node)
+        found = wandb_columns(kind, row, self._node)
         for name in found.keys() - self._best:
             if kind in (Kind.STEP, Kind.EVAL) and name.endswith("/loss"):
                 self._best.add(name)
@@ -156,7 +161,7 @@ class WandbSink(NullSink):
 
     def close(self, exit_code: int) -> None:
         if exit_code == ExitCode.STOPPED:
-            self._run.mark_preempting()  # it is to go on: "preempted", not "failed"
+            self._run.mark_preempting()  # shown as "preempted" instead of "failed", because it will continue
         self._run.finish(exit_code=exit_code)
         self._wandb.teardown()
 
@@ -166,5 +171,41 @@ class WandbSink(NullSink):
         self._run.alert(
             title=f"{row['name']}{where}"[:TITLE],
             level=levels.ERROR if row["level"] == Level.ERROR else levels.WARN,
-            text=f"step {row['step']}: {row['cause']}\n\nEvidence: {row['evidence']}\n\nNext step: {row['next_step']}",
+            text=f"step {row['step']}: {row['cause']}\n\nEvidence: {row['evidence']}\n\nNext step: "
+            f"{row['next_step']}",
         )
+
+
+def wandb_columns(kind: Kind, row: Row, node: int) -> dict[str, float]:
+    """Return a row's numbers by column, and its step, which is W&B's axis.
+
+    Nested dictionaries and lists become longer names. Texts and absent values are dropped, as are the system
+    metrics that W&B collects itself. An alert is a 1 at its step.
+    """
+    if kind is Kind.ALERT:
+        return {STEP: row[STEP], f"alerts/{row['name']}": 1}
+    if kind is Kind.LEDGER:
+        row = flatten_row(row)
+    if kind is Kind.SYSTEM:
+        row = without_wandb_metrics(row)
+    prefix = {
+        Kind.STEP: "train",
+        Kind.EVAL: f"eval/{row.get('set')}",
+        Kind.LEDGER: "ledger",
+        Kind.SYSTEM: f"system/node-{node}",
+    }[kind]
+    return {STEP: row[STEP], **{f"{prefix}/{name}": value for name, value in _numbers(row) if name != STEP}}
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            yield name, value
+        elif isinstance(value, Mapping | list):
+            inner = (
+                value
+                if isinstance(value, Mapping)
+                else {str(index): item for index, item in enumerate(value)}
+            )
+            for rest, number in _numbers(inner):
+                yield f"{name}/{rest}", number

@@ -1,1 +1,1 @@
-"""GPUs and hosts, sampled beside training."""
+"""Sampling of GPUs and hosts during training."""

@@ -1,7 +1,9 @@
-"""The GPUs of one node that the run uses, by NVIDIA's management library (NVML). AMD's GPUs are not sampled.
+"""Read the GPUs that a run uses on one node through NVIDIA's management library (NVML). AMD GPUs are not
+supported.
 
-What a GPU or its driver lacks is left out of the figures, and told once, at debug level. Beside ``cluster/`` this is the only place that
-imports NVML's module (pynvml of nvidia-ml-py); everything else takes it as an argument, so tests bring one of their own.
+Metrics that a GPU or driver lacks are omitted and logged once at debug level. Except for ``cluster/``, only
+this module imports NVML's Python module (pynvml of nvidia-ml-py); all functions take it as an argument, so
+that tests can pass a fake.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from toolkit.monitor.system.figures import Figures
-from toolkit.monitor.system.gpu_measures import MEASUREMENTS, Card
+from toolkit.monitor.system.gpu_metrics import MEASUREMENTS, VisibleGpu
+from toolkit.monitor.system.metrics import SystemMetrics
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +31,14 @@ def load() -> Any:
 # ---- which GPUs
 
 
-def find_cards(nvml: Any, selection: str | None) -> list[Card]:
-    """The GPUs that CUDA shows to a process with ``CUDA_VISIBLE_DEVICES=selection``, in its order; None: all of them.
+def find_gpus(nvml: Any, selection: str | None) -> list[VisibleGpu]:
+    """Return the GPUs that CUDA shows to a process with ``CUDA_VISIBLE_DEVICES=selection``, in its order;
+    None: all.
 
-    As the CUDA driver reads it: indices or (beginnings of) UUIDs of GPUs and MIG devices, up to the first unknown one. Of a GPU in MIG
-    mode that is named as a whole CUDA uses the first slice. Indices count by PCI bus, as NVML does, and as CUDA does on machines whose
-    GPUs are alike or with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+    The selection is parsed like the CUDA driver does: indices or UUIDs (or prefixes) of GPUs and MIG devices,
+    up to the first unknown one. For a GPU in MIG mode that is named as a whole, CUDA uses the first slice.
+    Indices count by PCI bus, as NVML does, and as CUDA does on machines with equal GPUs or with
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
     """
     boards = [
         board for index in range(nvml.nvmlDeviceGetCount()) if (board := _board(nvml, index)) is not None
@@ -58,16 +62,16 @@ def find_cards(nvml: Any, selection: str | None) -> list[Card]:
                 break
             pairs += found
     return [
-        Card(place, nvml.nvmlDeviceGetUUID(part or board), nvml.nvmlDeviceGetName(board), board, part)
-        for place, (board, part) in enumerate(pairs)
+        VisibleGpu(index, nvml.nvmlDeviceGetUUID(part or board), nvml.nvmlDeviceGetName(board), board, part)
+        for index, (board, part) in enumerate(pairs)
     ]
 
 
 def _board(nvml: Any, index: int) -> Any:
     try:
         return nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError as error:  # lost before the run began: CUDA does not count it either
-        log.debug("GPU %d of the node is left out: %s", index, error)
+    except nvml.NVMLError as error:  # lost before the run started; CUDA does not count it either
+        log.debug("GPU %d of the node is skipped: %s", index, error)
         return None
 
 
@@ -95,39 +99,43 @@ def _slice_by_uuid(nvml: Any, uuid: str) -> list[tuple[Any, Any]]:
 # ---- all of a node
 
 
-class Gpus:
-    """The run's GPUs of one node. Belongs to one thread, since any call may take long."""
+class NodeGpus:
+    """The run's GPUs of one node. Use it from one thread, because any call may take long."""
 
-    def __init__(self, nvml: Any, cards: Sequence[Card], clock: Callable[[], float] = time.monotonic) -> None:
-        self.cards = tuple(cards)
+    def __init__(
+        self, nvml: Any, gpus: Sequence[VisibleGpu], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.gpus = tuple(gpus)
         self._nvml, self._clock = nvml, clock
 
-    def read(self) -> Figures:
-        """``gpu/0/power_watts`` and so on for each, and what :func:`summary` makes of all. A GPU that is lost has ``gpu/0/lost`` only."""
-        figures: Figures = {"gpu/count": len(self.cards)}
-        for card in self.cards:
-            figures |= {f"gpu/{card.place}/{name}": value for name, value in self._read(card).items()}
-        return {**figures, **summary(figures)}
+    def read(self) -> SystemMetrics:
+        """Return ``gpu/0/power_watts`` and so on for each GPU, and the summary over all. A lost GPU has only
+        ``gpu/0/lost``.
+        """
+        figures: SystemMetrics = {"gpu/count": len(self.gpus)}
+        for gpu in self.gpus:
+            figures |= {f"gpu/{gpu.index}/{name}": value for name, value in self._read(gpu).items()}
+        return {**figures, **summarize(figures)}
 
     def close(self) -> None:
-        with suppress(self._nvml.NVMLError):  # a driver that is gone has nothing to give back
-            for card in self.cards:
-                for sample in card.samples:
+        with suppress(self._nvml.NVMLError):  # the driver may be gone
+            for gpu in self.gpus:
+                for sample in gpu.samples:
                     self._nvml.nvmlGpmSampleFree(sample)
             self._nvml.nvmlShutdown()
 
-    def _read(self, card: Card) -> Figures:
+    def _read(self, gpu: VisibleGpu) -> SystemMetrics:
         nvml, now = self._nvml, self._clock()
-        figures: Figures = {"name": card.name, "uuid": card.uuid}
+        figures: SystemMetrics = {"name": gpu.name, "uuid": gpu.uuid}
         for measure in MEASUREMENTS:
-            if card.lost:
+            if gpu.lost:
                 return {"lost": 1}
-            if measure.__name__ in card.lacking:
+            if measure.__name__ in gpu.unsupported:
                 continue
             try:
-                figures |= measure(nvml, card, now)
+                figures |= measure(nvml, gpu, now)
             except nvml.NVMLError as error:
-                card.lost = error.value == nvml.NVML_ERROR_GPU_IS_LOST
+                gpu.lost = error.value == nvml.NVML_ERROR_GPU_IS_LOST
                 if error.value in (
                     nvml.NVML_ERROR_NOT_SUPPORTED,
                     nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -135,35 +143,37 @@ class Gpus:
                     nvml.NVML_ERROR_INVALID_ARGUMENT,
                     nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
                 ):
-                    card.lacking.add(measure.__name__)
-                log.debug("GPU %d has no %s: %s", card.place, measure.__name__.strip("_"), error)
+                    gpu.unsupported.add(measure.__name__)
+                log.debug("GPU %d has no %s: %s", gpu.index, measure.__name__.strip("_"), error)
             except Exception as error:  # noqa: BLE001  a driver that answers otherwise than thought costs one figure, not all
-                card.lacking.add(measure.__name__)
+                gpu.unsupported.add(measure.__name__)
                 log.warning(
                     "GPU %d: no %s: %s: %s",
-                    card.place,
+                    gpu.index,
                     measure.__name__.strip("_"),
                     type(error).__name__,
                     error,
                 )
-        return {"lost": 1} if card.lost else figures
+        return {"lost": 1} if gpu.lost else figures
 
 
-def open_gpus(nvml: Any, count: int, selection: str | None) -> Gpus | None:
-    """The first ``count`` GPUs of :func:`find_cards`, one for each rank of the node. None where there is no driver or no GPU."""
+def open_gpus(nvml: Any, count: int, selection: str | None) -> NodeGpus | None:
+    """Open the first ``count`` GPUs of :func:`find_gpus`, one per rank of the node. None if there is no
+    driver or GPU.
+    """
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         log.debug("NVML does not start: %s", error)
         return None
-    cards = find_cards(nvml, selection)[:count]
-    if not cards:
+    gpus = find_gpus(nvml, selection)[:count]
+    if not gpus:
         nvml.nvmlShutdown()
         return None
-    return Gpus(nvml, cards)
+    return NodeGpus(nvml, gpus)
 
 
-# What stands for a node: name of the figure, how it is made of the GPUs' ones.
+# Metrics of a node: the metric, the name of the aggregation, and its function.
 SUMMARY: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
     ("utilization_percent", "mean", statistics.fmean),
     ("tensor_active_percent", "mean", statistics.fmean),
@@ -175,9 +185,11 @@ SUMMARY: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
 )
 
 
-def summary(figures: Figures) -> Figures:
-    """``gpu/utilization_percent_mean``, ``gpu/sm_clock_ratio_min`` ...: one curve a node, where a hundred nodes are looked at."""
-    made: Figures = {}
+def summarize(figures: SystemMetrics) -> SystemMetrics:
+    """Aggregate over GPUs to ``gpu/utilization_percent_mean``, ``gpu/sm_clock_ratio_min`` and so on, one
+    curve per node.
+    """
+    summary: SystemMetrics = {}
     for name, how, make in SUMMARY:
         values = [
             float(value)
@@ -185,33 +197,34 @@ def summary(figures: Figures) -> Figures:
             if key.startswith("gpu/") and key.endswith(f"/{name}")
         ]
         if values:
-            made[f"gpu/{name}_{how}"] = round(make(values), 3)
-    return made
+            summary[f"gpu/{name}_{how}"] = round(make(values), 3)
+    return summary
 
 
 # ---- events
 
 
 class XidEvents:
-    """XID events of the GPUs, as the driver reports them. Belongs to a thread of its own, which may wait."""
+    """XID events of the GPUs. ``wait`` blocks, so it needs a thread of its own."""
 
-    def __init__(self, nvml: Any, cards: Sequence[Card]) -> None:
-        self._nvml, self._cards = nvml, tuple(cards)
-        nvml.nvmlInit()  # NVML counts: this thread's part ends with its own nvmlShutdown
+    def __init__(self, nvml: Any, gpus: Sequence[VisibleGpu]) -> None:
+        self._nvml, self._cards = nvml, tuple(gpus)
+        nvml.nvmlInit()  # NVML counts initializations: this one ends with its own nvmlShutdown
         self._events = nvml.nvmlEventSetCreate()
         self.watched = 0
-        for card in self._cards:
+        for gpu in self._cards:
             try:
-                nvml.nvmlDeviceRegisterEvents(card.board, nvml.nvmlEventTypeXidCriticalError, self._events)
+                nvml.nvmlDeviceRegisterEvents(gpu.board, nvml.nvmlEventTypeXidCriticalError, self._events)
                 self.watched += 1
             except nvml.NVMLError as error:
-                log.debug("GPU %d has no events: %s", card.place, error)
+                log.debug("GPU %d has no events: %s", gpu.index, error)
 
-    def wait(self, milliseconds: int) -> tuple[Card | None, int] | None:
-        """The next event: the GPU (None: one that is not the run's) and the XID. None: there was none for so long.
+    def wait(self, milliseconds: int) -> tuple[VisibleGpu | None, int] | None:
+        """Wait for the next event; return its GPU (None if the run does not use it) and XID, or None after
+        the timeout.
 
         Raises:
-            NVMLError: another one than a timeout.
+            NVMLError: an error other than a timeout.
         """
         nvml = self._nvml
         try:
@@ -227,7 +240,7 @@ class XidEvents:
             self._nvml.nvmlEventSetFree(self._events)
             self._nvml.nvmlShutdown()
 
-    def _card(self, device: Any) -> Card | None:
-        # By address: a GPU that fell off the bus does not tell its UUID any more.
+    def _card(self, device: Any) -> VisibleGpu | None:
+        # Compare addresses: a GPU that fell off the bus no longer returns its UUID.
         address = ctypes.cast(device, ctypes.c_void_p).value
-        return next((card for card in self._cards if card.address == address), None)
+        return next((gpu for gpu in self._cards if gpu.address == address), None)

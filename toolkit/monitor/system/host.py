@@ -1,7 +1,8 @@
-"""The host of one node: processor, memory, the disk of the run's directory, network, and the processes of the node's ranks.
+"""Metrics of a node's host: processors, memory, the disk of the run's directory, network, and the ranks'
+processes.
 
-Linux's own files are read for what psutil does not have. A figure that this machine lacks (no block device under the run's directory, no
-limit on memory) is left out.
+Linux's own files provide what psutil does not. Metrics that the machine lacks (no block device under the
+run's directory, no memory limit) are omitted.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.monitor.system.figures import Figures, Rates
+from toolkit.monitor.system.metrics import CounterRates, SystemMetrics
 
-SECTOR = 512  # bytes, in /sys/block, whatever the device's own are: Documentation/block/stat.rst of Linux
-WORD = 4  # bytes: InfiniBand's port counters of data count words
-TREE_SECONDS = 60.0  # between two looks at who is whose child: they read every process of the machine
+SECTOR = 512  # bytes, in /sys/block, independent of the device: Documentation/block/stat.rst of Linux
+WORD = 4  # bytes: InfiniBand's data counters count words
+TREE_SECONDS = 60.0  # between two searches for child processes, which read every process of the machine
 
 
-class Host:
-    """Belongs to one thread: a file system that hangs holds up whoever asks for its free space.
+class HostMetrics:
+    """Reads the metrics of this host. Use it from one thread, because a hanging file system blocks it.
 
     Args:
-        run_dir: its disk is looked at.
+        run_dir: the directory whose disk is measured.
         ranks: process id of each rank of this node, by rank.
-        root: of the file system; tests have one of their own.
+        root: the root of the file system; tests use a fake one.
     """
 
     def __init__(
@@ -39,19 +40,21 @@ class Host:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir, self._ranks, self._root, self._clock = run_dir, dict(ranks), root, clock
-        self._rates = Rates()
+        self._rates = CounterRates()
         self._trees: dict[int, list[psutil.Process]] = {}
         self._trees_at: float | None = None
 
-    def read(self) -> Figures:
-        """``host/``: the machine. ``disk/``: where the run's directory is. ``network/``: all interfaces but the loopback.
-        ``process/``: the node's ranks with their children. ``rank/3/private_bytes``: one of them."""
+    def read(self) -> SystemMetrics:
+        """Return ``host/`` (the machine), ``disk/`` (of the run's directory), ``network/`` (all interfaces
+        except the loopback), ``process/`` (the ranks and their children) and ``rank/3/private_bytes`` (one
+        rank).
+        """
         return {**self._host(), **self._disk(), **self._network(), **self._processes()}
 
-    def _host(self) -> Figures:
-        busy = psutil.cpu_percent()  # since this thread's last call: nothing is known at the first
+    def _host(self) -> SystemMetrics:
+        busy = psutil.cpu_percent()  # since this thread's last call; the first value is meaningless
         memory = psutil.virtual_memory()
-        limit = cgroup_memory(self._root)
+        limit = read_cgroup_memory(self._root)
         available = memory.available if limit is None else min(memory.available, limit[0] - limit[1])
         return {
             **({"host/cpu_percent": busy} if self._trees_at is not None else {}),
@@ -67,27 +70,27 @@ class Host:
             ),
         }
 
-    def _disk(self) -> Figures:
-        # On a node with disks of its own nothing may have been written yet.
+    def _disk(self) -> SystemMetrics:
+        # On a node with a local disk the directory may not exist yet.
         folder = next(one for one in (self._run_dir, *self._run_dir.parents) if one.exists())
         usage = psutil.disk_usage(str(folder))
-        figures: Figures = {"disk/total_bytes": usage.total, "disk/free_bytes": usage.free}
+        metrics: SystemMetrics = {"disk/total_bytes": usage.total, "disk/free_bytes": usage.free}
         device = folder.stat().st_dev
         counters = self._root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}/stat"
-        if counters.exists():  # not of network file systems and overlays
+        if counters.exists():  # absent for network file systems and overlays
             fields = counters.read_text(encoding="ascii").split()
-            figures |= self._per_second(
+            metrics |= self._per_second(
                 {"disk/read": int(fields[2]) * SECTOR, "disk/write": int(fields[6]) * SECTOR}
             )
-        return figures
+        return metrics
 
-    def _network(self) -> Figures:
-        cards = [counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    def _network(self) -> SystemMetrics:
+        interfaces = [counts for name, counts in psutil.net_io_counters(pernic=True).items() if name != "lo"]
         counts = {
-            "network/receive": sum(card.bytes_recv for card in cards),
-            "network/send": sum(card.bytes_sent for card in cards),
+            "network/receive": sum(interface.bytes_recv for interface in interfaces),
+            "network/send": sum(interface.bytes_sent for interface in interfaces),
         }
-        # What goes by RDMA passes the kernel by, and is counted by the InfiniBand or RoCE port only.
+        # RDMA bypasses the kernel and is counted only by the InfiniBand or RoCE port.
         for name, file in (
             ("network/rdma_receive", "port_rcv_data"),
             ("network/rdma_send", "port_xmit_data"),
@@ -97,42 +100,45 @@ class Host:
                 counts[name] = WORD * sum(int(port.read_text(encoding="ascii")) for port in ports)
         return self._per_second(counts)
 
-    def _per_second(self, counts: Mapping[str, int]) -> Figures:
+    def _per_second(self, counts: Mapping[str, int]) -> SystemMetrics:
         now = self._clock()
         rates = {name: self._rates.per_second(name, count, now) for name, count in counts.items()}
         return {f"{name}_bytes_per_second": round(rate) for name, rate in rates.items() if rate is not None}
 
-    def _processes(self) -> Figures:
+    def _processes(self) -> SystemMetrics:
         now = self._clock()
         if self._trees_at is None or now - self._trees_at >= TREE_SECONDS:
-            self._trees, self._trees_at = trees(self._ranks), now
-        figures: Figures = {}
+            self._trees, self._trees_at = process_trees(self._ranks), now
+        metrics: SystemMetrics = {}
         resident = private = files = 0
         for rank, tree in self._trees.items():
             own = 0
             for process in tree:
                 try:
                     memory, descriptors = process.memory_info(), process.num_fds()
-                except psutil.Error:  # it has ended, or is another user's
+                except psutil.Error:  # it has ended, or belongs to another user
                     continue
-                # Pages of files and shared memory are several processes' at once, and no leak: the page cache gives them back.
+                # Pages of files and shared memory belong to several processes, and the page cache can be
+                # reclaimed, so they are no leak.
                 resident, own, files = (
                     resident + memory.rss,
                     own + memory.rss - memory.shared,
                     files + descriptors,
                 )
-            figures[f"rank/{rank}/private_bytes"] = own
+            metrics[f"rank/{rank}/private_bytes"] = own
             private += own
         return {
             "process/resident_bytes": resident,
             "process/private_bytes": private,
             "process/open_files": files,
-            **figures,
+            **metrics,
         }
 
 
-def trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
-    """Each process of ``roots`` with its children and theirs, by the roots' keys. Roots that are gone are left out."""
+def process_trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
+    """Return each process of ``roots`` with all its descendants, by the keys of ``roots``. Ended roots are
+    omitted.
+    """
     children: defaultdict[int, list[psutil.Process]] = defaultdict(list)
     processes: dict[int, psutil.Process] = {}
     for process in psutil.process_iter(["ppid"]):
@@ -143,17 +149,19 @@ def trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
         if pid not in processes:
             continue
         tree = [processes[pid]]
-        for process in tree:  # which grows
+        for process in tree:  # the list grows while iterating
             tree += [child for child in children[process.pid] if child.pid not in roots.values()]
         found[key] = tree
     return found
 
 
-def cgroup_memory(root: Path) -> tuple[int, int] | None:
-    """The tightest limit on memory around this process, and what is used of it without the page cache, in bytes. None: no limit.
+def read_cgroup_memory(root: Path) -> tuple[int, int] | None:
+    """Return the tightest memory limit of this process and its usage without page cache, in bytes; None
+    without a limit.
 
-    Both versions of Linux's control groups: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. Every group from the
-    process' own up to the root may have a limit; in a container the root of what is seen is its own group.
+    Supports both versions of Linux's control groups: Documentation/admin-guide/cgroup-v2.rst and
+    cgroup-v1/memory.rst. Every group from the process' own up to the root may have a limit; in a container
+    the visible root is its own group.
     """
     own = root / "proc/self/cgroup"
     found: list[tuple[int, int]] = []
@@ -176,9 +184,8 @@ def cgroup_memory(root: Path) -> tuple[int, int] | None:
                 break
             most = _number(folder / limit)
             now = _number(folder / used)
-            if (
-                most is not None and now is not None and most < 1 << 60
-            ):  # version 1 writes "no limit" as a huge number
+            # version 1 writes "no limit" as a huge number
+            if most is not None and now is not None and most < 1 << 60:
                 statistics = dict(
                     pair.split() for pair in (folder / "memory.stat").read_text(encoding="ascii").splitlines()
                 )
@@ -190,6 +197,6 @@ def cgroup_memory(root: Path) -> tuple[int, int] | None:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file, or ``max`` in it."""
+    """Return the number in a file; None if it does not exist or contains ``max``."""
     text = file.read_text(encoding="ascii").strip() if file.exists() else ""
     return int(text) if text.isdigit() else None
