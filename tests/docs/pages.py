@@ -100,5 +100,8 @@ def commands_of(block: Block) -> list[Command]:
 
 ALL_BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 COMMANDS = [
-    command for block in ALL_BLOCKS if block.language == "sh" and not block.file for command in commands_of(block)
+    command
+    for block in ALL_BLOCKS
+    if block.language == "sh" and not block.file
+    for command in commands_of(block)
 ]
