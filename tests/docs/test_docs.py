@@ -49,6 +49,7 @@ NOT_RUN = {
     r"cluster=(slurm|kubernetes)(?!.*dry_run=true)": "needs a cluster",
     r"--nnodes|--node_rank|--hostfile|--nnodes 4": "needs several machines",
     r"s3://|https://|allenai/c4": "needs an object store or the Hugging Face hub",
+    r"source=theirs/": "needs a checkpoint of another program",
     r"hydra/sweeper=optuna": "needs the package hydra-optuna-sweeper",
 }
 # Python blocks that are type-checked and not run, by a phrase in them.
