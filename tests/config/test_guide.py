@@ -39,7 +39,7 @@ def test_the_example_of_an_experiment_is_one(tmp_path: Path) -> None:
 
 
 def test_the_example_of_an_answer_is_one() -> None:
-    (answer,) = re.findall(r"```\n(error: zero=2\n.*?)\n```", GUIDE, re.DOTALL)
+    (answer,) = re.findall(r"```text\n(error: zero=2\n.*?)\n```", GUIDE, re.DOTALL)
     with pytest.raises(ConfigError) as caught:
         compose(["zero=2"])
     assert str(caught.value) == answer

@@ -15,7 +15,7 @@ LINKED = ("launch", "docs", "tests", "Makefile", "pyproject.toml", "constraints.
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """``tmp_path`` with links to the repository's files, and a .venv in which `make setup` finds nothing to do."""
+    """``tmp_path`` with links to the repository and a .venv in which `make setup` has nothing to do."""
     for name in LINKED:
         (tmp_path / name).symlink_to(ROOT / name)
     venv = tmp_path / ".venv"

@@ -14,7 +14,8 @@ PAGES = [
     *(path for path in [ROOT / "CONTRIBUTING.md"] if path.exists()),
 ]
 _BLOCK = re.compile(
-    r"^(?P<file><!-- file: (?P<name>\S+) -->\n+)?(?P<fence>```+)(?P<language>[^\s`]*)[^\n]*\n(?P<text>.*?)^(?P=fence)[ \t]*$",
+    r"^(?P<file><!-- file: (?P<name>\S+) -->\n+)?"
+    r"(?P<fence>```+)(?P<language>[^\s`]*)[^\n]*\n(?P<text>.*?)^(?P=fence)[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
 _LAUNCHERS = {"python", "deepspeed", "torchrun"}
@@ -27,7 +28,7 @@ class Block:
     Attributes:
         language: the word behind the opening fence.
         line: the line number of the opening fence.
-        file: the name under which the page asks the reader to save the block (``<!-- file: NAME -->`` before it).
+        file: the name under which the reader saves the block (``<!-- file: NAME -->`` before it).
     """
 
     page: str
@@ -57,7 +58,7 @@ class Command:
         return shlex.split(self.text, comments=True)
 
     def launch(self) -> tuple[str, list[str]] | None:
-        """The name of the script in launch/ and its arguments, with the number of ranks; None for other commands."""
+        """The script in launch/, its arguments and the number of ranks; None for other commands."""
         argv = self.argv
         script = next((i for i, word in enumerate(argv) if re.fullmatch(r"launch/\w+\.py", word)), None)
         if not argv or argv[0] not in _LAUNCHERS or script is None:
