@@ -1,10 +1,11 @@
-"""What training straight from a dataset costs the CPU: nanoseconds a token, and how much of it is the tokenizer itself.
+"""Measure the CPU time per token of training straight from a dataset, and the tokenizer's share of it.
 
     python benchmarks/dataset.py [--megabytes 12] [--seconds 15] [--output benchmarks/results/dataset.json]
 
-The text is Python's standard library, a row each 2,000 characters, in one JSONL file; the tokenizer is trained on it. The floor is
-one process that calls ``encode_batch_fast`` on the same rows and does nothing with what it returns. Everything is counted as
-CPU time over the whole process tree, so that it holds on a busy machine too, within the noise of shared caches.
+The text is Python's standard library, one JSONL row per 2,000 characters; the tokenizer is trained on it.
+The baseline is one process that calls ``encode_batch_fast`` on the same rows and discards the result. All
+figures are CPU time of the whole process tree, so they also hold on a busy machine, within the noise of
+shared caches.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def make(folder: Path, size: int) -> list[str]:
 
 
 def floor(folder: Path, rows: list[str], seconds: float) -> float:
-    """CPU nanoseconds a token."""
+    """Return CPU nanoseconds per token."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = bpe.load(folder / bpe.FOLDER)
     tokenizer.encode_special_tokens = True

@@ -1,24 +1,26 @@
-"""Resharding a checkpoint beside its floor, ``cp`` and sync of the same bytes, and beside the tools that others have for it.
+"""Compare resharding a checkpoint with ``cp`` and sync of the same bytes, and with the vendors' tools.
 
-    python benchmarks/reshard.py                                        322 M parameters with Adam's state: 3.9 GB, five runs, 10 to 20
-                                                                        minutes, 20 GB of disk in the current folder
-    python benchmarks/reshard.py --folder /mnt/nvme --only cp native    elsewhere; some contenders
-    python benchmarks/reshard.py --parameters 20 --runs 1               a quick look
+    python benchmarks/reshard.py                                        322 M parameters with Adam's state:
+        3.9 GB,
+                                                                        five runs, 10 to 20 minutes, 20 GB of
+                                                                            disk
+    python benchmarks/reshard.py --folder /mnt/nvme --only cp native    another folder; some contenders
+    python benchmarks/reshard.py --parameters 20 --runs 1               a quick try
 
-Contenders, each in a process of its own, in turns within each run, so that noise of the machine falls on all of them:
+Contenders, each in its own process, alternating within each run:
 
     cp                cp -r of the native folder, and sync -f
-    native            this toolkit, native to native: what it has to do at least
-    zero3-megatron    this toolkit, DeepSpeed ZeRO-3 of 4 ranks to Megatron-core's distributed optimizer
-    universal         deepspeed.checkpoint.ds_to_universal of the ZeRO-3 folder, and sync -f
+    native            this toolkit, native to native: the least that it has to do
+    zero3-megatron    this toolkit, DeepSpeed ZeRO 3 on 4 ranks to Megatron-core's distributed optimizer
+    universal         deepspeed.checkpoint.ds_to_universal of the ZeRO 3 folder, and sync -f
     dcp               torch.distributed.checkpoint: load, and save (which syncs its files)
 
-Every contender looks at 12 bytes a parameter: fp32 weights and two moments of a Llama of random values, written by this toolkit in the
-vendors' formats (dcp: by torch) before the clock starts. Before each job the page cache is dropped, all of it where we may, else the
-files' pages (--cold files spares other users of the machine). Seconds are those of the job until its bytes are durable, without the
-start of Python and imports. Processor seconds and memory (peak resident set) count child processes: memory is that of the largest
-(of ``cp`` no less than the Python that starts it). Temporary bytes are what lay on the disk at most, of what is made, beyond what was
-left at the end. Figures are medians; ratios are medians of the ratios to ``cp`` within runs.
+Every contender processes 12 bytes per parameter: fp32 weights and two moments of a Llama with random values,
+written in the vendors' formats before the clock starts. Before each job the page cache is dropped,
+completely if permitted, else the files' pages (``--cold files`` always does the latter). Seconds are those
+until the bytes are durable, without the start of Python and imports. CPU seconds and peak resident memory
+include child processes. Temporary bytes are the most on disk during the job, beyond what is left at the end.
+Figures are medians; ratios are medians of the ratios to ``cp`` within runs.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ OURS = ("native", "zero3-megatron")
 
 
 def llama(parameters: float) -> ModelShape:
-    """Of about so many parameters: 20 layers, H x (31.25 H) embeddings, not tied."""
+    """Return a Llama of about this many parameters: 20 layers, untied embeddings of 31.25 rows per hidden
+    unit."""
     hidden = max(64, round((parameters / 307.5) ** 0.5 / 64) * 64)
     return ModelShape(
         family="llama",
@@ -83,7 +86,7 @@ def llama(parameters: float) -> ModelShape:
 
 
 def make_native(folder: Path, parameters: float) -> int:
-    """Weights and moments of random values. Returns their number of parameters."""
+    """Write weights and moments with random values; return the number of parameters."""
     shape = llama(parameters)
     specs = families.get(shape.family).parameters(shape)
     tensors = {
@@ -118,7 +121,7 @@ def make_native(folder: Path, parameters: float) -> int:
 
 
 def make_dcp(source: Path, target: Path) -> None:
-    """The same tensors, as torch saves them."""
+    """Save the same tensors with torch."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -149,7 +152,7 @@ def copied(source: Path, target: Path) -> None:
 
 
 def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
-    """What is timed. What it needs is imported here."""
+    """Return the function that is timed, after importing what it needs."""
     if name == "universal":
         from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 
@@ -185,7 +188,7 @@ def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
 
 
 def child(name: str, source: Path, target: Path) -> None:
-    """One job, and its figures to stdout."""
+    """Run one job and print its figures."""
     job = job_of(name, source, target)
     began, cpu = time.perf_counter(), _cpu_seconds()
     job()
@@ -206,7 +209,7 @@ def _cpu_seconds() -> float:
 
 
 def forget(folder: Path, cold: str) -> str:
-    """Drop what the page cache has of the files, or all that it has. Returns how."""
+    """Drop the files, or everything, from the page cache; return the method."""
     os.sync()
     if cold == "no":
         return "nothing"
@@ -221,7 +224,7 @@ def forget(folder: Path, cold: str) -> str:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes that are allocated in ``folder`` now."""
+    """Return the bytes that are allocated in ``folder`` now."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -231,7 +234,7 @@ def on_disk(folder: Path) -> int:
 
 
 def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
-    """One job in a new process, from a cold cache."""
+    """Run one job in a new process from a cold cache."""
     out = work / "out"
     out.mkdir()
     forget(source, cold)
@@ -261,7 +264,7 @@ def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
 
 
 def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
-    """The sources that these contenders read. Returns the number of parameters."""
+    """Write the sources that these contenders read; return the number of parameters."""
     count = make_native(work, parameters)
     kinds = {CONTENDERS[name] for name in contenders}
     if ZERO3 in kinds:
@@ -274,7 +277,7 @@ def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
             parallel=TargetParallelConfig(data=RANKS),
             optim=settings,
         )
-    if DCP in kinds:  # in a process of its own: it takes as much memory as the model
+    if DCP in kinds:  # in its own process, because it needs as much memory as the model
         subprocess.run(
             [sys.executable, __file__, "--make-dcp", str(work / NATIVE), str(work / DCP)],
             check=True,
@@ -286,7 +289,7 @@ def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
 def memory_by_size(
     work: Path, parameters: float, contenders: list[str], cold: str
 ) -> dict[str, dict[str, float]]:
-    """Peak bytes of our contenders, for a sixteenth of the model, a quarter, and all of it."""
+    """Return the toolkit's peak bytes for a sixteenth of the model, a quarter, and all of it."""
     found: dict[str, dict[str, float]] = {name: {} for name in OURS if name in contenders}
     for part in SMALLER if found else ():
         folder = work / f"part-{part}"
@@ -311,7 +314,7 @@ def main() -> None:
         "--cold",
         choices=["all", "files", "no"],
         default="all",
-        help="what is dropped from the page cache before a job",
+        help="how to drop the page cache before a job",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "reshard.json")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -323,14 +326,15 @@ def main() -> None:
     if given.make_dcp:
         make_dcp(*map(Path, given.make_dcp))
         return
-    contenders = ["cp", *(name for name in given.only if name != "cp")]  # the floor is always there
+    contenders = ["cp", *(name for name in given.only if name != "cp")]  # the baseline is always included
     work = given.folder.absolute() / f"reshard-benchmark-{os.getpid()}"
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     try:
         began = time.perf_counter()
         count = prepare(work, given.parameters * 1e6, contenders)
         print(
-            f"{count / 1e6:.1f} M parameters, {count * BYTES_PER_PARAMETER / 1e9:.2f} GB, made in {time.perf_counter() - began:.0f} s",
+            f"{count / 1e6:.1f} M parameters, {count * BYTES_PER_PARAMETER / 1e9:.2f} GB, "
+            f"written in {time.perf_counter() - began:.0f} s",
             flush=True,
         )
         for number in range(given.runs):
@@ -338,7 +342,7 @@ def main() -> None:
                 row = measure(name, work / CONTENDERS[name], work, given.cold)
                 rows[name].append(row)
                 print(
-                    f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} s of processors, "
+                    f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} CPU s, "
                     f"{row['peak_bytes'] / 1e6:5.0f} MB, {row['temporary_bytes'] / 1e6:5.0f} MB temporary",
                     flush=True,
                 )

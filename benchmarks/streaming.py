@@ -1,16 +1,20 @@
-"""What a token costs on its way to the model: this toolkit's stream beside a memory map and the loaders that others use.
+"""Compare the CPU time of a token on its way to the model with a memory map and with other loaders.
 
-    python benchmarks/streaming.py --peers-venv /tmp/peers        every contender: about 15 minutes on two cores, 3 GB of disk
-    python benchmarks/streaming.py --only floor toolkit           some of them
-    python benchmarks/streaming.py --layouts                      only the part about shards, mixtures and dtypes; the rest is kept
-    python benchmarks/streaming.py --report                       the table, docs/streaming.md and its picture from the JSON
+    python benchmarks/streaming.py --peers-venv /tmp/peers    every contender: 15 minutes on two cores, 3 GB
+        of disk
+    python benchmarks/streaming.py --only floor toolkit       some of them
+    python benchmarks/streaming.py --layouts                  only shards, mixtures and dtypes; the rest is
+        kept
+    python benchmarks/streaming.py --report                   the table, docs/streaming.md and its picture
+        from the JSON
 
-One fabricated corpus of 200 M tokens (benchmarks/sides/corpus.py) goes into each contender's own format. Every measurement is a
-process of its own in bounded time; rounds go through all contenders, so that a noisy machine shows as spread. In a process the
-contender takes turns with slices of a memory map: ratios are between neighbours in time. Peers come from
-benchmarks/peers.txt, in a virtual environment on top of this one, made where it is absent; one that is not there or fails says why.
+One synthetic corpus of 200 M tokens (benchmarks/sides/corpus.py) is written in each contender's own format.
+Every measurement is a process of its own with a time limit; rounds go through all contenders, so that noise
+shows as spread. Within a process the contender alternates with slices of a memory map. Other loaders come
+from benchmarks/peers.txt, in a virtual environment on top of this one, which is created if it is absent; a
+loader that fails is reported with its error.
 
-Written to benchmarks/results/streaming.json.
+Results go to benchmarks/results/streaming.json.
 """
 
 from __future__ import annotations
@@ -49,21 +53,21 @@ RANKS = 2  # of the resume on another number of ranks
 FLAT_SAMPLES = (10**6, 10**9, 10**12)
 FEWEST_TOKENS = 2 * BATCH * LENGTH
 LAYOUTS_LIMIT_SECONDS = 900.0
-QUIET_LOAD = 0.5  # of other processes, in cores: above it the figures say that the machine was busy
+QUIET_LOAD = 0.5  # of other processes, in cores: above it the report calls the machine busy
 
 
-class Failed(Exception):
-    """A contender's process ended with an error or not in time: the last line it said."""
+class ContenderFailed(Exception):
+    """A process of a contender failed or exceeded its time limit; the message is its last line."""
 
 
-class Sides:
-    """Runs benchmarks/sides/read_stream.py for one contender after the other."""
+class ContenderRunner:
+    """Run benchmarks/sides/read_stream.py for contenders."""
 
     def __init__(self, corpus: Corpus, python: Path, limit_seconds: float) -> None:
         self._corpus, self._python, self._limit = corpus, python, limit_seconds
 
     def files(self, name: str) -> Path:
-        """Contenders of one file format share it."""
+        """Return the folder of the files; contenders with one format share it."""
         return self._corpus.folder / "formats" / SIDES[name].open.__module__.rpartition(".")[2]
 
     def make(self, name: str) -> dict[str, Any]:
@@ -115,22 +119,22 @@ class Sides:
 
     def finish(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         try:
-            said, wrong = process.communicate(timeout=self._limit)
+            output, errors = process.communicate(timeout=self._limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its own session: workers that it started end with it
             process.communicate()
-            raise Failed(f"not done after {self._limit:.0f} s") from None
+            raise ContenderFailed(f"not done after {self._limit:.0f} s") from None
         if process.returncode:
-            lines = [line.strip() for line in wrong.splitlines() if line.strip()]
-            raise Failed(lines[-1][:300] if lines else f"exit code {process.returncode}")
-        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+            lines = [line.strip() for line in errors.splitlines() if line.strip()]
+            raise ContenderFailed(lines[-1][:300] if lines else f"exit code {process.returncode}")
+        found: dict[str, Any] = json.loads(output.splitlines()[-1])
         return found
 
 
 def measure(
-    sides: Sides, names: Sequence[str], rounds: int, seconds: float, progress: Progress
+    sides: ContenderRunner, names: Sequence[str], rounds: int, seconds: float, progress: Progress
 ) -> dict[str, Any]:
-    """By name, what streaming_report.py shows."""
+    """Return the rows of streaming_report.py by contender."""
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         side = SIDES[name]
@@ -161,16 +165,16 @@ def measure(
 
 
 def guarded(row: dict[str, Any], work: Any) -> None:
-    """A contender that failed once is left out of what follows, and its row says why."""
+    """Run ``work``; a contender that failed once is skipped from then on, and its row has the error."""
     if row["failed"] is None:
         try:
             work(row)
-        except Failed as error:
+        except ContenderFailed as error:
             row["failed"] = str(error)
             print(f"{row['label']}: {error}", file=sys.stderr, flush=True)
 
 
-def in_order(sides: Sides, name: str, kept: Path) -> dict[str, Any]:
+def in_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, Any]:
     made = sides.make(name)
     state, out = kept / f"{name}.state", kept / f"{name}.npz"
     found = sides.run(name, "order", "--state", str(state), "--out", str(out))
@@ -190,16 +194,18 @@ def in_order(sides: Sides, name: str, kept: Path) -> dict[str, Any]:
     }
 
 
-def elastic(sides: Sides, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int) -> dict[str, Any]:
-    """Refusing another number of ranks is an answer, not a failure."""
+def elastic(
+    sides: ContenderRunner, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int
+) -> dict[str, Any]:
+    """Return the comparison on another number of ranks; a refusal is a result, not a failure."""
     try:
         return verdict(numbers, resumed(sides, name, state, kept, RANKS), at)
-    except Failed as error:
+    except ContenderFailed as error:
         return {"exact": False, "refused": str(error)}
 
 
-def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
-    """Numbers of the samples after a resume: [AFTER, GLOBAL_BATCH], the ranks' side by side."""
+def resumed(sides: ContenderRunner, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
+    """Return the numbers of the samples after a resume, [AFTER, GLOBAL_BATCH], over all ranks."""
     outs = [kept / f"{name}-{rank}.npy" for rank in range(ranks)]
     environ = {
         "MASTER_ADDR": "127.0.0.1",
@@ -227,7 +233,7 @@ def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.
     for process in processes:
         try:
             sides.finish(process)
-        except Failed as error:
+        except ContenderFailed as error:
             problems.append(error)
     if problems:
         raise problems[0]
@@ -235,14 +241,17 @@ def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.
 
 
 def verdict(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str, Any]:
-    """Whether the global batches after a resume are those of the run that was not interrupted; else how many of their samples it had
-    taken before."""
+    """Compare the global batches after a resume with those of the uninterrupted run.
+
+    Returns:
+        Whether they are equal, and the share of their samples that had been used before.
+    """
     expected = numbers[at : at + AFTER]
     exact = bool((np.sort(after, axis=1) == np.sort(expected, axis=1)).all())
     return {"exact": exact, "taken_before": float(np.isin(after, numbers[:at]).mean())}
 
 
-def one_round(row: dict[str, Any], sides: Sides, name: str, kept: Path, seconds: float) -> None:
+def one_round(row: dict[str, Any], sides: ContenderRunner, name: str, kept: Path, seconds: float) -> None:
     found = sides.run(name, "speed", "--seconds", str(seconds))
     turns = found.pop("turns")
     row["versions"] = found.pop("versions")
@@ -254,7 +263,7 @@ def one_round(row: dict[str, Any], sides: Sides, name: str, kept: Path, seconds:
 
 
 def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of one process: the ratio is between neighbours in time."""
+    """Return medians over the turns of one process; the ratio is taken within turns."""
     return {
         "turns": len(turns),
         "cpu_ns": statistics.median(turn["cpu_ns"] for turn in turns),
@@ -264,7 +273,7 @@ def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def flat(python: Path) -> list[dict[str, Any]]:
-    """``FlatCost`` of this toolkit's stream, each in a process of its own."""
+    """Return ``FlatCost`` of this toolkit's stream, each in its own process."""
     ask = (
         "import json, sys; from dataclasses import asdict; from toolkit.testing.flat import flat_cost; "
         "print(json.dumps(asdict(flat_cost(int(sys.argv[1]), mixed=sys.argv[2] == 'mixed'))))"
@@ -279,7 +288,7 @@ def flat(python: Path) -> list[dict[str, Any]]:
 
 
 def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
-    """What benchmarks/sides/data_layouts.py measures of this toolkit, in a process of its own."""
+    """Run benchmarks/sides/data_layouts.py in its own process."""
     script, before = str(BENCHMARKS / "sides" / "data_layouts.py"), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, script, folder, "--tokens", str(tokens), "--seconds", str(seconds)]
@@ -296,7 +305,7 @@ def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]
 
 
 def peers_python(venv: Path | None) -> Path:
-    """The Python that has the peers, made where ``venv`` is absent; without one, this Python."""
+    """Return the Python that has the other loaders, after creating ``venv`` if it is absent."""
     if venv is None:
         return Path(sys.executable)
     python = venv / "bin" / "python"
@@ -307,7 +316,7 @@ def peers_python(venv: Path | None) -> Path:
         places = subprocess.run(
             [str(python), "-c", ask], check=True, capture_output=True, text=True
         ).stdout.strip()
-        # Its own packages come first; addsitedir reads the .pth files of ours, so this toolkit is found as well.
+        # Its own packages come first; addsitedir also reads our .pth files, so this toolkit is found.
         Path(places, "zz_below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "-r", str(PEERS)], check=True)
@@ -355,13 +364,13 @@ def main() -> None:
     )
     parser.add_argument("--layout-tokens", type=int, default=100_000_000, help="of each data layout")
     parser.add_argument(
-        "--report", action="store_true", help="measure nothing: show and write what the JSON says"
+        "--report", action="store_true", help="measure nothing; show and write the report of the JSON"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.tokens < FEWEST_TOKENS:
         parser.error(
-            f"--tokens: {given.tokens}, and mixing is judged on batches of 1,024 samples: {FEWEST_TOKENS} or more"
+            f"--tokens={given.tokens}: mixing needs batches of 1,024 samples, so at least {FEWEST_TOKENS}"
         )
     if given.layouts:
         found = json.loads(given.out.read_text())
@@ -381,7 +390,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary, Progress() as progress:
         corpus = make_corpus(given.corpus or Path(temporary, "corpus"), given.tokens)
-        rows = measure(Sides(corpus, python, given.limit), given.only, given.rounds, given.seconds, progress)
+        rows = measure(
+            ContenderRunner(corpus, python, given.limit), given.only, given.rounds, given.seconds, progress
+        )
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine(),

@@ -1,4 +1,4 @@
-"""What a person would write without the toolkit: the yardstick of benchmarks/engine_step.py, which writes the spec.
+"""Train without the toolkit: the baseline of benchmarks/engine_step.py, which writes the spec.
 
 torchrun --nproc_per_node 2 benchmarks/sides/bare.py spec.json
 """

@@ -1,8 +1,9 @@
-"""What a person would write on Megatron-core without the toolkit: a yardstick of benchmarks/engine_step.py, which writes the spec.
+"""Train with Megatron-core without the toolkit: a baseline of benchmarks/engine_step.py.
 
     torchrun --nproc_per_node 2 benchmarks/sides/bare_megatron.py spec.json
 
-Megatron-core alone does not run on CPUs, so there the toolkit's CPU backend comes before it; attention is torch's on both sides.
+Megatron-core does not run on CPUs by itself, so the toolkit's CPU backend is enabled first; both sides use
+torch's attention.
 """
 
 import json

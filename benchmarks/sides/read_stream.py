@@ -1,11 +1,11 @@
-"""One contender in a process of its own; benchmarks/streaming.py says what to do. Prints one line of JSON.
+"""Run one contender of benchmarks/streaming.py in its own process; print one line of JSON.
 
 python benchmarks/sides/read_stream.py toolkit speed --corpus FOLDER --files FOLDER [--seconds 2]
 
-make    its files
-speed   seconds to the first batch; then turns of it and of slices of a memory map, CPU nanoseconds a token of each; peak memory
-order   one epoch in order: a number for each sample and the domain it begins in, and the state in its middle -> --out
-resume  from that state (--state) on, as rank --rank of --ranks: seconds to the first batch, and the samples of the next batches
+make    write its files speed   seconds to the first batch; CPU ns per token of alternating turns with slices
+of a memory map; peak memory order   one epoch in order: a number and a domain for each sample, and the state
+in its middle (--out) resume  continue from that state (--state) as rank --rank of --ranks: seconds to the
+first batch, next samples
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 from sides.corpus import Corpus, domain_of, open_corpus
 from sides.streams import SIDES
-from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, Opened, Place, Side
+from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, Contender, OpenedStream, StreamRank
 from sides.streams.floor import slices
 
 WARM_UP_SECONDS = 0.5
@@ -63,15 +63,16 @@ def main() -> None:
     elif given.task == "order":
         found = order(side, corpus, given.files, given.state, given.out)
     else:
-        found = resume(side, corpus, given.files, given.state, given.out, Place(given.rank, given.ranks))
+        found = resume(side, corpus, given.files, given.state, given.out, StreamRank(given.rank, given.ranks))
     print(json.dumps(found), flush=True)
     os._exit(0)  # threads and workers of some contenders outlive what is measured
 
 
-def settle(side: Side) -> None:
-    """Imports, which no clock here counts, and one thread of torch's: all of them copy, none computes.
+def settle(side: Contender) -> None:
+    """Import what is not timed, and use one torch thread.
 
-    Raises PackageNotFoundError where the contender is not installed.
+    Raises:
+        PackageNotFoundError: the contender is not installed.
     """
     import torch
 
@@ -79,27 +80,24 @@ def settle(side: Side) -> None:
         metadata.version(package)
 
     torch.set_num_threads(1)
-    for module in (
-        "numpy.ma",
-        *side.modules,
-    ):  # numpy imports that one when it first looks for distinct values
+    for module in ("numpy.ma", *side.modules):  # numpy imports it on first use
         importlib.import_module(module)
     if side.prepare is not None:
         side.prepare()
 
 
-def make(side: Side, corpus: Corpus, files: Path) -> dict[str, Any]:
+def make(side: Contender, corpus: Corpus, files: Path) -> dict[str, Any]:
     started = time.perf_counter()
     if side.make is not None:
         side.make(corpus, files)
     return {"make_seconds": time.perf_counter() - started}
 
 
-def speed(side: Side, corpus: Corpus, files: Path, seconds: float) -> dict[str, Any]:
+def speed(side: Contender, corpus: Corpus, files: Path, seconds: float) -> dict[str, Any]:
     if (files / CACHE).is_dir():  # what a contender builds at its first start of all is part of that
         shutil.rmtree(files / CACHE)
-    first_seconds, opened = first_batch(side, corpus, files, Place(), None)
-    reference = slices(corpus, Place())
+    first_seconds, opened = first_batch(side, corpus, files, StreamRank(), None)
+    reference = slices(corpus, StreamRank())
     memory = [own_bytes()]
     warm_until = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < warm_until:
@@ -116,7 +114,7 @@ def speed(side: Side, corpus: Corpus, files: Path, seconds: float) -> dict[str, 
         take(reference, SLICES)
         slice_seconds = time.thread_time() - slices_started
         others_seconds = time.thread_time() - thread_started
-        # What the contender's threads do while slices have their turn is the contender's: hence not this thread's time alone.
+        # The contender's threads also work during the turns of the slices, so count the whole process tree.
         batches = take_for(opened, TURN_SECONDS)
         cpu_seconds = tree_cpu_seconds() - started - others_seconds
         turns.append(
@@ -139,8 +137,8 @@ def take(batches: Iterator[Any], count: int) -> None:
         next(batches)
 
 
-def take_for(opened: Opened, seconds: float) -> int:
-    """Batches taken in about ``seconds``."""
+def take_for(opened: OpenedStream, seconds: float) -> int:
+    """Return the batches of about ``seconds`` seconds."""
     batches, until = 0, time.perf_counter() + seconds
     while time.perf_counter() < until:
         for _ in range(8):
@@ -150,9 +148,9 @@ def take_for(opened: Opened, seconds: float) -> int:
 
 
 def first_batch(
-    side: Side, corpus: Corpus, files: Path, place: Place, state: bytes | None
-) -> tuple[float, Opened]:
-    """Seconds from opening to the first batch in hand. The batch is not put back."""
+    side: Contender, corpus: Corpus, files: Path, place: StreamRank, state: bytes | None
+) -> tuple[float, OpenedStream]:
+    """Return the seconds from opening to the first batch, which is consumed."""
     started = time.perf_counter()
     opened = side.open(corpus, files, place, state)
     batch = next(opened.batches)
@@ -162,9 +160,9 @@ def first_batch(
     return seconds, opened
 
 
-def order(side: Side, corpus: Corpus, files: Path, state: Path, out: Path) -> dict[str, Any]:
-    """One epoch of whole global batches; the state before its middle one is kept."""
-    opened = side.open(corpus, files, Place(), None)
+def order(side: Contender, corpus: Corpus, files: Path, state: Path, out: Path) -> dict[str, Any]:
+    """Read one epoch of whole global batches; keep the state before its middle one."""
+    opened = side.open(corpus, files, StreamRank(), None)
     batches = corpus.tokens // LENGTH // GLOBAL_BATCH
     numbers = np.empty((batches, GLOBAL_BATCH), dtype=np.uint64)
     domains = np.empty((batches, GLOBAL_BATCH), dtype=np.int64)
@@ -178,7 +176,9 @@ def order(side: Side, corpus: Corpus, files: Path, state: Path, out: Path) -> di
     return {"batches": batches, "state_at": batches // 2, "state_bytes": size}
 
 
-def resume(side: Side, corpus: Corpus, files: Path, state: Path, out: Path, place: Place) -> dict[str, Any]:
+def resume(
+    side: Contender, corpus: Corpus, files: Path, state: Path, out: Path, place: StreamRank
+) -> dict[str, Any]:
     if place.ranks > 1:
         import torch.distributed
 
@@ -194,20 +194,20 @@ def resume(side: Side, corpus: Corpus, files: Path, state: Path, out: Path, plac
 
 
 def numbers_of(rows: np.ndarray) -> np.ndarray:
-    """A number for each of ``rows`` [batch, LENGTH] that other tokens would not give: uint64 [batch]."""
+    """Return a uint64 hash for each row of ``rows`` [batch, LENGTH]."""
     factors = np.random.default_rng(1).integers(1, 1 << 63, LENGTH, dtype=np.uint64) | np.uint64(1)
     return (rows.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
 
 
 def tree_cpu_seconds() -> float:
-    """User and system time of this process, of its living children and of those that ended."""
+    """Return user and system time of this process and all its children, living and ended."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     living = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return sum(one.ru_utime + one.ru_stime for one in usage) + sum(one.user + one.system for one in living)
 
 
 def own_bytes() -> int:
-    """Memory of the process tree that is its own: anonymous and shared, not the page cache's (a map of a file is the kernel's to drop)."""
+    """Return the anonymous and shared memory of the process tree, without the page cache."""
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()

@@ -39,9 +39,9 @@ def corpus(benchmarks: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def epoch(corpus: Any, name: str) -> np.ndarray:
     """[samples, 2048]."""
     from sides.streams import SIDES
-    from sides.streams.common import GLOBAL_BATCH, LENGTH, Place
+    from sides.streams.common import GLOBAL_BATCH, LENGTH, StreamRank
 
-    batches = SIDES[name].open(corpus, corpus.folder / "formats", Place(), None).batches
+    batches = SIDES[name].open(corpus, corpus.folder / "formats", StreamRank(), None).batches
     return np.concatenate([next(batches).numpy() for _ in range(corpus.tokens // LENGTH // GLOBAL_BATCH)])
 
 
@@ -71,15 +71,15 @@ def test_floor_and_toolkit_deliver_the_same_tokens(corpus: Any) -> None:
 )
 def test_a_state_continues_on_any_ranks(corpus: Any, name: str, ranks: int) -> None:
     from sides.streams import SIDES
-    from sides.streams.common import Place
+    from sides.streams.common import StreamRank
 
-    whole = SIDES[name].open(corpus, corpus.folder, Place(), None)
+    whole = SIDES[name].open(corpus, corpus.folder, StreamRank(), None)
     for _ in range(5):
         next(whole.batches)
     state = whole.state()
     following = [next(whole.batches).numpy() for _ in range(3)]
     parts = [
-        SIDES[name].open(corpus, corpus.folder, Place(rank, ranks), state).batches for rank in range(ranks)
+        SIDES[name].open(corpus, corpus.folder, StreamRank(rank, ranks), state).batches for rank in range(ranks)
     ]
     for expected in following:
         np.testing.assert_array_equal(np.concatenate([next(part).numpy() for part in parts]), expected)
