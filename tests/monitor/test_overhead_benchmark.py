@@ -116,7 +116,7 @@ def test_only_whole_parts_count(bench: SimpleNamespace) -> None:
 
 def test_marks_of_whole_steps_are_read(bench: SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "marks"
-    marker = bench.marks.Marker(file)
+    marker = bench.marks.StepMarker(file)
     for _ in range(3):
         marker.mark()
         marker.end_step()
@@ -163,9 +163,9 @@ def test_verdicts(bench: SimpleNamespace) -> None:
     ):
         (told,) = mistakes(wrong)
         assert told.startswith(says)
-        assert "would tell" not in told
+        assert "use more" not in told
     (told,) = mistakes(found(bench, on=1.0085))
-    assert told.endswith("more --launches would tell")
+    assert told.endswith("use more --launches")
     assert len(mistakes(found(bench, seconds=0.1))) == 4
 
 
