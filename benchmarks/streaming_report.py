@@ -277,7 +277,7 @@ process (no worker processes), with one torch thread.
 - **MiB above floor**: peak anonymous and shared memory of the process tree, including imports,
   without file maps.
 - **state bytes**: JSON in a checkpoint. This toolkit's is a number and hashes of data, tokenizer and
-  order, by which other data are refused; the shorter ones are a number alone.
+  order, by which other data are refused; shorter states are a number alone.
 - **chi2/df**: domain counts per batch of 1,024 samples over the epoch; 1.0 is a full permutation, 64
   domains."""
 

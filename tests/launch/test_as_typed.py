@@ -1,4 +1,4 @@
-"""The commands of the README and of launch/train.py, as typed, with real training.
+"""Train with each launcher, with and without a number of ranks, and continue a stopped run.
 
 pytest tests/launch/test_as_typed.py -m full
 """
@@ -19,23 +19,20 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 SMALL = ("+exp=quickstart", "train.steps=20", "zero=stage3", "model.hidden_size=128")
 FORMS = {
-    "deepspeed, 2 ranks": ("deepspeed", 2),
-    "deepspeed, bare": ("deepspeed", None),
-    "torchrun, 2 ranks": ("torchrun", 2),
-    "torchrun, bare": ("torchrun", None),
-    "python, 2 ranks": ("python", 2),
-    "python, bare": ("python", None),
+    f"{launcher}, {f'{ranks} ranks' if ranks else 'default ranks'}": (launcher, ranks)
+    for launcher in ("deepspeed", "torchrun", "python")
+    for ranks in (2, None)
 }
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One data folder for all forms, and the losses of those that ran before."""
+    """A folder with the data of all launchers and the losses of the first one."""
     return tmp_path_factory.mktemp("shared")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_trains_the_same_run(form: str, shared: Path, tmp_path: Path) -> None:
+def test_every_launcher_trains_the_same_run(form: str, shared: Path, tmp_path: Path) -> None:
     launcher, ranks = FORMS[form]
     run_dir = tmp_path / "run"
     argv = command(launcher, TRAIN, *SMALL, f"run.dir={run_dir}", f"data.path={shared / 'data'}", ranks=ranks)
@@ -54,25 +51,22 @@ def test_every_form_trains_the_same_run(form: str, shared: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("launcher", "group"), [("deepspeed", False), ("torchrun", True), ("python", False)])
-def test_a_stopped_run_goes_on_where_it_was(launcher: str, group: bool, shared: Path, tmp_path: Path) -> None:
+def test_stopped_run_continues_from_its_last_step(
+    launcher: str, group: bool, shared: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    data = f"data.path={shared / 'data'}"
     keys = (
-        "+exp=quickstart",
-        "zero=stage2",
-        "model.hidden_size=64",
-        "checkpoint.every=never",
-        "eval.every=0",
-        data,
+        *("+exp=quickstart", "zero=stage2", "model.hidden_size=64"),
+        *("checkpoint.every=never", "eval.every=0", f"data.path={shared / 'data'}", f"run.dir={run_dir}"),
     )
-    argv = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", "train.steps=100000", ranks=2)
     directory = RunDirectory(run_dir)
+
+    def trains() -> bool:
+        return directory.metrics_file.exists() and directory.metrics_file.read_text().count("\n") > 3
+
+    argv = command(launcher, TRAIN, *keys, "train.steps=100000", ranks=2)
     with Started(argv, run_dir, cwd=tmp_path) as started:
-        started.until(
-            lambda: directory.metrics_file.exists() and directory.metrics_file.read_text().count("\n") > 3,
-            200,
-            "training",
-        )
+        started.until(trains, 200, "training")
         hit(signal.SIGTERM, started.process.pid, group=group)
         started.ended(60)
         started.gone(15)
@@ -81,8 +75,8 @@ def test_a_stopped_run_goes_on_where_it_was(launcher: str, group: bool, shared: 
         assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), started.output
         assert stopped.checkpoint
         assert stopped.step
-    more = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", f"train.steps={stopped.step + 3}", ranks=2)
-    with Started(more, run_dir, cwd=tmp_path) as started:
+    argv = command(launcher, TRAIN, *keys, f"train.steps={stopped.step + 3}", ranks=2)
+    with Started(argv, run_dir, cwd=tmp_path) as started:
         assert started.ended(200) == 0, started.output
     end = status_of(run_dir)
     assert end is not None
