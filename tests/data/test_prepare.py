@@ -1,16 +1,14 @@
 """From text to shards: the same documents from every form, and the same bytes however the work is cut.
 
 pytest tests/data/test_prepare.py
-pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader, the commands of the docs
+pytest -m full tests/data/test_prepare.py     # memory, megatron-core's reader
 """
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -452,25 +450,3 @@ def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     documents = documents_of(tmp_path / "data", "train")
     assert done.stdout.splitlines()[-1] == f"{len(documents)} {documents}"
-
-
-@pytest.mark.full
-def test_the_commands_of_the_docs(tmp_path: Path) -> None:
-    """docs/data.md, section Preparing: its commands as written, where the text they name is."""
-    write_jsonl(
-        tmp_path / "books" / "one.jsonl", [text.replace(bpe.END_OF_TEXT, "") for text in TEXTS]
-    )  # as the default wants it
-    section = (ROOT / "docs" / "data.md").read_text().partition("## Preparing")[2].partition("\n## ")[0]
-    commands = [
-        line.partition("#")[0].strip()
-        for line in re.findall(r"^    (python launch/prepare\.py .*)$", section, re.MULTILINE)
-    ]
-    assert len(commands) >= 4
-    for command in commands:
-        began = time.monotonic()
-        words = command.replace("python launch/", f"{sys.executable} {ROOT}/launch/")
-        done = subprocess.run(
-            words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        print(f"{time.monotonic() - began:.1f} s: {command}")
