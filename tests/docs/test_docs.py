@@ -319,6 +319,20 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if f": {page}\n" not in nav] == []
 
 
+def test_the_import_picture_is_that_of_the_code() -> None:
+    """docs/architecture.md lists the folders in the order in which they may import each other."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = text.partition("## Folders")[2].partition("```text\n")[2].partition("```")[0].splitlines()
+    tree = ast.parse((ROOT / "tests/test_imports.py").read_text(encoding="utf-8"))
+    (order,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == "ORDER"
+    )
+    for row, folders in zip(rows, order, strict=False):
+        assert set(folders) <= set(row.split()), row
+
+
 # -- every page, as a reader follows it
 
 
