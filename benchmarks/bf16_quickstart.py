@@ -136,7 +136,7 @@ def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str,
         }
 
 
-def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def compare_with_local(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the spread of local runs, the position of each engine run in it, and both means."""
     local = [runs[name]["validation_loss"] for name in LOCAL if name in runs]
     if len(local) < len(LOCAL):
@@ -162,11 +162,11 @@ def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
     losses = [runs[name]["validation_loss"] for name in ENGINES if name in runs]
     if len(losses) > 1:
-        found["means"] = welch(local, losses)
+        found["means"] = welch_t(local, losses)
     return found
 
 
-def welch(a: list[float], b: list[float]) -> dict[str, Any]:
+def welch_t(a: list[float], b: list[float]) -> dict[str, Any]:
     """Return Welch's t (1947) of two samples, and the t that 5% of equal pairs exceed."""
     parts = [statistics.variance(each) / len(each) for each in (a, b)]
     freedom = sum(parts) ** 2 / sum(
@@ -209,7 +209,7 @@ def main() -> None:
                 "versions": versions,
                 "words": common,
                 "runs": runs,
-                "verdict": judged(runs),
+                "verdict": compare_with_local(runs),
             }
             given.out.write_text(json.dumps(found, indent=1) + "\n")
             task.advance(note=f"{name} {runs[name]['validation_loss']:.4f}")
@@ -217,7 +217,7 @@ def main() -> None:
                 f"{name:>22}: {runs[name]['validation_loss']:.5f} in {runs[name]['seconds']:.0f} s",
                 flush=True,
             )
-    print(json.dumps(judged(runs), indent=1))
+    print(json.dumps(compare_with_local(runs), indent=1))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def shards_of(rank: int, ranks: int, parameters: int) -> list[Shard]:
     return shards
 
 
-def forget(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Drop the files' pages from the cache."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
@@ -123,10 +123,10 @@ def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dic
         whole, blocked = run(2 * number + 2, "background")
         path = CheckpointStore(folder / "checkpoints").newest()
         assert path is not None
-        forget(path)
+        drop_page_cache(path)
         copied = copy(path, folder / "copy")
         shutil.rmtree(folder / "copy")
-        forget(path)
+        drop_page_cache(path)
         loaded, _ = run(0, "load")
         if number:
             for name, value in zip(seconds, (copied, saved, whole, blocked, loaded), strict=True):

@@ -95,7 +95,7 @@ ON = ("monitor.wandb=offline", "monitor.every=10")
 NOTHING = {"words": OFF, "without_sinks": True}
 
 
-def launch(
+def run_launch(
     name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: int
 ) -> tuple[Floats, dict[str, Any]]:
     """Run both jobs once, from start to end. The order of starting alternates.
@@ -145,7 +145,7 @@ def launch(
     }
 
 
-def against(launches: Sequence[Floats]) -> dict[str, Any]:
+def summarise(launches: Sequence[Floats]) -> dict[str, Any]:
     """Summarise ``launches``, the figures of the pairs of each launch."""
     ratio, lower, upper = median_over_launches(launches)
     return {
@@ -158,14 +158,16 @@ def against(launches: Sequence[Floats]) -> dict[str, Any]:
     }
 
 
-def comparison(name: str, spec: Mapping[str, Any], ranks: int, launches: int, pairs: int) -> dict[str, Any]:
+def run_comparison(
+    name: str, spec: Mapping[str, Any], ranks: int, launches: int, pairs: int
+) -> dict[str, Any]:
     """Run one comparison. ``spec`` is for ``sides/monitored_side.py``; ``pairs`` counts pairs per launch."""
     figures, facts = zip(
-        *(launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True
+        *(run_launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True
     )
     row = {
         "ranks": ranks,
-        **against(figures),
+        **summarise(figures),
         "cpu": float(np.mean([its["cpu"] for its in facts])),
         "step_seconds": {
             side: float(np.median([its["step_seconds"][side] for its in facts]))
@@ -181,7 +183,7 @@ def comparison(name: str, spec: Mapping[str, Any], ranks: int, launches: int, pa
     return row
 
 
-def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def find_problems(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return every bound that is exceeded and every control that fails."""
     problems = [
         f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}"
@@ -229,7 +231,7 @@ def main() -> None:
     on = {"words": ON}
     half = (given.launches + 1) // 2
     found = {
-        name: comparison(name, spec, ranks, launches, given.pairs)
+        name: run_comparison(name, spec, ranks, launches, given.pairs)
         for name, spec, ranks, launches in (
             ("same", NOTHING, 1, half),
             ("on", on, 1, given.launches),
@@ -238,7 +240,7 @@ def main() -> None:
             ("crowded", on, 2, half),
         )
     }
-    problems = mistakes(found)
+    problems = find_problems(found)
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
     given.out.write_text(

@@ -51,7 +51,7 @@ print(time.process_time() - began[0], time.perf_counter() - began[1])
 """
 
 
-def measured(command: list[str]) -> tuple[float, float, str]:
+def run_measured(command: list[str]) -> tuple[float, float, str]:
     """Return CPU and wall seconds of a command with all its processes, and its output."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -79,7 +79,7 @@ def main() -> None:
         folder = Path(scratch)
         source = arguments.input or written(folder / "in", arguments.copies)
         prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), f"input={source}"]
-        measured([*prepare, f"output={folder / 'first'}"])
+        run_measured([*prepare, f"output={folder / 'first'}"])
         tokenizer = folder / "first" / "tokenizer" / "tokenizer.json"
         sources = json.loads((folder / "first" / "sources.json").read_text())
         (folder / "names").write_text("\n".join(str(source / one["name"]) for one in sources))
@@ -87,14 +87,14 @@ def main() -> None:
         given = [f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'"]
 
         def floor(call: str) -> tuple[float, float]:
-            cpu, wall = measured([sys.executable, "-c", FLOOR, str(tokenizer), str(folder / "names"), call])[
-                2
-            ].split()
+            cpu, wall = run_measured(
+                [sys.executable, "-c", FLOOR, str(tokenizer), str(folder / "names"), call]
+            )[2].split()
             return float(cpu), float(wall)
 
         def whole(workers: int) -> tuple[float, float]:
             shutil.rmtree(folder / "out", ignore_errors=True)
-            return measured([*prepare, f"output={folder / 'out'}", f"workers={workers}", *given])[:2]
+            return run_measured([*prepare, f"output={folder / 'out'}", f"workers={workers}", *given])[:2]
 
         jobs: dict[str, Callable[[], tuple[float, float]]] = {
             "encode_batch": lambda: floor("encode_batch"),

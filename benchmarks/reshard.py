@@ -146,12 +146,12 @@ def convert(source: Source, target: Path, form: Format, **more: Any) -> None:
     Conversion(source.catalog, laid_out, target, origin=source.origin(), refuse=source.refuse).run()
 
 
-def copied(source: Path, target: Path) -> None:
+def copy_and_sync(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", source, target], check=True)
     subprocess.run(["sync", "-f", target], check=True)
 
 
-def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
+def make_job(name: str, source: Path, target: Path) -> Callable[[], object]:
     """Return the function that is timed, after importing what it needs."""
     if name == "universal":
         from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
@@ -182,14 +182,14 @@ def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
 
         return lambda: convert(open_source(source), target, Format.megatron, zero=Stage.stage1)
     return {
-        "cp": lambda: copied(source, target),
+        "cp": lambda: copy_and_sync(source, target),
         "native": lambda: convert(open_source(source), target, Format.native),
     }[name]
 
 
-def child(name: str, source: Path, target: Path) -> None:
+def run_job(name: str, source: Path, target: Path) -> None:
     """Run one job and print its figures."""
-    job = job_of(name, source, target)
+    job = make_job(name, source, target)
     began, cpu = time.perf_counter(), _cpu_seconds()
     job()
     wall = time.perf_counter() - began
@@ -208,7 +208,7 @@ def _cpu_seconds() -> float:
 # ---- measuring
 
 
-def forget(folder: Path, cold: str) -> str:
+def drop_page_cache(folder: Path, cold: str) -> str:
     """Drop the files, or everything, from the page cache; return the method."""
     os.sync()
     if cold == "no":
@@ -223,7 +223,7 @@ def forget(folder: Path, cold: str) -> str:
     return "posix_fadvise"
 
 
-def on_disk(folder: Path) -> int:
+def allocated_bytes(folder: Path) -> int:
     """Return the bytes that are allocated in ``folder`` now."""
     total = 0
     for place, _, names in os.walk(folder):
@@ -237,14 +237,14 @@ def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
     """Run one job in a new process from a cold cache."""
     out = work / "out"
     out.mkdir()
-    forget(source, cold)
+    drop_page_cache(source, cold)
     command = [sys.executable, __file__, "--child", name, str(source), str(out / "made")]
     most, ended = 0, threading.Event()
 
     def look() -> None:
         nonlocal most
         while not ended.wait(0.5):
-            most = max(most, on_disk(out))
+            most = max(most, allocated_bytes(out))
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -257,7 +257,7 @@ def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
         watcher.join()
     if done.returncode:
         raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    left = on_disk(out)
+    left = allocated_bytes(out)
     shutil.rmtree(out)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found | {"temporary_bytes": max(0, most - left)}
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--make-dcp", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        child(given.child[0], Path(given.child[1]), Path(given.child[2]))
+        run_job(given.child[0], Path(given.child[1]), Path(given.child[2]))
         return
     if given.make_dcp:
         make_dcp(*map(Path, given.make_dcp))
@@ -346,7 +346,7 @@ def main() -> None:
                     f"{row['peak_bytes'] / 1e6:5.0f} MB, {row['temporary_bytes'] / 1e6:5.0f} MB temporary",
                     flush=True,
                 )
-        cache = forget(work, given.cold)
+        cache = drop_page_cache(work, given.cold)
         memory = memory_by_size(work, given.parameters * 1e6, contenders, given.cold)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -150,21 +150,24 @@ def measure(
         with progress.task("files and orders", total=len(names), unit="contenders") as task:
             for name in names:
                 task.advance(0, note=name)
-                guarded(rows[name], lambda row, name=name: row.update(in_order(sides, name, Path(kept))))
+                run_guarded(
+                    rows[name], lambda row, name=name: row.update(measure_order(sides, name, Path(kept)))
+                )
                 task.advance(1)
         with progress.task("rounds", total=rounds * len(names), unit="turns") as task:
             for number in range(rounds):
                 turned = [*names[number % len(names) :], *names[: number % len(names)]]
                 for name in turned:
                     task.advance(0, note=name)
-                    guarded(
-                        rows[name], lambda row, name=name: one_round(row, sides, name, Path(kept), seconds)
+                    run_guarded(
+                        rows[name],
+                        lambda row, name=name: measure_round(row, sides, name, Path(kept), seconds),
                     )
                     task.advance(1)
     return rows
 
 
-def guarded(row: dict[str, Any], work: Any) -> None:
+def run_guarded(row: dict[str, Any], work: Any) -> None:
     """Run ``work``; a contender that failed once is skipped from then on, and its row has the error."""
     if row["failed"] is None:
         try:
@@ -174,7 +177,7 @@ def guarded(row: dict[str, Any], work: Any) -> None:
             print(f"{row['label']}: {error}", file=sys.stderr, flush=True)
 
 
-def in_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, Any]:
+def measure_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, Any]:
     made = sides.make(name)
     state, out = kept / f"{name}.state", kept / f"{name}.npz"
     found = sides.run(name, "order", "--state", str(state), "--out", str(out))
@@ -189,22 +192,22 @@ def in_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, Any]:
         "chi2_per_df": chi2_per_df(domains, shares),
         "epoch_samples": int(numbers.size),
         "epoch_distinct": len(np.unique(numbers)),
-        "resume": verdict(numbers, resumed(sides, name, state, kept, 1), found["state_at"]),
-        "elastic": elastic(sides, name, state, kept, numbers, found["state_at"]),
+        "resume": compare_batches(numbers, resumed_samples(sides, name, state, kept, 1), found["state_at"]),
+        "elastic": measure_elastic(sides, name, state, kept, numbers, found["state_at"]),
     }
 
 
-def elastic(
+def measure_elastic(
     sides: ContenderRunner, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int
 ) -> dict[str, Any]:
     """Return the comparison on another number of ranks; a refusal is a result, not a failure."""
     try:
-        return verdict(numbers, resumed(sides, name, state, kept, RANKS), at)
+        return compare_batches(numbers, resumed_samples(sides, name, state, kept, RANKS), at)
     except ContenderFailed as error:
         return {"exact": False, "refused": str(error)}
 
 
-def resumed(sides: ContenderRunner, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
+def resumed_samples(sides: ContenderRunner, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
     """Return the numbers of the samples after a resume, [AFTER, GLOBAL_BATCH], over all ranks."""
     outs = [kept / f"{name}-{rank}.npy" for rank in range(ranks)]
     environ = {
@@ -240,7 +243,7 @@ def resumed(sides: ContenderRunner, name: str, state: Path, kept: Path, ranks: i
     return np.concatenate([np.load(out) for out in outs], axis=1)
 
 
-def verdict(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str, Any]:
+def compare_batches(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str, Any]:
     """Compare the global batches after a resume with those of the uninterrupted run.
 
     Returns:
@@ -251,18 +254,18 @@ def verdict(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str, Any]:
     return {"exact": exact, "taken_before": float(np.isin(after, numbers[:at]).mean())}
 
 
-def one_round(row: dict[str, Any], sides: ContenderRunner, name: str, kept: Path, seconds: float) -> None:
+def measure_round(row: dict[str, Any], sides: ContenderRunner, name: str, kept: Path, seconds: float) -> None:
     found = sides.run(name, "speed", "--seconds", str(seconds))
     turns = found.pop("turns")
     row["versions"] = found.pop("versions")
-    row["speed"].append({**found, **medians(turns)})
+    row["speed"].append({**found, **turn_medians(turns)})
     again = sides.run(
         name, "resume", "--state", str(kept / f"{name}.state"), "--out", str(kept / f"{name}-again.npy")
     )
     row["resume_seconds"].append(again["resume_seconds"])
 
 
-def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+def turn_medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return medians over the turns of one process; the ratio is taken within turns."""
     return {
         "turns": len(turns),
@@ -272,7 +275,7 @@ def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def flat(python: Path) -> list[dict[str, Any]]:
+def measure_flat(python: Path) -> list[dict[str, Any]]:
     """Return ``FlatCost`` of this toolkit's stream, each in its own process."""
     ask = (
         "import json, sys; from dataclasses import asdict; from toolkit.testing.flat import flat_cost; "
@@ -287,7 +290,7 @@ def flat(python: Path) -> list[dict[str, Any]]:
     ]
 
 
-def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
+def measure_layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
     """Run benchmarks/sides/data_layouts.py in its own process."""
     script, before = str(BENCHMARKS / "sides" / "data_layouts.py"), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +298,7 @@ def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]
         done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_seconds)
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": describe_machine(),
         "load_before": before,
         "busy": before > QUIET_LOAD,
         "tokens": tokens,
@@ -324,7 +327,7 @@ def peers_python(venv: Path | None) -> Path:
     return python
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     model = next(
         (
             line.partition(":")[2].strip()
@@ -374,15 +377,15 @@ def main() -> None:
         )
     if given.layouts:
         found = json.loads(given.out.read_text())
-        found["layouts"] = layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
+        found["layouts"] = measure_layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     elif not given.report:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(run(given), indent=1) + "\n")
     found = json.loads(given.out.read_text())
-    streaming_report.show(found)
+    streaming_report.print_table(found)
     if given.out == RESULTS:
-        streaming_report.write(found)
+        streaming_report.write_page(found)
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
@@ -395,7 +398,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         )
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": describe_machine(),
         "load_before": before,
         "busy": before > QUIET_LOAD,
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
@@ -409,9 +412,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             "seconds": given.seconds,
         },
         "rows": rows,
-        "flat": flat(python),
+        "flat": measure_flat(python),
         "at_scale": at_scale(),
-        "layouts": layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS),
+        "layouts": measure_layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS),
     }
 
 

@@ -31,7 +31,7 @@ def median_of(row: Row, key: str) -> float:
     return statistics.median(speed[key] for speed in row["speed"])
 
 
-def over(row: Row, rows: Mapping[str, Row], other: str) -> list[float]:
+def round_ratios(row: Row, rows: Mapping[str, Row], other: str) -> list[float]:
     """Return the ratio of each round; both sides are ratios to slices in their own process."""
     base = rows.get(other)
     if not base or base["failed"]:
@@ -57,8 +57,12 @@ def _inexact(answer: Mapping[str, Any]) -> float:
 
 COLUMNS = (
     ReportColumn("CPU ns/token", lambda row, rows: median_of(row, "cpu_ns"), lambda value: f"{value:.2f}"),
-    ReportColumn("x floor", lambda row, rows: _median(over(row, rows, FLOOR)), lambda value: f"{value:.2f}"),
-    ReportColumn("x slice", lambda row, rows: _median(over(row, rows, SLICE)), lambda value: f"{value:.2f}"),
+    ReportColumn(
+        "x floor", lambda row, rows: _median(round_ratios(row, rows, FLOOR)), lambda value: f"{value:.2f}"
+    ),
+    ReportColumn(
+        "x slice", lambda row, rows: _median(round_ratios(row, rows, SLICE)), lambda value: f"{value:.2f}"
+    ),
     ReportColumn(
         "first batch s", lambda row, rows: median_of(row, "first_seconds"), lambda value: f"{value:.4f}"
     ),
@@ -77,23 +81,23 @@ COLUMNS = (
 )
 
 
-def cells(row: Row, rows: Mapping[str, Row]) -> Iterator[str]:
+def format_cells(row: Row, rows: Mapping[str, Row]) -> Iterator[str]:
     for column in COLUMNS:
         value = column.value(row, rows)
         text = "" if value is None else column.text(value)
-        if column.title == "x floor" and (ratios := over(row, rows, FLOOR)):
+        if column.title == "x floor" and (ratios := round_ratios(row, rows, FLOOR)):
             text += f" ({min(ratios):.2f} to {max(ratios):.2f})"
         yield text
 
 
-def behind(rows: Mapping[str, Row]) -> list[str]:
+def list_shortcomings(rows: Mapping[str, Row]) -> list[str]:
     """Return sentences: where another loader is ahead, and where this toolkit misses its aim."""
     ours = rows.get(OURS)
     if not ours or ours["failed"]:
         return []
     sentences = []
     for own in (row for row in rows.values() if row["label"].startswith(ours["label"]) and not row["failed"]):
-        ratio = _median(over(own, rows, FLOOR))
+        ratio = _median(round_ratios(own, rows, FLOOR))
         if ratio is not None and ratio > AIM:
             sentences.append(f"{own['label']}: {ratio:.2f} times the floor, the aim is {AIM}.")
     for column in COLUMNS:
@@ -108,7 +112,7 @@ def behind(rows: Mapping[str, Row]) -> list[str]:
     return sentences
 
 
-def show(found: Mapping[str, Any]) -> None:
+def print_table(found: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -124,21 +128,21 @@ def show(found: Mapping[str, Any]) -> None:
         if row["failed"]:
             table.add_row(row["label"], f"[red]failed: {row['failed']}[/red]", *[""] * (len(COLUMNS) - 1))
         else:
-            table.add_row(row["label"], *cells(row, rows), style=None if row["peer"] else "bold")
+            table.add_row(row["label"], *format_cells(row, rows), style=None if row["peer"] else "bold")
     console.print(table)
-    for line in layout_lines(found.get("layouts")):
+    for line in format_layouts(found.get("layouts")):
         if line.startswith("| "):
             console.print(line)
-    for sentence in behind(rows):
+    for sentence in list_shortcomings(rows):
         console.print(f"not ahead: {sentence}")
 
 
-def write(found: Mapping[str, Any]) -> None:
-    (DOCS / "streaming.md").write_text(page(found))
+def write_page(found: Mapping[str, Any]) -> None:
+    (DOCS / "streaming.md").write_text(format_page(found))
     plot(found, DOCS / "images" / "streaming.png")
 
 
-def page(found: Mapping[str, Any]) -> str:
+def format_page(found: Mapping[str, Any]) -> str:
     """Return docs/streaming.md."""
     rows, settings, machine = found["rows"], found["settings"], found["machine"]
     there = {name: row for name, row in rows.items() if not row["failed"]}
@@ -164,7 +168,7 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "| loader | " + " | ".join(column.title for column in COLUMNS) + " |",
         "|---" * (len(COLUMNS) + 1) + "|",
-        *(f"| {_strong(row)} | " + " | ".join(cells(row, rows)) + " |" for row in there.values()),
+        *(f"| {_strong(row)} | " + " | ".join(format_cells(row, rows)) + " |" for row in there.values()),
         "",
         f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}; "
         + ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
@@ -174,7 +178,7 @@ def page(found: Mapping[str, Any]) -> str:
     for row in rows.values():
         if row["failed"]:
             lines += [f"Not measured: {row['label']}: {row['failed']}", ""]
-    sentences = behind(rows)
+    sentences = list_shortcomings(rows)
     lines += [
         "This toolkit is not ahead here:" if sentences else "In no column is a peer ahead by more than 5%.",
         "",
@@ -208,7 +212,7 @@ def page(found: Mapping[str, Any]) -> str:
         + ", ".join(f"{name} {value:.2f}" for name, value in scale.items())
         + ".",
         "",
-        *layout_lines(found.get("layouts")),
+        *format_layouts(found.get("layouts")),
         "## Settings",
         "",
         *(f"- **{row['label']}**: {row['settings']}." for row in rows.values()),
@@ -217,7 +221,7 @@ def page(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def layout_lines(layouts: Mapping[str, Any] | None) -> list[str]:
+def format_layouts(layouts: Mapping[str, Any] | None) -> list[str]:
     """Return the section about shards, mixtures and dtypes; empty if they were not measured."""
     if layouts is None:
         return []

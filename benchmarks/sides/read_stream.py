@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     side, corpus = SIDES[given.side], open_corpus(given.corpus)
-    settle(side)
+    import_contender(side)
     if given.task == "make":
         found = make(side, corpus, given.files)
     elif given.task == "speed":
@@ -68,7 +68,7 @@ def main() -> None:
     os._exit(0)  # threads and workers of some contenders outlive what is measured
 
 
-def settle(side: Contender) -> None:
+def import_contender(side: Contender) -> None:
     """Import what is not timed, and use one torch thread.
 
     Raises:
@@ -98,12 +98,12 @@ def speed(side: Contender, corpus: Corpus, files: Path, seconds: float) -> dict[
         shutil.rmtree(files / CACHE)
     first_seconds, opened = first_batch(side, corpus, files, StreamRank(), None)
     reference = slices(corpus, StreamRank())
-    memory = [own_bytes()]
+    memory = [private_bytes()]
     warm_until = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < warm_until:
         next(opened.batches)
     take(reference, corpus.tokens // (GLOBAL_BATCH * LENGTH))  # touches every page of its map once
-    memory.append(own_bytes())
+    memory.append(private_bytes())
     turns: list[dict[str, float]] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -115,7 +115,7 @@ def speed(side: Contender, corpus: Corpus, files: Path, seconds: float) -> dict[
         slice_seconds = time.thread_time() - slices_started
         others_seconds = time.thread_time() - thread_started
         # The contender's threads also work during the turns of the slices, so count the whole process tree.
-        batches = take_for(opened, TURN_SECONDS)
+        batches = take_batches(opened, TURN_SECONDS)
         cpu_seconds = tree_cpu_seconds() - started - others_seconds
         turns.append(
             {
@@ -123,7 +123,7 @@ def speed(side: Contender, corpus: Corpus, files: Path, seconds: float) -> dict[
                 "slice_cpu_ns": slice_seconds / (SLICES * GLOBAL_BATCH * LENGTH) * 1e9,
             }
         )
-        memory.append(own_bytes())
+        memory.append(private_bytes())
     return {
         "first_seconds": first_seconds,
         "turns": turns,
@@ -137,7 +137,7 @@ def take(batches: Iterator[Any], count: int) -> None:
         next(batches)
 
 
-def take_for(opened: OpenedStream, seconds: float) -> int:
+def take_batches(opened: OpenedStream, seconds: float) -> int:
     """Return the batches of about ``seconds`` seconds."""
     batches, until = 0, time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -171,7 +171,7 @@ def order(side: Contender, corpus: Corpus, files: Path, state: Path, out: Path) 
         if index == batches // 2:
             size = state.write_bytes(opened.state())
         rows = next(opened.batches).numpy()
-        numbers[index], domains[index] = numbers_of(rows), domain_of(rows)
+        numbers[index], domains[index] = hash_rows(rows), domain_of(rows)
     np.savez(out, numbers=numbers, domains=domains)
     return {"batches": batches, "state_at": batches // 2, "state_bytes": size}
 
@@ -189,11 +189,11 @@ def resume(
     first = next(opened.batches)
     seconds = time.perf_counter() - started
     rows = [first, *(next(opened.batches) for _ in range(AFTER - 1))]
-    np.save(out, np.stack([numbers_of(batch.numpy()) for batch in rows]))
+    np.save(out, np.stack([hash_rows(batch.numpy()) for batch in rows]))
     return {"resume_seconds": seconds}
 
 
-def numbers_of(rows: np.ndarray) -> np.ndarray:
+def hash_rows(rows: np.ndarray) -> np.ndarray:
     """Return a uint64 hash for each row of ``rows`` [batch, LENGTH]."""
     factors = np.random.default_rng(1).integers(1, 1 << 63, LENGTH, dtype=np.uint64) | np.uint64(1)
     return (rows.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
@@ -206,7 +206,7 @@ def tree_cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in usage) + sum(one.user + one.system for one in living)
 
 
-def own_bytes() -> int:
+def private_bytes() -> int:
     """Return the anonymous and shared memory of the process tree, without the page cache."""
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):

@@ -62,7 +62,7 @@ class SlicedJob(TorchrunJob):
 
     def stop(self) -> float:
         """Stop all processes; return the time at which stopping began."""
-        self._members = [*family(self.process.pid)][::-1]  # ranks before torchrun, which waits for them
+        self._members = [*process_tree(self.process.pid)][::-1]  # ranks before torchrun, which waits for them
         begun = time.perf_counter()
         self._signal(signal.SIGSTOP)
         return begun
@@ -72,7 +72,7 @@ class SlicedJob(TorchrunJob):
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all living processes of the job."""
-        return sum(map(cpu_seconds, family(self.process.pid)))
+        return sum(map(cpu_seconds, process_tree(self.process.pid)))
 
     def __exit__(self, *error: object) -> None:
         self._signal(signal.SIGCONT)
@@ -93,13 +93,13 @@ def take_slices(jobs: Sequence[SlicedJob], pairs: int, seed: int) -> None:
             job.slice(seconds)
 
 
-def family(process: int) -> Iterator[int]:
+def process_tree(process: int) -> Iterator[int]:
     """Return a process and all its descendants, parents first."""
     yield process
     for children in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):
             for child in children.read_text().split():
-                yield from family(int(child))
+                yield from process_tree(int(child))
 
 
 def cpu_seconds(process: int) -> float:

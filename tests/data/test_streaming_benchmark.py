@@ -86,12 +86,12 @@ def test_a_state_continues_on_any_ranks(corpus: Any, name: str, ranks: int) -> N
 
 
 def test_verdicts_tell_right_from_wrong(benchmarks: None) -> None:
-    from streaming import verdict
+    from streaming import compare_batches
 
     numbers = np.arange(8 * 200, dtype=np.uint64).reshape(200, 8)
-    assert verdict(numbers, numbers[100:164][:, ::-1], 100) == {"exact": True, "taken_before": 0.0}
-    assert verdict(numbers, numbers[99:163], 100) == {"exact": False, "taken_before": 1 / 64}
-    assert verdict(numbers, numbers[:64], 100) == {"exact": False, "taken_before": 1.0}
+    assert compare_batches(numbers, numbers[100:164][:, ::-1], 100) == {"exact": True, "taken_before": 0.0}
+    assert compare_batches(numbers, numbers[99:163], 100) == {"exact": False, "taken_before": 1 / 64}
+    assert compare_batches(numbers, numbers[:64], 100) == {"exact": False, "taken_before": 1.0}
 
 
 def test_mixing_is_one_for_a_permutation_and_large_for_none(benchmarks: None) -> None:
@@ -174,14 +174,14 @@ def test_the_ratio_is_of_turns_in_one_process(corpus: Any) -> None:
     assert found["first_seconds"] > 0
     assert found["peak_bytes"] > 1 << 20
 
-    from streaming import medians
+    from streaming import turn_medians
 
     turns = [
         {"cpu_ns": 3.0, "slice_cpu_ns": 2.0},
         {"cpu_ns": 8.0, "slice_cpu_ns": 4.0},
         {"cpu_ns": 4.0, "slice_cpu_ns": 1.0},
     ]
-    assert medians(turns) == {"turns": 3, "cpu_ns": 4.0, "slice_cpu_ns": 2.0, "ratio": 2.0}
+    assert turn_medians(turns) == {"turns": 3, "cpu_ns": 4.0, "slice_cpu_ns": 2.0, "ratio": 2.0}
 
 
 def test_measuring_layouts_replaces_only_them(
@@ -198,7 +198,7 @@ def test_measuring_layouts_replaces_only_them(
         "argv",
         ["streaming.py", "--layouts", "--layout-tokens", "2500000", "--seconds", "0", "--out", str(out)],
     )
-    monkeypatch.setattr(streaming_report, "show", lambda found: None)
+    monkeypatch.setattr(streaming_report, "print_table", lambda found: None)
     streaming.main()
     found = json.loads(out.read_text())
     assert {name: part for name, part in found.items() if name != "layouts"} == {
@@ -208,12 +208,12 @@ def test_measuring_layouts_replaces_only_them(
     assert {"one shard", "six shards", "mixture of eight", "six shards, int32"} <= {
         case["name"] for case in cases
     }
-    page = streaming_report.page(found)
+    page = streaming_report.format_page(found)
     for case in cases:
         assert f"| {case['name']} | {case['cpu_ns']:.2f} |" in page
     slow = {**cases[0], "ratio": 9.0}
     assert any(
         "9.00" in line and "missed" in line
-        for line in streaming_report.layout_lines({**found["layouts"], "cases": [slow]})
+        for line in streaming_report.format_layouts({**found["layouts"], "cases": [slow]})
     )
-    assert streaming_report.layout_lines(None) == []
+    assert streaming_report.format_layouts(None) == []

@@ -80,7 +80,7 @@ def figures(bench: SimpleNamespace, ours: Floats, theirs: Floats, seed: int, wei
 def test_bounds_hold_what_it_costs(bench: SimpleNamespace, cost: float) -> None:
     theirs = parts_of_a_step()
     ours = theirs + np.eye(len(theirs))[-1] * cost * theirs.sum()  # all of it after the step
-    row = bench.monitoring.against([figures(bench, ours, theirs, seed) for seed in range(8)])
+    row = bench.monitoring.summarise([figures(bench, ours, theirs, seed) for seed in range(8)])
     assert row["pairs"] == 8 * SLICES // SLICES_A_PAIR
     assert row["lower_95"] - 0.002 < 1 + cost < row["upper_95"] + 0.002
     assert row["upper_95"] - row["lower_95"] < 0.012
@@ -153,7 +153,7 @@ def found(
 
 
 def test_verdicts(bench: SimpleNamespace) -> None:
-    mistakes = bench.monitoring.mistakes
+    mistakes = bench.monitoring.find_problems
     assert mistakes(found(bench)) == []
     for wrong, says in (
         (found(bench, on=1.02), "on: upper bound"),
@@ -177,7 +177,7 @@ def test_a_job_is_all_its_processes(bench: SimpleNamespace) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"done\n"
-        members = list(bench.slices.family(parent.pid))
+        members = list(bench.slices.process_tree(parent.pid))
         used = sum(map(bench.slices.cpu_seconds, members))
         for process in members:
             os.kill(process, 9)
