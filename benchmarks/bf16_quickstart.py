@@ -187,7 +187,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", nargs="+", choices=[*EVERY], default=[*EVERY])
-    parser.add_argument("--words", nargs="*", default=[], help="of every run: model.hidden_size=128")
+    parser.add_argument("--words", nargs="*", default=[], help="options of every run: model.hidden_size=128")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "bf16_quickstart.json")
     given = parser.parse_args()
     common = [*COMMON, f"train.steps={given.steps}", f"eval.every={given.steps}", *given.words]

@@ -118,7 +118,7 @@ def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dic
     seconds: dict[str, list[float]] = {
         name: [] for name in ("cp_and_sync", "save", "background", "background_blocked", "load")
     }
-    for number in range(rounds + 1):  # the first warms up and is dropped
+    for number in range(rounds + 1):  # the first round is a warm-up
         saved, _ = run(2 * number + 1, "save")
         whole, blocked = run(2 * number + 2, "background")
         path = CheckpointStore(folder / "checkpoints").newest()

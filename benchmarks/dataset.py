@@ -40,8 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megabytes", type=int, default=12, help="of text")
-    parser.add_argument("--seconds", type=float, default=15, help="CPU time of each measurement, about")
+    parser.add_argument("--megabytes", type=int, default=12, help="size of the text")
+    parser.add_argument("--seconds", type=float, default=15, help="approximate CPU time per measurement")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/dataset.json"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -54,7 +54,7 @@ def main() -> None:
             result = ours(folder, streaming, workers, asked.seconds)
             alone.append(
                 floor(folder, rows, asked.seconds / 2)
-            )  # before and after: a machine that others use changes its speed
+            )  # before and after, because a shared machine changes its speed
             mean = sum(alone) / 2
             results.append(
                 {
@@ -133,7 +133,7 @@ def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[st
     steps = stream.steps(0)
     next(steps)
     first_seconds = time.perf_counter() - opened_at
-    for _ in islice(steps, 20):  # what was read ahead at the start is over
+    for _ in islice(steps, 20):  # skip what was read ahead at the start
         pass
     pids = [os.getpid(), *stream._encoders.pids] if stream._encoders is not None else []
     before, counted, began = [cpu_seconds(pid) for pid in pids], 0, time.perf_counter()

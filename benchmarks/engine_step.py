@@ -75,7 +75,7 @@ LARGE = (
     "monitor.every=5",
 )
 QUIET = ("schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0")
-# Nothing but the spec differs between bare.py's engines.
+# Only the spec differs between the engines of bare.py.
 BARE = {"deepspeed": "bare.py", "ddp": "bare.py", "megatron": "bare_megatron.py"}
 
 
@@ -181,7 +181,7 @@ def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             for job in jobs(
                 comparison, 2, 1, Path(folder)
-            ):  # each is started when it is asked for, after the one before has ended
+            ):  # each job starts after the previous one has ended
                 with job:
                     job.block()
                     seconds[job.name].append(time.perf_counter() - job.started)
@@ -193,7 +193,7 @@ def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
 
 CONTENDERS: dict[str, tuple[str, ...] | None] = {  # None: plain torch
     "torch": None,
-    "deepspeed": ("engine=deepspeed", "zero=stage2"),  # which sums micro-batches in fp32, as the others do
+    "deepspeed": ("engine=deepspeed", "zero=stage2"),  # sums micro-batches in fp32, like the others
     "megatron": ("engine=megatron",),
 }
 
@@ -243,7 +243,7 @@ def _speed(plan: RunPlan, seconds: Sequence[float]) -> dict[str, Any]:
         "step_seconds": step,
         "step_seconds_95": bounds,
         "tokens_per_second": plan.units_per_step / step,
-        "mfu": flops / step / peak if peak and flops else None,  # unknown GPU: unknown
+        "mfu": flops / step / peak if peak and flops else None,  # None for an unknown GPU
     }
 
 
@@ -257,23 +257,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=[comparison.name for comparison in COMPARISONS],
         help="comparisons on CPU",
     )
-    parser.add_argument("--pairs", type=int, default=24, help="turns of each side that are timed")
-    parser.add_argument("--block", type=int, default=8, help="steps a turn")
+    parser.add_argument("--pairs", type=int, default=24, help="timed turns per side")
+    parser.add_argument("--block", type=int, default=8, help="steps per turn")
     parser.add_argument(
-        "--starts", type=int, default=5, help="pairs of commands timed to their first step; 0: none"
+        "--starts",
+        type=int,
+        default=5,
+        help="pairs of commands that are timed until their first step; 0: none",
     )
-    parser.add_argument("--gpu", action="store_true", help="the comparison on one GPU instead")
+    parser.add_argument("--gpu", action="store_true", help="run the comparison on one GPU instead")
     parser.add_argument(
         "--words",
         nargs="*",
         default=["train.global_batch=16", "train.micro_batch=4"],
-        help="of the run on a GPU",
+        help="options of the run on a GPU",
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     machine = this_machine()
     if given.gpu and not (machine.gpus and machine.torch_has_cuda):
-        raise SystemExit("--gpu: no GPU here, nothing was run")
+        raise SystemExit("--gpu: this machine has no GPU")
     from toolkit.data.tokens.stdlib import ensure
 
     ensure(str(ROOT / "data" / "stdlib"), 4096)

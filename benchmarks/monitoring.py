@@ -50,14 +50,14 @@ from sides.slowness import Floats, median_over_launches, ratios, usual_seconds, 
 from sides.torchrun import ON_CPU, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
-STEP_SECONDS = 0.2  # at least
-SLICES_A_PAIR = 25  # of each job, 2 s: what comes once a second is in every pair
-ENDLESS = 1_000_000  # steps: jobs are ended when they have been looked at
+STEP_SECONDS = 0.2  # minimum
+SLICES_A_PAIR = 25  # per job, 2 s: every pair contains what happens once per second
+ENDLESS = 1_000_000  # steps: jobs are stopped after the measurement
 BOUND = 1.01
 ASLEEP = 0.02
 NODES, METRICS = 16, 2000
 SETTLE_SECONDS = 10.0  # W&B starts during the first steps, on the cores of training
-# Without it each large tensor is mapped and unmapped, and half of a step is the kernel's: mallopt(3).
+# Without these, malloc maps and unmaps each large tensor, which takes half of a step: mallopt(3).
 KEEPS_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -82,7 +82,7 @@ MODEL = (
 RANKS = {
     1: ("engine=deepspeed", "zero=stage1", "train.global_batch=6"),
     2: ("engine=deepspeed", "zero=stage3", "train.global_batch=8"),
-}  # ZeRO-3 has the most collectives a step, and each is timed
+}  # ZeRO 3 has the most collectives per step, and each is timed
 OFF = (
     "monitor.wandb=disabled",
     "monitor.ledger=false",
@@ -213,17 +213,17 @@ def main() -> None:
         "--launches",
         type=int,
         default=8,
-        help="of both jobs of a comparison; controls and two ranks have half of them",
+        help="launches of both jobs per comparison; half as many for controls and two ranks",
     )
     parser.add_argument(
         "--pairs",
         type=int,
         default=16,
-        help="of each launch, some 4 s each; at least 30 in all for figures to report",
+        help="pairs per launch, about 4 s each; at least 30 in total for figures to report",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # otherwise stopped processes remain
     from toolkit.data.tokens.stdlib import ensure
 
     ensure(str(ROOT / "data" / "stdlib"), 4096)

@@ -95,7 +95,7 @@ def main() -> None:
             for name, job in jobs.items():
                 began = time.process_time()
                 job()
-                if number:  # the first round fills caches and the stream's buffer
+                if number:  # the first round only fills caches and the stream's buffer
                     seconds[name].append(time.process_time() - began)
     finally:
         shutil.rmtree(work)

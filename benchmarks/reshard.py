@@ -57,9 +57,9 @@ BYTES_PER_PARAMETER = 12
 NOISE_ELEMENTS = 2**24
 RANKS = 4
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-SMALLER = (16, 4, 1)  # of the model, for the memory of each size
+SMALLER = (16, 4, 1)  # divisors of the model size, for the memory by size
 NATIVE, ZERO3, DCP = "native", "zero3", "dcp"
-# Contender -> the source that it reads.
+# The source that each contender reads.
 CONTENDERS = {"cp": NATIVE, "native": NATIVE, "zero3-megatron": ZERO3, "universal": ZERO3, "dcp": DCP}
 OURS = ("native", "zero3-megatron")
 
@@ -228,7 +228,7 @@ def allocated_bytes(folder: Path) -> int:
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # removed in the meantime
                 total += 512 * Path(place, name).lstat().st_blocks
     return total
 
@@ -306,10 +306,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parameters", type=float, default=322, help="millions")
+    parser.add_argument("--parameters", type=float, default=322, help="millions of parameters")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure")
     parser.add_argument(
         "--cold",
         choices=["all", "files", "no"],

@@ -27,7 +27,7 @@ from toolkit.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "stall.json"
-# Ranks are as many as this machine's two cores carry.
+# One rank per core of a machine with two cores.
 ENGINES = {
     "local": ("engine=local", "cluster.cpu_ranks=1"),
     "deepspeed": ("engine=deepspeed", "cluster.cpu_ranks=2"),
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--data", default=str(ROOT / "data" / "stdlib"), help="the embedded text, made there if absent"
+        "--data", default=str(ROOT / "data" / "stdlib"), help="folder of the embedded text, created if absent"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

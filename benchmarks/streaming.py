@@ -49,7 +49,7 @@ from toolkit.progress import Progress
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results" / "streaming.json"
 PEERS = BENCHMARKS / "peers.txt"
-RANKS = 2  # of the resume on another number of ranks
+RANKS = 2  # for the resume on another number of ranks
 FLAT_SAMPLES = (10**6, 10**9, 10**12)
 FEWEST_TOKENS = 2 * BATCH * LENGTH
 LAYOUTS_LIMIT_SECONDS = 900.0
@@ -75,7 +75,7 @@ class ContenderRunner:
         done = files / "made.json"
         if not done.is_file():
             if files.exists() and any(files.iterdir()):
-                raise SystemExit(f"{files} holds files of a making that did not end: empty it")
+                raise SystemExit(f"{files} holds incomplete files: empty it")
             files.mkdir(parents=True, exist_ok=True)
             done.write_text(json.dumps(self.run(name, "make")))
         found: dict[str, Any] = json.loads(done.read_text())
@@ -121,7 +121,7 @@ class ContenderRunner:
         try:
             output, errors = process.communicate(timeout=self._limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: workers that it started end with it
+            os.killpg(process.pid, signal.SIGKILL)  # its own session, so workers end as well
             process.communicate()
             raise ContenderFailed(f"not done after {self._limit:.0f} s") from None
         if process.returncode:
@@ -185,7 +185,7 @@ def measure_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, An
         numbers, domains = epoch["numbers"], epoch["domains"].ravel()
     shares = (
         np.bincount(domains) / domains.size
-    )  # of the epoch as it is delivered: a mixture has shares of its own
+    )  # shares of the epoch as delivered, because a mixture has its own
     return {
         **made,
         "state_bytes": found["state_bytes"],
@@ -351,21 +351,21 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument(
-        "--corpus", type=Path, help="where the corpus and its formats are kept; default: a temporary folder"
+        "--corpus", type=Path, help="folder of the corpus and its formats; default: a temporary one"
     )
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of turns in one process")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds that one process may take")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the turns in one process")
+    parser.add_argument("--limit", type=float, default=180.0, help="time limit of a process in seconds")
     parser.add_argument(
-        "--peers-venv", type=Path, help="virtual environment of the peers; made there if absent"
+        "--peers-venv", type=Path, help="virtual environment of the other loaders; created if absent"
     )
     parser.add_argument(
         "--layouts",
         action="store_true",
         help="measure only the data layouts, and replace only them in the JSON",
     )
-    parser.add_argument("--layout-tokens", type=int, default=100_000_000, help="of each data layout")
+    parser.add_argument("--layout-tokens", type=int, default=100_000_000, help="tokens per data layout")
     parser.add_argument(
         "--report", action="store_true", help="measure nothing; show and write the report of the JSON"
     )

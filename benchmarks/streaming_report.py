@@ -12,7 +12,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS = "toolkit"
 FLOOR = "floor"
 SLICE = "slice"
-AIM = 1.6  # times the floor, in process
+AIM = 1.6  # ratio to the floor
 
 Row = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ class ReportColumn:
     title: str
     value: Callable[[Row, Mapping[str, Row]], float | None]
     text: Callable[[float], str]
-    better_by: float = 1.05  # a peer counts as better from here on: the spread of a quiet machine
+    better_by: float = 1.05  # the spread of a quiet machine
 
 
 def median_of(row: Row, key: str) -> float:

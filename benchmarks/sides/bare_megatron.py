@@ -55,7 +55,7 @@ config.finalize_model_grads_func, config.no_sync_func = finalize_model_grads, mo
 tokens = np.memmap(spec["tokens"], dtype=np.uint16, mode="r")
 micro, accumulation, length = spec["micro_batch"], spec["accumulation"], spec["sequence_length"]
 rank, ranks = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
-places = torch.arange(length).expand(micro, length)
+position_ids = torch.arange(length).expand(micro, length)
 baton = Baton(spec["baton"] if dist.get_rank() == 0 else None)
 
 
@@ -63,7 +63,7 @@ def forward(numbers, model):
     first = (next(numbers) * ranks + rank) * micro * length % (len(tokens) - micro * length - 1)
     window = torch.from_numpy(tokens[first : first + micro * length + 1].astype(np.int64))
     inputs, labels = window[:-1].view(micro, length), window[1:].view(micro, length)
-    return model(inputs, places, None, labels=labels), lambda losses: (
+    return model(inputs, position_ids, None, labels=labels), lambda losses: (
         losses.mean(),
         {"loss": losses.detach().mean()},
     )
@@ -89,4 +89,4 @@ for step in range(spec["steps"]):
     reports[-1]["loss"].item()
     baton.after_step(step, time.perf_counter() - started)
 dist.barrier()
-os._exit(0)  # gloo's threads outlive the measured part
+os._exit(0)  # gloo's threads do not end by themselves

@@ -23,7 +23,7 @@ from toolkit.data.manifest import DataManifest, Origin, Split, TokenizerInfo, wr
 from toolkit.data.tokens.writer import SplitWriter
 
 DOMAINS = 64
-DOMAIN_TOKENS = 1000  # ids a domain
+DOMAIN_TOKENS = 1000  # token ids per domain
 VOCABULARY = DOMAINS * DOMAIN_TOKENS
 END_OF_TEXT = 0
 PARTS = ("part-0", "part-1", "part-2")  # the sources of a mixture: thirds of the corpus
@@ -77,13 +77,13 @@ def make_corpus(folder: Path, tokens: int, seed: int = 0) -> Corpus:
         _write(folder / part, [document for domain in documents[slice(*bounds)] for document in domain], seed)
     corpus = Corpus(folder, whole.tokens, whole.documents, seed)
     (folder / _NAME).write_text(json.dumps({**asdict(corpus), "folder": None}))
-    note.write_text(json.dumps(wanted))  # last: what is cut short is not taken for whole
+    note.write_text(json.dumps(wanted))  # written last, so that an interrupted corpus is not used
     return corpus
 
 
 def domain_documents(rng: np.random.Generator, domain: int, tokens: int) -> list[npt.NDArray[np.uint16]]:
     """Return the documents of one domain, with at least ``tokens`` tokens in total."""
-    enough = tokens // 16 + 1  # documents, if each were of the shortest
+    enough = tokens // 16 + 1  # an upper bound: all documents have the minimum length
     lengths = np.clip(rng.lognormal(6.3, 1.0, enough), 16, 65536).astype(np.int64)
     ends = np.cumsum(lengths)
     ends = ends[: int(np.searchsorted(ends, tokens)) + 1]

@@ -20,7 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for running this file itself
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # to run this file as a script
 
 import numpy as np
 import numpy.typing as npt
@@ -153,12 +153,12 @@ def measure(case: DataLayoutCase, folder: Path, tokens: int, seconds: float) -> 
             next(some)
         return (clock() - began) / (turn * GLOBAL_BATCH * case.length) * 1e9
 
-    for _ in range(2):  # every page of the maps is in memory, and threads run
+    for _ in range(2):  # load every page of the maps, and start the threads
         take(theirs, time.thread_time)
         take(mine, time.process_time)
     turns, until = [], time.monotonic() + seconds
     while time.monotonic() < until or len(turns) < 3:
-        own = take(mine, time.process_time)  # of all threads: reading ahead is part of it
+        own = take(mine, time.process_time)  # all threads, including reading ahead
         turns.append((own, take(theirs, time.thread_time)))
     ratios = [own / base for own, base in turns]
     return {
@@ -179,7 +179,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000_000)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of turns, for each case")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the turns per case")
     given = parser.parse_args()
     import torch
 

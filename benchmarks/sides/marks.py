@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Marks = npt.NDArray[
     np.float64
-]  # (steps, marks a step): seconds of the monotonic clock, which all processes share
+]  # [steps, marks per step]: seconds of the monotonic clock, which all processes share
 
 
 class StepMarker:

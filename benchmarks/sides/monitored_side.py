@@ -40,7 +40,7 @@ class Flood(hooks.Hook):
     """Log the rows of the samplers of ``nodes`` nodes in every step."""
 
     def __init__(self, nodes: int, metrics: int) -> None:
-        each = metrics // nodes  # made here: making them is other nodes' work
+        each = metrics // nodes  # create rows here, because other nodes would create them
         self._rows = [
             {f"gpu/{number}/of_node_{node}": random.random() for number in range(each)}
             for node in range(nodes)
@@ -56,7 +56,7 @@ class Sleep(hooks.Hook):
         self._share = share
         self._worked = (
             time.thread_time()
-        )  # the step's own seconds would have in them what the job was stopped for
+        )  # the step's wall time would include the time for which the job was stopped
 
     def on_step(self, done: hooks.StepDone) -> None:
         worked = time.thread_time()
@@ -82,7 +82,7 @@ class More(hooks.Hooks):
             self._marker.end_step()
         if done.step == 1:
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})  # of this thread
+            os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})  # this thread only
 
 
 sys.argv = [str(Path(__file__).resolve().parents[2] / "launch" / "train.py"), *spec["overrides"]]

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.append(
     str(Path(__file__).resolve().parents[1])
-)  # last: benchmarks/streaming.py is not what a contender imports by that name
+)  # last, because a contender imports another module named streaming
 
 import numpy as np
 import psutil
@@ -35,9 +35,9 @@ from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, Contender, OpenedS
 from sides.streams.floor import slices
 
 WARM_UP_SECONDS = 0.5
-SLICES = 2000  # in a turn of slices: 33 M tokens, some 15 ms
+SLICES = 2000  # per turn of slices: 33 M tokens, about 15 ms
 TURN_SECONDS = 0.15
-AFTER = 64  # global batches looked at after a resume
+AFTER = 64  # global batches compared after a resume
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("task", choices=("make", "speed", "order", "resume"))
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--files", type=Path, required=True, help="the folder of this contender's own files")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of turns")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the turns")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
@@ -65,7 +65,7 @@ def main() -> None:
     else:
         found = resume(side, corpus, given.files, given.state, given.out, StreamRank(given.rank, given.ranks))
     print(json.dumps(found), flush=True)
-    os._exit(0)  # threads and workers of some contenders outlive what is measured
+    os._exit(0)  # threads and workers of some contenders do not end by themselves
 
 
 def import_contender(side: Contender) -> None:
@@ -94,7 +94,7 @@ def make(side: Contender, corpus: Corpus, files: Path) -> dict[str, Any]:
 
 
 def speed(side: Contender, corpus: Corpus, files: Path, seconds: float) -> dict[str, Any]:
-    if (files / CACHE).is_dir():  # what a contender builds at its first start of all is part of that
+    if (files / CACHE).is_dir():  # a first start includes what the contender builds once
         shutil.rmtree(files / CACHE)
     first_seconds, opened = first_batch(side, corpus, files, StreamRank(), None)
     reference = slices(corpus, StreamRank())
@@ -102,14 +102,14 @@ def speed(side: Contender, corpus: Corpus, files: Path, seconds: float) -> dict[
     warm_until = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < warm_until:
         next(opened.batches)
-    take(reference, corpus.tokens // (GLOBAL_BATCH * LENGTH))  # touches every page of its map once
+    take(reference, corpus.tokens // (GLOBAL_BATCH * LENGTH))  # load every page of the map
     memory.append(private_bytes())
     turns: list[dict[str, float]] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         started = tree_cpu_seconds()
         thread_started = time.thread_time()
-        take(reference, SLICES // 2)  # not counted: the contender had the caches until now
+        take(reference, SLICES // 2)  # not counted: warm the caches after the contender
         slices_started = time.thread_time()
         take(reference, SLICES)
         slice_seconds = time.thread_time() - slices_started

@@ -62,7 +62,9 @@ class SlicedJob(TorchrunJob):
 
     def stop(self) -> float:
         """Stop all processes; return the time at which stopping began."""
-        self._members = [*process_tree(self.process.pid)][::-1]  # ranks before torchrun, which waits for them
+        self._members = [*process_tree(self.process.pid)][
+            ::-1
+        ]  # stop ranks before torchrun, which waits for them
         begun = time.perf_counter()
         self._signal(signal.SIGSTOP)
         return begun

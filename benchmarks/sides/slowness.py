@@ -20,7 +20,7 @@ from sides.marks import Marks
 
 Floats = npt.NDArray[np.float64]
 
-SETTLED_SECONDS = 0.005  # of a slice before parts count
+SETTLED_SECONDS = 0.005  # at the beginning of a slice, in which no part counts
 RESAMPLES = 4000
 
 
@@ -50,7 +50,7 @@ def room(parts: Floats, slices: Floats) -> Floats:
     """Return the seconds in which a part could begin and still be whole, over all slices. Both are in
     seconds."""
     lengths = np.sort(slices)
-    longer = np.searchsorted(lengths, parts)  # the first that is
+    longer = np.searchsorted(lengths, parts)  # index of the first longer slice
     of_longer = np.append(np.cumsum(lengths[::-1])[::-1], 0.0)[longer]
     return np.asarray(of_longer - parts * (len(lengths) - longer))
 

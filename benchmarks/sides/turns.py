@@ -42,7 +42,7 @@ class TurnJob(TorchrunJob):
         super().__init__(name, script, {**spec, "baton": baton}, folder, ranks=ranks, environ=environ)
         self._go: TextIO | None = None
         self._done: TextIO | None = None
-        self.peak_bytes = 0  # of the GPU where there is one, else of the process
+        self.peak_bytes = 0  # of the GPU if there is one, else of the process
 
     def block(self) -> list[float]:
         """Return the seconds of each step of the next block."""

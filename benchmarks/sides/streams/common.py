@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
     from sides.corpus import Corpus
 
-LENGTH = 2048  # tokens of a sample
+LENGTH = 2048  # tokens per sample
 GLOBAL_BATCH = 8  # samples
 SEED = 0
 CACHE = "cache"  # in a contender's folder: built at the first start, found at later ones
 BUFFER = 10_000  # samples in a shuffle buffer
-SHARD = 4096  # samples in a shard of formats that store samples: 16 MiB, so that there are several
+SHARD = 4096  # samples per shard, 16 MiB, so that shards can be shuffled
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def make(corpus: Corpus, folder: Path) -> None:
         with pa.ipc.new_stream(str(folder / f"shard-{first // SHARD:05}.arrow"), schema) as writer:
             for rows in np.array_split(
                 windows[first : first + SHARD], max(1, SHARD // 1000)
-            ):  # batches of about 1,000, its own default
+            ):  # batches of about 1,000, the default
                 array = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), LENGTH)
                 writer.write_batch(pa.record_batch([array], schema=schema))
 

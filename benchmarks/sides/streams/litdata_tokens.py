@@ -18,7 +18,7 @@ from sides.streams.common import LENGTH, SEED, Contender, CountedBatches, Opened
 if TYPE_CHECKING:
     import torch
 
-CHUNK = LENGTH * 8012  # tokens: its page's
+CHUNK = LENGTH * 8012  # tokens, as in its guide
 
 
 def _documents(window: int, folder: str) -> Iterator[np.ndarray]:

@@ -24,7 +24,7 @@ from sides.streams.common import (
 if TYPE_CHECKING:
     import torch
 
-EPOCHS = 4  # samples are indexed ahead for a whole run; these are enough for a measurement
+EPOCHS = 4  # the index covers a whole run; this is enough for a measurement
 
 
 def _dataset(corpus: Corpus, folder: Path) -> Any:

@@ -71,7 +71,7 @@ def _open(
 
     def batches() -> Iterator[torch.Tensor]:
         for micro_batches in stream.steps(saved["step"]):
-            for rows in micro_batches:  # int64 [batch, LENGTH + 1]: what is predicted comes with what is read
+            for rows in micro_batches:  # int64 [batch, LENGTH + 1], with the labels
                 yield torch.from_numpy(rows[:, :LENGTH])
 
     counted = CountedBatches(batches(), saved["step"])

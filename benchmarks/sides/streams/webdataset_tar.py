@@ -57,9 +57,7 @@ def open_tar(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | Non
             yield from dataset
 
     counted = CountedBatches(endless())
-    for _ in range(
-        json.loads(state)["batch"] if state else 0
-    ):  # it has no state: the way back is to read again
+    for _ in range(json.loads(state)["batch"] if state else 0):  # it has no state: read the samples again
         next(counted)
     return OpenedStream(counted, lambda: json.dumps({"batch": counted.taken}).encode())
 
