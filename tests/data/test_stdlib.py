@@ -141,7 +141,7 @@ def test_other_text_is_other_data(root: Path, tmp_path: Path) -> None:
 WORKER = """
 import sys
 from pathlib import Path
-from toolkit.data import stdlib
+from toolkit.data.tokens import stdlib
 write = stdlib._make
 def make(*arguments):
     print("makes", flush=True)
@@ -162,7 +162,7 @@ def test_several_processes_make_it_once(root: Path, made: DataManifest, tmp_path
 KILLED = """
 import sys, time
 from pathlib import Path
-from toolkit.data import stdlib
+from toolkit.data.tokens import stdlib
 def stop(*arguments):
     print("writing", flush=True)
     time.sleep(60)

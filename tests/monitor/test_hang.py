@@ -19,10 +19,10 @@ from toolkit.monitor.hangs.stacks import Frame, ProcessId, ThreadStack
 
 AT = 10_000.0
 IDLE = 100.0
-DATA = Frame("/home/x/toolkit/data/prefetch.py", 61, "_Buffer.get")
+DATA = Frame("/home/x/toolkit/data/order/prefetch.py", 61, "_Buffer.get")
 LOOP = Frame("/home/x/toolkit/train/loop.py", 40, "train")
 CALLS = Frame("/home/x/toolkit/engine/collectives.py", 120, "_Watched.call")
-STORAGE = Frame("/home/x/toolkit/data/storage.py", 200, "read")
+STORAGE = Frame("/home/x/toolkit/data/remote/storage.py", 200, "read")
 
 
 def processes(ranks: int, per_host: int = 4) -> list[ProcessId]:
