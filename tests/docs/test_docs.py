@@ -106,7 +106,7 @@ def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-LAUNCHED = [command for command in COMMANDS if command.launch()]
+LAUNCHED = list({command.text: command for command in COMMANDS if command.launch()}.values())
 
 
 @pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command.id)
