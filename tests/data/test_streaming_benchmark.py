@@ -79,7 +79,8 @@ def test_a_state_continues_on_any_ranks(corpus: Any, name: str, ranks: int) -> N
     state = whole.state()
     following = [next(whole.batches).numpy() for _ in range(3)]
     parts = [
-        SIDES[name].open(corpus, corpus.folder, StreamRank(rank, ranks), state).batches for rank in range(ranks)
+        SIDES[name].open(corpus, corpus.folder, StreamRank(rank, ranks), state).batches
+        for rank in range(ranks)
     ]
     for expected in following:
         np.testing.assert_array_equal(np.concatenate([next(part).numpy() for part in parts]), expected)
