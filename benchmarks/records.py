@@ -35,7 +35,7 @@ from toolkit.data.records.reader import ENDING, Records, open_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.tiles import tile
 from toolkit.plan.types import BatchPlan, RampStage
-from toolkit.train.vision import Vision
+from toolkit.train.vision import VisionTask
 
 BATCH, STEPS = 64, 16
 Job = Callable[[], object]
@@ -64,7 +64,7 @@ def jobs_of(records: Records, folder: Path) -> dict[str, Job]:
         micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),)
     )
     stream = Stream({"train": records}, None, seed=0, batch=batch, data_rank=0)
-    steps, task = stream.steps(0), Vision("", records.manifest)
+    steps, task = stream.steps(0), VisionTask("", records.manifest)
     held: deque[np.ndarray] = deque(maxlen=CHUNKS_AHEAD + 2)
     zeros = np.zeros(BATCH, dtype=np.int64)
     shuffled = np.random.default_rng(0).permutation(records.count)[: BATCH * STEPS].reshape(STEPS, BATCH)

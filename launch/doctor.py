@@ -24,6 +24,7 @@ from toolkit.cluster.exit_handling import ExitHandler, exit_now
 from toolkit.cluster.stop import StopRequest, launchers
 from toolkit.config.schema import RunConfig
 from toolkit.layout.axes import Axes
+from toolkit.logs import configure_logging
 from toolkit.plan.types import BatchPlan
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     stop = StopRequest()
     with ExitHandler(stop) as exit_handler:
         launch, words = read_launch(os.environ, [word for word in arguments if word != JSON])
+        configure_logging(launch.rank)
         exit_handler.launch, stop.abort = launch, exit_handler.abort
         stop.install(launchers(launch))
         measurements = Measurements(first_read=first_read, links=links)

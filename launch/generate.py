@@ -1,7 +1,7 @@
 """Continue a text with a run's newest weights:
 
-python launch/generate.py runs/quickstart-1a2b3c4d "def main("
-python launch/generate.py runs/quickstart-1a2b3c4d "import os" --tokens 200 --temperature 0
+    python launch/generate.py runs/quickstart-1a2b3c4d "def main("
+    python launch/generate.py runs/quickstart-1a2b3c4d "import os" --tokens 200 --temperature 0
 """
 
 from __future__ import annotations
@@ -13,41 +13,48 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.logs import configure_logging
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
+    configure_logging()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run directory, or runs/NAME of a run named NAME")
     parser.add_argument("prompt", help="the text to continue")
-    parser.add_argument("--tokens", type=int, default=64, help="how many to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--tokens", type=int, default=64, help="number of tokens to add")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--weights", type=Path, help="a checkpoint in any format; default: the run's newest, else its export"
+        "--weights", type=Path, help="a checkpoint in any format (default: the run's newest, or its export)"
     )
     parser.add_argument(
-        "--data", type=Path, help="the folder with the tokenizer; default: the run's own data"
+        "--data", type=Path, help="the folder with the tokenizer (default: the run's data)"
     )
     parser.add_argument(
         "--special-tokens",
         choices=("refuse", "text", "parse"),
-        help="what the string of a special token in the prompt becomes; default: as in the run's data",
+        help="how to treat special tokens in the prompt (default: as in the run's data)",
     )
     given = parser.parse_args(arguments)
     try:
         with file_errors():
-            print(given.prompt + continuation(given))
+            print(given.prompt + generate(given))
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
     return ExitCode.DONE
 
 
-def continuation(given: argparse.Namespace) -> str:
+def generate(given: argparse.Namespace) -> str:
+    """Return the text that follows the prompt.
+
+    Raises:
+        UserError: the run, its weights or its tokenizer cannot be used.
+    """
     directory = RunDirectory(find_run(given.run, "run"))
     if not directory.plan_file.is_file():
         raise InputError(
@@ -55,7 +62,7 @@ def continuation(given: argparse.Namespace) -> str:
                 "run",
                 f"run={given.run}",
                 "a run directory has a plan.json",
-                "give the folder that train.py printed",
+                "pass the folder that train.py printed",
             )
         )
     model = json.loads(directory.plan_file.read_text(encoding="utf-8"))["model"]
@@ -65,7 +72,7 @@ def continuation(given: argparse.Namespace) -> str:
                 "run",
                 f"{given.run} trains model.target",
                 "text is generated with the families' models",
-                "load its weights with toolkit.checkpoint.open_reader in a script of your own",
+                "load its weights in your own script with toolkit.checkpoint.open_reader",
             )
         )
     from toolkit.checkpoint import open_reader

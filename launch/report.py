@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
 MARKS = (
@@ -35,6 +36,7 @@ class Given:
 
 
 def main(arguments: Sequence[str]) -> int:
+    configure_logging()
     if not {"--help", "-h"}.isdisjoint(arguments):
         print((__doc__ or "").strip())
         return ExitCode.DONE

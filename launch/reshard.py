@@ -21,10 +21,12 @@ import sys
 from collections.abc import Sequence
 
 from toolkit.errors import ExitCode, UserError, file_errors
+from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
+    configure_logging()
     if not {"--help", "-h"}.isdisjoint(arguments):
         from toolkit.config.help import show_help
         from toolkit.config.roots import RESHARD

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
+from toolkit.logs import configure_logging
 from toolkit.rundir.continuing import NothingToDo, check_work
 from toolkit.rundir.directory import RunDirectory
 
@@ -26,6 +27,7 @@ TRAIN = Path(__file__).resolve().with_name("train.py")
 
 
 def main(arguments: Sequence[str]) -> int:
+    configure_logging()
     if not {"--help", "-h"}.isdisjoint(arguments):
         from toolkit.config.help import show_help
 

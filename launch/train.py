@@ -1,27 +1,28 @@
-"""Train a model. The same file starts every way:
+"""Train a model. Every launcher starts this file:
 
     deepspeed --num_gpus 2 launch/train.py +exp=quickstart train.steps=20 zero=stage3
     torchrun --nproc_per_node 2 launch/train.py +exp=quickstart
     python launch/train.py +exp=quickstart cluster.cpu_ranks=2
-    python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml       a whole configuration, composed before: jobs start so
-    python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4      a sweep: every combination is a run
+    python launch/train.py --frozen=RUN_DIR/jobs/001/config.yaml   a job's configuration
+    python launch/train.py -m +exp=quickstart zero=stage1,stage2 train.micro_batch=2,4   a sweep
     python launch/train.py --help
 
-Exit code: 0 done, 2 a mistake in configuration or input, 65 a loss, gradient or weight is infinite or NaN, 75 stopped by a
-signal after saving, else a failure. Launchers change it; <run.dir>/status.json has the truth.
+Exit code: 0 success, 2 an error in the configuration or the input, 65 a loss, gradient or weight is infinite
+or NaN, 75 stopped by a signal after saving, any other a failure. Launchers change it; the original is in
+<run.dir>/status.json.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
-from toolkit.cluster.environment import Launch, read_launch
-from toolkit.cluster.exit_handling import ExitHandler, exit_now
-from toolkit.cluster.launch_process import RunCallbacks, launch_process
+from toolkit.cluster.entry_point import run_entry_point
+from toolkit.cluster.environment import Launch
+from toolkit.cluster.exit_handling import exit_now
+from toolkit.cluster.launch_process import RunCallbacks
 from toolkit.cluster.start import Start
-from toolkit.cluster.stop import StopRequest, launchers
+from toolkit.cluster.stop import StopRequest
 from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan
 
@@ -31,23 +32,12 @@ def main(arguments: Sequence[str]) -> int:
         from toolkit.config.help import show_help
 
         return show_help(arguments)
-    stop = StopRequest()
-    with ExitHandler(stop) as exit_handler:
-        launch, words = read_launch(os.environ, arguments)
-        exit_handler.launch, stop.abort = launch, exit_handler.abort
-        stop.install(launchers(launch))
-        if {"-m", "--multirun"}.isdisjoint(words):
-            work = RunCallbacks(make_data_ready=make_data_ready, train=train)
-            exit_handler.code = launch_process(launch, words, exit_handler, stop, work, script=sys.argv[0])
-        else:
-            from toolkit.cluster.sweep.run import sweep
-
-            exit_handler.code = sweep(words, launch, stop, sys.argv[0])
-    stop.close()
-    return exit_handler.code
+    callbacks = RunCallbacks(make_data_ready=make_data_ready, train=train)
+    return run_entry_point(arguments, callbacks, script=sys.argv[0])
 
 
 def make_data_ready(plan: RunPlan) -> str:
+    """Prepare and check the data of the run. Returns their folder."""
     from toolkit.data.open import ready_for
     from toolkit.progress import Progress
 
@@ -56,6 +46,7 @@ def make_data_ready(plan: RunPlan) -> str:
 
 
 def train(plan: RunPlan, launch: Launch, start: Start, stop: StopRequest) -> ExitCode:
+    """Train on this rank, within the process group."""
     from toolkit.train.run import run
 
     return run(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from toolkit.cluster.machine import this_machine
 from toolkit.errors import ExitCode, UserError
+from toolkit.logs import configure_logging
 from toolkit.plan.types import Device
 from toolkit.progress import Progress
 
@@ -26,6 +27,7 @@ CPU_RANKS = 4
 
 
 def main(arguments: Sequence[str]) -> int:
+    configure_logging()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -18,7 +18,7 @@ from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.testing.parity import Trace, run
 from toolkit.testing.tiny import tiny_config
-from toolkit.train.vision import Vision, vision_task
+from toolkit.train.vision import VisionTask, vision_task
 
 BANDS, SIZE, CLASSES = 4, 16, 4
 VIT: dict[str, Any] = {
@@ -50,9 +50,9 @@ def image_plan(folder: Path, *, ranks: int = 1, **changes: Any) -> RunPlan:
     return make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
 
 
-def image_task(plan: RunPlan) -> Vision:
+def image_task(plan: RunPlan) -> VisionTask:
     task = vision_task(plan, read_records(plan.config.data.path))
-    assert isinstance(task, Vision)
+    assert isinstance(task, VisionTask)
     return task
 
 

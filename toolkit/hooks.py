@@ -1,12 +1,13 @@
 """Hooks: objects that the training loop calls at five events, in the order in which they were added.
 
-    on_start(step)        the state is loaded; ``step`` optimizer steps are done
-    on_step(done)         an optimizer step is done on all ranks
+    on_start(step)        the state is loaded; ``step`` optimizer steps are completed
+    on_step(completed)    all ranks have completed an optimizer step
     on_eval(row)          one named evaluation set was evaluated
     on_checkpoint(path)   a checkpoint is complete
-    on_end(step)          training is over: all steps are done or a stop was agreed, and everything is saved
+    on_end(step)          training is over, because it reached the last step or all ranks agreed to stop
 
-``on_step`` runs at the same steps on all ranks, so it is the only event in which a hook may communicate with other ranks.
+``on_step`` runs at the same steps on all ranks, so it is the only event in which a hook may communicate with
+other ranks.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ from toolkit.monitor.sink import Row
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """``step`` counts completed steps, so the first one is 1. ``seconds``: see ``loop.train``."""
+class CompletedStep:
+    """One optimizer step, as every rank sees it.
+
+    Attributes:
+        step: number of completed steps, so the first step is 1.
+        seconds: see :func:`toolkit.train.loop.train`.
+        consensus: what all ranks agreed on after the step.
+        last: whether it is the last step of the whole run.
+    """
 
     step: int
     lr: float
     result: StepResult
     seconds: float
-    agreed: StepConsensus
-    last: bool  # of the whole run
+    consensus: StepConsensus
+    last: bool
 
 
 class Hook:
-    """Base class of hooks; every event does nothing by default.
+    """Base class of hooks. Every event does nothing by default.
 
-    Time spent in a hook counts as its ``part`` of the step (``monitor/parts.py``).
+    Attributes:
+        part: the part of a step that time spent in this hook is attributed to (``monitor/parts.py``).
     """
 
     part: ClassVar[str] = LOGGING
@@ -44,7 +53,7 @@ class Hook:
     def on_start(self, step: int) -> None:
         pass
 
-    def on_step(self, done: StepDone) -> None:
+    def on_step(self, completed: CompletedStep) -> None:
         pass
 
     def on_eval(self, row: Row) -> None:
@@ -58,7 +67,7 @@ class Hook:
 
 
 class Hooks(Hook):
-    """Call several hooks as one. A hook that raises an event of its own calls this object."""
+    """Call several hooks in order. A hook that triggers an event, such as evaluation, calls this object."""
 
     def __init__(self, *hooks: Hook, recorder: Recorder = UNRECORDED) -> None:
         self._hooks, self._recorder = list(hooks), recorder
@@ -71,10 +80,10 @@ class Hooks(Hook):
             with self._recorder.part(hook.part):
                 hook.on_start(step)
 
-    def on_step(self, done: StepDone) -> None:
+    def on_step(self, completed: CompletedStep) -> None:
         for hook in self._hooks:
             with self._recorder.part(hook.part):
-                hook.on_step(done)
+                hook.on_step(completed)
 
     def on_eval(self, row: Row) -> None:
         for hook in self._hooks:
@@ -90,3 +99,21 @@ class Hooks(Hook):
         for hook in self._hooks:
             with self._recorder.part(hook.part):
                 hook.on_end(step)
+
+
+class SaveObserver:
+    """Receive the timing of checkpoint saves; every method does nothing by default."""
+
+    def on_save_start(self, step: int) -> None:
+        """A save of the state after ``step`` starts."""
+
+    def on_save_blocked(self, seconds: float) -> None:
+        """Training waited this long for a save."""
+
+    def on_save_end(self, step: int, seconds: float, size: int) -> None:
+        """A checkpoint is complete.
+
+        Args:
+            seconds: from the start of the save to its commit, including time in the background.
+            size: bytes that this rank wrote.
+        """

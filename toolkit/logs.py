@@ -2,8 +2,8 @@
 
     configure_logging(rank)
 
-Messages of level INFO are results for the user. Only rank 0 shows them, as plain lines on stdout, where the rows of
-training appear too. Warnings and errors of every rank go to stderr with their level in front. Until
+Messages of level INFO are results for the user. Only rank 0 shows them, as plain lines on stdout, where the
+rows of training appear too. Warnings and errors of every rank go to stderr with their level in front. Until
 ``configure_logging`` is called, the library shows warnings only, as Python's ``logging`` does by default.
 """
 
@@ -18,8 +18,8 @@ ROOT = "toolkit"
 class _CurrentStream(logging.Handler):
     """Write to what ``sys.stdout`` or ``sys.stderr`` is when the message is logged.
 
-    A launcher's pipe, the copy of the output in the attempt's log (``cluster/log.py``) and a live progress bar all
-    replace these streams while the process runs.
+    A launcher's pipe, the attempt's log (``cluster/log.py``) and a live progress bar all replace these
+    streams while the process runs.
     """
 
     def __init__(self, stream: str) -> None:
@@ -36,16 +36,17 @@ class _Level(logging.Formatter):
 
 
 def configure_logging(rank: int = 0) -> None:
-    """Show this process's messages; calling it again replaces the handlers of the call before.
+    """Print this process's log messages. A second call replaces the handlers of the first.
 
     Args:
         rank: the global rank. Ranks other than 0 show warnings and errors only.
     """
     results = _CurrentStream("stdout")
     results.addFilter(lambda record: record.levelno < logging.WARNING)
-    troubles = _CurrentStream("stderr")
-    troubles.setLevel(logging.WARNING)
-    troubles.setFormatter(_Level())
+    warnings = _CurrentStream("stderr")
+    warnings.setLevel(logging.WARNING)
+    warnings.setFormatter(_Level())
     log = logging.getLogger(ROOT)
-    log.handlers = [results, troubles]
+    log.propagate = False  # a library that configures the root logger must not print our messages twice
+    log.handlers = [results, warnings]
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -23,6 +23,7 @@ from unittest.mock import patch
 from marks import StepMarker
 
 import toolkit.hooks as hooks
+import toolkit.train.build as training_build
 import toolkit.train.run as rank_of_a_run
 from toolkit.monitor.sink import Kind, NullSink, Sink
 
@@ -46,7 +47,7 @@ class Flood(hooks.Hook):
             for node in range(nodes)
         ]
 
-    def on_step(self, done: hooks.StepDone) -> None:
+    def on_step(self, done: hooks.CompletedStep) -> None:
         for node, row in enumerate(self._rows):
             sinks[-1].log(Kind.SYSTEM, {**row, "step": done.step, "time": time.time(), "node": node})
 
@@ -58,7 +59,7 @@ class Sleep(hooks.Hook):
             time.thread_time()
         )  # the step's wall time would include the time for which the job was stopped
 
-    def on_step(self, done: hooks.StepDone) -> None:
+    def on_step(self, done: hooks.CompletedStep) -> None:
         worked = time.thread_time()
         time.sleep(self._share * (worked - self._worked))
         self._worked = worked
@@ -74,7 +75,7 @@ class More(hooks.Hooks):
         if self._marker:
             self._marker.watch_layers()
 
-    def on_step(self, done: hooks.StepDone) -> None:
+    def on_step(self, done: hooks.CompletedStep) -> None:
         if self._marker:
             self._marker.mark()
         super().on_step(done)
@@ -86,5 +87,5 @@ class More(hooks.Hooks):
 
 
 sys.argv = [str(Path(__file__).resolve().parents[2] / "launch" / "train.py"), *spec["overrides"]]
-with patch.object(rank_of_a_run, "open_sinks", opened), patch.object(rank_of_a_run, "Hooks", More):
+with patch.object(rank_of_a_run, "open_sinks", opened), patch.object(training_build, "Hooks", More):
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -18,8 +18,8 @@ spec = json.loads(Path(sys.argv[-1]).read_text())
 
 
 def with_baton() -> None:
-    import toolkit.train.run as rank
-    from toolkit.hooks import Hooks, StepDone
+    import toolkit.train.build as training
+    from toolkit.hooks import CompletedStep, Hooks
 
     class Turns(Hooks):
         def __init__(self, *hooks: Any, **named: Any) -> None:
@@ -32,14 +32,14 @@ def with_baton() -> None:
             self._baton.before_step(step)
             self._started = time.perf_counter()
 
-        def on_step(self, done: StepDone) -> None:
-            super().on_step(done)
-            self._baton.after_step(done.step - 1, time.perf_counter() - self._started)
-            if not done.last:
-                self._baton.before_step(done.step)
+        def on_step(self, completed: CompletedStep) -> None:
+            super().on_step(completed)
+            self._baton.after_step(completed.step - 1, time.perf_counter() - self._started)
+            if not completed.last:
+                self._baton.before_step(completed.step)
             self._started = time.perf_counter()
 
-    rank.Hooks = Turns  # type: ignore[misc]
+    training.Hooks = Turns  # type: ignore[misc]
 
 
 sys.argv = [str(ROOT / "launch" / "train.py"), *spec["overrides"]]

@@ -16,12 +16,16 @@ from toolkit.cluster.environment import (
     detect_world,
     is_elastic,
     read_launch,
+    set_cuda_defaults,
     set_defaults,
 )
 from toolkit.cluster.machine import Gpu, Machine, this_machine, visible
 from toolkit.config.cluster import ClusterConfig
+from toolkit.config.schema import EngineName, Precision
 from toolkit.errors import ConfigError
+from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
+from toolkit.testing.tiny import tiny_config
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, "GPU-h100")
@@ -310,3 +314,28 @@ def test_on_gpus_collectives_are_remembered_for_the_report_of_a_hang() -> None:
     environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}
     set_defaults(environ, Launch(), world, EIGHT_H100, None)
     assert "TORCH_FR_BUFFER_SIZE" not in environ, "the older name stays in force"
+
+
+@pytest.mark.parametrize(
+    ("engine", "tensor", "device", "expected"),
+    [
+        (EngineName.megatron, 2, Device.CUDA, "1"),
+        (EngineName.megatron, 1, Device.CUDA, None),
+        (EngineName.megatron, 2, Device.CPU, None),
+        (EngineName.deepspeed, 2, Device.CUDA, None),
+    ],
+)
+def test_megatron_tensor_parallelism_on_gpus_uses_a_single_cuda_queue(
+    engine: EngineName, tensor: int, device: Device, expected: str | None
+) -> None:
+    config = tiny_config(
+        engine__name=engine, parallel__tensor=tensor, zero__stage=1, precision__name=Precision.bf16
+    )
+    gpu = "h100" if device is Device.CUDA else None
+    plan = make_plan(config, World(ranks=2, ranks_per_node=2, device=device, gpu=gpu, has_compiler=True))
+    environ: dict[str, str] = {}
+    set_cuda_defaults(environ, plan)
+    assert environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    set_cuda_defaults(environ, plan)
+    assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "the user's setting stays"

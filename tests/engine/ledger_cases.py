@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroup
 
+from tests.train.fakes import context_of
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.checkpoint_folder import step_name
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, MicroBatch, StepResult
-from toolkit.engine.rank_sync import StepConsensus, make_flag_reduce, single_rank_reduce
-from toolkit.hooks import Hook, Hooks, StepDone
+from toolkit.engine.rank_sync import StepConsensus, make_flag_reduce
+from toolkit.hooks import CompletedStep, Hook, Hooks
 from toolkit.layout.axes import Axes, axis_name
 from toolkit.monitor.parts import (
     BACKWARD,
@@ -43,7 +44,7 @@ from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
 from toolkit.plan.types import RunPlan
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.loop import train
-from toolkit.train.saving import Checkpoints, Timer
+from toolkit.train.saving import Checkpoints, SaveTimer
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task, text_task
 
@@ -154,8 +155,8 @@ class _Logging(Hook):
         self._delays = delays
         self.losses: list[float] = []
 
-    def on_step(self, done: StepDone) -> None:
-        self.losses.append(done.result.loss)
+    def on_step(self, completed: CompletedStep) -> None:
+        self.losses.append(completed.result.loss)
         self._delays.strike(LOGGING)
 
 
@@ -269,26 +270,17 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
     nowhere: Any = SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
     store: Any = _Store(delays)
     saving = Checkpoints(
-        plan,
+        context_of(plan, Path()),
         engine,
         store,
         nowhere,
-        Timer(None),
-        rank=0,
-        attempt=1,
-        all_reduce_flags=single_rank_reduce,
+        SaveTimer(None),
         flush=lambda: None,
-        announce=lambda path: None,
-        tell=print,
+        on_checkpoint=lambda path: None,
     )
+    plan.config.eval.every = 1
     evaluating = Evaluation(
-        engine,
-        task,
-        {"validation": samples},
-        every=1,
-        steps=plan.config.train.steps,
-        missing=lambda step: False,
-        announce=lambda row: None,
+        plan, engine, task, {"validation": samples}, missing=lambda step: False, on_eval=lambda row: None
     )
     return [evaluating, saving]
 

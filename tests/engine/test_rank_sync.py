@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 
-from tests.train.fakes import FakeEngine, samples, step_done
+from tests.train.fakes import FakeEngine, completed_step, samples
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import GlooFlagReduce, StepConsensus, check_same_data
 from toolkit.errors import ExitCode, InputError
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
@@ -24,9 +24,9 @@ def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
     all_reduce_flags, state, saved = GlooFlagReduce(), TrainState(), []
 
     class Saves(Hook):
-        def on_step(self, done: StepDone) -> None:
-            if done.agreed.save or done.agreed.stop:
-                saved.append(done.step)
+        def on_step(self, completed: CompletedStep) -> None:
+            if completed.consensus.save or completed.consensus.stop:
+                saved.append(completed.step)
 
     def agree(waited: float, result: StepResult) -> StepConsensus:
         stop, save = all_reduce_flags([rank == 1 and state.step >= 5, rank == 0 and state.step == 3])
@@ -61,4 +61,4 @@ def test_ranks_with_different_data_are_told_on_every_rank() -> None:
 
 
 def test_without_a_wish_nothing_is_agreed() -> None:
-    assert step_done(1).agreed == StepConsensus()
+    assert completed_step(1).consensus == StepConsensus()

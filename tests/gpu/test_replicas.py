@@ -12,7 +12,7 @@ import torch
 
 from toolkit.cluster.machine import this_machine
 from toolkit.engine.hashing import hashes
-from toolkit.observe.replicas import _Pending
+from toolkit.observe.replicas import PendingHashes
 from toolkit.plan.devices import find
 from toolkit.testing.dist import RankPool
 
@@ -38,12 +38,12 @@ def timed(rank: int, ranks: int) -> tuple[float, float, float]:
     """Seconds of the device for 4 GiB in 64 tensors, of the host to ask for it, and of the host to have the answer."""
     gpu = torch.device("cuda", 0)
     tensors = [torch.ones(2**25, dtype=torch.bfloat16, device=gpu) for _ in range(64)]
-    _Pending(hashes(tensors, gpu)).wait()
+    PendingHashes(hashes(tensors, gpu)).wait()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began = time.perf_counter()
     start.record()
-    pending = _Pending(hashes(tensors, gpu))
+    pending = PendingHashes(hashes(tensors, gpu))
     end.record()
     asked = time.perf_counter() - began
     pending.wait()

@@ -1,10 +1,10 @@
-"""``launch/train.py`` as it is, except that one rank does what keeps the others waiting.
+"""``launch/train.py``, except that one rank injects a fault that blocks the others.
 
     FAULT=skip:1:3 python tests/launch/hung_training.py ...
 
-``FAULT`` is KIND:RANK:STEP, steps counted from 0. It happens once, and when is written to the file that ``FAULT_TIME`` names: where that is
-there, nothing happens any more. ``slow:ALL:SECONDS`` is no fault: each step, each batch of an evaluation and each save takes so long. With
-``APART`` ranks do not see each other's files. Without either it is ``launch/train.py``.
+``FAULT`` is KIND:RANK:STEP, with steps counted from 0. It happens once: its time is written to the file that
+``FAULT_TIME`` names, and if the file exists nothing happens. ``slow:ALL:SECONDS`` is no fault: each step,
+evaluation batch and save takes that long. With ``SEPARATE_DISKS`` ranks do not see each other's files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def moment() -> Path:
+def fault_file() -> Path:
     return Path(os.environ["FAULT_TIME"])
 
 
-def now() -> None:
-    moment().write_text(str(time.time()))
+def record_fault() -> None:
+    fault_file().write_text(str(time.time()))
 
 
 def faulty(kind: str, step: int) -> Callable[[Any, bool, Any], None]:
@@ -35,23 +35,23 @@ def faulty(kind: str, step: int) -> Callable[[Any, bool, Any], None]:
     import torch
     import torch.distributed as dist
 
-    happened = moment().exists()
+    happened = fault_file().exists()
 
     def before(group: Any, odd: bool, settings: Any) -> None:
         odd = odd and settings.step == step and not happened
         if odd:
-            now()
+            record_fault()
         if kind in ("skip", "shapes") and not (odd and kind == "skip"):
             dist.all_reduce(torch.ones(512 if odd else 1024), group=group)
         if odd and kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if odd and kind == "frozen":
-            ctypes.PyDLL(None).sleep(600)  # native code that does not let go of the interpreter
+            ctypes.PyDLL(None).sleep(600)  # native code that holds the interpreter's lock
 
     return before
 
 
-def with_steps(kind: str, rank: str, step: int) -> None:
+def inject_in_step(kind: str, rank: str, step: int) -> None:
     import toolkit.train.run as training
 
     build = training.build_engine
@@ -72,12 +72,12 @@ def with_steps(kind: str, rank: str, step: int) -> None:
     training.build_engine = build_engine
 
 
-def without_samples(kind: str, rank: str, step: int) -> None:
-    """The thread that reads ahead stops after the samples of ``step`` steps: it waits, or is gone without a word."""
+def inject_in_loader(kind: str, rank: str, step: int) -> None:
+    """Block or end the prefetch thread after the samples of ``step`` steps."""
     from toolkit.data.order.prefetch import _Buffer
     from toolkit.data.order.stream import Stream
 
-    if os.environ.get("RANK") != rank or moment().exists():
+    if os.environ.get("RANK") != rank or fault_file().exists():
         return
     read = Stream._read
     count = [0]
@@ -85,14 +85,14 @@ def without_samples(kind: str, rank: str, step: int) -> None:
     def blocked(stream: Any, *places: Any) -> Any:
         count[0] += 1
         if count[0] == step:
-            now()
+            record_fault()
             threading.Event().wait()
         return read(stream, *places)
 
     def dead(buffer: Any, items: Any) -> None:
         for number, item in enumerate(items):
             if number == step - 2:  # the first was not this thread's
-                return now()
+                return record_fault()
             buffer._put(item)
 
     if kind == "loader":
@@ -101,20 +101,21 @@ def without_samples(kind: str, rank: str, step: int) -> None:
         _Buffer.fill = dead  # type: ignore[method-assign]
 
 
-def apart() -> None:
-    """Each rank sees only its own words, as on nodes without a common disk."""
+def separate_disks() -> None:
+    """Let each rank see only its own messages, as on nodes without a shared disk."""
     from toolkit.rundir.directory import RunDirectory
 
     own = f"hang-{os.environ.get('RANK')}"
     RunDirectory.hang_folder = lambda self, attempt: self.attempt_folder(attempt) / own  # type: ignore[method-assign]
 
 
-def slow(seconds: float) -> None:
+def slow_down(seconds: float) -> None:
     import toolkit.train.run as training
+    from toolkit.checkpoint.online.store import CheckpointStore
 
     build = training.build_engine
 
-    def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+    def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **named: Any) -> Any:
             time.sleep(seconds)
             return call(*arguments, **named)
@@ -123,26 +124,26 @@ def slow(seconds: float) -> None:
 
     def build_engine(*arguments: Any, **named: Any) -> Any:
         engine = build(*arguments, **named)
-        engine.train_step, engine.eval_step = slowly(engine.train_step), slowly(engine.eval_step)
+        engine.train_step, engine.eval_step = delayed(engine.train_step), delayed(engine.eval_step)
         return engine
 
     training.build_engine = build_engine
-    training.CheckpointStore.save = slowly(training.CheckpointStore.save)  # type: ignore[method-assign]
+    CheckpointStore.save = delayed(CheckpointStore.save)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     sys.argv[0] = str(Path(__file__).resolve())  # our parent starts the ranks with it
     sys.path.insert(0, str(ROOT))
-    if os.environ.get("APART"):
-        apart()
+    if os.environ.get("SEPARATE_DISKS"):
+        separate_disks()
     if fault := os.environ.get("FAULT"):
         kind, rank, step = fault.split(":")
         if kind == "slow":
-            slow(float(step))
+            slow_down(float(step))
         elif kind in ("loader", "dead"):
-            without_samples(kind, rank, int(step))
+            inject_in_loader(kind, rank, int(step))
         else:
-            with_steps(kind, rank, int(step))
+            inject_in_step(kind, rank, int(step))
     from launch.train import exit_now, main
 
     exit_now(main(sys.argv[1:]))

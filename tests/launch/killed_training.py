@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def deadly(phase: str, entry: int, rank: int, save: int) -> None:
-    import toolkit.train.run as training
+    import toolkit.train.build as training
     from toolkit.checkpoint.online.commit import Phase
     from toolkit.checkpoint.online.store import CheckpointStore
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import TRAIN, Started, command, status_of
-from tests.train.test_run import data, texts
+from tests.train.conftest import data, texts
 from toolkit.checkpoint.directory import committed
 from toolkit.errors import ExitCode
 from toolkit.rows import read_rows

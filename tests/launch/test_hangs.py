@@ -1,5 +1,5 @@
-"""Whole trainings of two ranks that stop making progress: one report within ten seconds of the limit, a failure, and the same command
-goes on to the same end.
+"""Trainings of two ranks that hang: they end with one report within ten seconds of the limit, and can be
+restarted.
 
     pytest tests/launch/test_hangs.py            a rank that leaves out a collective
     pytest tests/launch/test_hangs.py -m full    every other fault, and slow runs that are none
@@ -30,13 +30,13 @@ RUN = (*KEYS, "zero=stage1", "monitor.probe=false", "cluster.grace_seconds=1")
 
 
 @dataclass(frozen=True)
-class Case:
+class HangCase:
     """
     Attributes:
         fault: KIND:RANK:STEP of ``hung_training.py``.
-        where, cause: of the alert, which begins with ``cause``.
-        evidence: what the report also says.
-        silent: ranks that cannot give their stacks.
+        where, cause: of the alert, whose cause starts with ``cause``.
+        evidence: a text in the report.
+        silent: ranks that cannot report their stacks.
     """
 
     fault: str
@@ -51,34 +51,34 @@ class Case:
         return f"{self.fault.replace(':', '-')}-{self.launcher}"
 
 
-STOPPED = "NO ANSWER; its process is stopped by a signal (T)"
-SKIP = Case(
+STOPPED = "NO RESPONSE; its process is stopped by a signal (T)"
+SKIP = HangCase(
     "skip:1:3",
     "rank 1",
     "rank 1 has made 3 calls on axis data, rank 0 waits in the 4th: all_reduce [1024] float32",
 )
 FULL = [
-    Case(
+    HangCase(
         "skip:0:3",
         "rank 0",
         "rank 0 has made 3 calls on axis data, rank 1 waits in the 4th: all_reduce [1024] float32",
         launcher="torchrun",
     ),
-    Case("stop:1:3", "rank 1", "rank 1 is stopped by a signal", STOPPED, silent=(1,)),
-    Case("stop:0:3", "rank 0", "rank 0 is stopped by a signal", STOPPED, silent=(0,)),
-    Case("frozen:1:3", "rank 1", "rank 1 is held by native code", "in before", silent=(1,)),
-    Case(
+    HangCase("stop:1:3", "rank 1", "rank 1 is stopped by a signal", STOPPED, silent=(1,)),
+    HangCase("stop:0:3", "rank 0", "rank 0 is stopped by a signal", STOPPED, silent=(0,)),
+    HangCase("frozen:1:3", "rank 1", "rank 1 is blocked by native code", "in before", silent=(1,)),
+    HangCase(
         "loader:1:3",
         "rank 1",
         "rank 1 is waiting for samples, and the others wait for it",
         "its thread data-stream is in ",
         resumes=True,
     ),
-    Case(
+    HangCase(
         "dead:1:3",
         "rank 1",
         "rank 1 is waiting for samples, and the others wait for it",
-        "no thread that reads ahead: it has ended",
+        "no thread that prefetches samples: it has ended",
     ),
 ]
 
@@ -87,7 +87,9 @@ FULL = [
 @pytest.mark.parametrize(
     "case", [SKIP, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str
 )
-def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Path, tmp_path: Path) -> None:
+def test_hang_is_reported_with_its_cause_and_the_run_can_be_restarted(
+    case: HangCase, data: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     argv = command(
         case.launcher,
@@ -120,7 +122,7 @@ def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Pa
     for rank in {0, 1} - set(case.silent):
         stacks = [line for line in text.splitlines() if line.endswith(")") and "thread MainThread" in line]
         assert any(f"rank {rank}," in line or "ranks 0-1," in line for line in stacks), text
-    assert "launch/train.py" in text, "stacks go down to the start"
+    assert "launch/train.py" in text, "stacks reach down to the start"
 
     end = status_of(run_dir)
     assert end is not None
@@ -131,10 +133,10 @@ def test_a_hang_is_told_with_its_cause_and_ends_restartably(case: Case, data: Pa
     assert end.checkpoint == str(checkpoint_folder.newest(run.checkpoints))
     assert case.cause in started.output
     if case.resumes:
-        _goes_on_to_the_same_end(argv, run_dir, data, tmp_path)
+        _check_resumed_run(argv, run_dir, data, tmp_path)
 
 
-def _goes_on_to_the_same_end(argv: list[str], run_dir: Path, data: Path, tmp_path: Path) -> None:
+def _check_resumed_run(argv: list[str], run_dir: Path, data: Path, tmp_path: Path) -> None:
     with Started(argv, run_dir, cwd=tmp_path, environ=ENVIRON) as started:
         assert started.ended(120) == 0, started.output
     end = status_of(run_dir)
@@ -144,15 +146,12 @@ def _goes_on_to_the_same_end(argv: list[str], run_dir: Path, data: Path, tmp_pat
     other = command("python", DRIVER, *RUN, f"data.path={data}", f"run.dir={unbroken}")
     with Started(other, unbroken, cwd=tmp_path, environ=ENVIRON) as started:
         assert started.ended(120) == 0, started.output
-    assert rows(run_dir / "metrics.jsonl") == rows(unbroken / "metrics.jsonl"), "to the bit"
+    assert rows(run_dir / "metrics.jsonl") == rows(unbroken / "metrics.jsonl")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoint(
-    data: Path, tmp_path: Path
-) -> None:
-    """Without anybody typing anything; above, it was typed again."""
+def test_parent_restarts_the_ranks_after_a_hang(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     keys = [key for key in RUN if not key.startswith("cluster.restarts")]
     argv = command(
@@ -180,13 +179,13 @@ def test_after_a_hang_the_parent_starts_the_ranks_again_from_the_newest_checkpoi
     assert end.goodput["lost"]["ending"] > LIMIT, "the hang"
     losses = rows(run.metrics_file)
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
-    assert rows(run.attempt_folder(1) / "metrics.jsonl") == [losses[2]], "step 3 was run twice, to the bit"
+    assert rows(run.attempt_folder(1) / "metrics.jsonl") == [losses[2]], "step 3 was repeated bitwise"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(120)
 def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> None:
-    """gloo finds them out itself, on one side or both, or waits: the failure or the hang names both shapes."""
+    """gloo fails on one side or both, or waits; the failure or the hang names both shapes."""
     run_dir = tmp_path / "run"
     argv = command(
         "python", DRIVER, *RUN, f"data.path={data}", f"run.dir={run_dir}", f"monitor.hang_seconds={LIMIT}"
@@ -204,13 +203,13 @@ def test_different_shapes_in_one_call_are_named(data: Path, tmp_path: Path) -> N
     assert end is not None
     assert (end.state, end.exit_code) == (RunState.FAILED, 1)
     assert end.reason is not None
-    assert "different shapes" in end.reason, "not only that a rank was ended by SIGABRT, as gloo does"
+    assert "different shapes" in end.reason, "not only that gloo ended a rank by SIGABRT"
 
 
 @pytest.mark.full
 @pytest.mark.timeout(120)
-def test_a_slow_run_is_none(data: Path, tmp_path: Path) -> None:
-    """The control: each step, batch of an evaluation and save takes two thirds of the limit."""
+def test_slow_run_is_no_hang(data: Path, tmp_path: Path) -> None:
+    """Each step, evaluation batch and save takes two thirds of the limit."""
     run_dir = tmp_path / "run"
     keys = [key for key in RUN if not key.startswith(("eval.every", "train.steps", "checkpoint.every"))]
     argv = command(
@@ -235,8 +234,8 @@ def test_a_slow_run_is_none(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(120)
-def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -> None:
-    """As by a paused container: nothing hung, since nothing ran."""
+def test_paused_run_is_no_hang(data: Path, tmp_path: Path) -> None:
+    """All ranks are stopped, as in a paused container."""
     run_dir = tmp_path / "run"
     keys = [key for key in RUN if not key.startswith("train.steps")]
     argv = command(
@@ -266,9 +265,14 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(data: Path, tmp_path: Path) -
 
 @pytest.mark.full
 @pytest.mark.timeout(120)
-def test_nodes_without_a_common_disk_tell_each_other_by_the_store(data: Path, tmp_path: Path) -> None:
+def test_nodes_without_a_shared_disk_exchange_reports_through_the_store(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    environ = {**ENVIRON, "FAULT": "loader:1:3", "FAULT_TIME": str(tmp_path / "moment"), "APART": "1"}
+    environ = {
+        **ENVIRON,
+        "FAULT": "loader:1:3",
+        "FAULT_TIME": str(tmp_path / "moment"),
+        "SEPARATE_DISKS": "1",
+    }
     (torchrun, port, number, *rest) = command(
         "torchrun",
         DRIVER,
@@ -278,9 +282,9 @@ def test_nodes_without_a_common_disk_tell_each_other_by_the_store(data: Path, tm
         f"monitor.hang_seconds={LIMIT}",
         ranks=1,
     )
-    places = [tmp_path / f"node-{node}" for node in range(2)]
-    for place in places:
-        place.mkdir()
+    folders = [tmp_path / f"node-{node}" for node in range(2)]
+    for folder in folders:
+        folder.mkdir()
     argvs = [
         [
             torchrun,
@@ -297,8 +301,8 @@ def test_nodes_without_a_common_disk_tell_each_other_by_the_store(data: Path, tm
         for node in range(2)
     ]
     with (
-        Started(argvs[1], run_dir, cwd=places[1], environ=environ) as other,
-        Started(argvs[0], run_dir, cwd=places[0], environ=environ) as first,
+        Started(argvs[1], run_dir, cwd=folders[1], environ=environ) as other,
+        Started(argvs[0], run_dir, cwd=folders[0], environ=environ) as first,
     ):
         assert first.ended(90) == 1, first.output
         assert other.ended(40) == 1, other.output
@@ -308,4 +312,4 @@ def test_nodes_without_a_common_disk_tell_each_other_by_the_store(data: Path, tm
     assert not (folder / "hang-0" / "rank-1.json").exists()
     text = (folder / "hang.txt").read_text()
     assert "cause:     rank 1 is waiting for samples, and the others wait for it" in text
-    assert "rank 1, thread data-stream" in text, "its stacks have come over"
+    assert "rank 1, thread data-stream" in text, "its stacks were received"

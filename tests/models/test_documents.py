@@ -26,7 +26,7 @@ from toolkit.models.build import build_model
 from toolkit.models.target import build_target
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
-from toolkit.train.task import OwnLoss, text_task
+from toolkit.train.task import CustomLoss, text_task
 
 TOLERANCE = 1e-5
 SEPARATE = {"data__documents": Documents.separate}
@@ -176,7 +176,7 @@ def test_a_model_of_ones_own_is_told_where_documents_begin() -> None:
     plan = tiny_plan(None, model__target=f"{here}.Placed", **SEPARATE)
     model, batch = build_model(plan, "cpu"), micro_batches(plan, 0)[0]
     text_task(plan, 0).loss_sum(model, batch)
-    assert isinstance(text_task(plan), OwnLoss)
+    assert isinstance(text_task(plan), CustomLoss)
     assert torch.equal(model.given, batch["position_ids"])  # type: ignore[arg-type]
     for target, arguments in ((f"{here}.AnyName", {}), (f"{Fine.__module__}.Fine", {"width": 2})):
         own = replace(ModelConfig(), target=target, arguments=arguments)

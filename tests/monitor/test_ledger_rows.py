@@ -29,7 +29,7 @@ from toolkit.monitor.parts import (
     communication,
 )
 from toolkit.monitor.recorder import StepTime, step_time
-from toolkit.observe.ledger import FEWEST, MOST, MOST_BYTES, most_slots
+from toolkit.observe.ledger import MAX_GATHER_BYTES, MAX_SLOTS, MIN_SLOTS, max_slots
 
 AXES = Axes(data=2, tensor=2)
 VECTORS = Vectors(part_names(AXES))
@@ -145,9 +145,9 @@ def test_steps_beyond_what_float32_counts() -> None:
 
 def test_a_gather_of_a_thousand_ranks_is_small_and_quick() -> None:
     vectors = Vectors(part_names(Axes(data=4, tensor=8, pipeline=8, context=4, expert=4)))
-    ranks, slots = 1024, most_slots(1024, vectors.width)
-    assert FEWEST <= slots <= MOST
-    assert ranks * slots * vectors.width * 4 <= MOST_BYTES
+    ranks, slots = 1024, max_slots(1024, vectors.width)
+    assert MIN_SLOTS <= slots <= MAX_SLOTS
+    assert ranks * slots * vectors.width * 4 <= MAX_GATHER_BYTES
     steps = [one(step) for step in range(1, slots + 1)]
     gathered = np.stack([vectors.pack(steps, slots + 1, slots)] * ranks)
     slow = 777

@@ -247,9 +247,8 @@ def test_the_bar_counts_every_step_and_the_last_one_of_a_stopped_run() -> None:
     assert len(said) == 2
 
 
-def test_an_alert_is_shown_whole_as_far_as_it_is_not_long() -> None:
-    shown: list[str] = []
-    sink = AlertLines(shown.append)
+def test_an_alert_is_logged_in_full_unless_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
+    sink = AlertLines()
     alert = Alert(
         name="data-stall",
         level=Level.WARNING,
@@ -260,10 +259,10 @@ def test_an_alert_is_shown_whole_as_far_as_it_is_not_long() -> None:
     )
     sink.log(Kind.ALERT, {**alert.row(), "dropped_rows": 3})
     sink.log(Kind.STEP, ROW)
-    assert shown == [f"warning: {alert}"]
+    assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", str(alert))]
     sink.log(Kind.ALERT, {**alert.row(), "evidence": "x" * 10_000})
-    assert len(shown[1]) < 2100
-    assert shown[1].endswith("(whole in the run's alerts)")
+    assert len(caplog.messages[1]) < 2100
+    assert caplog.messages[1].endswith("(the run's alerts file has the whole text)")
 
 
 def written(folder: Path, steps: int) -> Path:

@@ -1,4 +1,4 @@
-"""What a process says of its threads, and what others see of it.
+"""The stacks of this process and the states of other processes.
 
 pytest tests/monitor/test_stacks.py
 """
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from toolkit.monitor.hangs.diagnosis import diagnose
-from toolkit.monitor.hangs.reports import Report, found_of
+from toolkit.monitor.hangs.reports import RankReport, combine_reports
 from toolkit.monitor.hangs.stacks import (
     GONE,
     MODEL,
@@ -27,19 +27,19 @@ from toolkit.monitor.hangs.stacks import (
     Frame,
     ProcessId,
     ThreadStack,
-    doing,
-    frames_of,
-    lines,
-    notes_of,
-    process_state,
-    short,
+    describe_activity,
+    format_frames,
+    read_frames,
+    read_frozen_stacks,
+    read_process_state,
+    read_thread_stacks,
+    short_path,
     this_process,
-    threads,
 )
-from toolkit.train.task import NextToken, OwnLoss
-from toolkit.train.vision import Vision
+from toolkit.train.task import CustomLoss, NextToken
+from toolkit.train.vision import VisionTask
 
-# Native code that keeps the interpreter: ctypes' PyDLL does not let go of it.
+# Native code that holds the interpreter's lock: ctypes' PyDLL does not release it.
 FROZEN = """
 import ctypes, faulthandler, os, sys
 notes = os.memfd_create("stacks")
@@ -58,7 +58,7 @@ def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_all_threads_are_told_the_main_one_first() -> None:
+def test_stacks_of_all_threads_start_with_the_main_thread() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def waiting_here() -> None:
@@ -68,40 +68,42 @@ def test_all_threads_are_told_the_main_one_first() -> None:
     thread = threading.Thread(target=waiting_here, name="waiter")
     thread.start()
     entered.wait()
-    found = threads()
+    found = read_thread_stacks()
     leave.set()
     thread.join()
     assert found[0].main
-    assert any("test_all_threads_are_told" in frame.function for frame in found[0].frames)
+    assert any("test_stacks_of_all_threads" in frame.function for frame in found[0].frames)
     waiter = next(stack for stack in found if stack.name == "waiter")
     assert any(frame.function.endswith("waiting_here") and frame.file == __file__ for frame in waiter.frames)
     assert waiter.state[0] in "SR"
 
 
-def test_what_a_thread_does_is_read_from_its_innermost_frame_of_ours() -> None:
+def test_activity_is_that_of_the_innermost_listed_frame() -> None:
     ours = [
         Frame("/a/toolkit/train/loop.py", 1, "train"),
         Frame("/a/toolkit/data/stream.py", 2, "steps"),
         Frame("/usr/lib/threading.py", 3, "wait"),
     ]
-    assert doing(ours) == SAMPLES
-    assert doing(ours[:1]) == "between steps"
-    assert doing(ours[2:]) == ""
+    assert describe_activity(ours) == SAMPLES
+    assert describe_activity(ours[:1]) == "between steps"
+    assert describe_activity(ours[2:]) == ""
 
 
-class Hangs(nn.Module):
-    """Its forward only looks where it is."""
+class FrameRecorder(nn.Module):
+    """Record the stack of its forward."""
 
     def forward(self, **inputs: Any) -> torch.Tensor:
-        self.frames = frames_of(sys._getframe())
+        self.frames = read_frames(sys._getframe())
         return torch.zeros(())
 
 
-def test_a_model_that_hangs_is_not_called_making_a_batch() -> None:
-    model = Hangs()
-    OwnLoss("x.Hangs").loss_sum(model, {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)})
-    assert doing(model.frames) == MODEL
-    report = Report(
+def test_hang_in_a_model_is_not_described_as_making_a_batch() -> None:
+    model = FrameRecorder()
+    CustomLoss("x.FrameRecorder").loss_sum(
+        model, {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)}
+    )
+    assert describe_activity(model.frames) == MODEL
+    report = RankReport(
         rank=0,
         host="h",
         pid=1,
@@ -111,13 +113,13 @@ def test_a_model_that_hangs_is_not_called_making_a_batch() -> None:
         idle=9.0,
         threads=(ThreadStack("MainThread", "S", model.frames),),
     )
-    said = diagnose(found_of({0: report}, [ProcessId("h", 1, "1", 0, 0)], {}))
-    assert said.cause.startswith("rank 0 is in the model's forward, in Hangs.forward (")
+    diagnosis = diagnose(combine_reports({0: report}, [ProcessId("h", 1, "1", 0, 0)], {}))
+    assert diagnosis.cause.startswith("rank 0 is in the model's forward, in FrameRecorder.forward (")
 
 
-def test_the_part_of_the_step_says_what_an_engine_does() -> None:
+def test_part_of_the_step_describes_the_engine() -> None:
     engine = Frame("/a/toolkit/engine/megatron/step.py", 2, "Step.run")
-    report = Report(
+    report = RankReport(
         rank=0,
         host="h",
         pid=1,
@@ -128,63 +130,67 @@ def test_the_part_of_the_step_says_what_an_engine_does() -> None:
         part="backward",
         threads=(ThreadStack("MainThread", "S", (engine,)),),
     )
-    assert report.does == "in the model's backward, in Step.run (toolkit/engine/megatron/step.py:2)"
-    assert replace(report, part="").does == "in the engine"
+    assert report.activity == "in the model's backward, in Step.run (toolkit/engine/megatron/step.py:2)"
+    assert replace(report, part="").activity == "in the engine"
 
 
-def test_every_method_of_a_task_is_known() -> None:
-    """A method without words would be taken for its caller's work."""
-    for task in (NextToken, OwnLoss, Vision):
+def test_every_method_of_a_task_has_an_activity() -> None:
+    """A method without an activity would be described as its caller."""
+    for task in (NextToken, CustomLoss, VisionTask):
         for name in ("collate", "units", "loss_sum", "eval_sums"):
             function = getattr(task, name)
             frame = Frame(function.__code__.co_filename, 1, function.__qualname__)
-            assert "protocol.py" in frame.file or doing([frame]) in (MODEL, "making a batch"), frame
+            assert "protocol.py" in frame.file or describe_activity([frame]) in (MODEL, "making a batch"), (
+                frame
+            )
 
 
-def test_lines_are_short_and_have_their_source() -> None:
+def test_formatted_frames_are_short_and_have_their_source() -> None:
     frame = Frame("/opt/v/lib/python3.11/site-packages/torch/distributed/x.py", 3, "f")
-    assert lines([frame], lambda file, line: "   go()\n") == ["torch/distributed/x.py:3 f:  go()"]
-    assert short("/home/me/toolkit-main/toolkit/train/loop.py") == "toolkit/train/loop.py"
-    assert short("/elsewhere/x.py") == "/elsewhere/x.py"
+    assert format_frames([frame], lambda file, line: "   go()\n") == ["torch/distributed/x.py:3 f:  go()"]
+    assert short_path("/home/me/toolkit-main/toolkit/train/loop.py") == "toolkit/train/loop.py"
+    assert short_path("/elsewhere/x.py") == "/elsewhere/x.py"
 
 
-def test_a_process_is_seen_running_stopped_and_gone() -> None:
+def test_process_state_is_running_stopped_or_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         started = process_fields(child.pid)
         process = ProcessId("here", child.pid, started, 0, 0)
-        assert process_state(process) in "RSD"
+        assert read_process_state(process) in "RSD"
         child.send_signal(signal.SIGSTOP)
-        until(lambda: process_state(process) == "T")
-        assert process_state(ProcessId("here", child.pid, "1", 0, 0)) == GONE, (
-            "another process of that number"
+        until(lambda: read_process_state(process) == "T")
+        assert read_process_state(ProcessId("here", child.pid, "1", 0, 0)) == GONE, (
+            "another process with that number"
         )
     finally:
         child.kill()
         child.wait()
-    assert process_state(process) == GONE
+    assert read_process_state(process) == GONE
 
 
-def test_stacks_of_a_process_whose_interpreter_is_held_can_be_read_by_others() -> None:
+def test_stacks_of_a_blocked_interpreter_can_be_read_by_other_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         process = ProcessId("here", child.pid, process_fields(child.pid), int(child.stdout.readline()), 0)
-        until(lambda: "in_native_code" in notes_of(process))
-        assert process_state(process) == "S"
+        until(lambda: "in_native_code" in read_frozen_stacks(process))
+        assert read_process_state(process) == "S"
     finally:
         child.kill()
         child.wait()
-    assert notes_of(process) == ""
+    assert read_frozen_stacks(process) == ""
 
 
-def test_this_process_knows_itself() -> None:
+def test_this_process_is_identified() -> None:
     own = this_process("here", 3, 4)
     assert own.pid == os.getpid()
-    assert process_state(own) in "RS"
-    assert own.beside(this_process("here", 5, 6))
-    assert not own.beside(this_process("there", 3, 4))
-    assert not own.beside(replace(own, space="pid:[1]")), "its numbers are others"
+    assert read_process_state(own) in "RS"
+    assert own.shares_host(this_process("here", 5, 6))
+    assert not own.shares_host(this_process("there", 3, 4))
+    assert not own.shares_host(replace(own, pid_namespace="pid:[1]")), (
+        "a container with its own process numbers"
+    )
 
 
 def process_fields(pid: int) -> str:

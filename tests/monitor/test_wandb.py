@@ -20,12 +20,14 @@ from tests.monitor.wandb_file import alerts, configuration, exit_code, history, 
 from tests.monitor.wandb_process import without_network
 from toolkit.config.monitor import WandbMode
 from toolkit.config.schema import EngineName, RunSection
+from toolkit.engine.rank_sync import single_rank_reduce
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import CompositeSink, Kind, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.subprocess_sink import NICE
 from toolkit.monitor.sinks.wandb import WandbSink, part
 from toolkit.observe import sinks
+from toolkit.observe.context import RankContext
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rows import read_rows
@@ -58,7 +60,10 @@ def plan_of(folder: Path, *, nodes: int = 2, **monitor: Any) -> RunPlan:
 def sinks_of(plan: RunPlan, rank: int) -> Sink:
     directory = RunDirectory(plan.run_dir)
     directory.attempt_folder(1).mkdir(parents=True, exist_ok=True)
-    return sinks.open_sinks(plan, directory, 0, rank, attempt=1, data={"order": "abc"}, launcher="torchrun")
+    context = RankContext(
+        plan=plan, directory=directory, rank=rank, attempt=1, all_reduce_flags=single_rank_reduce
+    )
+    return sinks.open_sinks(context, 0, data={"order": "abc"}, launcher="torchrun")
 
 
 def wandb_file(folder: Path) -> Path:

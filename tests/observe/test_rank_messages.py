@@ -1,4 +1,4 @@
-"""Words between ranks without a collective, and what ranks know of each other.
+"""Messages between ranks without collectives, and what ranks know of each other's processes.
 
 pytest tests/observe/test_rank_messages.py
 """
@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from toolkit.monitor.calls import Call, from_flight_recorder
-from toolkit.monitor.hangs.stacks import process_state
+from toolkit.monitor.hangs.stacks import read_process_state
 from toolkit.observe import last_collective, rank_messages
 from toolkit.observe.rank_messages import RankMessages
 from toolkit.testing.dist import run_ranks
 
 
-def test_a_word_is_a_file_for_who_sees_the_folder(tmp_path: Path) -> None:
+def test_message_is_a_file_on_a_shared_disk(tmp_path: Path) -> None:
     one, other = (
         RankMessages(tmp_path / "deep" / "hang", None),
         RankMessages(tmp_path / "deep" / "hang", None),
@@ -32,53 +32,53 @@ def test_a_word_is_a_file_for_who_sees_the_folder(tmp_path: Path) -> None:
     assert other.read("rank-1") is None
     one.post("rank-1", "first")
     one.post("rank-1", "second")
-    assert other.read("rank-1") == other.look("rank-1") == "second"
+    assert other.read("rank-1") == other.poll("rank-1") == "second"
 
 
-def test_a_word_is_a_key_for_who_does_not(tmp_path: Path) -> None:
+def test_message_is_a_store_key_without_a_shared_disk(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     one, other = (
         RankMessages(tmp_path / "a", dist.PrefixStore("x", server)),
         RankMessages(tmp_path / "b", dist.PrefixStore("x", client)),
     )
-    assert other.look("rank-1") is None
-    one.post("rank-1", "word")
-    assert other.read("rank-1") == other.look("rank-1") == "word"
+    assert other.poll("rank-1") is None
+    one.post("rank-1", "text")
+    assert other.read("rank-1") == other.poll("rank-1") == "text"
     assert not (tmp_path / "b").exists()
 
 
-class Silent:
-    """A store whose server is stopped: calls do not come back."""
+class SilentStore:
+    """A store whose server is stopped: calls do not return."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: time.sleep(5)
 
 
-def test_a_silent_store_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_store_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_messages, "STORE_SECONDS", 0.2)
-    box = RankMessages(tmp_path, Silent())  # type: ignore[arg-type]
+    messages = RankMessages(tmp_path, SilentStore())  # type: ignore[arg-type]
     began = time.monotonic()
-    box.post("a", "word")
-    assert box.look("b") is None
-    assert box.read("a") == "word", "the file is there all the same"
+    messages.post("a", "text")
+    assert messages.poll("b") is None
+    assert messages.read("a") == "text", "the file exists all the same"
     assert time.monotonic() - began < 1
 
 
-def know_each_other(rank: int, ranks: int) -> dict[str, Any]:
-    everyone = last_collective.gather_process_ids(ranks, notes=7, box=8)
+def examine_ranks(rank: int, ranks: int) -> dict[str, Any]:
+    everyone = last_collective.gather_process_ids(ranks, stacks_fd=7, last_call_fd=8)
     store = last_collective.clone_store()
     store.set(f"rank-{rank}", str(os.getpid()))
     dist.barrier()
     found = [int(store.get(f"rank-{other}")) for other in range(ranks)]
     group = dist.new_group(timeout=timedelta(seconds=60))
-    patient = dist.new_group(timeout=timedelta(hours=5))
+    long = dist.new_group(timeout=timedelta(hours=5))
     last_collective.extend_group_timeouts(3600)
     for _ in range(3):
         dist.all_reduce(torch.ones(4, 2), group=group)
     timeouts = {
         name: one._get_backend(torch.device("cpu")).options._timeout
-        for name, one in (("short", group), ("long", patient))
+        for name, one in (("short", group), ("long", long))
     }
     trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
     known = Call(
@@ -95,17 +95,16 @@ def know_each_other(rank: int, ranks: int) -> dict[str, Any]:
     return {
         "pids": [one.pid for one in everyone],
         "stored": found,
-        "states": [process_state(one) for one in everyone],
+        "states": [read_process_state(one) for one in everyone],
         "hosts": {one.host for one in everyone},
         "timeouts": timeouts,
         "calls": calls,
     }
 
 
-def test_ranks_know_each_others_processes_and_groups_outlast_the_limit() -> None:
-    """What PyTorch's recorder has of gloo's calls is in the same form as NCCL's, which there is no test for without GPUs; gloo does not
-    tell of each call that it has ended."""
-    answers = run_ranks(know_each_other, 2)
+def test_ranks_know_each_others_processes_and_group_timeouts_exceed_the_limit() -> None:
+    """PyTorch's recording of gloo calls has the same form as NCCL's, but lacks the end of calls."""
+    answers = run_ranks(examine_ranks, 2)
     for answer in answers:
         assert answer["pids"] == answer["stored"] == answers[0]["pids"]
         assert set(answer["states"]) <= {"R", "S", "D"}
@@ -120,20 +119,20 @@ def test_ranks_know_each_others_processes_and_groups_outlast_the_limit() -> None
     assert len(set(answers[0]["pids"])) == 2
 
 
-def test_one_rank_needs_no_process_group() -> None:
+def test_single_rank_needs_no_process_group() -> None:
     assert [one.pid for one in last_collective.gather_process_ids(1, 3, 4)] == [os.getpid()]
     assert not dist.is_initialized()
     last_collective.extend_group_timeouts(600)
 
 
-def test_a_neighbour_keeps_the_last_call_of_who_has_ended() -> None:
-    box = last_collective.LastCollective()
-    held = os.open(f"/proc/self/fd/{box.descriptor}", os.O_RDONLY)
-    assert last_collective.read_last_collective(held) is None
-    box.note("4", "data", 1000, "all_reduce", None, 1.0, "[1, 2, 3, 4, 5, 6] float32")
-    box.note("4", "data", 7, "all_reduce", None, 1.5, "[512] float32")
-    box.close()
-    assert last_collective.read_last_collective(held) == Call(
+def test_last_call_of_an_ended_process_can_be_read() -> None:
+    record = last_collective.LastCollective()
+    descriptor = os.open(f"/proc/self/fd/{record.descriptor}", os.O_RDONLY)
+    assert last_collective.read_last_collective(descriptor) is None
+    record.record("4", "data", 1000, "all_reduce", None, 1.0, "[1, 2, 3, 4, 5, 6] float32")
+    record.record("4", "data", 7, "all_reduce", None, 1.5, "[512] float32")
+    record.close()
+    assert last_collective.read_last_collective(descriptor) == Call(
         group="4",
         ranks=(),
         axis="data",
@@ -143,4 +142,4 @@ def test_a_neighbour_keeps_the_last_call_of_who_has_ended() -> None:
         begun=1.5,
         finished=False,
     )
-    os.close(held)
+    os.close(descriptor)

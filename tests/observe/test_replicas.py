@@ -1,4 +1,4 @@
-"""Copies that should be equal are compared in each layout: a flipped bit is named with its rank and tensor, and clean training is silent.
+"""The replica check names the rank and tensor of a flipped bit in every layout, and is silent otherwise.
 
 pytest tests/observe/test_replicas.py             a layout of each kind
 pytest tests/observe/test_replicas.py -m full     more layouts, and the cost of a hash
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.cases import BF16, FP16
-from tests.train.fakes import step_done
+from tests.train.fakes import completed_step, context_of
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.hashing import hashes
 from toolkit.engine.protocol import Copies, Engine
-from toolkit.engine.rank_sync import make_flag_reduce, single_rank_reduce
+from toolkit.engine.rank_sync import make_flag_reduce
 from toolkit.monitor.alert import Alert
-from toolkit.observe.gather import gather_of
-from toolkit.observe.replicas import Replicas
+from toolkit.observe.gather import make_gather, single_rank_gather
+from toolkit.observe.replicas import ReplicaCheck
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
@@ -37,8 +38,13 @@ EVERY, STEPS = 2, 6
 
 
 @dataclass(frozen=True)
-class Seen:
-    """On one rank. Alerts are rank 0's; ``flips``: what was flipped, by ranks and name, and the alerts that it gave."""
+class RankResult:
+    """The result of one rank.
+
+    Attributes:
+        clean: alerts without a flipped bit, on rank 0.
+        flips: each flipped set, its ranks, the tensor, and the alerts that it raised.
+    """
 
     clean: list[Alert]
     flips: list[tuple[str, tuple[int, ...], str, list[Alert]]]
@@ -52,39 +58,33 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def fail(words: str) -> None:
-    raise AssertionError(words)
+def fail(alert: Alert) -> None:
+    raise AssertionError(str(alert))
 
 
-def compared(rank: int, ranks: int, plan: RunPlan, odd: int, watched: bool = True) -> Seen:
-    """Six steps, compared after each second one; then a bit of each set of rank ``odd`` is flipped, compared and flipped back."""
+def train_and_flip(rank: int, ranks: int, plan: RunPlan, odd: int, check: bool = True) -> RankResult:
+    """Train six steps with comparisons, then flip a bit of each set of rank ``odd``, compare and flip it
+    back.
+    """
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     alerts: list[Alert] = []
-    hook = Replicas(
-        plan,
-        engine,
-        make_flag_reduce(ranks),
-        gather_of(rank, ranks, 2),
-        rank=rank,
-        every=EVERY,
-        alert=alerts.append,
-        tell=fail,
-    )
+    context = context_of(plan, Path(), rank, make_flag_reduce(ranks))
+    hook = ReplicaCheck(context, engine, make_gather(rank, ranks, 2), every=EVERY, alert=alerts.append)
     losses = []
     for step in range(STEPS):
         losses += [result.loss for result in step_all(engine, plan, range(step, step + 1), rank=rank)]
-        if watched:
-            hook.on_step(step_done(step + 1))
-    flips = flipped(rank, ranks, engine, hook, alerts, odd) if watched else []
+        if check:
+            hook.on_step(completed_step(step + 1))
+    flips = flip_each_set(rank, ranks, engine, hook, alerts, odd) if check else []
     hook.on_end(STEPS)
     sets = [(one.what, one.ranks, list(one.tensors)) for one in engine.copies()]
     engine.close()
-    return Seen([alert for alert in alerts if alert.step <= STEPS], flips, sets, losses)
+    return RankResult([alert for alert in alerts if alert.step <= STEPS], flips, sets, losses)
 
 
-def flipped(
-    rank: int, ranks: int, engine: Engine, hook: Replicas, alerts: list[Alert], odd: int
+def flip_each_set(
+    rank: int, ranks: int, engine: Engine, hook: ReplicaCheck, alerts: list[Alert], odd: int
 ) -> list[Any]:
     found = []
     counts: list[Any] = [None] * ranks
@@ -95,45 +95,45 @@ def flipped(
         name = list(mine[number].tensors)[len(mine[number].tensors) // 2] if rank == odd else ""
         if rank == odd:
             flip(mine[number].tensors[name])
-        told = [(mine[number].what, mine[number].ranks, name) if rank == odd else None]
-        dist.broadcast_object_list(told, src=odd)
-        assert told[0] is not None
-        hook.on_step(step_done(step))
+        flipped = [(mine[number].what, mine[number].ranks, name) if rank == odd else None]
+        dist.broadcast_object_list(flipped, src=odd)
+        assert flipped[0] is not None
+        hook.on_step(completed_step(step))
         if rank == odd:
             flip(mine[number].tensors[name])
         deadline = time.monotonic() + 3
         while rank == 0 and not any(alert.step == step for alert in alerts) and time.monotonic() < deadline:
             time.sleep(0.005)
-        found.append((*told[0], [alert for alert in alerts if alert.step == step]))
+        found.append((*flipped[0], [alert for alert in alerts if alert.step == step]))
     return found
 
 
-def flip(tensor: torch.Tensor, place: int | None = None) -> None:
-    """The lowest bit of one element."""
+def flip(tensor: torch.Tensor) -> None:
+    """Flip the lowest bit of one element."""
     bits = (
         tensor.detach().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     )
-    bits[len(bits) // 2 if place is None else place] ^= 1
+    bits[len(bits) // 2] ^= 1
 
 
-# The cell, further settings, and what is compared: what is held in common by how many ranks.
+# The cell, further settings, and how many ranks share each compared set.
 QUICK: list[tuple[Cell, dict[str, Any], dict[str, int]]] = [
     (deepspeed("llama", 0, data=2), {}, {"weights": 2, "optimizer state": 2}),
-    (
-        deepspeed("llama", 1, tensor=2, data=2),
-        BF16,
-        {"weights": 2, "weights that tensor ranks share": 4, "optimizer state that tensor ranks share": 2},
-    ),
     (deepspeed("gpt2", 1, pipeline=2), {}, {"tied weights": 2}),
-    (deepspeed("llama", 3, data=2), {}, {}),
     (
         megatron("llama", tensor=2, data=2, zero=1),
         {},
         {"weights": 2, "weights that tensor ranks share": 4, "optimizer state that tensor ranks share": 2},
     ),
-    (megatron("gpt2", pipeline=2, data=2), {}, {"weights": 2, "tied weights": 4, "optimizer state": 2}),
 ]
 MORE: list[tuple[Cell, dict[str, Any], dict[str, int]]] = [
+    (
+        deepspeed("llama", 1, tensor=2, data=2),
+        BF16,
+        {"weights": 2, "weights that tensor ranks share": 4, "optimizer state that tensor ranks share": 2},
+    ),
+    (deepspeed("llama", 3, data=2), {}, {}),
+    (megatron("gpt2", pipeline=2, data=2), {}, {"weights": 2, "tied weights": 4, "optimizer state": 2}),
     (deepspeed("gpt2", 1, data=2), FP16, {"weights": 2}),
     (deepspeed("llama", 2, data=4), BF16, {"weights": 4}),
     (deepspeed("llama", 1, context=2, data=2), {}, {"weights": 4}),
@@ -182,24 +182,22 @@ def _named(case: tuple[Cell, dict[str, Any], dict[str, int]]) -> str:
 @pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=_named
 )
-def test_a_flipped_bit_is_named_and_clean_training_is_silent(
+def test_flipped_bit_is_named_and_clean_training_raises_no_alert(
     case: tuple[Cell, dict[str, Any], dict[str, int]], pool: RankPool
 ) -> None:
     cell, more, wanted = case
     plan = cell.plan(Case.ADAM, **more)
     odd = cell.ranks - 1
-    seen: list[Seen] = pool.run(compared, plan, odd, ranks=cell.ranks)
-    first = seen[0]
+    results: list[RankResult] = pool.run(train_and_flip, plan, odd, ranks=cell.ranks)
+    first = results[0]
     assert [str(alert) for alert in first.clean] == []
-    held = {what: len(ranks) for one in seen for what, ranks, _ in one.sets}
-    assert held == wanted
-    for one in seen:  # who holds what is told alike by all who hold it
+    shared = {what: len(ranks) for one in results for what, ranks, _ in one.sets}
+    assert shared == wanted
+    for one in results:  # all ranks that share a set describe it alike
         for what, ranks, names in one.sets:
-            assert all((what, ranks, names) in seen[rank].sets for rank in ranks)
-    assert {what for what, _, _, _ in first.flips} == {what for what, _, _ in seen[odd].sets}
-    if (
-        cell.label == "overlap"
-    ):  # to wait for weights that are on their way is to gather them, which mends a flip
+            assert all((what, ranks, names) in results[rank].sets for rank in ranks)
+    assert {what for what, _, _, _ in first.flips} == {what for what, _, _ in results[odd].sets}
+    if cell.label == "overlap":  # waiting for the weights gathers them, which repairs the flipped bit
         assert not any(alerts for *_, alerts in first.flips)
         return
     for what, ranks, name, alerts in first.flips:
@@ -211,34 +209,22 @@ def test_a_flipped_bit_is_named_and_clean_training_is_silent(
         assert "resume=RUN_DIR/checkpoints/step-N" in alert.next_step
 
 
-def test_comparing_changes_no_loss(pool: RankPool) -> None:
+def test_comparing_does_not_change_losses(pool: RankPool) -> None:
     plan = deepspeed("llama", 2, data=2).plan(Case.ADAM)
-    watched, alone_ = (pool.run(compared, plan, 1, watching, ranks=2)[0] for watching in (True, False))
-    assert watched.losses == alone_.losses
+    checked, control = (pool.run(train_and_flip, plan, 1, check, ranks=2)[0] for check in (True, False))
+    assert checked.losses == control.losses
 
 
-def test_one_rank_has_nothing_to_compare() -> None:
+def test_single_rank_has_nothing_to_compare() -> None:
     plan = tiny_plan()
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     assert engine.copies() == []
-    # type: ignore[arg-type]
-    hook = Replicas(
-        plan,
-        engine,
-        single_rank_reduce,
-        lambda block: block[np.newaxis],
-        rank=0,
-        every=1,
-        alert=fail,
-        tell=fail,
-    )
-    hook.on_step(step_done(1))
+    hook = ReplicaCheck(context_of(plan, Path()), engine, single_rank_gather, every=1, alert=fail)
+    hook.on_step(completed_step(1))
     hook.on_end(1)
 
 
-def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
-    told: list[str] = []
-
+def test_failed_comparison_is_logged_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     def gather(block: np.ndarray) -> np.ndarray | None:
         raise RuntimeError("a rank is gone")
 
@@ -246,42 +232,29 @@ def test_a_comparison_that_fails_is_told_and_training_goes_on() -> None:
     engine: Any = SimpleNamespace(
         device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), weights)]
     )
-    # type: ignore[arg-type]
-    hook = Replicas(
-        tiny_plan(ranks=2), engine, single_rank_reduce, gather, rank=0, every=1, alert=fail, tell=told.append
-    )
+    hook = ReplicaCheck(context_of(tiny_plan(ranks=2), Path()), engine, gather, every=1, alert=fail)
     for step in range(1, 4):
-        hook.on_step(step_done(step))
+        hook.on_step(completed_step(step))
         hook._thread.join(5)
     hook.on_end(3)
-    assert told == ["copies are compared no more: RuntimeError: a rank is gone"]
+    assert caplog.messages == ["replicas are no longer compared: RuntimeError: a rank is gone"]
 
 
-def test_a_gather_that_never_comes_does_not_hold_up_the_end() -> None:
+def test_blocked_gather_does_not_delay_the_end() -> None:
     engine: Any = SimpleNamespace(
         device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), {"w": torch.ones(4)})]
     )
-    # type: ignore[arg-type]
-    hook = Replicas(
-        tiny_plan(ranks=2),
-        engine,
-        single_rank_reduce,
-        lambda block: time.sleep(3),
-        rank=0,
-        every=1,
-        alert=fail,
-        tell=lambda words: None,
-        end_seconds=0.1,
-    )
-    hook.on_step(step_done(1))
+    context = context_of(tiny_plan(ranks=2), Path())
+    hook = ReplicaCheck(context, engine, lambda block: time.sleep(3), every=1, alert=fail, end_seconds=0.1)
+    hook.on_step(completed_step(1))
     began = time.monotonic()
     hook.on_end(1)
     assert time.monotonic() - began < 1
 
 
 @pytest.mark.full
-def test_the_cost_of_a_hash(capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory is read once: some sums of it. What it is on this machine is printed, for docs/monitoring.md."""
+def test_cost_of_a_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hash costs a few sums of the same memory. Print the cost on this machine, for docs/monitoring.md."""
     torch.set_num_threads(1)
     tensors = [torch.ones(2**22) for _ in range(16)]  # 256 MiB
     words = torch.ones(2**25, dtype=torch.int64)

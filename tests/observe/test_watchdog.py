@@ -1,4 +1,4 @@
-"""Watching a run for progress: several ranks' watches in this process, which end nobody.
+"""The watchdogs of several ranks, run in this process without ending it.
 
 pytest tests/observe/test_watchdog.py
 """
@@ -16,17 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.fakes import step_done
+from tests.train.fakes import completed_step, context_of
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.calls import Call
-from toolkit.monitor.hangs.stacks import ProcessId, process_state, this_process
+from toolkit.monitor.hangs.stacks import ProcessId, read_process_state, this_process
 from toolkit.monitor.sink import NullSink
-from toolkit.observe import watchdog as module
+from toolkit.observe import hang_report, watchdog
+from toolkit.observe.hang_report import HangReporter, HangSources
 from toolkit.observe.rank_messages import RankMessages
 from toolkit.observe.watchdog import Watchdog
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
+from toolkit.testing.tiny import tiny_plan
 
 LIMIT = 0.5
 
@@ -45,7 +47,7 @@ def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True)
 
 
 class Ranks:
-    """Watches of some ranks of a run. ``ended``: who was ended, with which code."""
+    """Watchdogs of some ranks of a run. ``ended`` has the exit codes of ranks that would have ended."""
 
     def __init__(
         self, folder: Path, processes: list[ProcessId], clock: Callable[[], float] = time.monotonic
@@ -56,25 +58,33 @@ class Ranks:
         self.ended: dict[int, int] = {}
         self.alerts: list[Alert] = []
         self._processes, self._clock = processes, clock
-        self.watches: dict[int, Watchdog] = {}
+        self.watchdogs: dict[int, Watchdog] = {}
 
-    def watch(self, rank: int, *calls: Call, limit: float = LIMIT) -> Watchdog:
-        self.watches[rank] = watch = Watchdog(
-            limit,
-            rank=rank,
+    def watch(
+        self, rank: int, *calls: Call, limit: float = LIMIT, nccl_trace: Callable[[], str] | None = None
+    ) -> Watchdog:
+        sources = HangSources(
             processes=self._processes,
-            messages=RankMessages(self.directory.hang_folder(1), None),
-            directory=self.directory,
-            attempt=1,
-            alert=self.alerts.append,
-            sink=NullSink(),
             part=lambda: "backward",
             calls=lambda: list(calls),
-            end=lambda code: self.ended.setdefault(rank, code),
+            nccl_trace=nccl_trace,
+        )
+        reporter = HangReporter(
+            context_of(tiny_plan(), self.directory.path, rank),
+            sources,
+            RankMessages(self.directory.hang_folder(1), None),
+            alert=self.alerts.append,
+            sink=NullSink(),
+        )
+        self.watchdogs[rank] = watchdog = Watchdog(
+            limit,
+            reporter,
+            stacks_fd=self._processes[rank].stacks_fd,
+            exit_process=lambda code: self.ended.setdefault(rank, code),
             clock=self._clock,
         )
-        watch.start()
-        return watch
+        watchdog.start()
+        return watchdog
 
     def until_ended(self, count: int, seconds: float = 10.0) -> float:
         began = time.monotonic()
@@ -85,30 +95,30 @@ class Ranks:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "START_SECONDS", 0.0)
-    monkeypatch.setattr(module, "COLLECT_SECONDS", 1.0)
-    monkeypatch.setattr(module, "VERDICT_SECONDS", 1.0)
-    monkeypatch.setattr(module, "FAILURE_SECONDS", 0.7)
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.1)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 0.0)
+    monkeypatch.setattr(hang_report, "COLLECT_SECONDS", 1.0)
+    monkeypatch.setattr(hang_report, "VERDICT_SECONDS", 1.0)
+    monkeypatch.setattr(hang_report, "FAILURE_SECONDS", 0.7)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.1)
 
 
 @pytest.fixture
 def own() -> Iterator[ProcessId]:
-    notes = os.memfd_create("stacks")
-    yield this_process("here", notes, 0)
-    os.close(notes)
+    stacks_fd = os.memfd_create("stacks")
+    yield this_process("here", stacks_fd, 0)
+    os.close(stacks_fd)
 
 
 @pytest.fixture
 def ranks(tmp_path: Path, own: ProcessId) -> Iterator[Ranks]:
-    made = Ranks(tmp_path / "run", [own] * 3)
-    yield made
-    for watch in made.watches.values():
-        watch.stop()
+    ranks = Ranks(tmp_path / "run", [own] * 3)
+    yield ranks
+    for one in ranks.watchdogs.values():
+        one.stop()
 
 
-def test_without_progress_one_report_names_the_rank_and_all_end(
+def test_hang_is_reported_with_its_cause_and_ends_all_ranks(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (0, 1):
@@ -121,8 +131,8 @@ def test_without_progress_one_report_names_the_rank_and_all_end(
     assert (
         "rank 2 has made 16 calls on axis data, ranks 0-1 wait in the 17th: all_reduce [1024] float32" in text
     )
-    assert "ranks 0-2, thread MainThread" in text, "all of them are this process here"
-    assert "in the step's part backward" in text
+    assert "ranks 0-2, thread MainThread" in text, "all ranks are this process"
+    assert "in part backward of the step" in text
     end = ranks.directory.status()
     assert end is not None
     assert (end.state, end.exit_code, end.step, end.checkpoint) == (RunState.FAILED, 1, 16, "step-14")
@@ -135,13 +145,13 @@ def test_without_progress_one_report_names_the_rank_and_all_end(
     assert "the run hangs after the start" in capfd.readouterr().err
 
 
-def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: ProcessId) -> None:
+def test_rank_1_reports_if_rank_0_is_stopped(tmp_path: Path, own: ProcessId) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        stopped = ProcessId("here", child.pid, started, 0, 0, own.space)
+        stopped = ProcessId("here", child.pid, started, 0, 0, own.pid_namespace)
         child.send_signal(signal.SIGSTOP)
-        while process_state(stopped) != "T":
+        while read_process_state(stopped) != "T":
             time.sleep(0.01)
         ranks = Ranks(tmp_path / "run", [stopped, own, own])
         for rank in (1, 2):
@@ -158,46 +168,46 @@ def test_where_rank_0_is_stopped_the_next_one_tells(tmp_path: Path, own: Process
         end = ranks.directory.status()
         assert end is not None
         assert end.state is RunState.FAILED
-        assert ranks.alerts == [], "rank 0's sinks are the ones for that"
-        assert child.wait(5) == -signal.SIGKILL, "it is not left behind"
+        assert ranks.alerts == [], "alerts go through rank 0's sinks"
+        assert child.wait(5) == -signal.SIGKILL, "it is killed"
     finally:
         child.kill()
         child.wait()
 
 
-def test_progress_of_any_kind_keeps_a_slow_run(ranks: Ranks, tmp_path: Path) -> None:
-    """The control: each piece of progress takes two thirds of the limit, for four limits."""
+def test_progress_of_any_kind_prevents_a_hang(ranks: Ranks, tmp_path: Path) -> None:
+    """Progress every two thirds of the limit, for four limits."""
     for rank in range(3):
         ranks.watch(rank, call(17, finished=False))
     began = time.monotonic()
     while time.monotonic() - began < 4 * LIMIT:
         time.sleep(LIMIT * 2 / 3)
-        for watch in ranks.watches.values():
-            watch.beat("a batch")
-    for watch in ranks.watches.values():
-        watch.stop()
+        for one in ranks.watchdogs.values():
+            one.beat("a batch")
+    for one in ranks.watchdogs.values():
+        one.stop()
     assert ranks.ended == {}
     assert not ranks.directory.attempt_folder(1).exists()
 
 
-def test_a_start_has_more_time_than_a_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "START_SECONDS", 60.0)
+def test_first_step_has_a_longer_limit(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "START_SECONDS", 60.0)
     watch = ranks.watch(0)
     time.sleep(2 * LIMIT)
     assert ranks.ended == {}
-    watch.on_step(step_done(17))
+    watch.on_step(completed_step(17))
     assert ranks.until_ended(1) < LIMIT + 3
     assert "after step 17 (" in ranks.directory.hang_file(1).read_text()
 
 
-def test_after_stop_nothing_is_expected(ranks: Ranks) -> None:
+def test_stopped_watchdog_expects_no_progress(ranks: Ranks) -> None:
     ranks.watch(0).stop()
     time.sleep(2 * LIMIT)
     assert ranks.ended == {}
 
 
-def test_what_did_not_run_did_not_hang(tmp_path: Path, own: ProcessId) -> None:
-    """The clock leaps while a process is stopped; from then on it has its whole limit again."""
+def test_paused_process_is_not_a_hang(tmp_path: Path, own: ProcessId) -> None:
+    """After the clock leaps, the process has its full limit again."""
     leap = [0.0]
     ranks = Ranks(tmp_path / "run", [own], lambda: time.monotonic() + leap[0])
     watch = ranks.watch(0)
@@ -209,22 +219,22 @@ def test_what_did_not_run_did_not_hang(tmp_path: Path, own: ProcessId) -> None:
     watch.stop()
 
 
-def test_a_failure_in_a_call_says_where_the_ranks_part(ranks: Ranks) -> None:
-    """Rank 0 still waits; rank 1's call has failed."""
+def test_failure_in_a_call_names_the_mismatch(ranks: Ranks) -> None:
+    """Rank 0 waits in a call that failed on rank 1."""
     ranks.watch(0, call(17, finished=False), limit=60)
     failing = ranks.watch(1, call(17, "[512] float32", finished=False), limit=60)
     error = RuntimeError("op.preamble.length <= op.nbytes. 4096 vs 2048")
     failing.failed(error)
     assert error.__notes__ == [
-        "the ranks make calls with different shapes as number 17 on axis data (rank 0: all_reduce [1024] float32; "
-        "rank 1: all_reduce [512] float32)"
+        "the ranks make calls with different shapes as number 17 on axis data (rank 0: all_reduce [1024] "
+        "float32; rank 1: all_reduce [512] float32)"
     ]
     assert ranks.ended == {}
     report = json.loads((ranks.directory.hang_folder(1) / "failure-1.json").read_text())
     assert "op.preamble.length" in report["failure"]
 
 
-def test_other_failures_wait_for_nobody(ranks: Ranks) -> None:
+def test_other_failures_do_not_wait_for_reports(ranks: Ranks) -> None:
     failing = ranks.watch(1, call(17), limit=60)
     error = RuntimeError("out of memory")
     began = time.monotonic()
@@ -236,7 +246,7 @@ def test_other_failures_wait_for_nobody(ranks: Ranks) -> None:
     assert not hasattr(mistake, "__notes__")
 
 
-def test_a_rank_that_failed_is_the_cause_of_the_others_wait(ranks: Ranks) -> None:
+def test_failed_rank_is_the_cause_of_the_others_hang(ranks: Ranks) -> None:
     failing = ranks.watch(1, call(16), limit=60)
     failing.failed(RuntimeError("out of memory"))
     for rank in (0, 2):
@@ -245,15 +255,15 @@ def test_a_rank_that_failed_is_the_cause_of_the_others_wait(ranks: Ranks) -> Non
     assert "rank 1 failed: RuntimeError: out of memory" in ranks.directory.hang_file(1).read_text()
 
 
-def test_what_cannot_be_written_keeps_nobody_from_ending(ranks: Ranks) -> None:
+def test_unwritable_report_does_not_prevent_the_end(ranks: Ranks) -> None:
     ranks.directory.attempt_folder(1).parent.write_text("a file where a folder should be")
     ranks.watch(0, call(17))
     ranks.until_ended(1)
     assert [alert.name for alert in ranks.alerts] == ["hang"]
 
 
-def test_gpus_calls_take_the_place_of_the_process_own(ranks: Ranks) -> None:
-    """NCCL's calls return when they are in the queue: only its own record knows that one has not ended."""
+def test_nccl_recording_replaces_the_calls_of_the_process(ranks: Ranks) -> None:
+    """NCCL's calls return when they are queued, so only its recording shows an unfinished one."""
     trace = json.dumps(
         {
             "entries": [
@@ -272,8 +282,7 @@ def test_gpus_calls_take_the_place_of_the_process_own(ranks: Ranks) -> None:
             ]
         }
     )
-    watch = ranks.watch(0, call(17))
-    watch._trace = lambda: trace
+    ranks.watch(0, call(17), nccl_trace=lambda: trace)
     for rank in (1, 2):
         ranks.watch(rank, call(16))
     ranks.until_ended(3)

@@ -1,8 +1,9 @@
-"""An engine and a stream that only keep count: the loop's order of events in microseconds."""
+"""A fake engine, clock and sample stream, which test the order of events in microseconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ import torch
 
 from toolkit.checkpoint.shard import Reader, Shard
 from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, StepResult, StepSettings
-from toolkit.engine.rank_sync import StepConsensus
-from toolkit.hooks import StepDone
+from toolkit.engine.rank_sync import FlagReduce, StepConsensus, single_rank_reduce
+from toolkit.hooks import CompletedStep
+from toolkit.observe.context import RankContext
+from toolkit.plan.types import RunPlan
+from toolkit.rundir.directory import RunDirectory
 
 
 class FakeEngine:
-    """Loss 5 - step / 10 on as many tokens as there are labels. Writes what it is asked into ``events``."""
+    """Return losses of 5 - step / 10, and append each call to ``events``."""
 
     device = torch.device("cpu")
 
@@ -68,7 +72,7 @@ class FakeClock:
 def samples(
     first_step: int = 0, clock: FakeClock | None = None, wait_seconds: float = 0.0
 ) -> Iterator[list[np.ndarray]]:
-    """Two micro-batches [2, 5] a step, whose first token is the step."""
+    """Yield two micro-batches [2, 5] per step, whose first token is the step."""
     step = first_step
     while True:
         if clock is not None:
@@ -77,6 +81,15 @@ def samples(
         step += 1
 
 
-def step_done(step: int, *, stop: bool = False, save: bool = False, last: bool = False) -> StepDone:
+def completed_step(step: int, *, stop: bool = False, save: bool = False, last: bool = False) -> CompletedStep:
     result = StepResult(loss=4.5, grad_norm=0.1, tokens=16)
-    return StepDone(step, 1e-3, result, 0.5, StepConsensus(stop=stop, save=save), last)
+    return CompletedStep(step, 1e-3, result, 0.5, StepConsensus(stop=stop, save=save), last)
+
+
+def context_of(
+    plan: RunPlan, folder: Path, rank: int = 0, all_reduce_flags: FlagReduce = single_rank_reduce
+) -> RankContext:
+    directory = RunDirectory(folder)
+    return RankContext(
+        plan=plan, directory=directory, rank=rank, attempt=1, all_reduce_flags=all_reduce_flags
+    )

@@ -1,4 +1,4 @@
-"""Runs straight from a JSONL file on two CPU ranks under ZeRO-2: stopped and resumed, on other ranks too, they see the same samples.
+"""Runs on a JSONL file with two CPU ranks and ZeRO-2 see the same samples when they are resumed.
 
 pytest tests/train/test_dataset_run.py
 """
@@ -48,13 +48,13 @@ def pool() -> Iterator[RankPool]:
 def on_a_rank(
     rank: int, ranks: int, config: RunConfig, attempt: int, data: str, stop_after: int | None, forget: bool
 ) -> int:
-    """``forget``: the control, which begins its documents anew."""
-    asked = 0
+    """Train on one rank; with ``forget``, the control, the stream is not restored."""
+    steps = 0
 
     def stop() -> str | None:
-        nonlocal asked
-        asked += 1  # once a step
-        return "SIGTERM" if stop_after is not None and asked >= stop_after else None
+        nonlocal steps
+        steps += 1
+        return "SIGTERM" if stop_after is not None and steps >= stop_after else None
 
     with pytest.MonkeyPatch.context() as patch:
         if forget:
@@ -65,8 +65,8 @@ def on_a_rank(
         return int(run(plan, rank=rank, local_rank=rank, stop=stop, attempt=attempt, data=data))
 
 
-class Start:
-    """One start of a run in ``folder``, on ``ranks`` ranks."""
+class DatasetRun:
+    """One attempt of a run in ``folder``."""
 
     def __init__(
         self,
@@ -117,57 +117,56 @@ class Start:
 
 
 @pytest.fixture(scope="module")
-def whole(pool: RankPool, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Never stopped."""
-    return Start(pool, corpus, tmp_path_factory.mktemp("runs") / "whole")
+def whole(pool: RankPool, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> DatasetRun:
+    """A run that was never stopped."""
+    return DatasetRun(pool, corpus, tmp_path_factory.mktemp("runs") / "whole")
 
 
 @pytest.fixture(scope="module")
 def stopped(pool: RankPool, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    start = Start(pool, corpus, tmp_path_factory.mktemp("runs") / "stopped", stop_after=3)
+    start = DatasetRun(pool, corpus, tmp_path_factory.mktemp("runs") / "stopped", stop_after=3)
     assert len(start.losses()) == 3
     return start.directory.path
 
 
-def test_stopped_and_resumed_is_never_stopped(
-    pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path
+def test_resumed_run_equals_an_unstopped_run(
+    pool: RankPool, corpus: Corpus, whole: DatasetRun, stopped: Path, tmp_path: Path
 ) -> None:
     state = open_reader(stopped).scalars["data_state"]
     assert isinstance(state, dict)
     assert len(state["documents"]) == len(state["offsets"]) == 8
     assert max(state["documents"]) > 0
-    resumed = Start(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), workers=1)
+    resumed = DatasetRun(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), workers=1)
     assert resumed.losses() == whole.losses()
     assert resumed.evals() == whole.evals()
     assert [(step, name) for step, name, _ in whole.evals()] == [(3, "validation"), (6, "validation")]
 
 
-def test_resumed_on_one_rank_it_sees_the_same_samples(
-    pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path
+def test_run_resumed_on_one_rank_sees_the_same_samples(
+    pool: RankPool, corpus: Corpus, whole: DatasetRun, stopped: Path, tmp_path: Path
 ) -> None:
-    resumed = Start(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), ranks=1)
+    resumed = DatasetRun(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), ranks=1)
     assert resumed.losses() == pytest.approx(whole.losses(), rel=1e-5)
 
 
-def test_without_its_places_the_resumed_run_is_another(
-    pool: RankPool, corpus: Corpus, whole: Start, stopped: Path, tmp_path: Path
+def test_resuming_without_stream_state_changes_the_losses(
+    pool: RankPool, corpus: Corpus, whole: DatasetRun, stopped: Path, tmp_path: Path
 ) -> None:
-    """The control."""
-    forgot = Start(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), forget=True)
-    assert forgot.losses()[:3] == whole.losses()[:3]
-    assert abs(forgot.losses()[3] - whole.losses()[3]) > 1e-4
+    control = DatasetRun(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), forget=True)
+    assert control.losses()[:3] == whole.losses()[:3]
+    assert abs(control.losses()[3] - whole.losses()[3]) > 1e-4
 
 
-def test_a_run_on_a_changed_file_is_refused(
+def test_resume_on_a_changed_file_is_refused(
     pool: RankPool, corpus: Corpus, stopped: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_bytes((corpus.folder / "corpus.jsonl").read_bytes().replace(b"word1", b"word2"))
     with pytest.raises(RanksFailed, match=r"(?s)CheckpointError.*data=.*corpus\.jsonl was"):
-        Start(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), path=str(file))
+        DatasetRun(pool, corpus, Path(shutil.copytree(stopped, tmp_path / "run")), path=str(file))
 
 
-def test_export_and_generation_find_the_tokenizer(corpus: Corpus, whole: Start) -> None:
+def test_export_and_generation_find_the_tokenizer(corpus: Corpus, whole: DatasetRun) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(whole.directory.export)

@@ -1,4 +1,4 @@
-"""Text from weights: greedy as transformers does it, repeatable, bounded.
+"""Generating text from weights.
 
 pytest tests/train/test_generate.py
 """
@@ -24,11 +24,12 @@ from toolkit.train.generate import continue_text, load_model
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """One token a byte."""
+    """A tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def model() -> nn.Module:
     return load_model(plan.shape, InitialWeights(plan))
 
 
-def test_greedy_is_transformers_greedy(model: Any, tokenizer: Tokenizer) -> None:
+def test_greedy_decoding_equals_transformers(model: Any, tokenizer: Tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode("def main").ids])
     expected = model.generate(
         ids,
@@ -54,18 +55,20 @@ def test_greedy_is_transformers_greedy(model: Any, tokenizer: Tokenizer) -> None
     )
 
 
-def test_a_seed_repeats_itself(model: nn.Module, tokenizer: Tokenizer) -> None:
+def test_seed_determines_the_text(model: nn.Module, tokenizer: Tokenizer) -> None:
     texts = [continue_text(model, tokenizer, "import", tokens=16, seed=seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     torch.manual_seed(5)
     assert continue_text(model, tokenizer, "import", tokens=16, seed=1) == texts[0]
 
 
-def test_bounded_by_tokens_context_time_and_a_stop(model: nn.Module, tokenizer: Tokenizer) -> None:
+def test_generation_is_limited_by_tokens_context_time_and_stop(
+    model: nn.Module, tokenizer: Tokenizer
+) -> None:
     def length(prompt: str, **limits: Any) -> int:
-        asked: list[None] = []  # once a token
-        continue_text(model, tokenizer, prompt, stop=lambda: asked.append(None), **limits)
-        return len(asked)
+        calls: list[None] = []  # one per token
+        continue_text(model, tokenizer, prompt, stop=lambda: calls.append(None), **limits)
+        return len(calls)
 
     assert continue_text(model, tokenizer, "x", seconds=0) == ""
     assert continue_text(model, tokenizer, "x", stop=lambda: "SIGTERM") == ""
@@ -77,21 +80,19 @@ def test_bounded_by_tokens_context_time_and_a_stop(model: nn.Module, tokenizer: 
         continue_text(model, tokenizer, "")
 
 
-def test_a_plans_model_comes_back_from_json() -> None:
+def test_model_shape_is_restored_from_plan_json() -> None:
     plan = tiny_plan("mixtral")
     assert shape_of({**to_json(plan)["model"], "of a later version": 1}, "plan.json") == plan.shape
     assert isinstance(plan.shape, ModelShape)
 
 
-def test_a_prompt_with_a_special_token_is_refused_or_encoded_as_asked(
-    model: nn.Module, tokenizer: Tokenizer
-) -> None:
+def test_special_token_in_the_prompt_is_refused_or_encoded(model: nn.Module, tokenizer: Tokenizer) -> None:
     special = Tokenizer.from_str(tokenizer.to_str())
     special.add_special_tokens(["<|user|>"])
     seen: list[list[int]] = []
 
     class Model(nn.Module):
-        """Keeps the prompt's tokens."""
+        """Record the input tokens."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,7 +1,7 @@
-"""Real runs with one fault each, injected at a known step: the right cause is named within 20 steps. And runs that are well.
+"""Runs with one injected fault each: the right cause is named within 20 steps. Healthy runs raise no alert.
 
 pytest tests/train/test_health_run.py             on one rank
-pytest tests/train/test_health_run.py -m full     on two ranks, and 10,000 clean steps beside a hog
+pytest tests/train/test_health_run.py -m full     on two ranks, and 10,000 healthy steps next to a hog
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch, type, int], None]  # the engine's class and this rank
 
 
-def beside_each_step(
-    patch: Patch, engine: type, act: Callable[[Any, int], None], after: bool = False
-) -> None:
-    """``act(engine, step)`` in each training step from SINCE on."""
+def patch_steps(patch: Patch, engine: type, act: Callable[[Any, int], None], after: bool = False) -> None:
+    """Call ``act(engine, step)`` in each training step from SINCE."""
     original = engine.train_step  # type: ignore[attr-defined]
 
     def train_step(self: Any, batches: Any, settings: Any) -> StepResult:
@@ -82,36 +80,36 @@ def slow_loader(patch: Patch, engine: type, rank: int) -> None:
     patch.setattr(TokenWindows, "read", slowly)
     patch.setattr(stream_module, "READ_AT_ONCE", 0)  # a step at a time
     patch.setattr(stream_module, "CHUNKS_AHEAD", 1)
-    beside_each_step(patch, engine, lambda self, step: slow.append(step))
+    patch_steps(patch, engine, lambda self, step: slow.append(step))
 
 
 def garbage(patch: Patch, engine: type, rank: int) -> None:
     kept: list[list[int]] = []
 
     def collect(self: LocalEngine, step: int) -> None:
-        if not kept:  # made while training: what was there before is passed over
+        if not kept:  # created while training, because older objects are frozen
             kept.extend([number] for number in range(200_000))
         gc.collect()
 
-    beside_each_step(patch, engine, collect)
+    patch_steps(patch, engine, collect)
 
 
 def pauses(patch: Patch, engine: type, rank: int) -> None:
-    beside_each_step(patch, engine, lambda self, step: time.sleep(0.4 if step % 3 == 0 else 0.0))
+    patch_steps(patch, engine, lambda self, step: time.sleep(0.4 if step % 3 == 0 else 0.0))
 
 
 def two_data_waits(patch: Patch, engine: type, rank: int, ranks: tuple[int, ...] = (0, 1)) -> None:
-    """Of more than a second each, in most of the time of 20 steps."""
-    waited_for = loop._waited_for
+    """Wait for data twice, for most of the time of 20 steps."""
+    record_waits = loop._record_waits
 
     def slowly(stream: Any, recorder: Any) -> Iterator[Any]:
-        for step, samples in enumerate(waited_for(stream, recorder), 1):
+        for step, samples in enumerate(record_waits(stream, recorder), 1):
             if step in (SINCE + 4, SINCE + 12) and rank in ranks:
                 with recorder.part(DATA):
                     time.sleep(1.2)
             yield samples
 
-    patch.setattr(loop, "_waited_for", slowly)
+    patch.setattr(loop, "_record_waits", slowly)
 
 
 def two_data_waits_of_rank_1(patch: Patch, engine: type, rank: int) -> None:
@@ -119,14 +117,14 @@ def two_data_waits_of_rank_1(patch: Patch, engine: type, rank: int) -> None:
 
 
 def stopped(patch: Patch, engine: type, rank: int) -> None:
-    """The last rank by SIGSTOP, for 3 s twice."""
+    """Stop the last rank for 3 s, twice."""
 
     def stop(self: Any, step: int) -> None:
         if step in (SINCE + 4, SINCE + 12) and rank == max(0, int(os.environ.get("WORLD_SIZE", "1")) - 1):
             subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"])
-            time.sleep(0.2)  # until the signal is there
+            time.sleep(0.2)  # until the signal arrives
 
-    beside_each_step(patch, engine, stop)
+    patch_steps(patch, engine, stop)
 
 
 def slow_save_of_rank_0(patch: Patch, engine: type, rank: int) -> None:
@@ -145,13 +143,11 @@ def slow_disk(patch: Patch, engine: type, rank: int) -> None:
 
 
 def not_a_number(patch: Patch, engine: type, rank: int) -> None:
-    beside_each_step(
-        patch, engine, lambda self, step: next(iter(self._parameters.values())).data.fill_(torch.nan)
-    )
+    patch_steps(patch, engine, lambda self, step: next(iter(self._parameters.values())).data.fill_(torch.nan))
 
 
 def loss_spike(patch: Patch, engine: type, rank: int) -> None:
-    """The weights of one step are disturbed, and put back."""
+    """Scale the weights for one step."""
     kept: dict[str, torch.Tensor] = {}
 
     def disturb(self: LocalEngine, step: int) -> None:
@@ -163,16 +159,16 @@ def loss_spike(patch: Patch, engine: type, rank: int) -> None:
             for name, parameter in self._parameters.items():
                 parameter.data.copy_(kept[name])
 
-    beside_each_step(patch, engine, disturb)
+    patch_steps(patch, engine, disturb)
 
 
 def leak(patch: Patch, engine: type, rank: int) -> None:
     kept: list[np.ndarray] = []
-    beside_each_step(patch, engine, lambda self, step: kept.append(np.ones(2**21)))  # 16 MiB
+    patch_steps(patch, engine, lambda self, step: kept.append(np.ones(2**21)))  # 16 MiB
 
 
 def slow_rank(patch: Patch, engine: type, rank: int) -> None:
-    beside_each_step(patch, engine, lambda self, step: time.sleep(0.08 if rank == 1 else 0.0))
+    patch_steps(patch, engine, lambda self, step: time.sleep(0.08 if rank == 1 else 0.0))
 
 
 def flipped_bit(patch: Patch, engine: type, rank: int) -> None:
@@ -181,11 +177,11 @@ def flipped_bit(patch: Patch, engine: type, rank: int) -> None:
             parameter = dict(self._ds.module.named_parameters())["model.layers.1.mlp.up_proj.weight"]
             parameter.data.view(-1).view(torch.int32)[100] ^= 1
 
-    beside_each_step(patch, engine, flip, after=True)
+    patch_steps(patch, engine, flip, after=True)
 
 
 class SlowNetwork:
-    """As tests/engine/ledger_cases.py takes delays: every collective of the data axis."""
+    """Delay every collective of the data axis (tests/engine/ledger_cases.py)."""
 
     now = "communication"
 
@@ -213,7 +209,7 @@ CASES: list[tuple[Fault, int, str, str, str]] = [
     (slow_rank, 2, "straggler", "rank 1", "rank 1 (place 1 of node 0) computes longer"),
     (flipped_bit, 2, "replicas-differ", "ranks 0, 1", "model.layers.1.mlp.up_proj.weight"),
 ]
-QUICK = (slow_loader, not_a_number, slow_disk)
+QUICK = (slow_loader, not_a_number)
 SAVING: dict[Fault, dict[str, Any]] = {
     fault: {"checkpoint__every": "5"} for fault in (slow_disk, slow_save_of_rank_0)
 }
@@ -223,8 +219,8 @@ SYMPTOMS = {
     "gradient-spike",
     "gradient-shift",
     "loss-shift",
-}  # of other causes
-BUSY = {"host-busy"}  # is true beside other tests
+}  # symptoms of other causes
+BUSY = {"host-busy"}  # true while other tests run
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +240,9 @@ def plan_of(config: RunConfig, ranks: int) -> RunPlan:
     return make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
 
 
-def trained(rank: int, ranks: int, config: RunConfig, attempt: int, fault: Fault, unit_seconds: float) -> int:
+def train_on_rank(
+    rank: int, ranks: int, config: RunConfig, attempt: int, fault: Fault, unit_seconds: float
+) -> int:
     if ranks == 1:
         engine: type = LocalEngine
     else:
@@ -254,7 +252,7 @@ def trained(rank: int, ranks: int, config: RunConfig, attempt: int, fault: Fault
         patch.setattr(detector, "UNIT_SECONDS", unit_seconds)
         if fault is slow_network:
             network = SlowNetwork()
-            beside_each_step(patch, engine, lambda self, step: setattr(network, "slow", True))
+            patch_steps(patch, engine, lambda self, step: setattr(network, "slow", True))
             with slow_calls(network, plan.axes):  # type: ignore[arg-type]
                 return int(run(plan, rank=rank, local_rank=rank, stop=lambda: None, attempt=attempt))
         fault(patch, engine, rank)
@@ -262,7 +260,7 @@ def trained(rank: int, ranks: int, config: RunConfig, attempt: int, fault: Fault
 
 
 def slow_network(patch: Patch, engine: type, rank: int) -> None:
-    raise AssertionError("trained puts it below what times collectives")
+    raise AssertionError("train_on_rank installs it below the timing of collectives")
 
 
 def alerts_of(
@@ -275,7 +273,7 @@ def alerts_of(
     unit_seconds: float = 0.0,
     **changes: Any,
 ) -> list[dict[str, Any]]:
-    """``unit_seconds``: of what lasts; 0: each of the few short steps of a test counts by itself."""
+    """Train and return the alerts. With ``unit_seconds`` 0, detectors judge every step by itself."""
     config = tiny_config(
         "llama",
         engine__name=EngineName.local if ranks == 1 else EngineName.deepspeed,
@@ -302,7 +300,11 @@ def alerts_of(
     attempt = directory.begin(config, to_json(plan_of(config, ranks)))
     try:
         arguments = (config, attempt, fault, unit_seconds)
-        codes = [trained(0, 1, *arguments)] if pool is None else pool.run(trained, *arguments, ranks=ranks)
+        codes = (
+            [train_on_rank(0, 1, *arguments)]
+            if pool is None
+            else pool.run(train_on_rank, *arguments, ranks=ranks)
+        )
     finally:
         directory.release()
     assert codes == [ExitCode.DONE] * ranks
@@ -310,7 +312,7 @@ def alerts_of(
     return list(read_rows(directory.alerts_file))
 
 
-def check(found: list[dict[str, Any]], name: str, where: str, cause: str) -> None:
+def check_alerts(found: list[dict[str, Any]], name: str, where: str, cause: str) -> None:
     right = [row for row in found if (row["name"], row["where"]) == (name, where)]
     assert right, f"{name} is not among {[(row['name'], row['where'], row['step']) for row in found]}"
     assert SINCE <= right[0]["step"] < SINCE + WITHIN
@@ -330,11 +332,11 @@ def check(found: list[dict[str, Any]], name: str, where: str, cause: str) -> Non
         if ranks == 1
     ],
 )
-def test_a_fault_on_one_rank_is_named(
+def test_fault_on_one_rank_is_named(
     fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
-    check(
+    check_alerts(
         alerts_of(tmp_path / "run", data, fault, 1, None, SINCE + WITHIN, **SAVING.get(fault, {})),
         name,
         where,
@@ -353,10 +355,10 @@ def test_a_fault_on_one_rank_is_named(
         ]
     ],
 )
-def test_a_fault_on_one_of_two_ranks_is_named(
+def test_fault_on_one_of_two_ranks_is_named(
     fault: Fault, name: str, where: str, cause: str, data: Path, tmp_path: Path, pool: RankPool
 ) -> None:
-    check(
+    check_alerts(
         alerts_of(tmp_path / "run", data, fault, 2, pool, SINCE + WITHIN, **SAVING.get(fault, {})),
         name,
         where,
@@ -365,7 +367,7 @@ def test_a_fault_on_one_of_two_ranks_is_named(
 
 
 def padded(patch: Patch, engine: Any, rank: int) -> None:
-    """Each step takes as long as on a device of its own: cores of a small machine are slow for seconds now and then."""
+    """Give every step a minimum duration, because small machines are slow now and then."""
     original = engine.train_step
 
     def train_step(self: Any, batches: Any, settings: Any) -> StepResult:
@@ -379,7 +381,7 @@ def padded(patch: Patch, engine: Any, rank: int) -> None:
 
 @contextmanager
 def hog() -> Iterator[None]:
-    """A process that uses a processor for as long as it gets one, and ends by itself in any case."""
+    """Run a process that keeps a processor busy."""
     process = subprocess.Popen(
         [sys.executable, "-c", "import time\nend = time.time() + 600\nwhile time.time() < end: pass"]
     )
@@ -392,10 +394,10 @@ def hog() -> Iterator[None]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(5))
-def test_two_thousand_clean_steps_beside_a_hog_say_that_the_host_is_busy_and_nothing_else(
+def test_two_thousand_clean_steps_next_to_a_hog_only_report_a_busy_host(
     number: int, data: Path, tmp_path: Path, pool: RankPool
 ) -> None:
-    """Of five runs one is of one rank, whose steps have idle time; two ranks and the hog have two processors."""
+    """One of five runs has one rank, whose steps have idle time; the others have two."""
     torch.set_num_threads(1)
     ranks, fault = (1, padded) if number == 0 else (2, nothing)
     with hog():
@@ -410,13 +412,13 @@ def test_two_thousand_clean_steps_beside_a_hog_say_that_the_host_is_busy_and_not
             checkpoint__every="100",
         )
     assert [str(Alert.of(row)) for row in found if row["name"] not in BUSY] == []
-    assert len(found) <= 1, "it is told once"
+    assert len(found) <= 1, "there is at most one alert"
 
 
 @pytest.mark.full
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) > 4, reason="one hog for each processor is meant")
-def test_a_rank_that_shares_its_processor_with_a_hog_is_told(data: Path, tmp_path: Path) -> None:
-    """Both on one core."""
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) > 4, reason="needs one hog per processor")
+def test_rank_that_shares_its_processor_with_a_hog_is_named(data: Path, tmp_path: Path) -> None:
+    """Both run on one core."""
     torch.set_num_threads(1)
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})  # the hog and the threads of the run are its children

@@ -1,4 +1,4 @@
-"""Whole runs on two ranks: the ledger has every step, the probe and the trace are in the attempt's folder, and no loss changes.
+"""Runs on two ranks with ledger, communication benchmark and profiler, which change no loss.
 
 pytest tests/train/test_ledger_run.py
 """
@@ -59,20 +59,20 @@ def plan_of(config: RunConfig) -> RunPlan:
     return make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU, has_compiler=True))
 
 
-def on_a_rank(
+def train_on_rank(
     rank: int, ranks: int, config: RunConfig, attempt: int, data: str, stop_after: int | None
 ) -> int:
-    asked = 0
+    steps = 0
 
     def stop() -> str | None:
-        nonlocal asked
-        asked += 1  # once a step
-        return "SIGTERM" if stop_after is not None and asked >= stop_after else None
+        nonlocal steps
+        steps += 1
+        return "SIGTERM" if stop_after is not None and steps >= stop_after else None
 
     return int(run(plan_of(config), rank=rank, local_rank=rank, stop=stop, attempt=attempt, data=data))
 
 
-def started(
+def run_training(
     pool: RankPool, corpus: Corpus, folder: Path, stop_after: int | None = None, **monitor: Any
 ) -> RunDirectory:
     config = tiny_config(
@@ -95,25 +95,27 @@ def started(
     data = ready_for(config, None, Progress.silent())
     attempt = directory.begin(config, to_json(plan_of(config)))
     try:
-        codes = pool.run(on_a_rank, config, attempt, data, stop_after)
+        codes = pool.run(train_on_rank, config, attempt, data, stop_after)
     finally:
         directory.release()
     assert codes == [ExitCode.STOPPED if stop_after else ExitCode.DONE] * 2
     return directory
 
 
-def test_a_run_tells_where_its_time_went(pool: RankPool, corpus: Corpus, tmp_path: Path) -> None:
-    bare = started(pool, corpus, tmp_path / "bare", ledger=False, probe=False)
-    watched = started(pool, corpus, tmp_path / "watched", profile_step=4, profile_steps=2)
+def test_ledger_benchmark_and_trace_cover_the_run_without_changing_losses(
+    pool: RankPool, corpus: Corpus, tmp_path: Path
+) -> None:
+    bare = run_training(pool, corpus, tmp_path / "bare", ledger=False, probe=False)
+    observed = run_training(pool, corpus, tmp_path / "watched", profile_step=4, profile_steps=2)
     losses = [
         [(row["step"], row["loss"], row["grad_norm"]) for row in read_rows(one.metrics_file)]
-        for one in (bare, watched)
+        for one in (bare, observed)
     ]
     assert losses[0] == losses[1]
     assert not bare.ledger_file.exists() or not list(read_rows(bare.ledger_file))
-    rows = list(read_rows(watched.ledger_file))
+    rows = list(read_rows(observed.ledger_file))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    seconds = {row["step"]: row["step_seconds"] for row in read_rows(watched.metrics_file)}
+    seconds = {row["step"]: row["step_seconds"] for row in read_rows(observed.metrics_file)}
     names = set(part_names(Axes(data=2)))
     for row in rows:
         assert row["ranks"] == 2
@@ -126,7 +128,7 @@ def test_a_run_tells_where_its_time_went(pool: RankPool, corpus: Corpus, tmp_pat
         assert row["wall_seconds"] > 0.9 * seconds[row["step"]]
         for low, middle, high in row["parts"].values():
             assert 0 <= low <= middle <= high <= 2 * row["wall_seconds"]
-    folder = watched.attempt_folder(1)
+    folder = observed.attempt_folder(1)
     (axis,) = json.loads((folder / "probe.json").read_text())["axes"]
     assert (axis["axis"], axis["ranks"], axis["operation"]) == ("data", 2, "all_reduce")
     assert not (bare.attempt_folder(1) / "probe.json").exists()
@@ -138,7 +140,8 @@ def test_a_run_tells_where_its_time_went(pool: RankPool, corpus: Corpus, tmp_pat
     assert [file.name for file in folder.glob("trace*")] == ["trace-rank-0.json.gz"]
 
 
-def test_a_resumed_run_has_each_step_once(pool: RankPool, corpus: Corpus, tmp_path: Path) -> None:
-    started(pool, corpus, tmp_path / "run", stop_after=4)
-    directory = started(pool, corpus, tmp_path / "run")
+@pytest.mark.full
+def test_resumed_run_has_one_ledger_row_per_step(pool: RankPool, corpus: Corpus, tmp_path: Path) -> None:
+    run_training(pool, corpus, tmp_path / "run", stop_after=4)
+    directory = run_training(pool, corpus, tmp_path / "run")
     assert [row["step"] for row in read_rows(directory.ledger_file)] == list(range(1, STEPS + 1))

@@ -1,4 +1,4 @@
-"""Runs whose loss, gradient or weights become infinite or NaN: where they end, what they keep, and what they record.
+"""Runs whose loss, gradient or weights become infinite or NaN.
 
 pytest tests/train/test_nonfinite.py
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_run import Start, data, texts
+from tests.train.tiny_run import TinyRun
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import committed
 from toolkit.config.schema import OnNonfinite, RunConfig
@@ -25,14 +25,12 @@ from toolkit.rows import read_rows
 from toolkit.rundir.status import RunState
 from toolkit.train.nonfinite import Diverged, all_finite
 
-__all__ = ["data", "texts"]  # fixtures
-
 STEPS, BAD = 12, 8  # steps from 1
-Act = Callable[[LocalEngine], None]
+Fault = Callable[[LocalEngine], None]
 
 
 def nan_gradient(engine: LocalEngine) -> None:
-    """In the step that follows, and only there."""
+    """Make the gradient of the next step NaN."""
     weight = next(iter(engine._parameters.values()))
     handle = weight.register_hook(lambda gradient: (handle.remove(), gradient * math.nan)[1])
 
@@ -41,23 +39,23 @@ def nan_weight(engine: LocalEngine) -> None:
     next(iter(engine._parameters.values())).data.view(-1)[0] = math.nan
 
 
-def strike(patch: pytest.MonkeyPatch, act: Act, at: int = BAD, until: int = BAD) -> None:
+def inject(patch: pytest.MonkeyPatch, fault: Fault, at: int = BAD, until: int = BAD) -> None:
     original = LocalEngine.train_step
 
     def train_step(self: LocalEngine, batches: Any, settings: Any) -> Any:
         if at <= settings.step + 1 <= until:
-            act(self)
+            fault(self)
         return original(self, batches, settings)
 
     patch.setattr(LocalEngine, "train_step", train_step)
 
 
-def start(folder: Path, data: Path, on: str = "stop", **changes: Any) -> Start:
+def start(folder: Path, data: Path, on: str = "stop", **changes: Any) -> TinyRun:
     def config(settings: RunConfig) -> None:
         settings.train.on_nonfinite = OnNonfinite[on]
         settings.checkpoint.keep_last = 1
 
-    return Start(
+    return TinyRun(
         folder,
         data,
         config=config,
@@ -65,30 +63,30 @@ def start(folder: Path, data: Path, on: str = "stop", **changes: Any) -> Start:
     )
 
 
-def saved(run: Start) -> list[int]:
+def saved(run: TinyRun) -> list[int]:
     return list(committed(run.directory.checkpoints))
 
 
-def sound(run: Start) -> bool:
+def is_finite(run: TinyRun) -> bool:
     return all_finite(run.state().values())
 
 
-def test_stop_ends_at_the_first_gradient_that_is_not_finite(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_stop_ends_the_run_at_the_first_nonfinite_gradient(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strike(monkeypatch, nan_gradient)
+    inject(monkeypatch, nan_gradient)
     run = start(tmp_path / "run", data)
     assert run.code is ExitCode.DIVERGED
     assert (run.status.state, run.status.exit_code, run.status.step) == (RunState.FAILED, 65, BAD)
     assert saved(run) == [6]
     assert run.status.checkpoint is not None
     assert run.status.checkpoint.endswith("step-00000006")
-    assert sound(run)
+    assert is_finite(run)
     reason = run.status.reason or ""
     assert f"step {BAD}: the gradient norm is not finite (loss " in reason
-    assert "the weights are finite; the newest sound checkpoint is" in reason
+    assert "the weights are finite; the newest valid checkpoint is" in reason
     assert f"run.fork={run.status.checkpoint} optim.lr=" in reason
-    assert reason in capfd.readouterr().err
+    assert reason in [record.message for record in caplog.records if record.levelname == "ERROR"]
     rows = list(read_rows(run.directory.metrics_file))
     assert [row["step"] for row in rows] == list(range(1, BAD + 1))
     assert (rows[-1]["skipped"], rows[-1]["weights_finite"], rows[-1]["grad_norm"]) == (True, True, None)
@@ -98,67 +96,62 @@ def test_stop_ends_at_the_first_gradient_that_is_not_finite(
     assert "the weights are finite, and the step was skipped" in alerts[0]["cause"]
 
 
-def test_the_same_command_meets_it_again_and_keeps_the_checkpoint(
+@pytest.mark.full
+def test_restarted_run_diverges_again_and_keeps_the_checkpoint(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strike(monkeypatch, nan_gradient)
+    inject(monkeypatch, nan_gradient)
     first, second = (start(tmp_path / "run", data) for _ in range(2))
     assert second.code is ExitCode.DIVERGED
     assert (second.attempt, second.status.step, saved(second)) == (2, first.status.step, [6])
-    goes_on = start(tmp_path / "run", data, on="continue")
-    assert goes_on.code is ExitCode.DONE, "the key is no part of the run's identity"
+    continued = start(tmp_path / "run", data, on="continue")
+    assert continued.code is ExitCode.DONE, "train.on_nonfinite is not part of the run's identity"
 
 
-def test_a_step_at_the_cadence_is_not_saved_when_it_ends_the_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its weights are sound, but the next start would go on behind it as if nothing had happened."""
-    strike(monkeypatch, nan_gradient, at=6, until=6)
+def test_diverged_step_is_not_saved(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are finite, but the next start would continue as if nothing had happened."""
+    inject(monkeypatch, nan_gradient, at=6, until=6)
     assert saved(start(tmp_path / "run", data)) == [3]
 
 
-def test_continue_skips_the_step_and_goes_on(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strike(monkeypatch, nan_gradient)
+def test_continue_skips_the_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject(monkeypatch, nan_gradient)
     run = start(tmp_path / "run", data, on="continue")
     assert run.code is ExitCode.DONE
-    assert (saved(run), sound(run)) == ([STEPS], True)
+    assert (saved(run), is_finite(run)) == ([STEPS], True)
     assert open_reader(run.directory.path).scalars["optimizer_step"] == STEPS - 1
     assert [row["step"] for row in read_rows(run.directory.metrics_file) if row.get("skipped")] == [BAD]
 
 
-def test_a_model_that_is_lost_keeps_its_last_sound_checkpoint(
+def test_run_with_nonfinite_weights_keeps_its_last_finite_checkpoint(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strike(monkeypatch, nan_weight)
+    inject(monkeypatch, nan_weight)
     run = start(tmp_path / "run", data)
     assert run.code is ExitCode.DIVERGED
-    assert (saved(run), sound(run)) == ([6], True)
+    assert (saved(run), is_finite(run)) == ([6], True)
     assert f"step {BAD}: the loss is not finite" in (run.status.reason or "")
-    assert "the weights are not finite either; the newest sound checkpoint is" in (run.status.reason or "")
+    assert "the weights are not finite either; the newest valid checkpoint is" in (run.status.reason or "")
     assert "the weights are not finite either" in next(iter(read_rows(run.directory.alerts_file)))["cause"]
 
 
-def test_continue_never_saves_weights_that_are_not_finite(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_continue_never_saves_nonfinite_weights(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strike(monkeypatch, nan_weight)
+    inject(monkeypatch, nan_weight)
     run = start(tmp_path / "run", data, on="continue")
-    assert (saved(run), sound(run)) == ([6], True)
+    assert (saved(run), is_finite(run)) == ([6], True)
     assert (
-        "after step 9 weights or the optimizer's state are not finite, and are not saved"
-        in capfd.readouterr().err
+        "after step 9 weights or the optimizer's state are not finite, and are not saved" in caplog.messages
     )
-    assert (run.code, run.status.step) == (ExitCode.DIVERGED, STEPS), (
-        "the run has no result, whatever it may continue through"
-    )
+    assert (run.code, run.status.step) == (ExitCode.DIVERGED, STEPS), "the run has no result"
 
 
-def test_weights_are_checked_before_a_save_though_no_loss_shows_them(
+@pytest.mark.full
+def test_weights_that_no_loss_depends_on_are_checked_before_a_save(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strike(
+    inject(
         monkeypatch,
         lambda engine: engine._parameters["transformer.wpe.weight"].data[-1].fill_(math.inf),
         at=9,
@@ -172,10 +165,10 @@ def test_weights_are_checked_before_a_save_though_no_loss_shows_them(
     )
 
 
-def test_rows_are_json_and_the_readers_take_null_for_nan(
+def test_rows_are_valid_json_and_null_is_read_as_nan(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strike(monkeypatch, nan_weight)
+    inject(monkeypatch, nan_weight)
     run = start(tmp_path / "run", data, on="continue")
 
     def refuse(word: str) -> None:
@@ -197,7 +190,7 @@ def test_rows_are_json_and_the_readers_take_null_for_nan(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_bad_value_in_any_tensor_is_found(value: float, dtype: torch.dtype) -> None:
+def test_all_finite_finds_one_bad_value(value: float, dtype: torch.dtype) -> None:
     tensors = [
         torch.randn(7, 5).to(dtype),
         torch.zeros(0, dtype=dtype),
@@ -213,16 +206,16 @@ def test_one_bad_value_in_any_tensor_is_found(value: float, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(
-    ("finite", "checked", "words"),
+    ("finite", "checked", "expected"),
     [
-        (True, False, "the newest sound checkpoint is C."),
-        (False, True, "the newest sound checkpoint is C."),
+        (True, False, "the newest valid checkpoint is C."),
+        (False, True, "the newest valid checkpoint is C."),
         (False, False, "action=verify source=C"),
     ],
 )
-def test_a_checkpoint_is_called_sound_only_if_its_values_were_seen(
-    finite: bool, checked: bool, words: str
+def test_checkpoint_is_called_valid_only_if_its_values_were_checked(
+    finite: bool, checked: bool, expected: str
 ) -> None:
-    found = Diverged("step 8: the loss is not finite", weights_finite=finite)
-    assert words in found.describe("C", checked=checked)
-    assert "there is no checkpoint" in found.describe(None, checked=checked)
+    error = Diverged("step 8: the loss is not finite", weights_finite=finite)
+    assert expected in error.describe("C", checked=checked)
+    assert "there is no checkpoint" in error.describe(None, checked=checked)

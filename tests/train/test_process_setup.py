@@ -1,4 +1,4 @@
-"""What a process needs before it trains.
+"""Settings of a training process.
 
 pytest tests/train/test_process_setup.py
 """
@@ -6,35 +6,48 @@ pytest tests/train/test_process_setup.py
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
-from toolkit.train import process_setup
+import numpy as np
+import torch
+
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.process_setup import freeze_gc, seed_everything
 
 
-class Circle:
+class Cycle:
     def __init__(self) -> None:
         self.me = self
 
 
-def looked_at(one: object) -> bool:
-    """Whether a whole collection goes through it."""
-    return any(found is one for found in gc.get_objects())
+def is_tracked(target: object) -> bool:
+    """Return whether a full collection visits ``target``."""
+    return any(found is target for found in gc.get_objects())
 
 
-def test_while_training_only_what_is_new_is_searched_for_garbage() -> None:
-    model, dropped = Circle(), weakref.ref(Circle())
-    assert looked_at(model)
-    with process_setup.freeze_gc():
-        assert dropped() is None, "what was garbage before is not kept"
-        assert not looked_at(model)
-        new = Circle()
-        assert looked_at(new)
-        gone = weakref.ref(new)
+def test_frozen_objects_are_skipped_by_the_garbage_collector() -> None:
+    model, dropped = Cycle(), weakref.ref(Cycle())
+    assert is_tracked(model)
+    with freeze_gc():
+        assert dropped() is None, "existing garbage is collected first"
+        assert not is_tracked(model)
+        new = Cycle()
+        assert is_tracked(new)
+        new_reference = weakref.ref(new)
         del new
         gc.collect()
-        assert gone() is None
-    assert looked_at(model), "nothing of this start is kept for the next one in the same process"
-    kept = weakref.ref(model)
+        assert new_reference() is None
+    assert is_tracked(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert kept() is None
+    assert reference() is None
+
+
+def test_global_generators_are_seeded() -> None:
+    draws = []
+    for _ in range(2):
+        seed_everything(tiny_plan())
+        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert draws[0] == draws[1]

@@ -1,4 +1,4 @@
-"""The report of a real run: what the run wrote is what the page reads.
+"""The report of a whole run shows what the run wrote.
 
 pytest tests/train/test_report.py
 """
@@ -10,18 +10,15 @@ from pathlib import Path
 
 from launch.report import main
 from tests.monitor.report.test_page import Parsed
-from tests.train import test_run as runs
-from tests.train.test_run import STEPS, Start
+from tests.train.tiny_run import STEPS, TinyRun
 from toolkit.config.schema import RunConfig
 
-texts, data = runs.texts, runs.data  # fixtures
 
-
-def test_what_a_run_writes_is_read(data: Path, tmp_path: Path) -> None:
+def test_report_shows_the_charts_of_a_run(data: Path, tmp_path: Path) -> None:
     def sampled(config: RunConfig) -> None:
         config.monitor.system_seconds = 0.2
 
-    start = Start(tmp_path / "run", data, config=sampled)
+    start = TinyRun(tmp_path / "run", data, config=sampled)
     assert main([str(start.directory.path)]) == 0
     page = Parsed((start.directory.path / "report.html").read_text(encoding="utf-8"))
     charts, text = page.charts(), page.text()
@@ -45,11 +42,11 @@ def test_what_a_run_writes_is_read(data: Path, tmp_path: Path) -> None:
     assert {series["name"] for series in charts["ledger-shares"]["series"]} == {
         name for row in ledger for name in row["parts"]
     }
-    for said in (
+    for phrase in (
         "of the time went into forward, backward and optimizer",
         "packages.torch",
         "memory of the fullest rank",
         f"Every one of the {STEPS} steps is a point.",
         "train:",
     ):
-        assert said in text
+        assert phrase in text

@@ -1,4 +1,4 @@
-"""Whole runs on several sources: weights that change, a resume, what is reported, and what is refused before anything starts.
+"""Whole runs on a mixture of sources, and the mistakes that are refused before a start.
 
 pytest tests/train/test_run_mixture.py
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.data.made import documents, make_folder
-from tests.train.test_run import Start, _jsonl, same
+from tests.train.tiny_run import TinyRun, equal_tensors, read_jsonl
 from toolkit.config.compose import compose
 from toolkit.config.schema import EvalConfig, RunConfig
 from toolkit.data.open import ready_for
@@ -49,29 +49,30 @@ def mixture_of(folders: dict[str, str], phases: list[Any] = PHASES) -> Callable[
     return change
 
 
-def test_a_run_on_a_mixture_that_changes(
-    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_mixture_weights_change_at_a_phase_and_the_run_resumes(
+    folders: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = Path(folders["code"])
-    whole = Start(tmp_path / "whole", path, config=mixture_of(folders))
-    rows = _jsonl(whole.directory.metrics_file)
+    whole = TinyRun(tmp_path / "whole", path, config=mixture_of(folders))
+    rows = read_jsonl(whole.directory.metrics_file)
     assert all(0 < row["epochs/web"] < row["epochs/code"] * 4 for row in rows[2:])
-    assert rows[5]["epochs/web"] == rows[2]["epochs/web"], "it rests from the fourth step on"
+    assert rows[5]["epochs/web"] == rows[2]["epochs/web"], "its weight is 0 from the fourth step"
     assert [name for _, name, _ in whole.evals()] == ["web/validation", "code/validation"] * 2
-    said = capsys.readouterr().out
-    assert said.count("step 3: samples taken: code ") == 1
-    assert "; samples: code " in said
+    assert sum(message.startswith("step 3: samples taken: code ") for message in caplog.messages) == 1
+    assert "; samples: code " in caplog.text
 
-    assert Start(tmp_path / "parts", path, stop_after=2, config=mixture_of(folders)).code is ExitCode.STOPPED
-    resumed = Start(tmp_path / "parts", path, config=mixture_of(folders))
+    assert (
+        TinyRun(tmp_path / "parts", path, stop_after=2, config=mixture_of(folders)).code is ExitCode.STOPPED
+    )
+    resumed = TinyRun(tmp_path / "parts", path, config=mixture_of(folders))
     assert resumed.rows() == whole.rows()
-    assert same(resumed.state(), whole.state())
+    assert equal_tensors(resumed.state(), whole.state())
 
     with pytest.raises(UserError, match=r"holds another run \(data\.phases: "):
-        Start(tmp_path / "parts", path, config=mixture_of(folders, []))
+        TinyRun(tmp_path / "parts", path, config=mixture_of(folders, []))
 
 
-def composed(folders: dict[str, str], *words: str) -> RunConfig:
+def compose_mixture(folders: dict[str, str], *overrides: str) -> RunConfig:
     return compose(
         [
             "model=llama",
@@ -80,13 +81,13 @@ def composed(folders: dict[str, str], *words: str) -> RunConfig:
             "eval.every=1",
             "eval.sets=[web/validation]",
             *(f"+data.sources.{name}.path={folders[name]}" for name in ("code", "web")),
-            *words,
+            *overrides,
         ]
     )
 
 
-def test_words_give_a_mixture(folders: dict[str, str]) -> None:
-    config = composed(
+def test_overrides_define_a_mixture(folders: dict[str, str]) -> None:
+    config = compose_mixture(
         folders,
         "+data.sources.web.weight=0.7",
         "data.phases=[{from_step: 10, weights: {code: 0.5, web: 0.5}}]",
@@ -99,7 +100,7 @@ def test_words_give_a_mixture(folders: dict[str, str]) -> None:
     assert ready_for(config, None, Progress.silent()) == folders["code"]
 
 
-WRITTEN = {
+CONFIGURATION_MISTAKES = {
     "+data.sources.web.weight=-1": "a weight is a number from 0 on",
     "+data.sources.web.weight=none": "a weight is a number from 0 on",
     "+data.sources.web.weights=1": "a source has a path and may have a weight",
@@ -111,24 +112,26 @@ WRITTEN = {
     "data.phases=[{from_step: 5, weights: {code: 0, web: 0}}]": "all weights are 0",
     "data.phases=[{from_step: -5, weights: {code: 1, web: 1}}]": "a whole number from 0 on",
     "data.phases=[{from: 5}]": "a whole number from 0 on",
-    "data.phases=[{from_step: 5, weights: {code: 1, web: 1}}, {from_step: 5, weights: {code: 1, web: 1}}]": "in the order of their steps",
+    "data.phases=[{from_step: 5, weights: {code: 1, web: 1}}, {from_step: 5, weights: {code: 1, web: 1}}]": (
+        "in the order of their steps"
+    ),
     "data.phases=[{from_step: 100, weights: {code: 1, web: 1}}]": "train.steps=101",
     "data.name=stdlib": "sources and phases belong to a mixture",
 }
 
 
-@pytest.mark.parametrize("word", WRITTEN)
-def test_mistakes_are_refused_before_the_start(word: str, folders: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=WRITTEN[word]):
-        make_plan(composed(folders, word), World(ranks=1, ranks_per_node=1, device=Device.CPU))
+@pytest.mark.parametrize("override", CONFIGURATION_MISTAKES)
+def test_configuration_mistakes_are_refused(override: str, folders: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=CONFIGURATION_MISTAKES[override]):
+        make_plan(compose_mixture(folders, override), World(ranks=1, ranks_per_node=1, device=Device.CPU))
 
 
-def test_a_mixture_of_nothing_is_refused() -> None:
+def test_mixture_without_sources_is_refused() -> None:
     with pytest.raises(UserError, match="a mixture has sources"):
         make_plan(compose(["data=mixture"]), World(ranks=1, ranks_per_node=1, device=Device.CPU))
 
 
-FOUND = {
+DATA_MISTAKES = {
     "+data.sources.other.path={other}": "all sources are made with one tokenizer",
     "+data.sources.web.path=/nowhere": "data.sources.web.path",
     "train.sequence_length=100000": "train.sequence_length",
@@ -138,8 +141,8 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("word", FOUND)
-def test_what_the_sources_lack_is_refused_before_the_start(word: str, folders: dict[str, str]) -> None:
-    config = composed(folders, word.format(**folders))
-    with pytest.raises(InputError, match=FOUND[word]):
+@pytest.mark.parametrize("override", DATA_MISTAKES)
+def test_sources_that_do_not_fit_are_refused(override: str, folders: dict[str, str]) -> None:
+    config = compose_mixture(folders, override.format(**folders))
+    with pytest.raises(InputError, match=DATA_MISTAKES[override]):
         ready_for(config, None, Progress.silent())

@@ -1,4 +1,4 @@
-"""A whole run of two nodes of one rank each, on this machine: each node writes W&B and files of its own, all of one run.
+"""Runs on two simulated nodes write to one W&B run, and each node writes its own files.
 
 pytest tests/train/test_run_nodes.py -m full
 """
@@ -42,7 +42,7 @@ def config_of(folder: str, data: str, mode: WandbMode) -> RunConfig:
     return config
 
 
-def train_on_a_node(rank: int, ranks: int, folder: str, data: str, mode: WandbMode) -> int:
+def train_on_node(rank: int, ranks: int, folder: str, data: str, mode: WandbMode) -> int:
     from toolkit.observe import sinks
     from toolkit.train.run import run
 
@@ -55,18 +55,18 @@ def trained(folder: Path, data: Path, mode: WandbMode) -> list[dict[str, Any]]:
     config = config_of(str(folder), str(data), mode)
     directory = RunDirectory(folder)
     assert directory.begin(config, to_json(make_plan(config, WORLD))) == 1
-    assert run_ranks(train_on_a_node, 2, str(folder), str(data), mode) == [ExitCode.DONE] * 2
+    assert run_ranks(train_on_node, 2, str(folder), str(data), mode) == [ExitCode.DONE] * 2
     directory.release()
     return list(read_rows(directory.metrics_file))
 
 
 @pytest.mark.full
-def test_two_nodes_write_a_run_each_and_train_as_without_them(tmp_path: Path) -> None:
+def test_two_nodes_write_one_wandb_run_without_changing_losses(tmp_path: Path) -> None:
     data = tmp_path / "data"
     ensure(data, 264, root=Path(__file__).resolve().parents[2] / "toolkit" / "monitor")
     rows = trained(tmp_path / "run", data, WandbMode.offline)
     without = trained(tmp_path / "without", data, WandbMode.disabled)
-    assert [row["loss"] for row in rows] == [row["loss"] for row in without], "to the bit"
+    assert [row["loss"] for row in rows] == [row["loss"] for row in without]
     first, second = (
         next((tmp_path / "run" / folder).rglob("*.wandb")) for folder in ("wandb", "nodes/node-1")
     )

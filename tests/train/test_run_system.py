@@ -1,5 +1,5 @@
-"""A whole run of two nodes of one rank each, whose GPUs are a fake NVML's: a throttled clock and an XID are named within 20 steps, a driver
-that hangs delays no step, and no loss changes.
+"""Runs on two simulated nodes with fake GPUs: faults are named within 20 steps, and a driver that hangs
+delays no step and changes no loss.
 
     pytest tests/train/test_run_system.py
 """
@@ -54,23 +54,21 @@ def config_of(folder: str, data: str, system_seconds: float) -> RunConfig:
     return config
 
 
-def train_on_a_node(
-    rank: int, ranks: int, folder: str, data: str, system_seconds: float, faults: bool
-) -> int:
+def train_on_node(rank: int, ranks: int, folder: str, data: str, system_seconds: float, faults: bool) -> int:
     from toolkit.observe import system
     from toolkit.train.run import run
 
-    nvml, asked = FakeNvml([FakeGpu(), FakeGpu()]), 0
-    system.nvml_of = lambda plan: nvml
+    nvml, steps = FakeNvml([FakeGpu(), FakeGpu()]), 0
+    system.load_nvml = lambda plan: nvml
 
     def stop() -> None:
-        nonlocal asked
-        asked += 1  # once a step
-        if faults and asked >= FAULT:
-            time.sleep(0.05)  # the run lasts longer than the patience with a driver, on a quick machine too
-        if faults and asked == FAULT and rank == 0:
+        nonlocal steps
+        steps += 1
+        if faults and steps >= FAULT:
+            time.sleep(0.05)  # the run must last longer than a driver may take
+        if faults and steps == FAULT and rank == 0:
             nvml.hangs("nvmlDeviceGetTotalEccErrors")
-        if faults and asked == FAULT and rank == 1:
+        if faults and steps == FAULT and rank == 1:
             nvml.gpus[0].throttle, nvml.gpus[0].sm_clock, nvml.gpus[0].celsius = (
                 pynvml.nvmlClocksEventReasonHwThermalSlowdown,
                 990,
@@ -93,9 +91,7 @@ def trained(folder: Path, data: Path, *, system_seconds: float, faults: bool) ->
     config = config_of(str(folder), str(data), system_seconds)
     directory = RunDirectory(folder)
     directory.begin(config, to_json(make_plan(config, WORLD)))
-    assert (
-        run_ranks(train_on_a_node, 2, str(folder), str(data), system_seconds, faults) == [ExitCode.DONE] * 2
-    )
+    assert run_ranks(train_on_node, 2, str(folder), str(data), system_seconds, faults) == [ExitCode.DONE] * 2
     directory.release()
     return directory
 
@@ -111,7 +107,7 @@ def alerts(directory: RunDirectory, node: int) -> list[dict[str, Any]]:
     return list(read_rows(directory.node_alerts_file(node)))
 
 
-def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Path, tmp_path: Path) -> None:
+def test_gpu_faults_are_named_and_delay_no_step(data: Path, tmp_path: Path) -> None:
     bare = trained(tmp_path / "bare", data, system_seconds=0, faults=False)
     faulty = trained(tmp_path / "faulty", data, system_seconds=0.02, faults=True)
     steps = list(read_rows(faulty.metrics_file))
@@ -128,9 +124,9 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
     assert all("rank/0/private_bytes" in row for row in first if "host/silent_seconds" not in row)
     assert all("rank/1/private_bytes" in row for row in second if "host/silent_seconds" not in row)
 
-    said = alerts(faulty, 1)
+    found = alerts(faulty, 1)
     throttled, xid = (
-        next(alert for alert in said if alert["name"] == name) for name in ("gpu-throttled", "gpu-xid")
+        next(alert for alert in found if alert["name"] == name) for name in ("gpu-throttled", "gpu-xid")
     )
     assert FAULT - 1 <= throttled["step"] <= FAULT + WITHIN
     assert FAULT - 1 <= xid["step"] <= FAULT + WITHIN
@@ -139,13 +135,11 @@ def test_what_is_wrong_with_a_nodes_gpus_is_named_and_training_goes_on(data: Pat
     assert "990 of 1980 MHz (50%)" in throttled["evidence"]
     assert "92 °C" in throttled["evidence"]
     assert "XID 63" in xid["cause"]
-    assert {alert["name"] for alert in said if alert["name"].startswith(("gpu", "host", "disk"))} == {
+    assert {alert["name"] for alert in found if alert["name"].startswith(("gpu", "host", "disk"))} == {
         "gpu-throttled",
         "gpu-xid",
     }
     assert not [alert for alert in alerts(faulty, 0) if alert["name"].startswith("gpu")]
 
     after = median(row["step_seconds"] for row in steps[FAULT:])
-    assert after < PATIENCE_SECONDS[0] / 2, (
-        "who waited for the samples of the node whose driver hangs would wait longer"
-    )
+    assert after < PATIENCE_SECONDS[0] / 2, "waiting for the hanging driver would take longer"

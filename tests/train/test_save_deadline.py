@@ -1,4 +1,4 @@
-"""A stop for which there is no time to save: it is found before, agreed, and what is lost is said; and the account that it is found from.
+"""Stopping without enough time to save, and the record of time that the estimate comes from.
 
 pytest tests/train/test_save_deadline.py
 """
@@ -10,22 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.fakes import FakeClock, step_done
-from tests.train.test_run import STEPS, Start, data, texts
+from tests.train.fakes import FakeClock, completed_step
+from tests.train.tiny_run import STEPS, TinyRun
 from toolkit import checkpoint_folder
 from toolkit.errors import ExitCode
 from toolkit.goodput import Save, Times, read_saves, read_times, write_times
+from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.plan.saving import assumed_speed, rank_bytes
 from toolkit.plan.types import Device, World
 from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_plan
-from toolkit.train.goodput_tracker import GoodputTracker
-from toolkit.train.save_deadline import SAVES, SaveDeadline
-
-__all__ = ["data", "texts"]  # the fixtures
+from toolkit.train.save_deadline import MAX_SAVES, SaveDeadline
 
 
-def test_without_a_measurement_the_plan_says_how_long_a_save_takes() -> None:
+def test_first_save_is_estimated_from_the_plan() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
     assert size == sum(spec.numel for spec in plan.parameters) * (4 + 8), (
@@ -35,14 +33,14 @@ def test_without_a_measurement_the_plan_says_how_long_a_save_takes() -> None:
     estimate = save_deadline.estimate()
     assert estimate is not None
     assert estimate.seconds == pytest.approx(size / 2e9)
-    assert "nobody has measured" in estimate.words
+    assert "has not been measured" in estimate.explanation
     assert save_deadline.too_late(estimate.seconds / 2)
     assert not save_deadline.too_late(estimate.seconds * 2)
-    assert not save_deadline.too_late(None), "nobody asked this rank"
+    assert not save_deadline.too_late(None), "this rank was not asked to stop"
     assert assumed_speed(World(ranks=16, ranks_per_node=8, device=Device.CUDA)) == 2e9 / 8
 
 
-def test_measured_saves_decide_and_the_newest_count() -> None:
+def test_estimate_uses_the_newest_measured_saves() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
     assert size is not None
@@ -51,58 +49,58 @@ def test_measured_saves_decide_and_the_newest_count() -> None:
     assert estimate is not None
     assert estimate.seconds == pytest.approx(100.0, rel=1e-3)
     assert save_deadline.too_late(60.0)
-    for step in range(SAVES):
-        save_deadline.saved(step, 1.0, size)
+    for step in range(MAX_SAVES):
+        save_deadline.on_save_end(step, 1.0, size)
     assert not save_deadline.too_late(60.0)
     assert save_deadline.too_late(0.5)
 
 
-def test_what_is_lost_is_said_in_steps_and_time() -> None:
+def test_lost_work_is_described_in_steps_and_time() -> None:
     plan = tiny_plan()
     size = rank_bytes(plan)
     assert size is not None
     save_deadline = SaveDeadline(plan, [Save(step=2, seconds=100.0, bytes=size, stepping=1.0)])
     assert save_deadline.too_late(42.0)
-    told = save_deadline.words("SIGTERM", step=437, saved=400, work=730.0)
-    assert told.startswith(
+    text = save_deadline.describe_lost_work("SIGTERM", step=437, saved=400, seconds=730.0)
+    assert text.startswith(
         "SIGTERM; not saved: a save takes about 100 s, by the speed of the last 1, and 42 s were left; "
     )
-    assert "the newest checkpoint is of step 400, so 37 steps and 12:10 of work will be done again" in told
-    assert "there is no checkpoint, so 1 step and 0:02 of work" in save_deadline.words(
-        "SIGTERM", step=1, saved=None, work=2.0
+    assert "the newest checkpoint is of step 400, so 37 steps and 12:10 of work will be repeated" in text
+    assert "there is no checkpoint, so 1 step and 0:02 of work" in save_deadline.describe_lost_work(
+        "SIGTERM", step=1, saved=None, seconds=2.0
     )
-    assert "there was no time for it" in SaveDeadline(plan).words(
-        "another rank was asked to stop", step=1, saved=None, work=2.0
+    assert "there was no time for it" in SaveDeadline(plan).describe_lost_work(
+        "another rank was asked to stop", step=1, saved=None, seconds=2.0
     )
 
 
-# ---- the account
+# ---- the goodput tracker
 
 
-def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
-    clock, said = FakeClock(), []
+def test_tracker_records_the_time_of_an_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
     write_times(tmp_path, Times(began=90.0, seen=90.0))
-    times = GoodputTracker(tmp_path, [], said.append, clock)
+    times = GoodputTracker(tmp_path, [], clock)
     clock.now = 109.5
     times.on_start(4)
     clock.now = 110.0
-    times.on_step(step_done(5))  # of 0.5 s
+    times.on_step(completed_step(5))  # of 0.5 s
     written = read_times(tmp_path)
     assert written is not None
-    assert (written.first_step, written.step) == (110.0, 5), "though it was written half a second ago"
-    assert said == ["the first step (step 5) is done 20.0 s after the start"]
-    times.save_begun(5)
+    assert (written.first_step, written.step) == (110.0, 5), "the first step is written at once"
+    assert caplog.messages == ["completed the first step (step 5) 20.0 s after the start"]
+    times.on_save_start(5)
     clock.now = 113.0
-    times.stood_still(3.0)
-    times.saved(5, 2.5, 1000)
+    times.on_save_blocked(3.0)
+    times.on_save_end(5, 2.5, 1000)
     written = read_times(tmp_path)
     assert written is not None
     assert (written.saving, written.seen) == (3.0, 113.0)
-    times.saved(5, 2.5, 1000)  # told again where the last step falls together with the cadence
-    times.on_step(step_done(6))
+    times.on_save_end(5, 2.5, 1000)  # as if the last step were saved twice
+    times.on_step(completed_step(6))
     clock.now = 114.0
     times.on_eval({"seconds": 0.75})
-    assert times.unsaved() == 0.5
+    assert times.unsaved_seconds() == 0.5
     times.on_end(6)
     assert read_times(tmp_path) == Times(
         began=90.0,
@@ -123,17 +121,15 @@ def test_an_attempt_keeps_account_of_its_time(tmp_path: Path) -> None:
     stopped = times.goodput(5)
     assert stopped is not None
     assert (stopped.useful_seconds, stopped.lost["repeated"]) == (0.5, 0.5), "where step 6 is lost"
-    assert len(said) == 1
+    assert len(caplog.messages) == 1
 
 
 # ---- whole runs
 
 
-def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_before(
-    data: Path, tmp_path: Path
-) -> None:
+def test_run_without_time_to_save_resumes_from_the_earlier_checkpoint(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    assert Start(folder, data, stop_after=3).code is ExitCode.STOPPED
+    assert TinyRun(folder, data, stop_after=3).code is ExitCode.STOPPED
     saves = folder / "attempts" / "001" / "saves.jsonl"
     row = json.loads(saves.read_text())
     assert row["step"] == 3
@@ -142,7 +138,7 @@ def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_b
         json.dumps({**row, "seconds": 100.0}) + "\n"
     )  # as on a disk that is a thousand times slower
 
-    second = Start(folder, data, stop_after=2, seconds_left=lambda: 42.0)
+    second = TinyRun(folder, data, stop_after=2, seconds_left=lambda: 42.0)
     assert second.code is ExitCode.STOPPED
     assert (second.status.state, second.status.exit_code, second.status.step) == (RunState.STOPPED, 75, 5)
     assert second.status.reason is not None
@@ -154,7 +150,7 @@ def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_b
     assert second.status.goodput is not None
     assert second.status.goodput["lost"]["repeated"] > 0
 
-    third = Start(folder, data)
+    third = TinyRun(folder, data)
     assert third.code is ExitCode.DONE
     assert [row["step"] for row in third.rows()] == list(range(1, STEPS + 1))
     assert third.status.goodput is not None
@@ -164,10 +160,10 @@ def test_a_save_that_does_not_fit_is_left_out_and_the_run_goes_on_from_the_one_b
     )
 
 
-def test_a_save_that_fits_is_made(data: Path, tmp_path: Path) -> None:
+def test_run_with_time_to_save_saves(data: Path, tmp_path: Path) -> None:
     """The control."""
     folder = tmp_path / "run"
-    start = Start(folder, data, stop_after=2, seconds_left=lambda: 3600.0)
+    start = TinyRun(folder, data, stop_after=2, seconds_left=lambda: 3600.0)
     assert start.code is ExitCode.STOPPED
     assert checkpoint_folder.newest(
         folder / "checkpoints"

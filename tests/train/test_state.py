@@ -1,4 +1,4 @@
-"""What a checkpoint records of a run, and which checkpoints a run may continue from.
+"""The scalars that a checkpoint records, and the checks before a run continues from one.
 
 pytest tests/train/test_state.py
 """
@@ -46,7 +46,7 @@ def test_scalars_are_plain_json_and_restore_the_state() -> None:
     assert restored(found).step == 3
 
 
-def test_a_longer_run_in_another_layout_is_the_same_run() -> None:
+def test_resume_allows_more_steps_and_another_layout() -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     assert restored(found, ranks=4, zero__stage=3, train__steps=50).step == 3
 
@@ -75,7 +75,7 @@ def test_consumed_samples_follow_a_batch_ramp() -> None:
         ({"consumed_samples": 12, "batch_stages": None}, "consumed_samples=12, here 24"),
     ],
 )
-def test_another_run_is_refused_by_name_and_may_be_forked(change: dict[str, object], named: str) -> None:
+def test_resume_of_another_run_is_refused_and_a_fork_allowed(change: dict[str, object], named: str) -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {}) | change
     with pytest.raises(CheckpointError) as refused:
         restored(found)
@@ -85,7 +85,7 @@ def test_another_run_is_refused_by_name_and_may_be_forked(change: dict[str, obje
 
 @pytest.mark.parametrize("history", [True, False], ids=["recorded", "by another program"])
 @pytest.mark.parametrize("size", [4, 8, 16])
-def test_a_fork_with_another_global_batch_begins_at_its_parents_next_sample(size: int, history: bool) -> None:
+def test_fork_with_another_global_batch_starts_at_the_next_sample(size: int, history: bool) -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     if not history:
         del found["batch_stages"]
@@ -93,8 +93,8 @@ def test_a_fork_with_another_global_batch_begins_at_its_parents_next_sample(size
     assert [batch.at(step).first_sample for step in range(6)] == [0, 8, 16, 24, 24 + size, 24 + 2 * size]
 
 
-def test_a_fork_resumes_and_is_forked_again_with_the_steps_of_its_ancestors() -> None:
-    """Control: without its parent's steps the fork's own checkpoint would be taken for another run's."""
+def test_fork_of_a_fork_keeps_the_batch_sizes_of_its_ancestors() -> None:
+    """Without its parent's batch sizes the fork's checkpoint is refused as another run's."""
     parent = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     doubled = {"train__global_batch": 16}
     _, batch = continued(parent, SourceKind.FORK, **doubled)
@@ -108,7 +108,7 @@ def test_a_fork_resumes_and_is_forked_again_with_the_steps_of_its_ancestors() ->
     assert [grandchild.at(step).first_sample for step in range(8)] == [0, 8, 16, 24, 40, 56, 60, 64]
 
 
-def test_a_forks_batch_ramp_goes_on_by_the_consumed_samples() -> None:
+def test_batch_ramp_of_a_fork_continues_by_consumed_samples() -> None:
     found = scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {})
     ramp = BatchRampConfig(start=4, increment=4, samples=40)
     _, batch = continued(found, SourceKind.FORK, train__global_batch=16, train__batch_ramp=ramp)
@@ -117,12 +117,12 @@ def test_a_forks_batch_ramp_goes_on_by_the_consumed_samples() -> None:
     )
 
 
-def test_weights_without_a_step_are_refused_with_the_remedy() -> None:
+def test_weights_without_a_step_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"model\.pretrained=runs/x"):
         restored({})
 
 
-def test_the_engines_scalars_never_take_the_runs_names() -> None:
+def test_engine_scalars_must_not_collide_with_the_runs() -> None:
     with pytest.raises(AssertionError, match="step"):
         scalars(tiny_plan(), TrainState(3), FINGERPRINT, {}, {"step": 1})
 

@@ -1,4 +1,4 @@
-"""Losses of text, against the same written out.
+"""Losses of text tasks, compared with direct computations.
 
 pytest tests/train/test_task.py
 """
@@ -20,7 +20,7 @@ from toolkit.models.initial import InitialWeights
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.generate import load_model
-from toolkit.train.task import IGNORED, NextToken, OwnLoss, load_balance, text_task
+from toolkit.train.task import IGNORED, CustomLoss, NextToken, load_balance, text_task
 
 CPU = torch.device("cpu")
 
@@ -39,10 +39,10 @@ def test_collate_shifts_and_masks() -> None:
     assert NextToken().units(batch) == 4
 
 
-def test_collate_says_where_documents_begin() -> None:
+def test_collate_restarts_positions_in_each_document() -> None:
     samples = np.array([[5, 9, 7, 8, 9], [1, 2, 9, IGNORED, IGNORED]])
     assert "position_ids" not in NextToken().collate(samples, CPU)
-    for task in (NextToken(end_of_text=9), OwnLoss("my.Model", end_of_text=9)):
+    for task in (NextToken(end_of_text=9), CustomLoss("my.Model", end_of_text=9)):
         batch = task.collate(samples, CPU)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
         assert batch["labels"].tolist() == [[9, 7, 8, 9], [2, 9, IGNORED, IGNORED]]
@@ -64,14 +64,14 @@ def test_next_token_sums_over_unmasked_labels(family: str) -> None:
     assert task.units(batch) == int((batch["labels"] >= 0).sum())
 
 
-def test_a_loss_in_bf16_is_summed_in_fp32() -> None:
+def test_bf16_loss_is_summed_in_fp32() -> None:
     plan = tiny_plan()
     batch = micro_batches(plan, 0)[0]
     loss = NextToken().loss_sum(model_of(plan).to(torch.bfloat16), batch)
     assert loss.dtype == torch.float32
 
 
-def test_the_routers_loss_is_added_once_a_token_in_training_only() -> None:
+def test_router_loss_is_added_per_token_in_training_only() -> None:
     plan = tiny_plan("mixtral", model__router_aux_loss_coef=0.25)
     model, batch, task = model_of(plan), micro_batches(plan, 0)[0], text_task(plan)
     with torch.no_grad():
@@ -86,8 +86,8 @@ def test_the_routers_loss_is_added_once_a_token_in_training_only() -> None:
         )
 
 
-def test_load_balance_is_of_each_layer_by_itself() -> None:
-    """For one layer it is transformers' own figure. Two layers that prefer different experts do not balance each other."""
+def test_load_balance_is_computed_per_layer() -> None:
+    """For one layer it equals transformers' loss. Layers with different preferences do not cancel out."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def test_load_balance_is_of_each_layer_by_itself() -> None:
 
 
 class Bigram(nn.Module):
-    """Answers in the form it is told."""
+    """Return the loss in the given form."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -126,31 +126,31 @@ class Bigram(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["tensor", "object", "dict"])
-def test_a_models_own_mean_is_weighted_by_its_units(form: str) -> None:
+def test_mean_loss_of_a_module_is_weighted_by_its_tokens(form: str) -> None:
     batch = micro_batches(tiny_plan(), 0)[0]
-    model, task = Bigram(form), OwnLoss("my.Model")
+    model, task = Bigram(form), CustomLoss("my.Model")
     logits = model.table(batch["input_ids"])
     expected = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     assert task.loss_sum(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_mean_over_nothing_counts_as_nothing() -> None:
+def test_mean_over_no_labels_counts_as_zero() -> None:
     batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), IGNORED)}
-    assert OwnLoss("my.Model").loss_sum(Bigram("tensor"), batch).item() == 0
+    assert CustomLoss("my.Model").loss_sum(Bigram("tensor"), batch).item() == 0
 
 
 @pytest.mark.parametrize(
     ("form", "seen"), [("logits", "a tensor of shape (2, 32, 264)"), ("none", "NoneType")]
 )
-def test_what_is_no_loss_is_refused(form: str, seen: str) -> None:
+def test_output_that_is_no_loss_is_refused(form: str, seen: str) -> None:
     with pytest.raises(ConfigError, match=r"one mean loss") as refused:
-        OwnLoss("my.Model").loss_sum(Bigram(form), micro_batches(tiny_plan(), 0)[0])
+        CustomLoss("my.Model").loss_sum(Bigram(form), micro_batches(tiny_plan(), 0)[0])
     assert seen in str(refused.value)
     assert "model.target=my.Model" in str(refused.value)
 
 
-def test_the_plan_says_which_task() -> None:
+def test_plan_determines_the_task() -> None:
     plan = tiny_plan(None, model__target="torch.nn.Linear")
-    assert isinstance(text_task(plan), OwnLoss)
+    assert isinstance(text_task(plan), CustomLoss)
     assert isinstance(text_task(tiny_plan()), NextToken)
     assert build_model(tiny_plan(), CPU).training

@@ -1,4 +1,4 @@
-"""Images through a whole run on one process: it learns, it resumes to the bit, and what does not fit is refused.
+"""The vision task, and whole runs on images.
 
 pytest tests/train/test_vision.py
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.images import BANDS, CLASSES, SIZE, VIT, image_plan, image_task, make_small_tiles, use_images
-from tests.train.test_run import Start, same
+from tests.train.tiny_run import TinyRun, equal_tensors
 from toolkit.config.schema import EvalConfig, RunConfig
 from toolkit.data.evaluation import IGNORED
 from toolkit.data.open import ready_for
@@ -48,25 +48,25 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(
     folder: Path, tiles: Path, stop_after: int | None = None, dropout: float = 0.1, **changes: Any
-) -> Start:
+) -> TinyRun:
     def images(config: RunConfig) -> None:
         use_images(config, tiles)
         config.model.arguments["dropout"] = dropout
         config.eval = EvalConfig(every=20, batches=9)
 
-    return Start(folder, tiles, stop_after, images, **{**SETTINGS, **changes})
+    return TinyRun(folder, tiles, stop_after, images, **{**SETTINGS, **changes})
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, tiles: Path) -> Start:
+def whole(tmp_path_factory: pytest.TempPathFactory, tiles: Path) -> TinyRun:
     return start(tmp_path_factory.mktemp("runs") / "whole", tiles, checkpoint__export=True)
 
 
-def evaluations(run: Start) -> list[dict[str, Any]]:
+def evaluations(run: TinyRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.directory.eval_file.read_text().splitlines()]
 
 
-def test_it_learns_what_it_has_not_seen(whole: Start) -> None:
+def test_model_generalizes_to_the_validation_split(whole: TinyRun) -> None:
     assert whole.code is ExitCode.DONE
     rows = whole.rows()
     assert rows[0]["loss"] == pytest.approx(np.log(CLASSES), abs=0.3)
@@ -80,17 +80,18 @@ def test_it_learns_what_it_has_not_seen(whole: Start) -> None:
     assert (whole.directory.plots / "loss.png").exists()
 
 
-def test_stopped_and_resumed_is_bitwise_never_stopped(whole: Start, tiles: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_an_unstopped_run_bitwise(whole: TinyRun, tiles: Path, tmp_path: Path) -> None:
     stopped = start(tmp_path / "run", tiles, stop_after=17)
     assert (stopped.code, stopped.status.step) == (ExitCode.STOPPED, 17)
     resumed = start(tmp_path / "run", tiles)
     assert resumed.rows() == whole.rows()
     assert [row[2] for row in resumed.evals()] == [row[2] for row in whole.evals()]
-    assert same(resumed.state(), whole.state())
+    assert equal_tensors(resumed.state(), whole.state())
 
 
-def test_another_micro_batch_sees_the_same_images(tiles: Path, tmp_path: Path) -> None:
-    """The control has another seed of the order."""
+@pytest.mark.full
+def test_micro_batch_does_not_change_the_losses(tiles: Path, tmp_path: Path) -> None:
+    """The control uses another shuffle seed."""
 
     def losses(name: str, *, config: dict[str, Any], stop_after: int | None = None) -> list[float]:
         run = start(tmp_path / name, tiles, stop_after, dropout=0.0, **{"train__steps": 10, **config})
@@ -105,7 +106,7 @@ def test_another_micro_batch_sees_the_same_images(tiles: Path, tmp_path: Path) -
     )
 
 
-def test_transformers_opens_what_it_exports(whole: Start, tiles: Path) -> None:
+def test_transformers_opens_the_export(whole: TinyRun, tiles: Path) -> None:
     from transformers import AutoModelForImageClassification
 
     model = AutoModelForImageClassification.from_pretrained(whole.directory.export).eval()
@@ -119,7 +120,7 @@ def test_transformers_opens_what_it_exports(whole: Start, tiles: Path) -> None:
     assert int(sums["accuracy"]) == round(50 * last["accuracy"])
 
 
-def test_other_records_are_refused_by_name(whole: Start, tiles: Path, tmp_path: Path) -> None:
+def test_resume_with_other_records_is_refused(whole: TinyRun, tiles: Path, tmp_path: Path) -> None:
     shutil.copytree(whole.directory.path, tmp_path / "run")
     make_small_tiles(tmp_path / "other", train=255, validation=50)
     with pytest.raises(CheckpointError, match=r"data=.*the checkpoint has data="):
@@ -129,7 +130,7 @@ def test_other_records_are_refused_by_name(whole: Start, tiles: Path, tmp_path: 
 # -- the task
 
 
-def test_images_are_normalised_by_the_training_split(tiles: Path) -> None:
+def test_images_are_standardized_by_the_training_split(tiles: Path) -> None:
     task, records = image_task(image_plan(tiles)), open_records(tiles, "train")
     samples = records.read(np.zeros(256, dtype=np.int64), np.arange(256))
     batch = task.collate(samples, CPU)
@@ -145,7 +146,7 @@ def test_images_are_normalised_by_the_training_split(tiles: Path) -> None:
     assert np.allclose(pixels.numpy(), again, atol=1e-4)
 
 
-def test_a_rank_without_images_passes_through_the_model(tiles: Path) -> None:
+def test_collate_of_no_samples_gives_a_masked_image(tiles: Path) -> None:
     task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
     nothing = np.zeros(0, dtype=np.int64)
     batch = task.collate(records.read(nothing, nothing), CPU)
@@ -155,7 +156,7 @@ def test_a_rank_without_images_passes_through_the_model(tiles: Path) -> None:
 
 
 class Constant(nn.Module):
-    """The same logits for every image: class 0 is likeliest."""
+    """The same logits for every image; class 0 is the most likely."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ class Constant(nn.Module):
         return {"logits": self.logits.expand(len(pixel_values), -1)}
 
 
-def test_what_an_evaluation_counts(tiles: Path) -> None:
+def test_evaluation_sums_loss_and_accuracy(tiles: Path) -> None:
     task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
     samples = records.read(np.zeros(50, dtype=np.int64), np.arange(50))
     sums = task.eval_sums(Constant(CLASSES), task.collate(samples, CPU))
@@ -185,7 +186,7 @@ def test_too_few_classes_are_refused(tiles: Path) -> None:
         task.loss_sum(Constant(CLASSES - 1), task.collate(samples, CPU))
 
 
-def test_what_reads_text_is_refused(tiles: Path) -> None:
+def test_text_settings_are_refused_with_images(tiles: Path) -> None:
     plan = image_plan(tiles)
     assert to_json(plan)["batch"]["images_per_step"] == 8
     for section, name, value, shows in (
@@ -244,16 +245,16 @@ def test_a_missing_split_is_refused(tiles: Path, tmp_path: Path) -> None:
         ready_for(config, None, Progress.silent())
 
 
-def test_the_experiments_model_fits_its_tiles() -> None:
+def test_experiment_model_fits_its_tiles() -> None:
     """Shapes and classes of ``python -m toolkit.data.tiles`` as it stands, and of +exp=vit_tiles."""
     from toolkit.config.compose import compose
-    from toolkit.data.tiles import CLASSES as MADE
+    from toolkit.data.tiles import CLASSES as TILE_CLASSES
     from toolkit.data.tiles import tile
     from toolkit.models.target import build_target
 
     config = compose(["+exp=vit_tiles"])
     assert set(VIT) <= set(config.model.arguments)
-    assert config.model.arguments["classes"] == MADE
+    assert config.model.arguments["classes"] == TILE_CLASSES
     model = build_target(config.model, 0)
-    image = torch.from_numpy(tile(3, np.random.default_rng(0), 12, 64, MADE).astype(np.float32))[None]
-    assert model(pixel_values=image).logits.shape == (1, MADE)
+    image = torch.from_numpy(tile(3, np.random.default_rng(0), 12, 64, TILE_CLASSES).astype(np.float32))[None]
+    assert model(pixel_values=image).logits.shape == (1, TILE_CLASSES)

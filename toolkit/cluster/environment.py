@@ -11,9 +11,10 @@ from pathlib import Path
 from toolkit.cluster.interface import interface_to
 from toolkit.cluster.machine import Machine, this_machine
 from toolkit.config.cluster import ClusterConfig
+from toolkit.config.schema import EngineName
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.devices import normalise
-from toolkit.plan.types import Device, World
+from toolkit.plan.types import Device, RunPlan, World
 
 HANDOVER = "--handover="  # our parent gives each rank the frozen start as a file
 
@@ -199,6 +200,20 @@ def set_defaults(
         ("MASTER_PORT", launch.port),
     ):
         environ.setdefault(name, str(value))
+
+
+def set_cuda_defaults(environ: MutableMapping[str, str], plan: RunPlan) -> None:
+    """Set what CUDA reads when the process first uses a GPU, unless the user has set it.
+
+    With tensor parallelism Megatron-core overlaps collectives with matrix multiplications, and relies on a single
+    hardware queue to start the collective first (``megatron/core/tensor_parallel/layers.py``).
+    """
+    if (
+        plan.world.device is Device.CUDA
+        and plan.config.engine.name is EngineName.megatron
+        and plan.axes.tensor > 1
+    ):
+        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def set_thread_default(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.cluster.environment import Launch, set_defaults, set_thread_default
+from toolkit.cluster.environment import Launch, set_cuda_defaults, set_defaults, set_thread_default
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.log import log_to
 from toolkit.cluster.machine import Machine, this_machine
@@ -17,6 +17,7 @@ from toolkit.cluster.rendezvous import Meeting
 from toolkit.cluster.start import Start, announce, begin
 from toolkit.cluster.stop import StopRequest
 from toolkit.errors import ExitCode, file_errors
+from toolkit.logs import configure_logging
 from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
 
@@ -50,6 +51,7 @@ def launch_process(
         UserError: a mistake in the words or the input.
         Left: another rank has said why.
     """
+    configure_logging(launch.rank)
     machine, meeting = this_machine(), Meeting(launch, words)
     if launch.ranks > 1:
         exit_handler.meeting = meeting
@@ -62,6 +64,7 @@ def launch_process(
     stop.heard = exit_handler.hear
     if watches(launch, plan.world, plan.config.cluster):
         return start_ranks(script, start, directory, stop, exit_handler, plan.config.cluster)
+    set_cuda_defaults(os.environ, plan)  # before the preflight check, which uses the GPUs
     if plan.config.cluster.preflight:
         _look_at_machines(plan, launch, meeting)
     set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for what rank 0 does 
 
 @dataclass(frozen=True, slots=True)
 class StepConsensus:
-    """Equal on all ranks after a step."""
+    """What one rank reports after a step, and after :func:`reach_consensus` what all ranks agree on."""
 
     stop: bool = False  # some rank was asked to stop
     save: bool = False  # by rank 0's clock a checkpoint is due
@@ -43,6 +43,20 @@ class StepConsensus:
     bad_weights: bool = False  # so is the state of some rank; it is checked only if ``nonfinite`` is true
     host_bytes: int = 0  # of the fullest process: ``observe/process_stats.py``
     device_bytes: int = 0  # that tensors hold on the fullest device; 0 on CPU
+
+
+_MICROSECONDS = ("data_seconds", "gc_seconds")  # the exchange is of integers
+
+
+def reach_consensus(own: StepConsensus, all_reduce_flags: FlagReduce) -> StepConsensus:
+    """Replace every field by its largest value on any rank. Collective."""
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(own)}
+    scales = {name: 1e6 if name in _MICROSECONDS else 1 for name in defaults}
+    values = all_reduce_flags([round(getattr(own, name) * scales[name]) for name in defaults])
+    agreed = dict(zip(defaults, values, strict=True))
+    return StepConsensus(
+        **{name: type(defaults[name])(value / scales[name]) for name, value in agreed.items()}
+    )
 
 
 def single_rank_reduce(values: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What an axis' links were measured to do: latency and bandwidth. Pure; who measures is ``observe/probe.py``.
+"""What an axis' links were measured to do: latency and bandwidth. Pure; who measures is ``observe/comm_benchmark.py``.
 
 Bandwidth is what NCCL-tests call bus bandwidth (its doc/PERFORMANCE.md): an all-reduce of S bytes over n ranks in t seconds moves
 2 (n - 1) / n S bytes over each rank's link, so 2 (n - 1) / n S / t; of a send it is S / t. It can be compared with what the hardware has.

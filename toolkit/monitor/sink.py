@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]  # plain JSON types; ``step`` is the number of completed optimizer steps
 
@@ -68,15 +70,11 @@ class NullSink(Sink):
         pass
 
 
-def tell(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
-
-
 class CompositeSink(Sink):
     """All of ``sinks``. Training must not end for want of a disk or a service that only watches it: a sink that raises is told
     once and left out from then on."""
 
-    def __init__(self, sinks: Sequence[Sink], tell: Callable[[str], None] = tell) -> None:
+    def __init__(self, sinks: Sequence[Sink], tell: Callable[[str], None] = log.warning) -> None:
         self._sinks = list(sinks)
         self._tell = tell
 

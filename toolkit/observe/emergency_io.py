@@ -1,4 +1,4 @@
-"""What can still be done where the main thread, a disk or a device does not answer: in bounded time, and around everybody's locks."""
+"""Output that works while the main thread, a disk or a device hangs: bounded in time, and without locks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ T = TypeVar("T")
 
 
 def run_with_timeout(action: Callable[[], T], seconds: float) -> T | None:
-    """What it gives, if that comes in time and does not fail."""
-    answers: list[T] = []
+    """Return the result of ``action``; None if it fails or takes longer."""
+    results: list[T] = []
 
     def work() -> None:
         try:
-            answers.append(action())
-        except Exception as error:  # noqa: BLE001  said; who called goes on
+            results.append(action())
+        except Exception as error:  # noqa: BLE001  reported; the caller continues
             write_stderr(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=work, name="watchdog-work", daemon=True)
     thread.start()
     thread.join(seconds)
-    return answers[0] if answers else None
+    return results[0] if results else None
 
 
 def write_stderr(line: str) -> None:
-    """Not through ``sys.stderr``, whose lock another thread may hold."""
+    """Write to the descriptor, because another thread may hold the lock of ``sys.stderr``."""
     os.write(2, f"{line}\n".encode())
 
 

@@ -1,7 +1,8 @@
-"""Rows of a run to the detectors, and their alerts to people."""
+"""Run the health detectors on the rows of a run, and pass their alerts to the sinks."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +16,13 @@ from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.limiter import Limiter
 from toolkit.monitor.sink import Kind, NullSink, Row, Sink
 
+log = logging.getLogger(__name__)
 
-class Alerts:
-    """The way by which alerts of this process get out: limited in their rate, then to the sinks. From any thread.
 
-    RUN_DIR in a next step becomes the folder of the run: what a person should type can be typed, and who alerts need not know the folder.
+class AlertDispatcher:
+    """Limit the rate of this process's alerts and log them to a sink. May be called from any thread.
+
+    ``RUN_DIR`` in a next step is replaced by the run directory, so that the user can paste the command.
     """
 
     def __init__(self, sink: Sink, run_dir: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,47 +31,44 @@ class Alerts:
 
     def __call__(self, alert: Alert) -> None:
         with self._lock:
-            told = self._limiter.admit(alert, self._clock())
-        if told is not None:
-            self._sink.log(
-                Kind.ALERT, replace(told, next_step=told.next_step.replace("RUN_DIR", self._run_dir)).row()
-            )
+            admitted = self._limiter.admit(alert, self._clock())
+        if admitted is not None:
+            next_step = admitted.next_step.replace("RUN_DIR", self._run_dir)
+            self._sink.log(Kind.ALERT, replace(admitted, next_step=next_step).row())
 
 
 class HealthSink(NullSink):
-    """Shows each row to the detectors of its kind. One that raises is told and left out: a mistake in it is no reason to lose the others.
+    """Pass each row to the detectors of its kind. A detector that raises is logged and removed.
 
-    Behind a queue, so that it is called by one thread and costs the training none of its time.
+    It runs behind a queue, so a single thread calls it and training does not wait for it.
     """
 
-    def __init__(
-        self, detectors: Sequence[Detector], alert: Callable[[Alert], None], tell: Callable[[str], None]
-    ) -> None:
-        self._detectors, self._alert, self._tell = list(detectors), alert, tell
+    def __init__(self, detectors: Sequence[Detector], alert: Callable[[Alert], None]) -> None:
+        self._detectors, self._alert = list(detectors), alert
 
     def log(self, kind: Kind, row: Row) -> None:
         for detector in list(self._detectors):
             if kind not in detector.kinds:
                 continue
             try:
-                found = detector.see(kind, row)
-            except Exception as error:  # noqa: BLE001  a detector only watches
+                alert = detector.see(kind, row)
+            except Exception as error:  # noqa: BLE001  a broken detector must not disable the others
                 self._detectors.remove(detector)
-                self._tell(
-                    f"{type(detector).__name__} failed and looks no more: {type(error).__name__}: {error}"
+                log.warning(
+                    f"{type(detector).__name__} failed and is disabled: {type(error).__name__}: {error}"
                 )
             else:
-                if found is not None:
-                    self._alert(found)
+                if alert is not None:
+                    self._alert(alert)
 
 
-class Saves(Hook):
-    """Tells which checkpoint is the newest complete one."""
+class CheckpointListener(Hook):
+    """Call ``on_saved`` with the step of each complete checkpoint."""
 
-    def __init__(self, saved: Callable[[int], None]) -> None:
-        self._saved = saved
+    def __init__(self, on_saved: Callable[[int], None]) -> None:
+        self._on_saved = on_saved
 
     def on_checkpoint(self, path: Path) -> None:
         step = step_of(path)
         assert step is not None, f"{path} is a checkpoint of this run"
-        self._saved(step)
+        self._on_saved(step)

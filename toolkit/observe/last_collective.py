@@ -1,4 +1,4 @@
-"""What the ranks know of each other's processes and calls, beside their tensors: for whoever has to say why they wait."""
+"""What ranks know of each other's processes and calls without communicating, for the report of a hang."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ from toolkit.monitor.hangs.stacks import ProcessId, this_process
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-MARGIN_SECONDS = 300.0  # that process groups wait longer than the limit of a hang
+MARGIN_SECONDS = 300.0  # added to the hang limit for the time-outs of process groups
 RECORD_BYTES = 4096
 
 
-def gather_process_ids(ranks: int, notes: int, box: int) -> list[ProcessId]:
-    """Of all ranks, by rank; collective. ``notes``, ``box``: this one's descriptors that others may read."""
-    mine = this_process(socket.gethostname(), notes, box)
-    found = [mine] * ranks
+def gather_process_ids(ranks: int, stacks_fd: int, last_call_fd: int) -> list[ProcessId]:
+    """Return the process of every rank, by rank. Collective.
+
+    Args:
+        stacks_fd, last_call_fd: this process's descriptors that other processes of the host may read.
+    """
+    own = this_process(socket.gethostname(), stacks_fd, last_call_fd)
+    processes = [own] * ranks
     if ranks > 1:
-        dist.all_gather_object(found, mine)
-    return found
+        dist.all_gather_object(processes, own)
+    return processes
 
 
 class LastCollective:
-    """The newest call of this process in memory that outlives it, where a neighbour of the host holds it open: gloo ends the whole process
-    of a rank that is sent more than it has room for, and a stopped one cannot speak either. Noting takes some microseconds.
+    """Keep this process's newest call in a memory file that other processes of the host can read.
 
-    Attributes:
-        descriptor: to be given to :func:`everyone`.
+    The file survives the process as long as another process holds it open: gloo terminates a rank that
+    receives more than it has room for, and a stopped rank cannot report either. A call of ``record`` takes a
+    few microseconds.
     """
 
     def __init__(self) -> None:
@@ -45,14 +49,13 @@ class LastCollective:
         os.ftruncate(self.descriptor, RECORD_BYTES)
         self._memory = mmap.mmap(self.descriptor, RECORD_BYTES)
 
-    def note(
+    def record(
         self, group: str, axis: str, number: int, operation: str, peer: int | None, begun: float, tensors: str
     ) -> None:
-        """As in ``Call``."""
-        text = f"{group}\n{axis}\n{number}\n{operation}\n{peer}\n{begun}\n{tensors}"[
-            : RECORD_BYTES - 1
-        ].encode()
-        self._memory[: len(text) + 1] = text + b"\0"
+        """Replace the record. The arguments are fields of ``Call``."""
+        text = f"{group}\n{axis}\n{number}\n{operation}\n{peer}\n{begun}\n{tensors}"
+        data = text[: RECORD_BYTES - 1].encode()
+        self._memory[: len(data) + 1] = data + b"\0"
 
     def close(self) -> None:
         self._memory.close()
@@ -60,18 +63,20 @@ class LastCollective:
 
 
 def open_neighbour_records(processes: Sequence[ProcessId], rank: int) -> dict[int, int]:
-    """The boxes of this rank's neighbours on its host, open in this process: descriptors by rank."""
-    found = {}
+    """Open the records of the other ranks on this rank's host. Returns descriptors by rank."""
+    descriptors = {}
     for other, process in enumerate(processes):
-        if process.beside(processes[rank]) and other != rank:
-            with suppress(OSError):  # of another user's processes: then their last calls are not known
-                found[other] = os.open(f"/proc/{process.pid}/fd/{process.box}", os.O_RDONLY | os.O_CLOEXEC)
-    return found
+        if process.shares_host(processes[rank]) and other != rank:
+            with suppress(OSError):  # a process of another user
+                path = f"/proc/{process.pid}/fd/{process.last_call_fd}"
+                descriptors[other] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return descriptors
 
 
-def read_last_collective(box: int) -> Call | None:
-    """What a box has, without the group's ranks, which its other ranks know; None where nothing was noted."""
-    group, *rest = os.pread(box, RECORD_BYTES, 0).partition(b"\0")[0].decode(errors="replace").split("\n")
+def read_last_collective(descriptor: int) -> Call | None:
+    """Return the recorded call, with an empty ``ranks``; None if there is no complete record."""
+    data = os.pread(descriptor, RECORD_BYTES, 0)
+    group, *rest = data.partition(b"\0")[0].decode(errors="replace").split("\n")
     try:
         axis, number, operation, peer, begun, tensors = rest
         return Call(
@@ -85,28 +90,34 @@ def read_last_collective(box: int) -> Call | None:
             finished=False,
             peer=None if peer == "None" else int(peer),
         )
-    except ValueError:  # empty, or the process ended while it wrote
+    except ValueError:  # the record is empty, or the process ended while it wrote
         return None
 
 
 def clone_store() -> Store:
-    """A connection of its own to where the process group met: a call on the group's may wait for minutes, and holds its lock."""
-    return dist.PrefixStore("hang", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]  # it is there
+    """Open a separate connection to the process group's store, whose own may be locked by a call for
+    minutes.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore("hang", store.clone())  # type: ignore[attr-defined]  # missing from torch's stubs
 
 
 def extend_group_timeouts(seconds: float) -> None:
-    """No group of this process gives up before ``seconds`` and a margin: its own time-out would end one rank, without the others' word.
-    NCCL's is ten minutes where nobody said otherwise, gloo's thirty."""
+    """Raise the time-out of every process group to ``seconds`` plus a margin.
+
+    A group's own time-out (ten minutes for NCCL, thirty for gloo) would end one rank before the watchdog
+    could ask it for a report.
+    """
     if not dist.is_initialized():
         return
-    least = timedelta(seconds=seconds + MARGIN_SECONDS)
+    minimum = timedelta(seconds=seconds + MARGIN_SECONDS)
     for group in list(dist.distributed_c10d._world.pg_map):
-        own = [group._get_backend(device).options._timeout for device in group._device_types]
-        if own and min(own) < least:
-            dist.distributed_c10d._set_pg_timeout(max(least, *own), group)
+        timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
+        if timeouts and min(timeouts) < minimum:
+            dist.distributed_c10d._set_pg_timeout(max(minimum, *timeouts), group)
 
 
 def dump_nccl_trace() -> str:
-    """What NCCL's flight recorder has of this rank's calls, as JSON. PyTorch has it where it was built with NCCL."""
+    """Return NCCL's flight recording of this rank's calls as JSON. Needs PyTorch built with NCCL."""
     text = c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
     return text.decode() if isinstance(text, bytes) else text

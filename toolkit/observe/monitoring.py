@@ -1,4 +1,4 @@
-"""Everything that watches a run, put together: what is measured, what is told, and the hooks that do it."""
+"""Set up everything that observes a run: the recorder, the sinks, and the hooks that measure and judge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from toolkit.config.schema import parse_cadence
 from toolkit.engine import collectives
 from toolkit.engine.clock import clock_of
 from toolkit.engine.protocol import Engine
-from toolkit.engine.rank_sync import FlagReduce
 from toolkit.errors import ExitCode
 from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
@@ -20,157 +19,128 @@ from toolkit.monitor.health.detectors import detectors
 from toolkit.monitor.health.saving import LateCheckpoint
 from toolkit.monitor.parts import UNRECORDED, Recorder
 from toolkit.monitor.recorder import StepRecorder
-from toolkit.monitor.sink import CompositeSink, Kind, Only, Sink, tell
-from toolkit.monitor.sinks.console import say
+from toolkit.monitor.sink import CompositeSink, Kind, Only, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
-from toolkit.observe.gather import gather_of
-from toolkit.observe.health import Alerts, HealthSink, Saves
-from toolkit.observe.ledger import Ledger, ledger_of
-from toolkit.observe.probe import Probe
-from toolkit.observe.process_stats import ProcessStats
-from toolkit.observe.processor import Processor
-from toolkit.observe.profile import Profile
-from toolkit.observe.replicas import Replicas
-from toolkit.observe.system import sampling
-from toolkit.observe.watchdog import Progress, watchdog
+from toolkit.observe.comm_benchmark import CommBenchmark
+from toolkit.observe.context import RankContext
+from toolkit.observe.gather import Gather, make_gather
+from toolkit.observe.health import AlertDispatcher, CheckpointListener, HealthSink
+from toolkit.observe.ledger import LedgerHook, make_ledger
+from toolkit.observe.process_stats import DelayTracker, ProcessStats
+from toolkit.observe.profiler import StepProfiler
+from toolkit.observe.replicas import ReplicaCheck
+from toolkit.observe.system import sample_system
+from toolkit.observe.watchdog import HangMonitor, watch_for_hangs
 from toolkit.plan.types import RunPlan
-from toolkit.rundir.directory import RunDirectory
 
-JUDGING_LAG_SECONDS = 0.5  # steps are judged a few at a time: a thread that is woken for each costs more by that than by the work
-JUDGED_SECONDS = 5.0  # how long the end waits for the last rows to be looked at
+HEALTH_LAG_SECONDS = 0.5  # waking a thread for every row costs more than the detectors' work
+HEALTH_CLOSE_SECONDS = 5.0  # how long the end waits until the detectors have seen the last rows
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """What a rank's run is watched by.
+class RunMonitor:
+    """What observes one rank's run.
 
     Attributes:
-        sink: takes the rows of the run: the run's sinks, and on rank 0 what judges the rows.
-        recorder: where its time goes; the engine and the loop tell it.
-        alert: takes what deserves attention. On rank 0 it reaches people; other ranks' alerts are of their own node.
-        ledger: gathers where the ranks' time goes; None: nobody asked for it.
-        makers: of the hooks, which may want to know the engine.
-        vitals: of this rank's process.
-        progress: is told that the run goes on; without such a word for ``monitor.hang_seconds`` the run is ended.
+        sink: takes the rows of the run; on rank 0 the health detectors see them too.
+        recorder: the engine and the loop report to it where time goes.
+        alert: takes alerts; on rank 0 they are about the run, on other ranks about their node.
+        ledger: gathers the ranks' step times; None if it is disabled.
+        hook_factories: build the hooks once the engine exists.
+        hangs: ends the run if it makes no progress for ``monitor.hang_seconds``.
     """
 
     sink: Sink
     recorder: Recorder
     alert: Callable[[Alert], None]
-    ledger: Ledger | None
-    makers: Sequence[Callable[[Engine], Hook]]
+    ledger: LedgerHook | None
+    hook_factories: Sequence[Callable[[Engine], Hook]]
     process_stats: ProcessStats
-    progress: Progress
+    hangs: HangMonitor
 
-    def hooks(self, engine: Engine) -> list[Hook]:
-        """In the order in which they listen, before evaluation and saving."""
-        return [make(engine) for make in self.makers]
+    def build_hooks(self, engine: Engine) -> list[Hook]:
+        """Return the hooks in call order; they come before evaluation and saving."""
+        return [build(engine) for build in self.hook_factories]
 
-    def ledger_due(self) -> int:
-        """What this rank says of the ledger in each step's exchange: ``StepConsensus.ledger``."""
+    def ledger_steps_due(self) -> int:
+        """Return this rank's value of ``StepConsensus.ledger``."""
         return 0 if self.ledger is None else self.ledger.due()
 
 
 @contextmanager
-def watching(
-    plan: RunPlan,
-    directory: RunDirectory,
-    sink: Sink,
-    all_reduce_flags: FlagReduce,
-    *,
-    rank: int,
-    attempt: int,
-) -> Iterator[Watch]:
-    """From before the engine is built until the run is over, whatever ends it."""
-    monitor, attempt_folder = plan.config.monitor, directory.attempt_folder(attempt)
+def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
+    """Observe the run from before the engine is built until it is over. Collective."""
+    plan, rank, monitor = context.plan, context.rank, context.plan.config.monitor
+    attempt_folder = context.directory.attempt_folder(context.attempt)
     recorder: Recorder = UNRECORDED
-    taking: StepRecorder | None = None
-    makers: list[Callable[[Engine], Hook]] = []
-    ledger: Ledger | None = None
+    step_recorder: StepRecorder | None = None
+    factories: list[Callable[[Engine], Hook]] = []
+    ledger: LedgerHook | None = None
     with ExitStack() as stack:
-        alert = Alerts(sink, plan.run_dir)
+        alert = AlertDispatcher(sink, plan.run_dir)
         process_stats = stack.enter_context(closing(ProcessStats()))
         if rank == 0:
-            sink = CompositeSink([sink, judge(plan, alert, stack, makers)])
+            late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
+            health = open_health_sink(plan, alert, late)
+            stack.callback(health.close, int(ExitCode.DONE))
+            sink = CompositeSink([sink, health])
+            factories.append(lambda engine: CheckpointListener(late.saved))
         if monitor.ledger:
-            processor = stack.enter_context(closing(Processor()))
-            processor.start()
-            recorder = taking = StepRecorder(
-                clock_of(plan.world.device), pipelined=plan.axes.pipeline > 1, delays=processor.read
+            delays = stack.enter_context(closing(DelayTracker()))
+            delays.start()
+            pipelined = plan.axes.pipeline > 1
+            recorder = step_recorder = StepRecorder(
+                clock_of(plan.world.device), pipelined=pipelined, delays=delays.read
             )
-            log_row = partial(sink.log, Kind.LEDGER)
-            ledger = made = stack.enter_context(
-                closing(ledger_of(plan, taking, log_row, rank=rank, say=say, tell=tell))
-            )
-            makers.append(lambda engine: made)
+            made = make_ledger(context, step_recorder, partial(sink.log, Kind.LEDGER))
+            ledger = stack.enter_context(closing(made))
+            factories.append(lambda engine: made)
         if monitor.ledger or monitor.hang_seconds:
-            stack.enter_context(collectives.watched(plan.axes, taking))
+            stack.enter_context(collectives.watched(plan.axes, step_recorder))
         if monitor.replicas_every and plan.axes.size > 1:
-            compare = gather_of(rank, plan.axes.size, plan.world.ranks_per_node)
-            makers.append(
-                lambda engine: stack.enter_context(
-                    closing(
-                        Replicas(
-                            plan,
-                            engine,
-                            all_reduce_flags,
-                            compare,
-                            rank=rank,
-                            every=monitor.replicas_every,
-                            alert=alert,
-                            tell=tell,
-                        )
-                    )
-                )
-            )
+            gather = make_gather(rank, plan.axes.size, plan.world.ranks_per_node)
+            factories.append(lambda engine: _build_replica_check(context, engine, gather, alert, stack))
         if monitor.probe:
-            makers.append(
-                lambda engine: Probe(
+            factories.append(
+                lambda engine: CommBenchmark(
                     plan,
                     engine.device,
-                    all_reduce_flags,
+                    context.all_reduce_flags,
                     rank=rank,
                     file=attempt_folder / "probe.json",
                     sink=sink,
-                    take=recorder.transfers_take,
-                    say=say,
+                    set_transfer_time=recorder.transfers_take,
                 )
             )
-        if monitor.profile_step is not None and rank % plan.world.ranks_per_node == 0:
-            first, file = monitor.profile_step, attempt_folder / f"trace-rank-{rank}.json.gz"
-            makers.append(
-                lambda engine: Profile(first, monitor.profile_steps, file, engine.device, say=say, tell=tell)
-            )
+        if (first := monitor.profile_step) is not None and context.first_on_node:
+            trace = attempt_folder / f"trace-rank-{rank}.json.gz"
+            factories.append(lambda engine: StepProfiler(first, monitor.profile_steps, trace, engine.device))
+        sampling = stack.enter_context(sample_system(context, sink, alert))
+        factories.append(lambda engine: sampling)
 
-        stepping = stack.enter_context(
-            sampling(plan, directory, sink, all_reduce_flags, alert, rank=rank, say=say, tell=tell)
-        )
-        makers.append(lambda engine: stepping)
-
-        # The last to be entered is the first to be left: it asks the others while calls are still remembered.
-        progress = stack.enter_context(
-            watchdog(plan, directory, sink, alert, taking, rank=rank, attempt=attempt)
-        )
-        makers.insert(0, lambda engine: progress)
-        yield Watch(sink, recorder, alert, ledger, makers, process_stats, progress)
+        # Entered last and left first: at the end it reports the collective calls, which are recorded until
+        # then.
+        hangs = stack.enter_context(watch_for_hangs(context, sink, alert, step_recorder))
+        factories.insert(0, lambda engine: hangs)
+        yield RunMonitor(sink, recorder, alert, ledger, factories, process_stats, hangs)
 
 
-def judge(
-    plan: RunPlan, alert: Callable[[Alert], None], stack: ExitStack, makers: list[Callable[[Engine], Hook]]
-) -> Sink:
-    """On rank 0: looks at the rows of the run, in a thread of its own."""
-    late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
-    makers.append(lambda engine: Saves(late.saved))
-    judges = [*detectors(plan), late]
+def _build_replica_check(
+    context: RankContext, engine: Engine, gather: Gather, alert: Callable[[Alert], None], stack: ExitStack
+) -> ReplicaCheck:
+    every = context.plan.config.monitor.replicas_every
+    return stack.enter_context(closing(ReplicaCheck(context, engine, gather, every=every, alert=alert)))
+
+
+def open_health_sink(plan: RunPlan, alert: Callable[[Alert], None], late: LateCheckpoint) -> Sink:
+    """Return a sink that runs the health detectors on the rows of the run in a thread. For rank 0."""
+    active = [*detectors(plan), late]
     queued = QueuedSink(
-        lambda: HealthSink(judges, alert, tell),
+        lambda: HealthSink(active, alert),
         "health",
-        lag_seconds=JUDGING_LAG_SECONDS,
-        close_seconds=JUDGED_SECONDS,
+        lag_seconds=HEALTH_LAG_SECONDS,
+        close_seconds=HEALTH_CLOSE_SECONDS,
     )
-    wanted = {kind for one in judges for kind in one.kinds}
-    health = CompositeSink(
-        [Only(queued, lambda kind, row: kind in wanted)]
-    )  # trouble of its own is told, and ends nothing
-    stack.callback(health.close, int(ExitCode.DONE))
-    return health
+    kinds = {kind for detector in active for kind in detector.kinds}
+    # A CompositeSink of one logs errors instead of raising them.
+    return CompositeSink([Only(queued, lambda kind, row: kind in kinds)])

@@ -1,6 +1,8 @@
-"""Words between ranks that may no longer be able to call each other: a file in the attempt's folder, and a key in the store in which the
-process group met, for nodes without a common disk. Neither is waited for without bound: a stopped rank may be the one that serves the
-store."""
+"""Messages between ranks that may no longer be able to make collective calls.
+
+A message is a file in the attempt's folder, and for nodes without a shared disk a key in the process group's
+store. Calls of the store are bounded in time, because the rank that serves it may be stopped.
+"""
 
 from __future__ import annotations
 
@@ -16,65 +18,68 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STORE_SECONDS = 2.0  # that one call of the store may take
+STORE_SECONDS = 2.0  # time-out of one call of the store
 
 
 class RankMessages:
     """
     Args:
-        folder: made when the first word is written.
-        store: a connection of its own, since another thread may sit in a call of the group's; None where one node has all ranks.
+        folder: created by the first message.
+        store: a separate connection, because another thread may block in a call of the group's connection;
+            None if all ranks share one node.
     """
 
     def __init__(self, folder: Path, store: Store | None) -> None:
         self._folder, self._store = folder, store
-        self._dead = False  # the store does not answer
+        self._store_failed = False
 
     def post(self, name: str, text: str) -> None:
-        """For whoever reads ``name`` later; what was there is replaced.
+        """Publish a message under ``name``, replacing an earlier one.
 
         Raises:
-            OSError: there is no file of it; with a store it may have been heard all the same.
+            OSError: the file could not be written. With a store, other ranks may have the message all the
+                same.
         """
         store = self._store
         if store is not None:
-            self._ask(lambda: store.set(name, text))
+            self._call_store(lambda: store.set(name, text))
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"{name}.json", text, durable=False)
 
     def read(self, name: str) -> str | None:
-        """None: nobody has written it, or it cannot be had."""
+        """Return the message, from the file or the store; None if there is none."""
         try:
             return (self._folder / f"{name}.json").read_text(encoding="utf-8")
         except OSError:
-            return self._from_store(name)
+            return self._read_store(name)
 
-    def look(self, name: str) -> str | None:
-        """As :meth:`read`, in the one place where looking again and again costs little: thousands of ranks share the disk of several
-        nodes."""
-        return self.read(name) if self._store is None else self._from_store(name)
+    def poll(self, name: str) -> str | None:
+        """Like :meth:`read`, but only from where polling is cheap: thousands of ranks share the disk of
+        several nodes.
+        """
+        return self.read(name) if self._store is None else self._read_store(name)
 
-    def _from_store(self, name: str) -> str | None:
+    def _read_store(self, name: str) -> str | None:
         store = self._store
         if store is None:
             return None
-        found = self._ask(lambda: store.get(name) if store.check([name]) else b"")
-        return found.decode() if found else None
+        value = self._call_store(lambda: store.get(name) if store.check([name]) else b"")
+        return value.decode() if value else None
 
-    def _ask(self, call: Callable[[], T]) -> T | None:
-        """What the store answers; None where it does not, and from then on nobody asks it."""
-        if self._dead:
+    def _call_store(self, call: Callable[[], T]) -> T | None:
+        """Return the store's answer; None, for this and all later calls, once it does not answer."""
+        if self._store_failed:
             return None
-        answers: list[T] = []
+        results: list[T] = []
 
         def work() -> None:
             try:
-                answers.append(call())
-            except RuntimeError:  # of torch.distributed: the connection is gone
-                self._dead = True
+                results.append(call())
+            except RuntimeError:  # the connection is closed
+                self._store_failed = True
 
         thread = threading.Thread(target=work, name="mailbox", daemon=True)
         thread.start()
         thread.join(STORE_SECONDS)
-        self._dead = self._dead or thread.is_alive()
-        return answers[0] if answers else None
+        self._store_failed = self._store_failed or thread.is_alive()
+        return results[0] if results else None

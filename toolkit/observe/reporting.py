@@ -1,88 +1,94 @@
-"""Hooks that report training: metric rows, ``status.json`` and plots."""
+"""Hooks that report progress: metric rows, ``status.json``, samples by source, and plots."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint_folder import step_of
 from toolkit.config.schema import Precision
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.monitor.throughput import Course, Throughput
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
+log = logging.getLogger(__name__)
+
 STATUS_SECONDS = 1.0
 PLOT_SECONDS = 60.0
 
+SamplesConsumed = Mapping[str, tuple[int, float]]  # samples and epochs by source: ``SampleStream.consumed``
 
-class Metrics(Hook):
-    """One row a step and one an evaluation, to the sinks."""
+
+class MetricsLogger(Hook):
+    """Log one row per step and per evaluation to the sinks.
+
+    Args:
+        consumed: returns the samples and epochs of each source after a step. Rows include epochs if there
+            are several sources.
+        clock: must be the clock of ``course``.
+    """
 
     def __init__(
         self,
         plan: RunPlan,
         sink: Sink,
-        consumed: Callable[[int], Mapping[str, tuple[int, float]]],
+        consumed: Callable[[int], SamplesConsumed],
         course: Course,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            consumed: samples and epochs of each source after a step. Rows have the epochs where there are several sources.
-            clock: that of ``course``.
-        """
-        self._plan, self._sink, self._consumed, self._course, self._clock = (
-            plan,
-            sink,
-            consumed,
-            course,
-            clock,
-        )
-        self._scaled = plan.config.precision.name is Precision.fp16
+        self._plan, self._sink, self._consumed = plan, sink, consumed
+        self._course, self._clock = course, clock
+        self._loss_scaling = plan.config.precision.name is Precision.fp16
         self._throughput = Throughput.of(plan)
 
-    def on_step(self, done: StepDone) -> None:
-        result, plan = done.result, self._plan
-        samples = plan.batch.at(done.step - 1).size
-        row = {
-            "step": done.step,
+    def on_step(self, completed: CompletedStep) -> None:
+        result, consensus, plan = completed.result, completed.consensus, self._plan
+        samples = plan.batch.at(completed.step - 1).size
+        row: dict[str, Any] = {
+            "step": completed.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": done.lr,
+            "lr": completed.lr,
             plan.unit: result.tokens,
-            "step_seconds": done.seconds,
-            "data_seconds": done.agreed.data_seconds,
-            "gc_seconds": done.agreed.gc_seconds,
-            "host_bytes": done.agreed.host_bytes,
+            "step_seconds": completed.seconds,
+            "data_seconds": consensus.data_seconds,
+            "gc_seconds": consensus.gc_seconds,
+            "host_bytes": consensus.host_bytes,
             **self._throughput.row(
                 samples=samples,
                 units=result.tokens,
                 computed=samples * plan.units_per_sample,
-                seconds=done.seconds,
+                seconds=completed.seconds,
             ),
-            **self._course.row(step=done.step, seconds=done.seconds, now=self._clock()),
+            **self._course.row(step=completed.step, seconds=completed.seconds, now=self._clock()),
         }
-        device = {"device_bytes": done.agreed.device_bytes} if plan.world.device is Device.CUDA else {}
-        scaling = {"skipped": result.skipped, "loss_scale": result.loss_scale} if self._scaled else {}
-        if done.agreed.nonfinite:  # the only rows with these keys, but for fp16's
-            scaling |= {"skipped": result.skipped, "weights_finite": not done.agreed.bad_weights}
-        consumed = self._consumed(done.step)
-        epochs = (
-            {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()} if len(consumed) > 1 else {}
-        )
-        self._sink.log(Kind.STEP, {**row, **device, **scaling, **epochs})
+        if plan.world.device is Device.CUDA:
+            row["device_bytes"] = consensus.device_bytes
+        if self._loss_scaling:
+            row |= {"skipped": result.skipped, "loss_scale": result.loss_scale}
+        if consensus.nonfinite:
+            row |= {"skipped": result.skipped, "weights_finite": not consensus.bad_weights}
+        consumed = self._consumed(completed.step)
+        if len(consumed) > 1:
+            row |= {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()}
+        self._sink.log(Kind.STEP, row)
 
     def on_eval(self, row: Row) -> None:
         self._sink.log(Kind.EVAL, row)
 
 
-class StatusFile(Hook):
-    """``status.json`` while the run is under way, at a bounded rate; how it ended is written by whoever started it. For rank 0."""
+class StatusWriter(Hook):
+    """Write ``status.json`` while the run is under way, at a bounded rate. For rank 0.
+
+    The process that started the run writes how it ended.
+    """
 
     def __init__(
         self,
@@ -100,10 +106,10 @@ class StatusFile(Hook):
     def on_start(self, step: int) -> None:
         self._write(step)
 
-    def on_step(self, done: StepDone) -> None:
-        self._step = done.step
+    def on_step(self, completed: CompletedStep) -> None:
+        self._step = completed.step
         if self._clock() >= self._next:
-            self._write(done.step)
+            self._write(completed.step)
 
     def on_checkpoint(self, path: Path) -> None:
         self._checkpoint = path
@@ -126,41 +132,58 @@ class StatusFile(Hook):
         )
 
 
-class Plots(Hook):
-    """Draws at the end, and where checkpoints are complete, at a bounded rate and in a thread: training does not wait for a
-    picture. For rank 0."""
+class DataProgressLogger(Hook):
+    """Log the samples taken from each source at each evaluation and checkpoint. For rank 0."""
 
-    def __init__(
-        self,
-        draw: Callable[[], object],
-        tell: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._draw, self._tell, self._clock = draw, tell, clock
-        self._thread: threading.Thread | None = None
-        self._next = clock() + PLOT_SECONDS
-        self._broken = False
+    def __init__(self, consumed: Callable[[int], SamplesConsumed]) -> None:
+        self._consumed = consumed
+        self._logged_step = -1
+
+    def on_eval(self, row: Row) -> None:
+        self._log(row["step"])
 
     def on_checkpoint(self, path: Path) -> None:
-        if (
-            self._broken
-            or self._clock() < self._next
-            or (self._thread is not None and self._thread.is_alive())
-        ):
+        self._log(step_of(path))
+
+    def _log(self, step: int | None) -> None:
+        if step is not None and step > self._logged_step:
+            self._logged_step = step
+            log.info(f"step {step}: samples taken: {format_consumed(self._consumed(step))}")
+
+
+def format_consumed(consumed: SamplesConsumed) -> str:
+    """``code 1,200 (0.31 epochs), web 3,600 (0.02 epochs)``."""
+    return ", ".join(
+        f"{name} {samples:,} ({epochs:.3g} epochs)" for name, (samples, epochs) in consumed.items()
+    )
+
+
+class PlotWriter(Hook):
+    """Draw plots at the end, and after checkpoints in a background thread at a bounded rate. For rank 0."""
+
+    def __init__(self, draw: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._draw, self._clock = draw, clock
+        self._thread: threading.Thread | None = None
+        self._next = clock() + PLOT_SECONDS
+        self._failed = False
+
+    def on_checkpoint(self, path: Path) -> None:
+        busy = self._thread is not None and self._thread.is_alive()
+        if self._failed or busy or self._clock() < self._next:
             return
         self._next = self._clock() + PLOT_SECONDS
-        self._thread = threading.Thread(target=self._work, name="plots", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="plots", daemon=True)
         self._thread.start()
 
     def on_end(self, step: int) -> None:
         if self._thread is not None:
             self._thread.join()
-        if not self._broken:
-            self._work()
+        if not self._failed:
+            self._run()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             self._draw()
-        except Exception as error:  # noqa: BLE001  a picture is no reason to end a training
-            self._broken = True
-            self._tell(f"no more plots: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001  a failed plot must not end training
+            self._failed = True
+            log.warning(f"plots are disabled: {type(error).__name__}: {error}")

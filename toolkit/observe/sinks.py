@@ -1,8 +1,9 @@
-"""Which sinks a run has."""
+"""Open the sinks of a run: files, W&B and the console."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink, tell
+from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Only, Sink
 from toolkit.monitor.sinks import facts
 from toolkit.monitor.sinks.console import AlertLines, ConsoleSink, Table
 from toolkit.monitor.sinks.jsonl import JsonlSink
@@ -23,42 +24,40 @@ from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.sinks.rate_limit import RateLimitedSink
 from toolkit.monitor.sinks.subprocess_sink import CLOSE_SECONDS, SubprocessSink
 from toolkit.monitor.sinks.wandb import WandbSink, part, run_id
+from toolkit.observe.context import RankContext
 from toolkit.plan.flops import peak_flops
 from toolkit.plan.types import Device, RunPlan
 from toolkit.progress import Progress
-from toolkit.rundir.directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 WANDB = "W&B"
-SHOWN = (Kind.STEP, Kind.EVAL, Kind.ALERT)  # on the console
-FILE_LAG_SECONDS = 0.5  # a thread that is woken for each row costs training more by that than by the work
-WANDB_LAG_SECONDS = 1.0  # a row makes six threads of three processes do something
+CONSOLE_KINDS = (Kind.STEP, Kind.EVAL, Kind.ALERT)
+FILE_LAG_SECONDS = 0.5  # waking a thread for every row costs training more than the thread's work
+WANDB_LAG_SECONDS = 1.0  # a row wakes six threads of three processes
 
 
 def open_sinks(
-    plan: RunPlan,
-    directory: RunDirectory,
-    done: int,
-    rank: int,
-    *,
-    attempt: int,
-    data: Mapping[str, str | int],
-    launcher: str | None = None,
+    context: RankContext, first_step: int, *, data: Mapping[str, str | int], launcher: str | None = None
 ) -> Sink:
-    """Rank 0's has the run, the first of each other node what is of that node; nothing on the rest. None of them is waited for.
+    """Open this rank's sinks, none of which makes training wait.
+
+    Rank 0 logs the run. The first rank of every other node logs that node's system samples and alerts. Other
+    ranks log nothing.
 
     Args:
-        done: steps that were made before.
-        data: fingerprints of what the run reads.
-        launcher: who started the ranks.
+        first_step: steps completed by earlier attempts.
+        data: fingerprints of the data.
+        launcher: name of what started the ranks.
     """
-    node, place = divmod(rank, plan.world.ranks_per_node)
-    if place != 0:
+    plan, directory, node = context.plan, context.directory, context.node
+    if not context.first_on_node:
         return NullSink()
     monitor = plan.config.monitor
-    known = {"git": facts.git_state(), "environment": facts.environment(launcher), "data": dict(data)}
+    description = {"git": facts.git_state(), "environment": facts.environment(launcher), "data": dict(data)}
     files = {Kind.SYSTEM: directory.system_file(node), Kind.ALERT: directory.node_alerts_file(node)}
     if node == 0:
-        _keep(directory, attempt, known)
+        _write_environment(context, description)
         files |= {
             Kind.STEP: directory.metrics_file,
             Kind.EVAL: directory.eval_file,
@@ -66,7 +65,7 @@ def open_sinks(
         }
     sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL", lag_seconds=FILE_LAG_SECONDS)]
     if monitor.wandb is not WandbMode.disabled:
-        arguments = wandb_arguments(plan, known, node)
+        arguments = wandb_arguments(plan, description, node)
         process = QueuedSink(
             lambda: SubprocessSink(WandbSink, arguments, WANDB),
             WANDB,
@@ -74,28 +73,28 @@ def open_sinks(
             close_seconds=CLOSE_SECONDS + 5.0,
         )
         sinks.append(RateLimitedSink(process))
-    console = QueuedSink(lambda: _console(plan, done, node), "console", lag_seconds=FILE_LAG_SECONDS)
-    sinks.append(Only(console, lambda kind, row: kind in SHOWN))
-    whole = CompositeSink(sinks)
+    console = QueuedSink(
+        lambda: _open_console(plan, first_step, node), "console", lag_seconds=FILE_LAG_SECONDS
+    )
+    sinks.append(Only(console, lambda kind, row: kind in CONSOLE_KINDS))
+    sink = CompositeSink(sinks)
     if node == 0:
-        return whole
-    return Only(
-        whole, lambda kind, row: kind in files
-    )  # every rank knows the run's rows, and they are told once
+        return sink
+    return Only(sink, lambda kind, row: kind in files)  # rank 0 logs the rows of the run
 
 
-def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[str, Any]:
-    """Of ``WandbSink``, on one node.
+def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) -> dict[str, Any]:
+    """Return the arguments of ``WandbSink`` on one node.
 
-    In a run that several nodes write, node 0 says what it is and each other node adds itself under its name; configuration and plan are
-    every node's, so that nothing is lost whoever is the last to write.
+    If several nodes write one W&B run, node 0 writes its description at the top level and each other node
+    under its name. Every node writes the configuration and the plan, so the last writer loses nothing.
     """
     monitor, world = plan.config.monitor, plan.world
     mine = part(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
-    own = {name: known[name] for name in ("git", "environment")}
+    own = {name: description[name] for name in ("git", "environment")}
     config = {
-        **described(plan),
-        "data": known["data"],
+        **describe_plan(plan),
+        "data": description["data"],
         **({f"node-{node}": own} if mine.shared and node else own),
     }
     return {
@@ -111,8 +110,8 @@ def wandb_arguments(plan: RunPlan, known: Mapping[str, Any], node: int) -> dict[
     }
 
 
-def described(plan: RunPlan) -> dict[str, Any]:
-    """Configuration and plan, as plain JSON types."""
+def describe_plan(plan: RunPlan) -> dict[str, Any]:
+    """Return the configuration and the plan as plain JSON types."""
     from toolkit.plan.present import to_json
 
     def plain(value: object) -> object:
@@ -123,16 +122,18 @@ def described(plan: RunPlan) -> dict[str, Any]:
 
 
 @contextmanager
-def closed_with_code(sink: Sink) -> Iterator[Callable[[ExitCode], None]]:
-    """The sink is closed in any case, with the code that was told, or as a failure."""
-    told = [ExitCode.FAILURE]
+def close_with_exit_code(sink: Sink) -> Iterator[Callable[[ExitCode], None]]:
+    """Close the sink at the end, with the code that was passed to the yielded function, or else as a
+    failure.
+    """
+    codes = [ExitCode.FAILURE]
     try:
-        yield told.append
+        yield codes.append
     finally:
-        sink.close(int(told[-1]))
+        sink.close(int(codes[-1]))
 
 
-def _console(plan: RunPlan, done: int, node: int) -> Sink:
+def _open_console(plan: RunPlan, first_step: int, node: int) -> Sink:
     if node != 0:
         return AlertLines()
     on_gpus = plan.world.device is Device.CUDA
@@ -140,15 +141,20 @@ def _console(plan: RunPlan, done: int, node: int) -> Sink:
     return CompositeSink(
         [
             ConsoleSink(
-                Progress(), table, steps=plan.config.train.steps, done=done, every=plan.config.monitor.every
+                Progress(),
+                table,
+                steps=plan.config.train.steps,
+                done=first_step,
+                every=plan.config.monitor.every,
             ),
             AlertLines(),
         ]
     )
 
 
-def _keep(directory: RunDirectory, attempt: int, known: Mapping[str, Any]) -> None:
+def _write_environment(context: RankContext, description: Mapping[str, Any]) -> None:
+    file = context.directory.environment_file(context.attempt)
     try:
-        write_whole(directory.environment_file(attempt), json.dumps(known, indent=1) + "\n", durable=False)
+        write_whole(file, json.dumps(description, indent=1) + "\n", durable=False)
     except OSError as error:
-        tell(f"{directory.environment_file(attempt)} could not be written: {error}")
+        log.warning(f"{file} could not be written: {error}")

@@ -1,1 +1,1 @@
-"""The loop and what hangs on it."""
+"""Training: the loop, a run from plan to exit code, and saving, evaluation and resuming."""

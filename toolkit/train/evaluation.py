@@ -1,4 +1,4 @@
-"""Losses on named sets, at intervals and at the end."""
+"""Evaluate losses on named sets, at intervals and at the end."""
 
 from __future__ import annotations
 
@@ -9,71 +9,64 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from toolkit.engine.protocol import Engine
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.parts import EVALUATION
 from toolkit.monitor.sink import Row
+from toolkit.plan.types import RunPlan
 from toolkit.train.task import Task
 
 Batches = Iterable[Sequence[np.ndarray]]  # this rank's micro-batches, a global batch at a time
 
 
 class Evaluation(Hook):
-    """Evaluates every set after each ``every`` steps and after the last of ``steps``; with ``every`` 0 never.
+    """Evaluate every set each ``eval.every`` steps and after the last step; never if ``eval.every`` is 0.
 
-    It comes before ``Checkpoints`` among the hooks, so that a checkpoint finds the rows up to its step written. Where a stop is
-    agreed saving is more urgent, and the next start evaluates. Training's order and random state are untouched: the sets are read
-    on their own, and ``Engine.eval_step`` leaves random state as it was.
+    It comes before ``Checkpoints`` among the hooks, so that the rows up to a checkpoint's step are written
+    before it. After an agreed stop saving is more urgent, and the next start evaluates instead. Evaluation
+    changes neither the order of the training samples nor the random state.
 
     Args:
-        sets: by name; each call gives the same batches again.
-        missing: whether a step has no row yet; equal on all ranks, which ask it together.
-        announce: takes the row of each set.
-        unit: ``RunPlan.unit``.
-        progress: is told of what was evaluated, after each batch.
+        sets: by name; every call returns the same batches.
+        missing: returns whether a step has no row yet. Collective.
+        on_eval: receives the row of each set.
+        on_batch: receives a description of each completed batch.
     """
 
     part = EVALUATION
 
     def __init__(
         self,
+        plan: RunPlan,
         engine: Engine,
         task: Task,
         sets: Mapping[str, Callable[[], Batches]],
         *,
-        every: int,
-        steps: int,
         missing: Callable[[int], bool],
-        announce: Callable[[Row], None],
-        unit: str = "tokens",
-        progress: Callable[[str], None] = lambda what: None,
+        on_eval: Callable[[Row], None],
+        on_batch: Callable[[str], None] = lambda what: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._engine, self._task, self._sets, self._every, self._steps = engine, task, sets, every, steps
-        self._missing, self._announce, self._unit, self._progress, self._clock = (
-            missing,
-            announce,
-            unit,
-            progress,
-            clock,
-        )
+        self._every, self._steps, self._unit = plan.config.eval.every, plan.config.train.steps, plan.unit
+        self._engine, self._task, self._sets = engine, task, sets
+        self._missing, self._on_eval, self._on_batch, self._clock = missing, on_eval, on_batch, clock
 
     def on_start(self, step: int) -> None:
         if step and self._due(step) and self._missing(step):
             self._evaluate_all(step)
 
-    def on_step(self, done: StepDone) -> None:
-        if self._due(done.step) and not done.agreed.stop:
-            self._evaluate_all(done.step)
+    def on_step(self, completed: CompletedStep) -> None:
+        if self._due(completed.step) and not completed.consensus.stop:
+            self._evaluate_all(completed.step)
 
     def _due(self, step: int) -> bool:
         return self._every > 0 and (step % self._every == 0 or step == self._steps)
 
     def _evaluate_all(self, step: int) -> None:
         for name, batches in self._sets.items():
-            self._announce(self._evaluate(step, name, batches()))
+            self._on_eval(self._evaluate(step, name, batches()))
 
     def _evaluate(self, step: int, name: str, batches: Batches) -> Row:
-        began = self._clock()
+        start = self._clock()
         loss_sum, units = 0.0, 0
         others: defaultdict[str, float] = defaultdict(float)
         for samples in batches:
@@ -83,13 +76,12 @@ class Evaluation(Hook):
             loss_sum, units = loss_sum + result.loss_sum, units + result.tokens
             for other, total in result.others.items():
                 others[other] += total
-            self._progress(f"a batch of the evaluation of {name} after step {step}")
-        means = {other: total / units for other, total in others.items()}
+            self._on_batch(f"a batch of the evaluation of {name} after step {step}")
         return {
             "step": step,
             "set": name,
             "loss": loss_sum / units,
-            **means,
+            **{other: total / units for other, total in others.items()},
             self._unit: units,
-            "seconds": self._clock() - began,
+            "seconds": self._clock() - start,
         }

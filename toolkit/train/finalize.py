@@ -1,104 +1,151 @@
-"""What follows the last step, by rank 0 alone, from the files: the exported weights, a text, and what to try next."""
+"""Finish a run after its last step: export, a sample of text, the summary, and the end in ``status.json``."""
 
 from __future__ import annotations
 
+import logging
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.formats.huggingface_target import export
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint_folder import newest, step_of
+from toolkit.errors import ExitCode
+from toolkit.goodput import Goodput, format_goodput
 from toolkit.models.target import configuration
-from toolkit.monitor.sink import Row, Sink
+from toolkit.monitor.sink import Row
+from toolkit.observe.reporting import SamplesConsumed, format_consumed
 from toolkit.plan.types import RunPlan
 from toolkit.rows import float_of, read_rows
 from toolkit.rundir.directory import RunDirectory
-from toolkit.train.data_progress import SamplesConsumed, format_consumed
+from toolkit.rundir.status import RunState
+from toolkit.train.build import Training, TrainingHooks
+from toolkit.train.nonfinite import Diverged
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
+
 TEMPERATURE = 0.7
 
 
-def finalize_run(
-    plan: RunPlan,
-    directory: RunDirectory,
-    tokenizer: Path | None,
-    sink: Sink,
-    unigram: float | None,
-    consumed: SamplesConsumed,
-    *,
-    time: str,
-    goodput: float | None,
-    say: Say,
-    tell: Say,
-    stop: Callable[[], object],
-) -> None:
-    """After the last step of a run.
+@dataclass(frozen=True, slots=True)
+class TrainingOutcome:
+    """How the loop ended; ``diverged`` is set if ``code`` is DIVERGED."""
 
-    Args:
-        tokenizer: the folder of the tokenizer that made the run's text.
-        unigram: the unigram model's loss on the first evaluation set, if it is known.
-        consumed: samples and epochs of each source that the run took.
-        time, goodput: see ``summary``.
-        say, tell: for results, for trouble.
-        stop: whether to leave early.
+    code: ExitCode
+    diverged: Diverged | None = None
+
+
+def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -> None:
+    """Log how the run ended, and finish it: export and sample after the last step, or write ``status.json``.
+
+    Only rank 0 does anything.
     """
+    if hooks.goodput is None:
+        return
+    context, step = training.context, training.state.step
+    plan, directory = context.plan, context.directory
+    elapsed = hooks.course.words(time.monotonic())
+    unsaved = hooks.checkpoints.gave_up or outcome.diverged is not None
+    saved_step = (directory.saved_step() or 0) if unsaved else None
+    goodput = hooks.goodput.goodput(saved_step)
+    if goodput is not None:
+        training.monitor.sink.log_summary("goodput", goodput.share)
+        if goodput.attempts > 1:
+            log.info(format_goodput(goodput))
+    if outcome.code is ExitCode.DONE:
+        finish_completed_run(training, elapsed, goodput)
+    elif outcome.diverged is not None:
+        checkpoint = newest(directory.checkpoints)
+        reason = outcome.diverged.describe(
+            str(checkpoint) if checkpoint else None, checked=hooks.goodput.has_saved
+        )
+        log.error(reason)
+        directory.finish(RunState.FAILED, int(outcome.code), reason, attempt=context.attempt)
+    elif hooks.checkpoints.gave_up:
+        reason = hooks.deadline.describe_lost_work(
+            training.stop() or "another rank was asked to stop",
+            step=step,
+            saved=saved_step or None,
+            seconds=hooks.goodput.unsaved_seconds(),
+        )
+        log.info(f"stopped after step {step}: {reason}")
+        directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), reason, attempt=context.attempt)
+    else:
+        log.info(
+            f"stopped after step {step} of {plan.config.train.steps}, saved, in {elapsed}; the same "
+            "command continues"
+        )
+
+
+def finish_completed_run(training: Training, elapsed: str, goodput: Goodput | None) -> None:
+    """Export the weights, log the summary and the losses, and continue the prompt of ``monitor.prompt``."""
+    context, sink, data = training.context, training.sink, training.data
+    plan, directory = context.plan, context.directory
     sink.flush()  # what follows reads the files
     checkpoint = newest(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
         config = None if plan.shape is not None else configuration(plan.config.model, plan.config.train.seed)
-        export(open_source(checkpoint, plan.shape), directory.export, tokenizer=tokenizer, config=config)
-    say(summary(list(read_rows(directory.metrics_file)), plan, time=time, goodput=goodput, consumed=consumed))
-    _tell_losses(plan, directory, unigram, say)
+        export(open_source(checkpoint, plan.shape), directory.export, tokenizer=data.tokenizer, config=config)
+    rows = list(read_rows(directory.metrics_file))
+    consumed = data.stream.consumed(training.state.step)
+    share = goodput.share if goodput is not None else None
+    log.info(format_summary(rows, plan, elapsed=elapsed, goodput=share, consumed=consumed))
+    for line in format_losses(plan, directory, data.unigram()):
+        log.info(line)
     prompt = plan.config.monitor.prompt
-    if prompt is not None and not stop():
+    if prompt is not None and not training.stop():
         try:
-            text = _continuation(plan, checkpoint, tokenizer, prompt, stop)
-            say(f"the model continues {prompt!r}:\n\n{prompt}{text}\n")
+            text = _continue_prompt(plan, checkpoint, data.tokenizer, prompt, training.stop)
+            log.info(f"the model continues {prompt!r}:\n\n{prompt}{text}\n")
             sink.log_summary("continuation", prompt + text)
-        except Exception as error:  # noqa: BLE001  the training is done and saved; a sample of text does not change that
-            tell(f"no text was generated: {type(error).__name__}: {error}")
-    picture = directory.plots / "loss.png"
-    if picture.exists():
-        sink.log_image("loss", picture)
-    for line in next_commands(plan, directory):
-        say(line)
+        except Exception as error:  # noqa: BLE001  the training is complete and saved without a sample of text
+            log.warning(f"no text was generated: {type(error).__name__}: {error}")
+    plot = directory.plots / "loss.png"
+    if plot.exists():
+        sink.log_image("loss", plot)
+    for line in format_next_commands(plan, directory):
+        log.info(line)
 
 
-def summary(
-    rows: Sequence[Row], plan: RunPlan, *, time: str, goodput: float | None, consumed: SamplesConsumed
+def format_summary(
+    rows: Sequence[Row], plan: RunPlan, *, elapsed: str, goodput: float | None, consumed: SamplesConsumed
 ) -> str:
-    """Of a run that is done, in a line: its time, median speed without the first step (warm-up and compilation), and what it read.
+    """Summarize a completed run in a line: time, median speed without the first step, goodput and samples.
 
     Args:
-        rows: of all its steps.
-        time: that it took, and what that cost.
-        goodput: share of the time that went into steps that stand; None: unknown.
+        rows: of all steps.
+        elapsed: the formatted time, with its cost.
+        goodput: share of the time spent in steps that count; None if it is unknown.
     """
     steady = rows[1:] or rows
-    parts = [f"{plan.config.train.steps:,} steps in {time}"]
+    parts = [f"{plan.config.train.steps:,} steps in {elapsed}"]
     if steady:
-        used = [row["mfu"] for row in steady if "mfu" in row]
-        utilisation = f" (MFU {statistics.median(used):.1%})" if used else ""
-        parts.append(
-            f"{statistics.median(row[f'{plan.unit}_per_second'] for row in steady):,.0f} {plan.unit}/s{utilisation}"
-        )
-        stalled = [row for row in steady if "data_seconds" in row]
-        seconds = sum(row["step_seconds"] for row in stalled)
+        utilization = [row["mfu"] for row in steady if "mfu" in row]
+        mfu = f" (MFU {statistics.median(utilization):.1%})" if utilization else ""
+        speed = statistics.median(row[f"{plan.unit}_per_second"] for row in steady)
+        parts.append(f"{speed:,.0f} {plan.unit}/s{mfu}")
+        measured = [row for row in steady if "data_seconds" in row]
+        seconds = sum(row["step_seconds"] for row in measured)
         if seconds:
-            parts.append(
-                f"{sum(row['data_seconds'] for row in stalled) / seconds:.2%} of it waiting for data"
-            )
+            waiting = sum(row["data_seconds"] for row in measured) / seconds
+            parts.append(f"{waiting:.2%} of it waiting for data")
     if goodput is not None:
         parts.append(f"goodput {goodput:.1%}")
     return f"{', '.join(parts)}; samples: {format_consumed(consumed)}"
 
 
-def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, say: Say) -> None:
+def format_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None) -> list[str]:
+    """Return a line with the last loss of each evaluation set.
+
+    Args:
+        unigram: loss of a unigram model on the first set; None if it is unknown.
+    """
     rows = {row["set"]: row for row in read_rows(directory.eval_file)}
+    lines = []
     for number, name in enumerate(plan.config.eval.sets):
         if name not in rows:
             continue
@@ -108,10 +155,11 @@ def _tell_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None, 
             line += f", {row['accuracy']:.1%} of them right"
         if number == 0 and unigram is not None:
             line += f" (a unigram model: {unigram:.4f})"
-        say(line)
+        lines.append(line)
+    return lines
 
 
-def _continuation(
+def _continue_prompt(
     plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
 ) -> str:
     from toolkit.data.sources import special_tokens_of, text_folder
@@ -121,7 +169,7 @@ def _continuation(
     if plan.shape is None:
         raise ValueError("monitor.prompt needs a family's model, not model.target")
     if tokenizer is None:
-        raise ValueError("monitor.prompt needs data that are text")
+        raise ValueError("monitor.prompt needs text data")
     if checkpoint is None or step_of(checkpoint) != plan.config.train.steps:
         raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
     model = load_model(plan.shape, open_reader(checkpoint, model=plan.shape))
@@ -137,21 +185,19 @@ def _continuation(
     )
 
 
-def next_commands(plan: RunPlan, directory: RunDirectory) -> list[str]:
-    """Where everything is, and three commands to try next."""
+def format_next_commands(plan: RunPlan, directory: RunDirectory) -> list[str]:
+    """Return where the results are, and three commands to try next."""
     path, steps = directory.path, plan.config.train.steps
-    there = [
-        name
-        for name in ("metrics.jsonl", "checkpoints", "plots/loss.png", "export")
-        if (path / name).exists()
-    ]
+    results = ("metrics.jsonl", "checkpoints", "plots/loss.png", "export")
+    existing = [name for name in results if (path / name).exists()]
     if plan.shape is None:
         use = f"    weights:       toolkit.checkpoint.open_reader('{path}')"
     else:
         use = f'    generate text: python launch/generate.py {path} "import os"'
     return [
-        f"saved in {path}: {', '.join(there)}",
+        f"saved in {path}: {', '.join(existing)}",
         f"    report:        python launch/report.py {path}",
         use,
-        f"    train longer:  the same command with train.steps={2 * steps}, and another layout if you like: zero=stage3",
+        f"    train longer:  the same command with train.steps={2 * steps}, and another layout if you like: "
+        "zero=stage3",
     ]

@@ -1,4 +1,4 @@
-"""Continue a text with trained weights: a plain local model, one process, whatever engine and layout trained them."""
+"""Continue a text with trained weights of any engine and layout, on one process with a plain model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SECONDS = 60.0
 def load_model(
     shape: ModelShape, reader: Reader, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The family's Hugging Face module, without dropout, with the reader's weights.
+    """Return the family's Hugging Face module with the reader's weights, in evaluation mode.
 
     Raises:
-        CheckpointError: the reader lacks a weight or has another shape.
+        CheckpointError: a weight is missing or has another shape.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,10 +49,11 @@ def load_model(
 
 
 def load_tokenizer(data_folder: str | Path, reader: Reader) -> Tokenizer:
-    """Of a data folder: the one that the reader's weights were trained with, where they know it.
+    """Return the tokenizer that the reader's weights were trained with, or if unknown the data folder's
+    current one.
 
     Raises:
-        InputError: it is not there.
+        InputError: the data folder no longer has that tokenizer.
     """
     data = reader.scalars.get(DATA)
     trained_on = data.get("tokenizer") if isinstance(data, Mapping) else None
@@ -74,17 +75,20 @@ def continue_text(
     special_tokens: SpecialTokens = SpecialTokens.refuse,
     stop: Callable[[], object] = lambda: None,
 ) -> str:
-    """Up to ``tokens`` further tokens as text; fewer where ``seconds`` pass or ``stop`` answers.
+    """Sample up to ``tokens`` further tokens and return them as text.
 
-    The same seed gives the same text on the same device.
+    Sampling ends early after ``seconds`` or when ``stop`` returns a true value. The same seed gives the same
+    text on the same device.
 
     Args:
-        temperature: 0 takes the likeliest token each time.
-        context: the model's longest sequence; where both do not fit, the prompt keeps its end, half of ``context`` at least.
-        special_tokens: what the string of a special token becomes if the prompt contains it.
+        temperature: 0 always takes the most likely token.
+        context: the model's longest sequence. A prompt that does not fit loses its beginning, but keeps at
+            least half of ``context``.
+        special_tokens: how to treat the string of a special token in the prompt.
 
     Raises:
-        InputError: the prompt has no token, or a special token's string that ``special_tokens`` refuses.
+        InputError: the prompt has no tokens, or contains the string of a special token that
+            ``special_tokens`` refuses.
     """
     if special_tokens is SpecialTokens.refuse:
         SpecialStrings(tokenizer).check(prompt, where="the prompt", key="--special-tokens")
@@ -104,9 +108,8 @@ def continue_text(
     inputs, past = torch.tensor([ids], device=device), None
     while len(new) < tokens and time.monotonic() < deadline and not stop():
         output = model(input_ids=inputs, past_key_values=past, use_cache=True)
-        logits = output.logits[
-            0, -1, : tokenizer.get_vocab_size()
-        ].float()  # the embedding may have more rows than the tokenizer
+        # The embedding may have more rows than the tokenizer has tokens.
+        logits = output.logits[0, -1, : tokenizer.get_vocab_size()].float()
         if temperature == 0:
             inputs = logits.argmax().reshape(1, 1)
         else:

@@ -1,4 +1,4 @@
-"""Training, top to bottom."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from toolkit.engine.protocol import Engine, StepResult, StepSettings
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.errors import ExitCode
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.parts import DATA, TRANSFER, UNRECORDED, Recorder
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
@@ -26,58 +26,61 @@ def train(
     stream: Iterable[Sequence[np.ndarray]],
     state: TrainState,
     hooks: Hook,
-    agree: Callable[[float, StepResult], StepConsensus],
+    sync: Callable[[float, StepResult], StepConsensus],
     clock: Callable[[], float] = time.perf_counter,
     recorder: Recorder = UNRECORDED,
 ) -> ExitCode:
-    """From ``state`` to the plan's last step, or to an agreed stop.
+    """Train from ``state`` to the plan's last step, or until the ranks agree to stop.
 
-    A step's ``seconds`` run from when it begins to wait for its samples to when its result is known and the ranks have agreed;
-    evaluation, saving and logging lie between steps. The first step has the engine's compilation and warm-up in it.
+    The seconds of a step run from the start of waiting for its samples until its result is known and the
+    ranks have agreed. Evaluation, saving and logging happen between steps. The first step includes
+    compilation and warm-up.
 
     Args:
-        stream: this rank's micro-batches of the step that ``state`` is at, then of each following one.
-        agree: exchanges with the other ranks, once a step; it gets the seconds that this rank waited for its samples,
-            and the step's result.
-        recorder: is told where the time goes; its steps end where the next one begins to wait for samples.
+        stream: this rank's micro-batches of each step, starting at ``state``.
+        sync: exchanges information with the other ranks after each step. It receives the seconds that this
+            rank waited for its samples, and the result of the step.
+        recorder: records where time goes; its steps end when the next one begins to wait for samples.
 
     Raises:
-        Diverged: a hook ends training because something is not finite. The hooks have seen ``on_end`` by then.
+        Diverged: a hook ended training because a value is not finite. ``on_end`` has been called.
     """
     hooks.on_start(state.step)
     steps = range(state.step, plan.config.train.steps)
     recorder.next_step(state.step + 1)
-    began = clock()
+    start = clock()
     diverged: Diverged | None = None
-    for step, samples in zip(steps, _waited_for(stream, recorder), strict=False):
-        waited = clock() - began
+    for step, samples in zip(steps, _record_waits(stream, recorder), strict=False):
+        data_seconds = clock() - start
         lr = learning_rate(plan, step)
         with recorder.part(TRANSFER):
             batches = [task.collate(micro_batch, engine.device) for micro_batch in samples]
         result = engine.train_step(batches, StepSettings(step=step, lr=lr))
         state.step = step + 1
-        agreed = agree(waited, result)
+        consensus = sync(data_seconds, result)
         last = state.step == plan.config.train.steps
         try:
-            hooks.on_step(StepDone(state.step, lr, result, clock() - began, agreed, last))
-        except Diverged as found:
-            diverged = found
+            hooks.on_step(CompletedStep(state.step, lr, result, clock() - start, consensus, last))
+        except Diverged as error:
+            diverged = error
             break
         recorder.next_step(state.step + 1)
-        if agreed.stop and not last:
+        if consensus.stop and not last:
             break
-        began = clock()
+        start = clock()
     hooks.on_end(state.step)
     if diverged is not None:
         raise diverged
     return ExitCode.DONE if state.step >= plan.config.train.steps else ExitCode.STOPPED
 
 
-def _waited_for(stream: Iterable[Sequence[np.ndarray]], recorder: Recorder) -> Iterator[Sequence[np.ndarray]]:
-    samples = iter(stream)
+def _record_waits(
+    stream: Iterable[Sequence[np.ndarray]], recorder: Recorder
+) -> Iterator[Sequence[np.ndarray]]:
+    iterator = iter(stream)
     while True:
         with recorder.part(DATA):
-            found = next(samples, None)
-        if found is None:
+            samples = next(iterator, None)
+        if samples is None:
             return
-        yield found
+        yield samples

@@ -1,9 +1,9 @@
-"""What a run does about losses, gradients and weights that are infinite or NaN: ``train.on_nonfinite``.
+"""Handle losses, gradients and weights that are infinite or NaN, according to ``train.on_nonfinite``.
 
-Every engine skips a step whose gradient norm is not finite (``engine/protocol.py``), so one such step leaves the
-weights as they were. Whether training ends there is decided here, in one place for all engines. All ranks decide
-alike: the flag travels with the exchange that each step has anyway, and a further exchange follows only if a step is
-not finite, or before a save.
+Every engine skips a step whose gradient norm is not finite (``engine/protocol.py``), so the weights stay as
+they were. This module decides for all engines whether training ends. All ranks decide alike, because the
+flag is part of the exchange of every step. Another exchange happens only after a step that is not finite,
+and before a save.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from toolkit.checkpoint.shard import Shard
 from toolkit.engine.rank_sync import FlagReduce
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook
 
 
 class Diverged(Exception):
@@ -30,59 +30,54 @@ class Diverged(Exception):
         self.weights_finite = weights_finite
 
     def describe(self, checkpoint: str | None, *, checked: bool) -> str:
-        """The reason, what became of the weights, and how to go on.
+        """Describe the reason, the state of the weights, and how to continue.
 
         Args:
-            checkpoint: the newest one; None: there is none.
-            checked: this attempt has saved it, and so has found its values finite.
+            checkpoint: the newest checkpoint; None if there is none.
+            checked: whether this attempt has saved it, which includes a check that its values are finite.
         """
         weights = "the weights are finite" if self.weights_finite else "the weights are not finite either"
         if checkpoint is None:
             return (
-                f"{self}; {weights}; there is no checkpoint.\n    remedy: start again with a smaller optim.lr, or "
-                "with optim.clip=1"
+                f"{self}; {weights}; there is no checkpoint.\n    remedy: start again with a smaller "
+                "optim.lr, or with optim.clip=1"
             )
-        sound = (
-            self.weights_finite or checked
-        )  # what was loaded from it was finite, or what was written to it
-        named = f"the newest {'sound ' if sound else ''}checkpoint is {checkpoint}"
-        first = (
-            ""
-            if sound
-            else f"see whether it is sound: python launch/reshard.py action=verify source={checkpoint}; "
-        )
+        valid = self.weights_finite or checked
+        newest = f"the newest {'valid ' if valid else ''}checkpoint is {checkpoint}"
+        verify = f"verify it: python launch/reshard.py action=verify source={checkpoint}; "
         return (
-            f"{self}; {weights}; {named}.\n    remedy: {first}go on from it with a smaller learning rate, as a new "
-            f"run: run.fork={checkpoint} optim.lr=...; or skip such steps: train.on_nonfinite=continue"
+            f"{self}; {weights}; {newest}.\n    remedy: {'' if valid else verify}continue from it with a "
+            f"smaller learning rate, as a new run: run.fork={checkpoint} optim.lr=...; or skip such steps: "
+            "train.on_nonfinite=continue"
         )
 
 
 class StopOnNonfinite(Hook):
-    """``train.on_nonfinite=stop``: end training at the first step whose loss or gradient norm is not finite.
+    """End training at the first step whose loss or gradient norm is not finite: ``train.on_nonfinite=stop``.
 
-    It comes before the hooks that evaluate and save: from a checkpoint of that step the next start would go on as if
-    nothing had happened.
+    It comes before the hooks that evaluate and save: from a checkpoint of that step the next start would
+    continue as if nothing had happened.
     """
 
-    def on_step(self, done: StepDone) -> None:
-        if not done.agreed.nonfinite:
+    def on_step(self, completed: CompletedStep) -> None:
+        if not completed.consensus.nonfinite:
             return
-        result = done.result
+        result = completed.result
         what = "the gradient norm" if math.isfinite(result.loss) else "the loss"
         raise Diverged(
-            f"step {done.step}: {what} is not finite (loss {result.loss:g}, gradient norm "
+            f"step {completed.step}: {what} is not finite (loss {result.loss:g}, gradient norm "
             f"{result.grad_norm:g})",
-            weights_finite=not done.agreed.bad_weights,
+            weights_finite=not completed.consensus.bad_weights,
         )
 
 
 def finite_on_all_ranks(shards: Iterable[Shard], all_reduce_flags: FlagReduce) -> bool:
-    """Whether the state of every rank is finite. Collective; waits for the device."""
+    """Return whether the state of every rank is finite. Collective; waits for the device."""
     return not all_reduce_flags([not all_finite(shard.data for shard in shards)])[0]
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no value is infinite or NaN. Reads each value once, without a copy of the tensors' size."""
-    kept = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    # The norm is the largest absolute value, and NaN if one of the values is.
-    return not kept or math.isfinite(float(torch.nn.utils.get_total_norm(kept, torch.inf)))
+    """Return whether no value is infinite or NaN. Reads each value once, without copying the tensors."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    # The infinity norm is NaN if any value is.
+    return not floats or math.isfinite(float(torch.nn.utils.get_total_norm(floats, torch.inf)))

@@ -1,4 +1,4 @@
-"""What a process needs before it trains: its place among the ranks, threads, determinism, seeds, no garbage."""
+"""Process-wide settings of a training process: threads, determinism, seeds and garbage collection."""
 
 from __future__ import annotations
 
@@ -10,37 +10,15 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from toolkit.config.schema import EngineName
-from toolkit.plan.types import Device, RunPlan
+from toolkit.plan.types import RunPlan
 
 
-@contextmanager
-def process_group(plan: RunPlan, rank: int, local_rank: int) -> Iterator[None]:
-    """``torch.distributed``, unless the caller has started it: of the addresses in the environment, or of this rank alone."""
-    ranks = plan.world.ranks
-    if dist.is_initialized() or (ranks == 1 and plan.config.engine.name is EngineName.local):
-        assert ranks == 1 or dist.get_world_size() == ranks, (
-            f"planned for {ranks} ranks, here are {dist.get_world_size()}"
-        )
-        yield
-        return
-    backend = "gloo"
-    if plan.world.device is Device.CUDA:
-        if plan.config.engine.name is EngineName.megatron and plan.axes.tensor > 1:
-            # One queue to the device: a kernel that was put before a collective starts before it, which overlapping relies on.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(local_rank)
-        backend = "nccl"
-    store = dist.HashStore() if ranks == 1 else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    yield
-    dist.destroy_process_group()
+def seed_everything(plan: RunPlan) -> None:
+    """Set threads, determinism and the global seeds.
 
-
-def configure_process(plan: RunPlan) -> None:
-    """Threads, determinism, seeds. Nothing of the toolkit draws from these global seeds; a user's module may."""
+    The toolkit does not draw from the global generators, but a module of the user may.
+    """
     seed, debug = plan.config.train.seed, plan.config.debug
     if debug.threads is not None:
         torch.set_num_threads(debug.threads)
@@ -54,8 +32,11 @@ def configure_process(plan: RunPlan) -> None:
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """What is there now is no garbage, and Python's collector need not look at it: else it goes through all that libraries and engine have
-    made, a quarter of a second now and then on one rank or another, for which the others wait."""
+    """Freeze existing objects so that the garbage collector skips them during training.
+
+    Otherwise a full collection scans everything that libraries and the engine have created, a quarter of a
+    second now and then on some rank, for which the other ranks wait.
+    """
     gc.collect()
     gc.freeze()
     try:

@@ -1,7 +1,8 @@
-"""Which state a start begins with: a checkpoint of this run, of its parent, published weights, or random ones. All are readers."""
+"""Find the state that a run starts from: its checkpoint or its parent's, published or random weights."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,74 +19,81 @@ from toolkit.rundir.source import SourceKind, resolve_source
 from toolkit.train import state
 from toolkit.train.state import TrainState
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """``checkpoint`` is None where training begins at its first step."""
+    """
+    Attributes:
+        checkpoint: None if training starts at its first step.
+        batch: includes the batch sizes of earlier steps, which a fork inherits.
+    """
 
     reader: Reader
     state: TrainState
     checkpoint: Path | None
-    words: str  # for people
-    batch: BatchPlan  # with the steps before, which a fork takes over from its parent
+    description: str
+    batch: BatchPlan
     forked: bool = False
 
 
 def set_aside_later_checkpoints(
     plan: RunPlan, directory: RunDirectory, resume_point: ResumePoint, attempt: int
-) -> list[str]:
-    """After ``resume=PATH`` the run continues from there, and after ``resume=never`` from the beginning: later starts too, should this
-    one end before its first save.
+) -> None:
+    """Move the checkpoints of steps that will be repeated to the folder of the attempt that wrote them. On
+    rank 0.
 
-    The checkpoints of later steps belong to steps that are run again, and move to the attempt that made them, as their rows do.
-    By rank 0. Returns lines to log.
+    After ``resume=PATH`` the run continues from that checkpoint, and after ``resume=never`` from the
+    beginning. Later starts must do the same, even if this one ends before its first save.
     """
     if plan.config.resume == "auto":
-        return []
+        return
     aside = directory.folder_of_older(attempt) / "checkpoints"
     if resume_point.checkpoint is None or plan.config.resume == "never":
         moved = start_over(directory.checkpoints, aside)
     else:
         moved = go_back(directory.checkpoints, resume_point.checkpoint, resume_point.state.step, aside)
-    if not moved:
-        return []
-    names = ", ".join(folder.name for folder in moved)
-    return [
-        f"{names} of the steps that are run again {'are' if len(moved) > 1 else 'is'} now in {aside}, and no later save removes them"
-    ]
+    if moved:
+        names = ", ".join(folder.name for folder in moved)
+        log.info(
+            f"moved the checkpoints of the steps that are repeated ({names}) to {aside}; no save removes them"
+        )
 
 
 def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
-    """Without collectives: every rank comes to the same answer from the same files.
+    """Find the resume point from the files, which is the same on every rank.
 
     Raises:
-        UserError: there is nothing to continue from, or it must not be continued from.
+        UserError: there is nothing to resume from, or it does not fit this run.
     """
-    # resume=never: RunDirectory.check has seen that nothing is there, or nothing that files agree on.
     source = resolve_source(
         plan.config, newest(directory.checkpoints) if plan.config.resume == "auto" else None
     )
     if source.path is None:
         pretrained = plan.config.model.pretrained
-        words = (
+        description = (
             f"random weights of train.seed={plan.config.train.seed}"
             if pretrained is None
             else f"the weights of {pretrained}"
         )
-        return ResumePoint(first_weights(plan), TrainState(), None, words, plan.batch)
+        return ResumePoint(first_weights(plan), TrainState(), None, description, plan.batch)
     checkpoint = checkpoint_at(source.path) or source.path
     reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
-    begins, batch = state.restore(plan, reader, source.kind, checkpoint)
+    restored, batch = state.restore(plan, reader, source.kind, checkpoint)
     kind = "fork of" if source.kind is SourceKind.FORK else "continues from"
-    words = f"{kind} {checkpoint}: {begins.step} steps and {batch.at(begins.step).first_sample:,} samples are done"
-    return ResumePoint(reader, begins, checkpoint, words, batch, forked=source.kind is SourceKind.FORK)
+    samples = batch.at(restored.step).first_sample
+    description = f"{kind} {checkpoint}: {restored.step} steps and {samples:,} samples are done"
+    return ResumePoint(
+        reader, restored, checkpoint, description, batch, forked=source.kind is SourceKind.FORK
+    )
 
 
 def restore_stream(resume_point: ResumePoint, stream: SampleStream) -> None:
-    """Set ``stream`` to where the checkpoint's stream was.
+    """Set ``stream`` to the position that the checkpoint recorded.
 
     Raises:
-        CheckpointError: a run is resumed on other data than it began with. A fork may read other data.
+        CheckpointError: a resumed run reads other data than before. A fork may read other data.
     """
     if resume_point.checkpoint is None:
         return

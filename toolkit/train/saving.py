@@ -1,27 +1,28 @@
-"""When the state is saved."""
+"""Save checkpoints at their cadence, after the last step and before a stop."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.checkpoint_folder import step_of
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.registry import SampleStream
 from toolkit.engine.protocol import Engine
-from toolkit.engine.rank_sync import FlagReduce
-from toolkit.hooks import Hook, StepDone
+from toolkit.hooks import CompletedStep, Hook, SaveObserver
 from toolkit.monitor.parts import CHECKPOINT
-from toolkit.plan.types import RunPlan
+from toolkit.observe.context import RankContext
 from toolkit.train import state
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks
 
+log = logging.getLogger(__name__)
 
-class Timer:
-    """Whether ``seconds`` have passed since the last save. Only rank 0's is asked: clocks differ."""
+
+class SaveTimer:
+    """Whether ``seconds`` have passed since the last save. Only rank 0's counts, because clocks differ."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
@@ -34,130 +35,79 @@ class Timer:
         self._since = self._clock()
 
 
-class Costs(Protocol):
-    """Who keeps account of saves."""
-
-    def save_begun(self, step: int) -> None:
-        """The state after ``step`` is about to be saved."""
-
-    def stood_still(self, seconds: float) -> None:
-        """Training waited so long for saves."""
-
-    def saved(self, step: int, seconds: float, size: int) -> None:
-        """A save of ``size`` bytes on this rank has taken so long to its commit, in the background or not."""
-
-
-class NoCosts(Costs):
-    def save_begun(self, step: int) -> None:
-        pass
-
-    def stood_still(self, seconds: float) -> None:
-        pass
-
-    def saved(self, step: int, seconds: float, size: int) -> None:
-        pass
-
-
-class AllCosts(Costs):
-    """Tells several."""
-
-    def __init__(self, *several: Costs) -> None:
-        self._several = several
-
-    def save_begun(self, step: int) -> None:
-        for one in self._several:
-            one.save_begun(step)
-
-    def stood_still(self, seconds: float) -> None:
-        for one in self._several:
-            one.stood_still(seconds)
-
-    def saved(self, step: int, seconds: float, size: int) -> None:
-        for one in self._several:
-            one.saved(step, seconds, size)
-
-
 class Checkpoints(Hook):
-    """Saves at the cadence of ``checkpoint.every``, after the last step if asked, and before a stop unless there is no time for it.
+    """Save at ``checkpoint.every``, after the last step if configured, and before a stop if there is time.
 
-    A save in the background that fails is told, and the next one is made in the foreground: it saves, or ends the run on all ranks
-    at the same step.
+    A failed background save is logged, and the next save is made in the foreground: it succeeds, or ends the
+    run on all ranks at the same step.
 
-    A state that is not finite is never saved, so neither ``latest`` nor retention ever prefers it to a sound one.
-    Training ends there, unless ``train.on_nonfinite=continue`` and more steps are to come.
+    A state that is not finite is never saved, so ``latest`` and retention never prefer it to a sound one.
+    Training ends there, unless ``train.on_nonfinite=continue`` and more steps follow.
 
     Args:
-        ask: over all ranks, before each save, whether the state of one of them is not finite.
-        flush: called before a save: a run that is killed later goes on from it, and its rows up to there are written.
-        costs: is told what saves take.
+        flush: called before a save, so that the rows up to the checkpoint are written if the run is killed
+            later.
+        on_checkpoint: receives the path of each complete checkpoint.
+        observers: receive the timing of saves.
 
     Attributes:
-        given_up: a stop was agreed, and there was no time to save.
+        gave_up: the ranks agreed to stop, and there was no time to save.
     """
 
     part = CHECKPOINT
 
     def __init__(
         self,
-        plan: RunPlan,
+        context: RankContext,
         engine: Engine,
         store: CheckpointStore,
         stream: SampleStream,
-        timer: Timer,
+        timer: SaveTimer,
         *,
-        rank: int,
-        attempt: int,
-        all_reduce_flags: FlagReduce,
         flush: Callable[[], None],
-        announce: Callable[[Path], None],
-        tell: Callable[[str], None],
-        costs: Costs | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        on_checkpoint: Callable[[Path], None],
+        observers: Sequence[SaveObserver] = (),
     ) -> None:
-        self._costs, self._clock = costs or NoCosts(), clock
-        self.given_up = False
-        self._plan, self._engine, self._store, self._timer = plan, engine, store, timer
-        self._stream, self._rank, self._attempt = stream, rank, attempt
-        self._all_reduce_flags, self._flush, self._announce, self._tell = (
-            all_reduce_flags,
-            flush,
-            announce,
-            tell,
-        )
-        self._every_steps = parse_cadence(plan.config.checkpoint.every).steps
+        self.gave_up = False
+        self._context, self._plan, self._engine, self._store = context, context.plan, engine, store
+        self._stream, self._timer = stream, timer
+        self._flush, self._on_checkpoint, self._observers = flush, on_checkpoint, observers
+        self._every_steps = parse_cadence(self._plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
 
-    def on_step(self, done: StepDone) -> None:
+    def on_step(self, completed: CompletedStep) -> None:
+        step, consensus, last = completed.step, completed.consensus, completed.last
         if self._pending is not None and self._pending.done():
-            self._settle()
-        if done.agreed.stop and done.agreed.no_time and not done.last:
-            self.given_up = True
+            self._finish_pending()
+        if consensus.stop and consensus.no_time and not last:
+            self.gave_up = True
             return
         checkpoint = self._plan.config.checkpoint
-        by_steps = self._every_steps is not None and done.step % self._every_steps == 0
-        at_end = done.last and (checkpoint.at_end or checkpoint.export)
-        if by_steps or at_end or done.agreed.save or done.agreed.stop:
-            self._save(done.step, last=done.last or done.agreed.stop)
+        by_steps = self._every_steps is not None and step % self._every_steps == 0
+        at_end = last and (checkpoint.at_end or checkpoint.export)
+        if by_steps or at_end or consensus.save or consensus.stop:
+            self._save(step, last=last or consensus.stop)
 
     def on_end(self, step: int) -> None:
-        began = self._clock()
-        self._settle()
-        self._costs.stood_still(self._clock() - began)
+        start = time.monotonic()
+        self._finish_pending()
+        self._report_blocked(start)
 
     def _save(self, step: int, *, last: bool) -> None:
-        """``last``: no later save of this attempt will hold these steps."""
-        began = self._clock()
-        self._settle()
+        """Save the state; ``last`` if this attempt makes no later save."""
+        start = time.monotonic()
+        self._finish_pending()
         shards = self._engine.shards()
-        if not finite_on_all_ranks(shards, self._all_reduce_flags):
+        if not finite_on_all_ranks(shards, self._context.all_reduce_flags):
             reason = f"after step {step} weights or the optimizer's state are not finite, and are not saved"
             if last or self._plan.config.train.on_nonfinite is OnNonfinite.stop:
                 raise Diverged(reason, weights_finite=False)
-            self._tell(reason)
+            self._warn(reason)
             return
         self._flush()
-        self._costs.save_begun(step)
+        for observer in self._observers:
+            observer.on_save_start(step)
         scalars = state.scalars(
             self._plan,
             state.TrainState(step),
@@ -171,31 +121,42 @@ class Checkpoints(Hook):
             shards,
             scalars,
             namespace=state.namespace(self._plan),
-            rank=self._rank,
-            ranks=self._plan.world.ranks,
-            attempt=self._attempt,
+            rank=self._context.rank,
+            ranks=self._context.ranks,
+            attempt=self._context.attempt,
             background=background,
         )
         self._timer.restart()
         if not background:
-            self._settle()
-        self._costs.stood_still(self._clock() - began)
+            self._finish_pending()
+        self._report_blocked(start)
 
-    def _settle(self) -> None:
-        """Wait for the save under way, if there is one, and tell how it ended."""
+    def _finish_pending(self) -> None:
+        """Wait for the pending save, if there is one, and report how it ended."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         try:
             pending.wait()
-        except Exception as error:  # noqa: BLE001  whatever it was, the next save shows whether it lasts
+        except Exception as error:  # noqa: BLE001  the next save, in the foreground, shows whether the error persists
             self._failed = True
-            self._tell(
-                f"{pending.path} could not be saved, the next one is not made in the background: {type(error).__name__}: {error}"
+            self._warn(
+                f"{pending.path} could not be saved, and the next save is made in the foreground: "
+                f"{type(error).__name__}: {error}"
             )
         else:
             self._failed = False
             step = step_of(pending.path)
             assert step is not None, f"{pending.path} is a checkpoint of this run"
-            self._costs.saved(step, pending.seconds or 0.0, pending.size)
-            self._announce(pending.path)
+            for observer in self._observers:
+                observer.on_save_end(step, pending.seconds or 0.0, pending.size)
+            self._on_checkpoint(pending.path)
+
+    def _report_blocked(self, start: float) -> None:
+        seconds = time.monotonic() - start
+        for observer in self._observers:
+            observer.on_save_blocked(seconds)
+
+    def _warn(self, message: str) -> None:
+        if self._context.rank == 0:
+            log.warning(message)

@@ -1,8 +1,9 @@
-"""Where a run is, what of it goes into a checkpoint, and which checkpoints it may continue from.
+"""The training state, the scalars that a checkpoint records, and the checks before a run continues from one.
 
-Everything follows from the number of completed steps: the samples consumed (``BatchPlan.at``), the learning rate, the seed of
-each step's dropout. So the state is that number, and a checkpoint records the rest in order to refuse what does not fit. A fork
-may change the global batch: each checkpoint therefore records the sizes of the steps before it, and a fork begins at the next sample.
+Everything follows from the number of completed steps: the consumed samples (``BatchPlan.at``), the learning
+rate, the dropout seed of each step. The state is therefore that number, and a checkpoint records the rest to
+detect what does not fit. Because a fork may change the global batch, each checkpoint records the batch sizes
+of the steps before it, and a fork continues at the next sample.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from toolkit.plan.types import BatchPlan, RampStage, RunPlan
 from toolkit.rundir.source import SourceKind
 
 DATA, IDENTITY, SEED, VERSIONS = "data", "identity", "seed", "versions"
-DATA_STATE = "data_state"  # of a stream whose place does not follow from the step
-BATCH_STAGES = (
-    "batch_stages"  # [size, first step, first sample] of each size of the global batch until this step
-)
+DATA_STATE = "data_state"  # of a stream whose position does not follow from the step
+BATCH_STAGES = "batch_stages"  # [size, first step, first sample] of each global batch size until this step
 _RECORDED_PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
 
 @dataclass(slots=True)
 class TrainState:
-    """``step`` is the number of completed optimizer steps; skipped ones count, since their samples are consumed."""
+    """``step`` is the number of completed optimizer steps; skipped ones count, since their samples are
+    consumed.
+    """
 
     step: int = 0
 
@@ -43,7 +44,9 @@ class TrainState:
 
 
 def namespace(plan: RunPlan) -> str:
-    """Of the canonical names in this run's checkpoints: ``llama/1``, or ``module/my.package.Model`` for ``model.target``."""
+    """Return the namespace of tensor names: ``llama/1``, or ``module/my.package.Model`` for
+    ``model.target``.
+    """
     return (
         families.get(plan.shape.family).namespace
         if plan.shape is not None
@@ -58,7 +61,7 @@ def scalars(
     data_state: Mapping[str, Any],
     engine: Mapping[str, object],
 ) -> dict[str, object]:
-    """What a checkpoint holds besides tensors: plain JSON types. The engine's own keys stand beside the run's."""
+    """Return what a checkpoint records besides tensors, with the engine's scalars, as plain JSON types."""
     own: dict[str, object] = {
         STEP: state.step,
         CONSUMED: state.consumed_samples(plan),
@@ -84,7 +87,7 @@ def scalars(
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide numbers, for whoever wonders later why two runs differ."""
+    """Return the versions of Python and of the packages that affect numerical results."""
     found = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:
         try:
@@ -95,13 +98,14 @@ def versions() -> dict[str, str]:
 
 
 def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tuple[TrainState, BatchPlan]:
-    """The state that a checkpoint at ``path`` holds, and the global batches of a run that continues from it.
+    """Return the state in the checkpoint at ``path``, and the batch plan of a run that continues from it.
 
-    A resumed run must be the same run. A fork may differ: it takes over weights, optimizer state, the number of steps and the number
-    of consumed samples, so that its first step begins at the sample at which its parent stopped, whatever the global batch was.
+    A resumed run must be the same run. A fork may differ: it inherits weights, optimizer state and the
+    numbers of steps and consumed samples, so its first step starts at the sample at which its parent
+    stopped.
 
     Raises:
-        CheckpointError: the checkpoint belongs to no training step, or to another run.
+        CheckpointError: the checkpoint records no training step, or is of another run.
     """
     found, seen = reader.scalars, f"resume={path}" if kind is SourceKind.RESUME else f"run.fork={path}"
     key = seen.partition("=")[0]
@@ -110,7 +114,7 @@ def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tupl
         raise CheckpointError(
             Problem(
                 key,
-                f"{seen}, which is of no training step",
+                f"{seen}, which records no training step",
                 "a run continues from a checkpoint of a run",
                 f"start from published weights with model=pretrained model.pretrained={path}",
             )
@@ -132,14 +136,14 @@ def restore(plan: RunPlan, reader: Reader, kind: SourceKind, path: Path) -> tupl
                 key,
                 f"{seen} has {'; '.join(differing)}",
                 "a run continues with the same model, data, optimizer, schedule and batch",
-                f"bring back what differs, or start a new run from this state with run.fork={path}",
+                f"undo these changes, or start a new run from this state with run.fork={path}",
             )
         )
     return TrainState(step), batch
 
 
 def _stages(found: Mapping[str, object]) -> list[RampStage]:
-    """The batch sizes that a checkpoint records; none in one that another program or an older version wrote."""
+    """Return the recorded batch sizes; none if another program or an older version wrote the checkpoint."""
     recorded = found.get(BATCH_STAGES)
     if not isinstance(recorded, list):
         return []

@@ -1,5 +1,5 @@
-"""What a text model is trained for. Images, trees or boards would be another file like this one: engines know only ``Objective``,
-the loop only ``Task``."""
+"""Training tasks for text models. Other kinds of data have their own module: engines depend only on
+``Objective``, the loop only on ``Task``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from toolkit.plan.types import RunPlan
 
 
 class Task(Objective, Protocol):
-    """An objective, and how samples of the stream become its micro-batches."""
+    """An objective, and how it collates samples of the stream into micro-batches."""
 
     def collate(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
-        """One micro-batch's samples, as the stream gives them, on the engine's device."""
+        """Turn the samples of one micro-batch into tensors on ``device``."""
 
 
-class Text(Task):
-    """Samples are int64 [micro_batch, sequence + 1]: the inputs, and shifted by one the labels, int64 [micro_batch, sequence] each.
+class TextTask(Task):
+    """Collate int64 samples [micro_batch, sequence + 1] into inputs and shifted labels, [micro_batch,
+    sequence] each.
 
-    With ``end_of_text``, the token that ends every document, documents are kept apart: ``position_ids`` begin anew in each.
+    Args:
+        end_of_text: the token that ends every document. If given, ``position_ids`` restart at 0 in each
+            document, which masks attention between documents.
     """
 
     def __init__(self, end_of_text: int | None = None) -> None:
@@ -45,14 +48,16 @@ class Text(Task):
         return int((batch["labels"] != IGNORED).sum())
 
 
-class NextToken(Text):
-    """Cross-entropy of each next token, for models of ``families/``: forward gives logits [micro_batch, sequence, vocabulary].
+class NextToken(TextTask):
+    """Cross-entropy of the next token, for models of ``families/`` that return logits [micro_batch,
+    sequence, vocabulary].
 
-    In training, ``router_coefficient`` times :func:`load_balance` is added, once a token, so that dividing by the tokens leaves its
-    weighted mean over the micro-batches. Evaluation is the cross-entropy alone.
+    In training, ``router_coefficient`` times :func:`load_balance` is added per token, so that dividing by
+    the number of tokens gives its weighted mean over the micro-batches. Evaluation uses the cross-entropy
+    alone.
 
     Args:
-        experts_per_token: experts that each token visits; 0 in a model without experts.
+        experts_per_token: number of experts that each token is routed to; 0 for a dense model.
     """
 
     def __init__(
@@ -77,14 +82,16 @@ class NextToken(Text):
 
 
 def load_balance(router_logits: Sequence[torch.Tensor], experts_per_token: int) -> torch.Tensor:
-    """The load-balancing loss of Switch Transformers (Fedus et al., 2101.03961, equations 4 to 6), of each layer, averaged over layers.
+    """Return the load-balancing loss of Switch Transformers (Fedus et al., 2101.03961, equations 4 to 6),
+    averaged over layers.
 
-    It is ``experts_per_token`` where all experts are equally busy, and more elsewhere. Megatron-core has the same loss, summed over layers
-    and divided by ``experts_per_token``: the plan converts the coefficient. transformers' ``aux_loss`` adds the layers' counts up before it
-    compares them, so that two layers that prefer different experts balance each other; it is not used.
+    It equals ``experts_per_token`` if all experts are equally busy, and is larger otherwise. Megatron-core
+    sums the same loss over layers and divides it by ``experts_per_token``; the plan converts the
+    coefficient. transformers' ``aux_loss`` is not used, because it adds the counts of all layers first, so
+    that layers with different preferences cancel out.
 
     Args:
-        router_logits: of each layer, [tokens, experts].
+        router_logits: [tokens, experts] for each layer.
     """
     losses = []
     for logits in router_logits:
@@ -96,10 +103,13 @@ def load_balance(router_logits: Sequence[torch.Tensor], experts_per_token: int) 
     return torch.stack(losses).mean()
 
 
-class OwnLoss(Text):
-    """For ``model.target``: ``forward(input_ids, labels)`` returns the mean loss over the labels that are not -100, as a tensor
-    or as ``loss`` of an object or mapping. The mean over no label (in the last batch of an evaluation) counts as nothing. Where
-    documents are kept apart it takes ``position_ids`` too."""
+class CustomLoss(TextTask):
+    """The loss of a ``model.target`` module.
+
+    ``forward(input_ids, labels)`` returns the mean loss over the labels that are not -100, as a tensor or as
+    ``loss`` of an object or mapping. If documents are separate it receives ``position_ids`` too. A mean over
+    no labels, as in the last batch of an evaluation, counts as zero.
+    """
 
     def __init__(self, target: str, end_of_text: int | None = None) -> None:
         super().__init__(end_of_text)
@@ -113,11 +123,11 @@ class OwnLoss(Text):
             else getattr(output, "loss", output)
         )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise self._refusal(loss)
+            raise self._error(loss)
         units = self.units(batch)
         return loss.float().reshape(()) * units if units else torch.nan_to_num(loss.float().reshape(())) * 0
 
-    def _refusal(self, output: Any) -> ConfigError:
+    def _error(self, output: Any) -> ConfigError:
         seen = (
             f"a tensor of shape {tuple(output.shape)}"
             if isinstance(output, torch.Tensor)
@@ -127,23 +137,31 @@ class OwnLoss(Text):
             Problem(
                 "model.target",
                 f"model.target={self._target}, whose forward returned {seen}",
-                "forward(input_ids, labels) returns one mean loss: a scalar tensor, or an object or dict with it as loss",
-                "return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) from forward",
+                "forward(input_ids, labels) returns one mean loss: a scalar tensor, or an object or dict "
+                "with the key loss",
+                "return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) from "
+                "forward",
             )
         )
 
 
 def _positions(batch: MicroBatch) -> MicroBatch:
-    """What a model is given beside tokens. From positions that begin anew transformers' models mask attention by document."""
+    """Return the model's further inputs. transformers' models mask attention by document if positions
+    restart.
+    """
     return {name: tensor for name, tensor in batch.items() if name == "position_ids"}
 
 
 def text_task(plan: RunPlan, end_of_text: int | None = None) -> Task:
-    """Of the plan's model. ``end_of_text``: of data whose documents are kept apart (``data/tokens/documents.py``)."""
+    """Return the task of the plan's model.
+
+    Args:
+        end_of_text: of data with separate documents (``data/tokens/documents.py``).
+    """
     model = plan.config.model
     if plan.shape is None:
-        assert model.target is not None, "a plan without a shape is of model.target"
-        return OwnLoss(model.target, end_of_text)
+        assert model.target is not None, "a plan without a shape has a model.target"
+        return CustomLoss(model.target, end_of_text)
     return NextToken(
         plan.shape.router_aux_loss_coef, end_of_text, experts_per_token=plan.shape.num_experts_per_tok
     )

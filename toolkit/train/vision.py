@@ -1,4 +1,4 @@
-"""What a model of labelled images is trained for: the class of each image, by cross-entropy."""
+"""The training task for labelled images: classification by cross-entropy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from toolkit.plan.types import RunPlan
 from toolkit.train.task import Task
 
 
-class Vision(Task):
-    """For ``model.target`` whose ``forward(pixel_values)`` gives logits [images, classes], as a tensor or as ``logits`` of an object or
-    mapping: transformers' models for image classification, or any other.
+class VisionTask(Task):
+    """Image classification with a ``model.target`` module, for example one of transformers'.
 
-    ``pixel_values`` are fp32 [images, bands, height, width]: each band less its mean and over its standard deviation in the training
-    split, whatever split they are of. Where the model is in 16 bits they are rounded to its dtype.
+    ``forward(pixel_values)`` returns logits [images, classes], as a tensor or as ``logits`` of an object or
+    mapping. ``pixel_values`` are fp32 [images, bands, height, width], standardized by the mean and standard
+    deviation of each band in the training split. They are cast to the dtype of the model.
     """
 
     def __init__(self, target: str, manifest: RecordManifest) -> None:
@@ -33,14 +33,17 @@ class Vision(Task):
         self._mean = _by_band(statistics.mean)
         self._scale = _by_band(
             [1 / std if std else 1.0 for std in statistics.std]
-        )  # a band of one value says nothing
+        )  # a constant band has no std
 
     def collate(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
-        """Samples are structs [images] with ``image`` and ``label``; of none, a masked image is made: all ranks pass through the model."""
+        """Collate structs [images] with ``image`` and ``label``.
+
+        Without samples the result is one masked image, because all ranks must run the model.
+        """
         masked = not len(samples)
         if masked:
             samples = np.zeros(1, dtype=samples.dtype)
-        # Moved as they are stored, and widened on the device; a copy in any case, since what follows is in place.
+        # Transfer the stored dtype and convert on the device. Always copy, because what follows is in place.
         pixels = torch.from_numpy(samples[IMAGE]).to(device).to(torch.float32, copy=True)
         pixels.sub_(self._mean.to(device)).mul_(self._scale.to(device))
         labels = torch.from_numpy(samples[LABEL].astype(np.int64)).to(device)
@@ -84,9 +87,9 @@ class Vision(Task):
                 Problem(
                     "model.target",
                     f"model.target={self._target}, whose forward returned {seen} for {images} images",
-                    f"forward(pixel_values) returns logits [images, classes], as a tensor or as logits of an object; the labels need "
-                    f"{self._classes} classes",
-                    f"return them so, and make the model's classes {self._classes} or more",
+                    "forward(pixel_values) returns logits [images, classes], as a tensor or as logits of "
+                    f"an object; the labels need {self._classes} classes",
+                    f"return such logits, for {self._classes} classes or more",
                 )
             )
         return logits.float()
@@ -102,6 +105,6 @@ def _by_band(values: Any) -> torch.Tensor:
 
 
 def vision_task(plan: RunPlan, manifest: RecordManifest) -> Task:
-    """Of the plan's model and the records that it is trained on."""
-    assert plan.config.model.target is not None, "a rule refuses images for the families' models"
-    return Vision(plan.config.model.target, manifest)
+    """Return the task of the plan's model for records of labelled images."""
+    assert plan.config.model.target is not None, "a rule refuses images with the families' models"
+    return VisionTask(plan.config.model.target, manifest)

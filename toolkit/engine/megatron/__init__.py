@@ -3,7 +3,7 @@
 import warnings
 
 # Each of its modules says at its import what is not installed (of that, model.py takes what is there), it calls collectives by names
-# that torch has renamed, and it recommends for GPUs what train/process_setup.py does there.
+# that torch has renamed, and it recommends for GPUs what cluster/environment.py sets there.
 for message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

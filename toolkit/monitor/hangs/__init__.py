@@ -1,1 +1,3 @@
-"""A run that makes no progress: what each rank says, and what it means. Pure but for taking stacks."""
+"""The diagnosis of a run that makes no progress. Pure functions, except for reading stacks and process
+states.
+"""

@@ -1,8 +1,9 @@
-"""Why a run makes no progress: from the word of the ranks that can still speak to one cause. Pure; ``observe/watchdog.py`` collects.
+"""Diagnose why a run makes no progress, from the reports that ``observe/hang_report.py`` collects.
 
-The order of the rules is the order of certainty. A process that is gone or stopped explains every wait for it. Ranks that call different
-collectives under one number are at odds, whoever is right. A rank that waits in no collective while others do is where they wait for it;
-one that waits elsewhere has passed a collective by. Where all wait in the same call, the ranks did their part, and the network did not.
+The rules are ordered by certainty. A process that has ended or is stopped explains every wait for it. Ranks
+whose calls of one number differ have diverged. If some ranks wait in a collective and one does not, they
+wait for it; if it waits in another collective, it has skipped one. If all ranks wait in the same call, the
+network or a GPU is at fault.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from itertools import pairwise
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.calls import Call
 from toolkit.monitor.hangs.reports import (
-    Found,
-    Report,
-    axis_words,
-    be,
-    grouped,
-    have,
-    ordinal,
-    ranks_named,
-    waits,
+    HangEvidence,
+    RankReport,
+    describe_waits,
+    format_axis,
+    format_ordinal,
+    format_ranks,
+    group_ranks,
+    has_or_have,
+    is_or_are,
 )
-from toolkit.monitor.hangs.stacks import ENDED, SAMPLES, SILENT, STATES, doing, short
+from toolkit.monitor.hangs.stacks import ENDED, SAMPLES, SILENT, STATES, describe_activity, short_path
 
 NAME = "hang"
-MOST_NAMED = 4  # processes in one sentence
-# Calls in which ranks may have tensors of different shapes, and nothing is wrong.
+MAX_NAMED = 4  # processes in one sentence
+# Calls in which ranks may have tensors of different shapes.
 UNEQUAL = ("gather", "scatter", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """As in an :class:`Alert`."""
+    """The fields have the meaning that they have in :class:`Alert`."""
 
     cause: str
     where: str
@@ -54,97 +55,102 @@ class Diagnosis:
         )
 
 
-def diagnose(found: Found) -> Diagnosis:
-    """The first rule that explains it."""
-    assert found.reports, "who asks has reported"
-    return next(said for said in (rule(found) for rule in RULES) if said is not None)
+def diagnose(evidence: HangEvidence) -> Diagnosis:
+    """Return the result of the first rule that applies."""
+    assert evidence.reports, "the rank that collects has reported"
+    return next(diagnosis for diagnosis in (rule(evidence) for rule in RULES) if diagnosis is not None)
 
 
-def mismatch(found: Found) -> Diagnosis | None:
-    """Only whether ranks call different collectives: for a run that fails by itself, perhaps because of that."""
-    return _differ(found)
+def diagnose_mismatch(evidence: HangEvidence) -> Diagnosis | None:
+    """Check only whether ranks make different calls, which may be why a run fails."""
+    return _differ(evidence)
 
 
 # ---- the rules
 
 
-def _failed(found: Found) -> Diagnosis | None:
-    failed = [rank for rank, report in found.reports.items() if report.failure]
+def _failed(evidence: HangEvidence) -> Diagnosis | None:
+    failed = [rank for rank, report in evidence.reports.items() if report.failure]
     if not failed:
         return None
-    first = found.reports[failed[0]]
+    first = evidence.reports[failed[0]]
     return Diagnosis(
-        f"{ranks_named(failed)} failed: {first.failure.splitlines()[0]}",
-        ranks_named(failed),
-        waits(found),
-        "mend what the failure says; the same command continues from the newest checkpoint",
+        f"{format_ranks(failed)} failed: {first.failure.splitlines()[0]}",
+        format_ranks(failed),
+        describe_waits(evidence),
+        "fix what the failure reports; the same command continues from the newest checkpoint",
     )
 
 
-def _silent(found: Found) -> Diagnosis | None:
-    silent = found.silent
+def _silent(evidence: HangEvidence) -> Diagnosis | None:
+    silent = evidence.silent
     if not silent:
         return None
-    states = grouped(silent, lambda rank: found.neighbours[rank].state if rank in found.neighbours else "")
+    states = group_ranks(
+        silent, lambda rank: evidence.neighbours[rank].state if rank in evidence.neighbours else ""
+    )
     state = next((state for state in SILENT if state in states), None)
     if state is not None:
         ranks = states[state]
-        words = f"{have(ranks) if state in ENDED else be(ranks)} {STATES[state]}"
+        condition = f"{has_or_have(ranks) if state in ENDED else is_or_are(ranks)} {STATES[state]}"
         seen = (
-            f"{_processes(found, ranks)} {words}"
+            f"{_processes(evidence, ranks)} {condition}"
             + ("" if state in ENDED else f" (state {state})")
-            + _last_call(found, ranks)
+            + _last_call(evidence, ranks)
         )
         return Diagnosis(
-            f"{ranks_named(ranks)} {words}",
-            ranks_named(ranks),
-            f"{seen}; {waits(found)}",
+            f"{format_ranks(ranks)} {condition}",
+            format_ranks(ranks),
+            f"{seen}; {describe_waits(evidence)}",
             _SILENT.get(state, _ENDED),
         )
-    frozen = [rank for rank in silent if rank in found.neighbours and found.neighbours[rank].notes]
+    frozen = [rank for rank in silent if rank in evidence.neighbours and evidence.neighbours[rank].notes]
     if frozen:
         return Diagnosis(
-            f"{ranks_named(frozen)} {be(frozen)} held by native code, which keeps the Python interpreter to itself",
-            ranks_named(frozen),
-            f"no Python thread of {_processes(found, frozen)} could run; {waits(found)}",
-            "see in the report where the last line of Python is: the extension that is called there does not come back",
+            f"{format_ranks(frozen)} {is_or_are(frozen)} blocked by native code that holds "
+            "the Python interpreter's lock",
+            format_ranks(frozen),
+            f"no Python thread of {_processes(evidence, frozen)} could run; {describe_waits(evidence)}",
+            "find the last line of Python in the report: the extension called there does not return",
         )
-    hosts = grouped(range(len(found.processes)), lambda rank: found.processes[rank].host)
-    lost = {host: ranks for host, ranks in hosts.items() if not set(ranks) & found.reports.keys()}
+    hosts = group_ranks(range(len(evidence.processes)), lambda rank: evidence.processes[rank].host)
+    lost = {host: ranks for host, ranks in hosts.items() if not set(ranks) & evidence.reports.keys()}
     if lost:
         ranks = [rank for them in lost.values() for rank in them]
         names = " and ".join(sorted(lost))
         return Diagnosis(
-            f"nobody on {names} answers",
-            ranks_named(ranks),
-            f"no word from {ranks_named(ranks)}; {waits(found)}",
-            f"look whether {names} can be reached, and at its kernel's log: dmesg",
+            f"no rank on {names} responds",
+            format_ranks(ranks),
+            f"no report from {format_ranks(ranks)}; {describe_waits(evidence)}",
+            f"check whether {names} can be reached, and its kernel's log: dmesg",
         )
     return Diagnosis(
-        f"{ranks_named(silent)} {'do' if len(silent) > 1 else 'does'} not answer",
-        ranks_named(silent),
-        f"{_processes(found, silent)} {be(silent)} there and not stopped; {waits(found)}",
-        "look at its kernel's log (dmesg) and at its stack: py-spy dump --pid PID",
+        f"{format_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not respond",
+        format_ranks(silent),
+        f"{_processes(evidence, silent)} {is_or_are(silent)} alive and not stopped; "
+        f"{describe_waits(evidence)}",
+        "check its kernel's log (dmesg) and its stack: py-spy dump --pid PID",
     )
 
 
-def _last_call(found: Found, ranks: Sequence[int]) -> str:
-    last = found.neighbours[ranks[0]].last
-    return f"; the last call of {ranks_named(ranks[:1])}: {last}" if last else ""
+def _last_call(evidence: HangEvidence, ranks: Sequence[int]) -> str:
+    last = evidence.neighbours[ranks[0]].last
+    return f"; the last call of {format_ranks(ranks[:1])}: {last}" if last else ""
 
 
+_CONTINUE = "the same command continues from the newest checkpoint"
 _SILENT = {
-    "T": "find out who stopped it (SIGSTOP, Ctrl-Z, a paused container); the same command continues from the newest checkpoint",
-    "t": "leave the debugger; the same command continues from the newest checkpoint",
-    "D": "look at the kernel's log of its machine (dmesg): a disk, a file server or a driver does not answer",
+    "T": f"find out what stopped it (SIGSTOP, Ctrl-Z, a paused container); {_CONTINUE}",
+    "t": f"leave the debugger; {_CONTINUE}",
+    "D": "check the kernel's log of its machine (dmesg): a disk, a file server or a driver does not respond",
 }
-_ENDED = "look for the end of that process: dmesg (out of memory?), the attempt's log; the same command continues from the last save"
+_ENDED = f"find out why that process ended: dmesg (out of memory?), the attempt's log; {_CONTINUE}"
 
 
-def _differ(found: Found) -> Diagnosis | None:
-    """Ranks of a group have made different calls under one number, and one of them has not come back from it."""
-    for group in _groups(found):
-        members = [report for report in found.members(group) if _made(report, group.group)]
+def _differ(evidence: HangEvidence) -> Diagnosis | None:
+    """Ranks of a group made different calls of one number, and one of them has not returned."""
+    for group in _groups(evidence):
+        members = [report for report in evidence.members(group) if _made(report, group.group)]
         last = {_made(report, group.group) for report in members}
         stuck = {
             call.number
@@ -159,107 +165,134 @@ def _differ(found: Found) -> Diagnosis | None:
                 for call in _collectives(report, group.group)
                 if call.number == number
             }
-            kinds = grouped(there, lambda rank: _compared(there[rank]))  # noqa: B023  used at once
+            kinds = group_ranks(there, lambda rank: _compared(there[rank]))  # noqa: B023  used at once
             if len(kinds) < 2:
                 continue
             odd = min(kinds.values(), key=len) if len(there) > 2 else sorted(there)
-            said = "; ".join(f"{ranks_named(ranks)}: {there[ranks[0]].what}" for ranks in kinds.values())
-            left_out = _left_out(found, group, number, kinds)
+            calls = "; ".join(f"{format_ranks(ranks)}: {there[ranks[0]].what}" for ranks in kinds.values())
+            skipped = _skipped_call(evidence, group, number, kinds)
             same = len({call.operation for call in there.values()}) == 1
             what = "with different shapes" if same else "that differ"
             return Diagnosis(
-                f"the ranks make calls {what} as number {number} on {axis_words(group)}",
-                ranks_named(odd),
-                said + left_out,
-                "see the stacks for where the ranks part: other shapes of batches or of the model, or a collective that not all ranks make",
+                f"the ranks make calls {what} as number {number} on {format_axis(group)}",
+                format_ranks(odd),
+                calls + skipped,
+                "see where the stacks differ: other shapes of batches or of the model, or a collective "
+                "that not all ranks make",
             )
     return None
 
 
-def _left_out(found: Found, group: Call, number: int, kinds: Mapping[str, Sequence[int]]) -> str:
-    """Whether one side's calls are the other's moved by one: then it is a call that only the other made."""
+def _skipped_call(
+    evidence: HangEvidence, group: Call, number: int, kinds: Mapping[str, Sequence[int]]
+) -> str:
+    """Name the call that only one side made, if one side's calls are the other's shifted by one."""
     sides = list(kinds.values())
     for these, those in ((these, those) for these in sides for those in sides if these is not those):
-        ahead = {call.number: call for call in _collectives(found.reports[those[0]], group.group)}
+        ahead = {call.number: call for call in _collectives(evidence.reports[those[0]], group.group)}
         own = next(
-            call for call in _collectives(found.reports[these[0]], group.group) if call.number == number
+            call for call in _collectives(evidence.reports[these[0]], group.group) if call.number == number
         )
         if number + 1 in ahead and _compared(ahead[number + 1]) == _compared(own):
             return (
-                f"; {ranks_named(these)} left out {ahead[number].what}, or {ranks_named(those)} alone made it"
+                f"; {format_ranks(these)} skipped {ahead[number].what}, or only {format_ranks(those)} made it"
             )
     return ""
 
 
-def _absent(found: Found) -> Diagnosis | None:
-    """Some wait in a call, and some in none."""
-    free = [rank for rank, report in found.reports.items() if report.waits_in is None]
-    if not free or len(free) == len(found.reports):
+def _absent(evidence: HangEvidence) -> Diagnosis | None:
+    """Some ranks wait in a call, and some in none."""
+    free = [rank for rank, report in evidence.reports.items() if report.blocking_call is None]
+    if not free or len(free) == len(evidence.reports):
         return None
-    does, ranks = max(
-        grouped(free, lambda rank: found.reports[rank].does).items(), key=lambda pair: len(pair[1])
+    activity, ranks = max(
+        group_ranks(free, lambda rank: evidence.reports[rank].activity).items(), key=lambda pair: len(pair[1])
     )
-    behind = [words for blocked in _blocked(found) for words in blocked.lagging(ranks)]
-    evidence = "; ".join(
-        [*behind[:1], *([_reading(found.reports[ranks[0]])] if does == SAMPLES else []), waits(found)]
+    behind = [line for blocked in _blocked(evidence) for line in blocked.lagging(ranks)]
+    text = "; ".join(
+        [
+            *behind[:1],
+            *([_reading(evidence.reports[ranks[0]])] if activity == SAMPLES else []),
+            describe_waits(evidence),
+        ]
     )
-    next_step = _SAMPLES if does == SAMPLES else f"see in the report where {ranks_named(ranks)} {be(ranks)}"
+    next_step = (
+        _SAMPLES
+        if activity == SAMPLES
+        else f"see in the report where {format_ranks(ranks)} {is_or_are(ranks)}"
+    )
+    pronoun = "them" if len(ranks) > 1 else "it"
     return Diagnosis(
-        f"{ranks_named(ranks)} {be(ranks)} {does}, and the others wait for {'them' if len(ranks) > 1 else 'it'}",
-        ranks_named(ranks),
-        evidence,
+        f"{format_ranks(ranks)} {is_or_are(ranks)} {activity}, and the others wait for {pronoun}",
+        format_ranks(ranks),
+        text,
         next_step,
     )
 
 
-_SAMPLES = "look at the storage under data.path, and in the report at the thread that reads ahead; the same command continues"
+_SAMPLES = (
+    "check the storage under data.path, and in the report the thread that prefetches samples; the same "
+    "command continues"
+)
 
 
-def _reading(report: Report) -> str:
-    """Where the thread is that reads samples ahead."""
-    ahead = [thread for thread in report.threads if not thread.main and doing(thread.frames) == SAMPLES]
+def _reading(report: RankReport) -> str:
+    """Locate the thread that prefetches samples."""
+    ahead = [
+        thread for thread in report.threads if not thread.main and describe_activity(thread.frames) == SAMPLES
+    ]
     if not ahead:
-        return f"rank {report.rank} has no thread that reads ahead: it has ended"
-    ours = next(frame for frame in reversed(ahead[0].frames) if doing([frame]) == SAMPLES)
+        return f"rank {report.rank} has no thread that prefetches samples: it has ended"
+    ours = next(frame for frame in reversed(ahead[0].frames) if describe_activity([frame]) == SAMPLES)
     inner = ahead[0].frames[-1]
     below = "" if inner == ours else f", which waits in {inner.function}"
-    return f"its thread {ahead[0].name} is in {ours.function} ({short(ours.file)}:{ours.line}){below}"
+    return f"its thread {ahead[0].name} is in {ours.function} ({short_path(ours.file)}:{ours.line}){below}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocked:
-    """A collective that some ranks wait in, and others have not come to. ``behind``: how many calls of the group they have made."""
+    """A collective that some ranks wait in and others have not reached.
+
+    Attributes:
+        behind: number of the group's calls that the latter have made, by rank.
+    """
 
     call: Call
     waiting: tuple[int, ...]
     behind: Mapping[int, int]
 
     def lagging(self, ranks: Iterable[int]) -> list[str]:
-        """What is to be said of those of ``ranks`` that have not come."""
-        late = grouped([rank for rank in ranks if rank in self.behind], lambda rank: self.behind[rank])
-        others = f"{ranks_named(self.waiting)} wait{'s' * (len(self.waiting) == 1)} in the {ordinal(self.call.number)}: {self.call.what}"
+        """Describe those of ``ranks`` that have not reached the call."""
+        late = group_ranks([rank for rank in ranks if rank in self.behind], lambda rank: self.behind[rank])
+        wait = f"wait{'s' * (len(self.waiting) == 1)}"
+        number = format_ordinal(self.call.number)
+        others = f"{format_ranks(self.waiting)} {wait} in the {number}: {self.call.what}"
+        axis = format_axis(self.call)
         return [
-            f"{ranks_named(them)} {have(them)} made {made} calls on {axis_words(self.call)}, {others}"
-            for made, them in late.items()
+            f"{format_ranks(behind)} {has_or_have(behind)} made {count} calls on {axis}, {others}"
+            for count, behind in late.items()
         ]
 
 
-def _blocked(found: Found) -> list[_Blocked]:
-    """The likeliest culprit first: few ranks that passed a call by before many; then who went from one call to another as nobody had
-    before; then the call that was waited in first."""
-    seen = Counter(step for report in found.reports.values() for step in _steps(report)[:-1])
+def _blocked(evidence: HangEvidence) -> list[_Blocked]:
+    """Return blocked calls, the likeliest cause first.
+
+    Calls that few ranks have not reached come first, then ranks that made a transition between calls that no
+    rank made before, then the call that blocked first.
+    """
+    seen = Counter(step for report in evidence.reports.values() for step in _steps(report)[:-1])
 
     def key(blocked: _Blocked) -> tuple[int, int, float]:
         new = sum(
-            seen[_steps(found.reports[rank])[-1]] == 0
+            seen[_steps(evidence.reports[rank])[-1]] == 0
             for rank in blocked.behind
-            if _steps(found.reports[rank])
+            if _steps(evidence.reports[rank])
         )
         return len(blocked.behind), -new, blocked.call.begun
 
     waiting: defaultdict[tuple[str, int], list[tuple[int, Call]]] = defaultdict(list)
-    for rank, report in found.reports.items():
-        call = report.waits_in
+    for rank, report in evidence.reports.items():
+        call = report.blocking_call
         if call is not None and call.peer is None:
             waiting[call.group, call.number].append((rank, call))
     entries = []
@@ -267,7 +300,7 @@ def _blocked(found: Found) -> list[_Blocked]:
         call = min((call for _, call in ranks), key=lambda call: call.begun)
         behind = {
             report.rank: made
-            for report in found.members(call)
+            for report in evidence.members(call)
             if (made := _made(report, call.group)) < call.number
         }
         if behind:
@@ -275,98 +308,101 @@ def _blocked(found: Found) -> list[_Blocked]:
     return sorted(entries, key=key)
 
 
-def _steps(report: Report) -> list[tuple[str, str]]:
-    """From call to call, as this rank made them: pairs of what was called, the newest last."""
+def _steps(report: RankReport) -> list[tuple[str, str]]:
+    """Return the transitions from call to call on this rank, the newest last."""
     made = [f"{call.group} {call.what}" for call in sorted(report.calls, key=lambda call: call.begun)]
     return list(pairwise(made))
 
 
-def _passed_by(found: Found) -> Diagnosis | None:
-    """Somebody waits in a collective that a rank has not made, which waits in another one."""
-    blocked = next(iter(_blocked(found)), None)
+def _skipped(evidence: HangEvidence) -> Diagnosis | None:
+    """A rank waits in a collective that another rank has not made, which waits in a different one."""
+    blocked = next(iter(_blocked(evidence)), None)
     if blocked is None:
         return None
     ranks = list(blocked.behind)
     return Diagnosis(
         "; ".join(blocked.lagging(ranks)),
-        ranks_named(ranks),
-        waits(found),
-        f"see in the report where {ranks_named(ranks)} {be(ranks)} and the others are not: a collective that not all ranks "
-        "make, or not in the same order",
+        format_ranks(ranks),
+        describe_waits(evidence),
+        f"see in the report where {format_ranks(ranks)} {is_or_are(ranks)} and the others are not: a "
+        "collective that not all ranks make, or not in the same order",
     )
 
 
-def _together(found: Found) -> Diagnosis | None:
-    """All wait in calls, and nobody in one that another has not made."""
-    calls = [report.waits_in for report in found.reports.values()]
+def _all_in_one_call(evidence: HangEvidence) -> Diagnosis | None:
+    """All ranks wait in calls that every rank has made."""
+    calls = [report.blocking_call for report in evidence.reports.values()]
     if None in calls:
         return None
     return Diagnosis(
-        "every rank has made its call, and the calls do not end",
+        "every rank has made its call, and the calls do not complete",
         "",
-        waits(found),
-        "look at the network and the GPUs: XID and link errors (dmesg, nvidia-smi), NCCL_DEBUG=INFO, nccl-tests between hosts",
+        describe_waits(evidence),
+        "check the network and the GPUs: XID and link errors (dmesg, nvidia-smi), NCCL_DEBUG=INFO, "
+        "nccl-tests between hosts",
     )
 
 
-def _alone(found: Found) -> Diagnosis:
-    """Nobody waits in a call."""
-    does = grouped(found.reports, lambda rank: found.reports[rank].does)
-    said = ", ".join(f"{ranks_named(ranks)} {be(ranks)} {what}" for what, ranks in does.items())
-    first = next(iter(found.reports.values()))
-    samples = first.does == SAMPLES and len(does) == 1
+def _none_in_a_call(evidence: HangEvidence) -> Diagnosis:
+    """No rank waits in a call."""
+    activities = group_ranks(evidence.reports, lambda rank: evidence.reports[rank].activity)
+    cause = ", ".join(
+        f"{format_ranks(ranks)} {is_or_are(ranks)} {what}" for what, ranks in activities.items()
+    )
+    first = next(iter(evidence.reports.values()))
+    samples = first.activity == SAMPLES and len(activities) == 1
     return Diagnosis(
-        said,
-        "" if len(found.reports) > 1 else ranks_named(found.reports),
-        _reading(first) if samples else waits(found),
+        cause,
+        "" if len(evidence.reports) > 1 else format_ranks(evidence.reports),
+        _reading(first) if samples else describe_waits(evidence),
         _SAMPLES
         if samples
-        else "see the stacks in the report; if that work is sound and slow: a larger monitor.hang_seconds",
+        else "see the stacks in the report; if the work is only slow, raise monitor.hang_seconds",
     )
 
 
-RULES: tuple[Callable[[Found], Diagnosis | None], ...] = (
+RULES: tuple[Callable[[HangEvidence], Diagnosis | None], ...] = (
     _failed,
     _silent,
     _differ,
     _absent,
-    _passed_by,
-    _together,
-    _alone,
+    _skipped,
+    _all_in_one_call,
+    _none_in_a_call,
 )
 
 
-# ---- what is asked of reports
+# ---- reading reports
 
 
-def _groups(found: Found) -> list[Call]:
-    """One call of each group that a rank has not left, or that was its last one: what can be at odds."""
+def _groups(evidence: HangEvidence) -> list[Call]:
+    """Return one call of each group."""
     return list(
         {
             call.group: call
-            for report in found.reports.values()
+            for report in evidence.reports.values()
             for call in report.calls
             if call.peer is None
         }.values()
     )
 
 
-def _collectives(report: Report, group: str) -> list[Call]:
+def _collectives(report: RankReport, group: str) -> list[Call]:
     return [call for call in report.calls if call.group == group and call.peer is None]
 
 
-def _made(report: Report, group: str) -> int:
+def _made(report: RankReport, group: str) -> int:
     return max((call.number for call in _collectives(report, group)), default=0)
 
 
 def _compared(call: Call) -> str:
-    """What has to be equal on all ranks."""
+    """Return what must be equal on all ranks."""
     return call.operation if call.operation.startswith(UNEQUAL) else call.what
 
 
-def _processes(found: Found, ranks: Sequence[int]) -> str:
+def _processes(evidence: HangEvidence, ranks: Sequence[int]) -> str:
     named = ", ".join(
-        f"{found.processes[rank].pid} on {found.processes[rank].host}" for rank in ranks[:MOST_NAMED]
+        f"{evidence.processes[rank].pid} on {evidence.processes[rank].host}" for rank in ranks[:MAX_NAMED]
     )
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"process{'es' * (len(ranks) > 1)} {named}{more}"

@@ -1,4 +1,4 @@
-"""The report of a hang, for people: what is known of the ranks, and the stacks, each told once for all ranks that have it."""
+"""Format the report of a hang: the ranks' states, their last calls, and each distinct stack once."""
 
 from __future__ import annotations
 
@@ -7,94 +7,99 @@ from collections.abc import Callable, Iterable
 
 from toolkit.monitor.calls import Call
 from toolkit.monitor.hangs.diagnosis import Diagnosis
-from toolkit.monitor.hangs.reports import Found, Report, ranks_named, state_of
-from toolkit.monitor.hangs.stacks import ENDED, STATES, ThreadStack, lines
+from toolkit.monitor.hangs.reports import HangEvidence, RankReport, describe_rank, format_ranks
+from toolkit.monitor.hangs.stacks import ENDED, STATES, ThreadStack, format_frames
 
-MOST_STACKS = 100  # different ones; the rest is in the ranks' own files
+MAX_STACKS = 100  # distinct stacks; the rest is in the ranks' own files
 
 
-def report_text(diagnosis: Diagnosis, found: Found, head: str, source: Callable[[str, int], str]) -> str:
+def format_report(
+    diagnosis: Diagnosis, evidence: HangEvidence, head: str, source: Callable[[str, int], str]
+) -> str:
     """
     Args:
-        head: when and after which limit.
-        source: a line of a source file, or nothing.
+        head: the first line: when, and after which limit.
+        source: returns a line of a source file, or an empty string.
     """
     parts = [
         head,
         f"cause:     {diagnosis.cause}\nevidence:  {diagnosis.evidence}\nnext step: {diagnosis.next_step}",
-        "RANKS\n" + "\n".join(_ranks(found)),
-        "LAST CALLS, oldest first\n" + ("\n".join(_calls(found)) or "  none on record"),
-        "STACKS, innermost frame last\n" + "\n".join(_stacks(found, source)),
+        "RANKS\n" + "\n".join(_ranks(evidence)),
+        "LAST CALLS, oldest first\n" + ("\n".join(_calls(evidence)) or "  none recorded"),
+        "STACKS, innermost frame last\n" + "\n".join(_stacks(evidence, source)),
     ]
     frozen = [
-        f"{ranks_named([rank])}, by its own watch while no Python thread could run:\n{seen.notes.rstrip()}"
-        for rank, seen in sorted(found.neighbours.items())
-        if seen.notes and rank in found.silent
+        f"{format_ranks([rank])}, by faulthandler while no Python thread could run:\n{seen.notes.rstrip()}"
+        for rank, seen in sorted(evidence.neighbours.items())
+        if seen.notes and rank in evidence.silent
     ]
     return "\n\n".join([*parts, *frozen]) + "\n"
 
 
-def _ranks(found: Found) -> Iterable[str]:
-    """A line for all ranks that are in the same place."""
-    alike: defaultdict[tuple[str, str, str], list[Report]] = defaultdict(list)
-    for _, report in sorted(found.reports.items()):
-        alike[state_of(report), report.last, report.part].append(report)
-    for (state, last, part), reports in alike.items():
+def _ranks(evidence: HangEvidence) -> Iterable[str]:
+    """Return one line for all ranks in the same state."""
+    groups: defaultdict[tuple[str, str, str], list[RankReport]] = defaultdict(list)
+    for _, report in sorted(evidence.reports.items()):
+        groups[describe_rank(report), report.last, report.part].append(report)
+    for (state, last, part), reports in groups.items():
         idle = max(report.idle for report in reports)
-        inside = f", in the step's part {part}" if part else ""
-        yield f"  {_who(found, [report.rank for report in reports])}: {state}{inside}; {last} done {idle:.0f} s ago"
+        inside = f", in part {part} of the step" if part else ""
+        processes = _format_processes(evidence, [report.rank for report in reports])
+        yield f"  {processes}: {state}{inside}; {last} completed {idle:.0f} s ago"
         yield from (
             f"    it failed: {report.failure.splitlines()[0]}" for report in reports[:1] if report.failure
         )
-    for rank in found.silent:
-        seen = found.neighbours.get(rank)
+    for rank in evidence.silent:
+        seen = evidence.neighbours.get(rank)
         verb = "has" if seen is not None and seen.state in ENDED else "is"
         state = (
             f"its process {verb} {STATES.get(seen.state, seen.state)} ({seen.state})"
             if seen is not None
-            else "nobody else on its host"
+            else "no other rank on its host"
         )
         last = f"; its last call: {seen.last}" if seen is not None and seen.last else ""
-        yield f"  {_who(found, [rank])}: NO ANSWER; {state}{last}"
+        yield f"  {_format_processes(evidence, [rank])}: NO RESPONSE; {state}{last}"
 
 
-def _who(found: Found, ranks: list[int]) -> str:
-    places = [f"{found.processes[rank].host} {found.processes[rank].pid}" for rank in ranks[:2]]
-    return f"{ranks_named(ranks)} ({', '.join(places)}{', ...' if len(ranks) > 2 else ''})"
+def _format_processes(evidence: HangEvidence, ranks: list[int]) -> str:
+    processes = [f"{evidence.processes[rank].host} {evidence.processes[rank].pid}" for rank in ranks[:2]]
+    return f"{format_ranks(ranks)} ({', '.join(processes)}{', ...' if len(ranks) > 2 else ''})"
 
 
-def _calls(found: Found) -> Iterable[str]:
-    """The history of each group that somebody waits in, a line for all ranks with the same one."""
-    waited = {call.group: call for report in found.reports.values() if (call := report.waits_in) is not None}
+def _calls(evidence: HangEvidence) -> Iterable[str]:
+    """Return the last calls of each group that a rank waits in, one line for all ranks with equal calls."""
+    waited = {
+        call.group: call for report in evidence.reports.values() if (call := report.blocking_call) is not None
+    }
     for group in waited.values():
-        yield f"  {group.axis}, group {group.group} of {ranks_named(group.ranks) if group.ranks else 'unknown ranks'}"
-        alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-        for report in found.members(group):
-            alike[tuple(_call(call) for call in report.calls if call.group == group.group)].append(
+        members = format_ranks(group.ranks) if group.ranks else "unknown ranks"
+        yield f"  {group.axis}, group {group.group} of {members}"
+        groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        for report in evidence.members(group):
+            groups[tuple(_call(call) for call in report.calls if call.group == group.group)].append(
                 report.rank
             )
-        for calls, ranks in alike.items():
-            yield f"    {ranks_named(ranks)}: {'; '.join(calls) or 'none'}"
+        for calls, ranks in groups.items():
+            yield f"    {format_ranks(ranks)}: {'; '.join(calls) or 'none'}"
 
 
 def _call(call: Call) -> str:
     return f"{call.number} {call.what}{'' if call.finished else ' WAITS'}"
 
 
-def _stacks(found: Found, source: Callable[[str, int], str]) -> Iterable[str]:
-    alike: defaultdict[tuple[bool, str, tuple[object, ...]], list[tuple[int, ThreadStack]]] = defaultdict(
+def _stacks(evidence: HangEvidence, source: Callable[[str, int], str]) -> Iterable[str]:
+    groups: defaultdict[tuple[bool, str, tuple[object, ...]], list[tuple[int, ThreadStack]]] = defaultdict(
         list
     )
-    for rank, report in sorted(found.reports.items()):
+    for rank, report in sorted(evidence.reports.items()):
         for thread in report.threads:
-            alike[not thread.main, thread.name, thread.frames].append((rank, thread))
-    order = sorted(
-        alike.items(), key=lambda item: (item[0][0], len(item[1]))
-    )  # main threads first, the odd ones before the many
-    for (_, name, _), them in order[:MOST_STACKS]:
-        rank, thread = them[0]
+            groups[not thread.main, thread.name, thread.frames].append((rank, thread))
+    # Main threads first, rare stacks before common ones.
+    order = sorted(groups.items(), key=lambda item: (item[0][0], len(item[1])))
+    for (_, name, _), members in order[:MAX_STACKS]:
+        _, thread = members[0]
         state = f" ({thread.state})" if thread.state else ""
-        yield f"  {ranks_named({rank for rank, _ in them})}, thread {name}{state}"
-        yield from (f"    {line}" for line in lines(thread.frames, source))
-    if len(order) > MOST_STACKS:
-        yield f"  and {len(order) - MOST_STACKS} more that differ: see the files of the ranks beside this one"
+        yield f"  {format_ranks({rank for rank, _ in members})}, thread {name}{state}"
+        yield from (f"    {line}" for line in format_frames(thread.frames, source))
+    if len(order) > MAX_STACKS:
+        yield f"  and {len(order) - MAX_STACKS} more distinct stacks: see the ranks' files next to this one"

@@ -1,4 +1,4 @@
-"""What ranks say of themselves when a run makes no progress, and what can be read from it at once."""
+"""What ranks report of themselves when a run makes no progress, and what follows from one report."""
 
 from __future__ import annotations
 
@@ -10,19 +10,33 @@ from typing import Any, TypeVar
 
 from toolkit.layout.axes import ALL
 from toolkit.monitor.calls import Call
-from toolkit.monitor.hangs.stacks import ENGINE, MODEL, SILENT, Frame, ProcessId, ThreadStack, doing, place
+from toolkit.monitor.hangs.stacks import (
+    ENGINE,
+    MODEL,
+    SILENT,
+    Frame,
+    ProcessId,
+    ThreadStack,
+    describe_activity,
+    format_location,
+)
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER
 
 K = TypeVar("K", bound=Hashable)
 
-PARTS_IN_WORDS = {FORWARD: MODEL, BACKWARD: "in the model's backward", OPTIMIZER: "in the optimizer's step"}
-CALLING = "toolkit/engine/collectives.py"  # a thread in a call has frames of it
+ENGINE_PARTS = {FORWARD: MODEL, BACKWARD: "in the model's backward", OPTIMIZER: "in the optimizer's step"}
+COLLECTIVES_FILE = "toolkit/engine/collectives.py"  # a thread in a collective call has frames of this file
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A process as another one of its host sees it. ``state``: a letter of proc(5). ``notes``: stacks that its own watch wrote while
-    native code held the interpreter. ``last``: its newest call, in words."""
+    """A process as another process of its host sees it.
+
+    Attributes:
+        state: a letter of proc(5).
+        notes: stacks that ``faulthandler`` wrote while native code held the interpreter's lock.
+        last: its newest call, formatted.
+    """
 
     state: str
     notes: str = ""
@@ -34,17 +48,18 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """One rank's word.
+class RankReport:
+    """The report of one rank.
 
     Attributes:
         at: ``time.time()`` of the report.
-        last: the newest piece of progress, as ``step 16``; ``idle``: seconds since then.
-        part: the part of the step that it is in, by its recorder; empty where nobody recorded it.
-        calls: the last ones of each group; ``begun`` is ``time.time()`` here, so that ranks can be compared.
-        neighbours: ranks of the same host that cannot speak for themselves.
-        failure: why this rank ends, where it ends by itself.
-        whole: nothing is added to it any more.
+        last: the newest progress, as ``step 16``; ``idle``: seconds since then.
+        part: the open part of the step; empty if it is not recorded.
+        calls: the last calls of each group; ``begun`` is ``time.time()`` here, so that ranks can be
+            compared.
+        neighbours: ranks of the same host that cannot report.
+        failure: why this rank ends, if it fails by itself.
+        whole: whether the report is final.
     """
 
     rank: int
@@ -65,9 +80,9 @@ class Report:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Report:
+    def from_json(text: str) -> RankReport:
         fields: dict[str, Any] = json.loads(text)
-        return Report(
+        return RankReport(
             **{
                 **fields,
                 "threads": tuple(map(ThreadStack.from_json, fields["threads"])),
@@ -77,83 +92,89 @@ class Report:
         )
 
     @property
-    def waits_in(self) -> Call | None:
-        """The call that has stopped it: the first one since its last progress that has not ended.
+    def blocking_call(self) -> Call | None:
+        """The call that blocks this rank: the first unfinished one since its last progress.
 
-        One that was begun before and never waited for says nothing, unless the main thread is in a call.
+        An older call that was never waited for blocks nothing, unless the main thread is in a call.
         """
-        open_ones = [call for call in self.calls if not call.finished]
-        since = [call for call in open_ones if call.begun >= self.at - self.idle]
-        inside = any(frame.file.endswith(CALLING) for frame in self._main)
-        return min(since or (open_ones if inside else []), key=lambda call: call.begun, default=None)
+        unfinished = [call for call in self.calls if not call.finished]
+        recent = [call for call in unfinished if call.begun >= self.at - self.idle]
+        in_call = any(frame.file.endswith(COLLECTIVES_FILE) for frame in self._main_frames)
+        return min(recent or (unfinished if in_call else []), key=lambda call: call.begun, default=None)
 
     @property
-    def _main(self) -> tuple[Frame, ...]:
+    def _main_frames(self) -> tuple[Frame, ...]:
         return next((thread.frames for thread in self.threads if thread.main), ())
 
     @property
-    def does(self) -> str:
-        """What its main thread is at: ``waiting for samples``, or where it is."""
-        if not self._main:
-            return "doing nothing that Python knows of"
-        words, where = doing(self._main), place(self._main)
-        if words in ("", ENGINE):
-            words = PARTS_IN_WORDS.get(self.part, words)
-        return f"{words}, in {where}" if words in PARTS_IN_WORDS.values() else words or f"in {where}"
+    def activity(self) -> str:
+        """What the main thread does, such as ``waiting for samples``, or its location."""
+        if not self._main_frames:
+            return "outside of Python"
+        activity, location = describe_activity(self._main_frames), format_location(self._main_frames)
+        if activity in ("", ENGINE):
+            activity = ENGINE_PARTS.get(self.part, activity)
+        if activity in ENGINE_PARTS.values():
+            return f"{activity}, in {location}"
+        return activity or f"in {location}"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Everything that is known. ``processes``: of all ranks, by rank. ``asked``: who was asked for a word; None: all."""
+class HangEvidence:
+    """Everything that the collecting rank knows.
 
-    reports: Mapping[int, Report]
+    Attributes:
+        processes: of all ranks, by rank.
+        expected: ranks that were asked for a report; None: all ranks.
+    """
+
+    reports: Mapping[int, RankReport]
     processes: Sequence[ProcessId]
     neighbours: Mapping[int, Neighbour]
-    asked: Sequence[int] | None = None
+    expected: Sequence[int] | None = None
 
     @property
     def silent(self) -> list[int]:
-        asked = range(len(self.processes)) if self.asked is None else self.asked
-        return [rank for rank in asked if rank not in self.reports]
+        expected = range(len(self.processes)) if self.expected is None else self.expected
+        return [rank for rank in expected if rank not in self.reports]
 
-    def members(self, call: Call) -> list[Report]:
-        """Of the call's group, those that reported."""
+    def members(self, call: Call) -> list[RankReport]:
+        """Return the reports of the ranks in the call's group."""
         return [self.reports[rank] for rank in call.ranks if rank in self.reports]
 
 
-def found_of(
-    reports: Mapping[int, Report],
+def combine_reports(
+    reports: Mapping[int, RankReport],
     processes: Sequence[ProcessId],
     own: Mapping[int, Neighbour],
-    asked: Sequence[int] | None = None,
-) -> Found:
-    """``own``: what the collecting rank sees of its host's processes; the others' words add to it."""
+    expected: Sequence[int] | None = None,
+) -> HangEvidence:
+    """Combine the reports with ``own``, what the collecting rank sees of its host's processes."""
     neighbours = {rank: seen for report in reports.values() for rank, seen in report.neighbours.items()}
-    return Found(reports, processes, neighbours | dict(own), asked)
+    return HangEvidence(reports, processes, neighbours | dict(own), expected)
 
 
-# ---- words
+# ---- formatting
 
 
-def waits(found: Found) -> str:
-    """Who waits in which call, and what the others do."""
-    words = grouped(found.reports, lambda rank: state_of(found.reports[rank]))
-    return "; ".join(f"{ranks_named(ranks)}: {what}" for what, ranks in words.items())
+def describe_waits(evidence: HangEvidence) -> str:
+    """Describe which ranks wait in which call, and what the others do."""
+    states = group_ranks(evidence.reports, lambda rank: describe_rank(evidence.reports[rank]))
+    return "; ".join(f"{format_ranks(ranks)}: {state}" for state, ranks in states.items())
 
 
-def state_of(report: Report) -> str:
-    call = report.waits_in
-    if call is None:
-        return report.does
-    return f"waits in {call_words(call)}"
+def describe_rank(report: RankReport) -> str:
+    call = report.blocking_call
+    return report.activity if call is None else f"waits in {format_call(call)}"
 
 
-def call_words(call: Call) -> str:
-    number = f"call {call.number} on {axis_words(call)}, " if call.peer is None else ""
-    return f"{number}{call.what}" if number else f"{call.what} on {axis_words(call)}"
+def format_call(call: Call) -> str:
+    if call.peer is None:
+        return f"call {call.number} on {format_axis(call)}, {call.what}"
+    return f"{call.what} on {format_axis(call)}"
 
 
-def ranks_named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0, 2-7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -165,26 +186,26 @@ def ranks_named(ranks: Iterable[int]) -> str:
     return f"rank{'s' * several} " + ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def ordinal(number: int) -> str:
+def format_ordinal(number: int) -> str:
     suffix = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"
 
 
-def axis_words(call: Call) -> str:
+def format_axis(call: Call) -> str:
     return "all ranks" if call.axis == ALL else f"axis {call.axis}"
 
 
-def be(ranks: Sequence[int]) -> str:
+def is_or_are(ranks: Sequence[int]) -> str:
     return "are" if len(ranks) > 1 else "is"
 
 
-def have(ranks: Sequence[int]) -> str:
+def has_or_have(ranks: Sequence[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
 
 
-def grouped(ranks: Iterable[int], key: Callable[[int], K]) -> dict[K, list[int]]:
-    """Ranks by what they have in common, in order."""
-    found: defaultdict[K, list[int]] = defaultdict(list)
+def group_ranks(ranks: Iterable[int], key: Callable[[int], K]) -> dict[K, list[int]]:
+    """Group sorted ranks by ``key``."""
+    groups: defaultdict[K, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
-        found[key(rank)].append(rank)
-    return dict(found)
+        groups[key(rank)].append(rank)
+    return dict(groups)

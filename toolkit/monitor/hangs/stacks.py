@@ -1,5 +1,8 @@
-"""What the threads of this process are doing, and what state its neighbours' processes are in. Reads memory and ``/proc`` only: no source
-file, no lock of anybody else, so that it answers when a disk or another thread does not."""
+"""Read the stacks of this process's threads, and the states of other processes on the host.
+
+Only memory and ``/proc`` are read: no source files and no locks, so that this works when a disk or a thread
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-FRAMES = 64  # of a thread: the innermost ones
+MAX_FRAMES = 64  # innermost frames of a thread
 MAIN = "MainThread"
 
 SAMPLES, ENGINE = "waiting for samples", "in the engine"
 MODEL = "in the model's forward"
-# Where a thread is -> what it does there: a part of the file's path, and the function's name if the file has several purposes. The
-# innermost frame that is listed decides: a task's loss calls the model, whose own files are not listed.
-DOING: tuple[tuple[str, str, str], ...] = (
+# Part of a file's path, function name (empty: any), and what a thread does there. The innermost listed frame
+# decides: a task's loss calls the model, whose files are not listed.
+ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("toolkit/data/", "", SAMPLES),
     ("toolkit/checkpoint/", "", "saving or loading a checkpoint"),
     ("toolkit/train/saving.py", "", "saving a checkpoint"),
@@ -27,9 +30,9 @@ DOING: tuple[tuple[str, str, str], ...] = (
     ("toolkit/models/", "", "building the model"),
     ("toolkit/engine/", "", ENGINE),
     *(
-        (f"toolkit/train/{file}.py", function, words)
+        (f"toolkit/train/{file}.py", function, activity)
         for file in ("task", "vision")
-        for function, words in (
+        for function, activity in (
             ("collate", "making a batch"),
             ("units", "making a batch"),
             ("loss_sum", MODEL),
@@ -48,7 +51,7 @@ LIBRARIES = (
     f"/lib/python{sys.version_info.major}.{sys.version_info.minor}/",
 )
 
-# Letters of /proc/PID/stat, of proc(5), where they say why a process does not answer.
+# State letters of /proc/PID/stat (proc(5)).
 STATES: Mapping[str, str] = {
     "T": "stopped by a signal",
     "t": "held by a debugger",
@@ -61,7 +64,7 @@ STATES: Mapping[str, str] = {
 }
 GONE = "X"
 ENDED = ("Z", "X")
-SILENT = ("T", "t", "D", *ENDED)  # in one of these no answer can be expected
+SILENT = ("T", "t", "D", *ENDED)  # states in which a process cannot respond
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,8 @@ class ThreadStack:
     """One Python thread.
 
     Attributes:
-        state: of ``/proc``: a letter of proc(5), and what it waits for in the kernel, as ``S futex_wait_queue``; empty where that cannot
-            be read.
+        state: the letter of proc(5) and what the thread waits for in the kernel, as ``S futex_wait_queue``;
+            empty if it cannot be read.
         frames: outermost first.
     """
 
@@ -101,34 +104,38 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be mistaken for another one: numbers are used again, and the time of its start tells them apart.
+    """Identify a process. Process numbers are reused, so its start time is part of the identity.
 
     Attributes:
-        started: ticks since the start of the machine.
-        notes, box: file descriptors of it that others may read: :func:`notes_of`, ``last_collective.LastCollective``.
-        space: of the numbers, which containers may have of their own.
+        started: ticks since the machine booted.
+        stacks_fd, last_call_fd: descriptors of the process that others may read: :func:`read_frozen_stacks`
+            and ``last_collective.LastCollective``.
+        pid_namespace: containers may have their own process numbers.
     """
 
     host: str
     pid: int
     started: str
-    notes: int
-    box: int
-    space: str = ""
+    stacks_fd: int
+    last_call_fd: int
+    pid_namespace: str = ""
 
-    def beside(self, other: ProcessId) -> bool:
-        """Whether the two can see each other under their numbers: on one host, and not in containers that count apart."""
-        return (self.host, self.space) == (other.host, other.space)
+    def shares_host(self, other: ProcessId) -> bool:
+        """Whether the processes share a host and its process numbers."""
+        return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
 
 
-def threads() -> list[ThreadStack]:
-    """Of this process, the main thread first; without the caller's, unless that is the main thread."""
-    own, known = threading.get_ident(), {thread.ident: thread for thread in threading.enumerate()}
+def read_thread_stacks() -> list[ThreadStack]:
+    """Return the stacks of this process, the main thread's first.
+
+    The calling thread is left out unless it is the main thread.
+    """
+    own, by_ident = threading.get_ident(), {thread.ident: thread for thread in threading.enumerate()}
     found: list[ThreadStack] = []
     for ident, frame in sys._current_frames().items():
         if ident == own and own != threading.main_thread().ident:
             continue
-        thread = known.get(ident)
+        thread = by_ident.get(ident)
         task = thread.native_id if thread is not None else None
         name = (
             MAIN
@@ -137,56 +144,61 @@ def threads() -> list[ThreadStack]:
             if thread is not None
             else f"thread {ident}"
         )
-        found.append(ThreadStack(name, _task_state(task) if task else "", frames_of(frame)))
+        found.append(ThreadStack(name, _task_state(task) if task else "", read_frames(frame)))
     return sorted(found, key=lambda stack: not stack.main)
 
 
-def frames_of(frame: FrameType | None) -> tuple[Frame, ...]:
-    """The innermost FRAMES of a stack, outermost first."""
+def read_frames(frame: FrameType | None) -> tuple[Frame, ...]:
+    """Return the innermost MAX_FRAMES of a stack, outermost first."""
     found: list[Frame] = []
-    while frame is not None and len(found) < FRAMES:
+    while frame is not None and len(found) < MAX_FRAMES:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
         frame = frame.f_back
     return tuple(reversed(found))
 
 
-def doing(frames: Sequence[Frame]) -> str:
-    """What a thread with these frames is at, in words; empty: nothing of the toolkit."""
+def describe_activity(frames: Sequence[Frame]) -> str:
+    """Describe what a thread with these frames does; empty if no frame is in a listed file."""
     for frame in reversed(frames):
-        for part, function, words in DOING:
+        for part, function, activity in ACTIVITIES:
             if f"/{part}" in frame.file and function in ("", frame.function.rpartition(".")[2]):
-                return words
+                return activity
     return ""
 
 
-def place(frames: Sequence[Frame]) -> str:
-    """The innermost frame, if possible outside of torch and Python's own library: ``Model.forward (model.py:7)``."""
+def format_location(frames: Sequence[Frame]) -> str:
+    """Format the innermost frame, preferably outside torch and the standard library: ``Model.forward
+    (model.py:7)``.
+    """
 
-    def of_a_library(frame: Frame) -> bool:
+    def in_library(frame: Frame) -> bool:
         return any(part in frame.file for part in LIBRARIES) and (
             "-packages/" not in frame.file or "/torch/" in frame.file
         )
 
-    inner = next((frame for frame in reversed(frames) if not of_a_library(frame)), frames[-1])
-    return f"{inner.function} ({short(inner.file)}:{inner.line})"
+    inner = next((frame for frame in reversed(frames) if not in_library(frame)), frames[-1])
+    return f"{inner.function} ({short_path(inner.file)}:{inner.line})"
 
 
-def process_state(process: ProcessId) -> str:
-    """A letter of proc(5); GONE where that process is no more. On the host that it runs on."""
+def read_process_state(process: ProcessId) -> str:
+    """Return the letter of proc(5) of a process on this host; GONE if it no longer exists."""
     fields = _stat(Path(f"/proc/{process.pid}/stat"))
     return fields[0] if fields is not None and fields[19] == process.started else GONE
 
 
-def this_process(host: str, notes: int, box: int) -> ProcessId:
+def this_process(host: str, stacks_fd: int, last_call_fd: int) -> ProcessId:
     fields = _stat(Path("/proc/self/stat"))
-    assert fields is not None, "a process sees itself"
-    return ProcessId(host, os.getpid(), fields[19], notes, box, str(Path("/proc/self/ns/pid").readlink()))
+    assert fields is not None, "/proc/self exists"
+    namespace = str(Path("/proc/self/ns/pid").readlink())
+    return ProcessId(host, os.getpid(), fields[19], stacks_fd, last_call_fd, namespace)
 
 
-def notes_of(process: ProcessId) -> str:
-    """What that process, of this host and user, has written into its descriptor ``notes``; empty where it cannot be read."""
+def read_frozen_stacks(process: ProcessId) -> str:
+    """Read what ``faulthandler`` wrote into another process's ``stacks_fd``; empty if that cannot be read."""
     try:
-        return Path(f"/proc/{process.pid}/fd/{process.notes}").read_text(encoding="utf-8", errors="replace")
+        return Path(f"/proc/{process.pid}/fd/{process.stacks_fd}").read_text(
+            encoding="utf-8", errors="replace"
+        )
     except OSError:
         return ""
 
@@ -203,7 +215,7 @@ def _task_state(task: int) -> str:
 
 
 def _stat(file: Path) -> list[str] | None:
-    """The fields of a ``stat`` file after the name: state first, start time at [19]. None: no such process."""
+    """Return the fields of a ``stat`` file after the name: state at [0], start time at [19]."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -211,11 +223,11 @@ def _stat(file: Path) -> list[str] | None:
     return text[text.rindex(")") + 2 :].split()
 
 
-# ---- in words
+# ---- formatting
 
 
-def short(file: str) -> str:
-    """A path as people know it: from the package on."""
+def short_path(file: str) -> str:
+    """Shorten a path to start at the package."""
     for mark in ("/site-packages/", "/dist-packages/"):
         if mark in file:
             return file.rpartition(mark)[2]
@@ -225,10 +237,12 @@ def short(file: str) -> str:
     return file
 
 
-def lines(stack: Sequence[Frame], source: Callable[[str, int], str]) -> list[str]:
-    """One line a frame, outermost first. ``source`` gives the text of a line of a file, or nothing."""
+def format_frames(stack: Sequence[Frame], source: Callable[[str, int], str]) -> list[str]:
+    """Return one line per frame, outermost first. ``source`` returns a line of a file, or an empty string."""
     found: list[str] = []
     for frame in stack:
         text = source(frame.file, frame.line).strip()
-        found.append(f"{short(frame.file)}:{frame.line} {frame.function}" + (f":  {text}" if text else ""))
+        found.append(
+            f"{short_path(frame.file)}:{frame.line} {frame.function}" + (f":  {text}" if text else "")
+        )
     return found

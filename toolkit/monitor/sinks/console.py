@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from toolkit.monitor.alert import Alert
+from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.sink import Kind, NullSink, Row
 from toolkit.progress import Progress, duration, quantity
+
+log = logging.getLogger(__name__)
 
 DAY = 86400.0  # seconds
 HEADING_ROWS = 25  # rows below which the heading is repeated
 ALERT_LENGTH = 2000  # characters; the files have the whole
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)
-
-
-def warn(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ class ConsoleSink(NullSink):
         steps: int,
         done: int,
         every: int,
-        say: Callable[[str], None] = say,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         self._task = (progress if progress.live else Progress.silent()).task(
             "training", total=steps, unit="steps", done=done
@@ -136,17 +130,13 @@ class ConsoleSink(NullSink):
 class AlertLines(NullSink):
     """Alerts, as they come."""
 
-    def __init__(self, warn: Callable[[str], None] = warn) -> None:
-        self._warn = warn
-
     def log(self, kind: Kind, row: Row) -> None:
         if kind is Kind.ALERT:
-            words = f"{row['level']}: {Alert.of(row)}"
-            self._warn(
-                words
-                if len(words) <= ALERT_LENGTH
-                else f"{words[:ALERT_LENGTH]} ... (whole in the run's alerts)"
-            )
+            alert = Alert.of(row)
+            text = str(alert)
+            if len(text) > ALERT_LENGTH:
+                text = f"{text[:ALERT_LENGTH]} ... (the run's alerts file has the whole text)"
+            log.log(logging.ERROR if alert.level is Level.ERROR else logging.WARNING, text)
 
 
 def _perplexity(loss: float) -> str:

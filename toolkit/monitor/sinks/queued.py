@@ -6,6 +6,7 @@ goes through (``dropped_rows``), and it is told once and at the end.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ExitCode
-from toolkit.monitor.sink import Kind, Row, Sink, tell
+from toolkit.monitor.sink import Kind, Row, Sink
+
+log = logging.getLogger(__name__)
 
 Call = Callable[[Sink], None]
 
@@ -50,7 +53,7 @@ class QueuedSink(Sink):
         flush_seconds: float = FLUSH_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
         hurry_seconds: float = HURRY_SECONDS,
-        tell: Callable[[str], None] = tell,
+        tell: Callable[[str], None] = log.warning,
     ) -> None:
         self._name, self._waiting, self._lag_seconds, self._tell = name, waiting, lag_seconds, tell
         self._flush_seconds, self._close_seconds, self._hurry_seconds = (

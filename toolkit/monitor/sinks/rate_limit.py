@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.monitor.sink import Kind, Row, Sink, tell
+from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.monitor.sinks.queued import size
+
+log = logging.getLogger(__name__)
 
 VALUES_PER_SECOND = 200.0
 BURST = 5000.0  # values: the first hundred steps and more of any run go through whole
@@ -24,7 +27,10 @@ class RateLimitedSink(Sink):
     """
 
     def __init__(
-        self, sink: Sink, tell: Callable[[str], None] = tell, clock: Callable[[], float] = time.monotonic
+        self,
+        sink: Sink,
+        tell: Callable[[str], None] = log.warning,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sink, self._tell, self._clock = sink, tell, clock
         self._lock = threading.Lock()

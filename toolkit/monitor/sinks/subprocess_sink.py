@@ -9,6 +9,7 @@ after a failure, within ``close_seconds``. Signals are for the training; who end
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import shutil
@@ -27,8 +28,10 @@ from typing import Any
 
 import toolkit
 from toolkit.errors import ExitCode
-from toolkit.monitor.sink import Kind, NullSink, Row, Sink, tell
+from toolkit.monitor.sink import Kind, NullSink, Row, Sink
 from toolkit.monitor.sinks.queued import HURRY_SECONDS, QueuedSink
+
+log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 60.0
 KILL_SECONDS = 10.0  # that the kernel takes at most to end a process
@@ -83,7 +86,7 @@ class SubprocessSink(NullSink):
         name: str,
         *,
         close_seconds: float = CLOSE_SECONDS,
-        tell: Callable[[str], None] = tell,
+        tell: Callable[[str], None] = log.warning,
     ) -> None:
         self._name, self._close_seconds, self._tell = name, close_seconds, tell
         theirs, ours = os.pipe()

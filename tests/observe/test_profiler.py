@@ -1,6 +1,6 @@
-"""A trace of just the steps that were asked for.
+"""The profiler traces exactly the configured steps.
 
-pytest tests/observe/test_profile.py
+pytest tests/observe/test_profiler.py
 """
 
 from __future__ import annotations
@@ -12,56 +12,59 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.fakes import FakeEngine, samples, step_done
+from tests.captured import captured_logs
+from tests.train.fakes import FakeEngine, completed_step, samples
 from toolkit.engine.protocol import StepResult
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.hooks import Hook, Hooks
-from toolkit.observe import profile as profile_module
-from toolkit.observe.profile import Profile
+from toolkit.observe import profiler
+from toolkit.observe.profiler import StepProfiler
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
 from toolkit.train.task import NextToken
 
 
-class Working(FakeEngine):
-    """A matrix product of its own size in each step."""
+class MatmulEngine(FakeEngine):
+    """Compute one matrix product per step."""
 
     def train_step(self, micro_batches, settings):  # type: ignore[no-untyped-def]
         torch.ones(settings.step + 1, 3) @ torch.ones(3, 2)
         return super().train_step(micro_batches, settings)
 
 
-def traced(
+def trace_training(
     folder: Path, first: int, steps: int, *, start: int = 0, of: int = 8, stop_at: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Labels of the trace's steps, and what was said; a training of ``of`` steps."""
-    said: list[str] = []
+    """Train ``of`` steps. Return the labels of the trace's steps, and the log messages."""
     file = folder / "attempts" / "001" / "trace-rank-0.json.gz"
-    hook = Profile(first, steps, file, torch.device("cpu"), say=said.append, tell=said.append)
+    hook = StepProfiler(first, steps, file, torch.device("cpu"))
     state = TrainState(start)
 
-    def agree(waited: float, result: StepResult) -> StepConsensus:
+    def sync(data_seconds: float, result: StepResult) -> StepConsensus:
         return StepConsensus(stop=state.step == stop_at)
 
-    train(
-        tiny_plan(train__steps=of), Working(), NextToken(), samples(start), state, Hooks(hook, Hook()), agree
-    )
+    plan = tiny_plan(train__steps=of)
+    with captured_logs() as (messages, warnings):
+        train(plan, MatmulEngine(), NextToken(), samples(start), state, Hooks(hook, Hook()), sync)
+    messages += warnings
     if not file.exists():
-        return [], said
+        return [], messages
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     labels = sorted({event["name"] for event in events if str(event.get("name", "")).startswith("step ")})
     products = [event for event in events if event.get("name") == "aten::mm"]
     assert len(products) == len(labels)
-    return labels, said
+    return labels, messages
 
 
-def test_the_window_and_nothing_else(tmp_path: Path) -> None:
-    labels, said = traced(tmp_path, 3, 2)
+def test_trace_has_exactly_the_window(tmp_path: Path) -> None:
+    labels, messages = trace_training(tmp_path, 3, 2)
     assert labels == ["step 3", "step 4"]
-    assert len(said) == 1
-    assert said[0].startswith(f"trace of steps 3 to 4: {tmp_path}/attempts/001/trace-rank-0.json.gz (for ")
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        f"trace of steps 3 to 4: {tmp_path}/attempts/001/trace-rank-0.json.gz (for "
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,32 +78,32 @@ def test_the_window_and_nothing_else(tmp_path: Path) -> None:
         (20, 2, 0, None, []),
     ],
 )
-def test_at_the_edges(
+def test_window_is_cut_to_the_attempt(
     tmp_path: Path, first: int, steps: int, start: int, stop_at: int | None, expected: list[str]
 ) -> None:
-    labels, said = traced(tmp_path, first, steps, start=start, stop_at=stop_at)
+    labels, messages = trace_training(tmp_path, first, steps, start=start, stop_at=stop_at)
     assert labels == expected
-    assert len(said) == bool(expected)
+    assert len(messages) == bool(expected)
 
 
-def test_a_profiler_that_fails_is_told_once_and_training_goes_on(
+def test_failing_profiler_is_logged_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(**named: object) -> None:
-        raise RuntimeError("no counters for you")
+        raise RuntimeError("no counters")
 
-    monkeypatch.setattr(profile_module, "profile", fails)
-    labels, said = traced(tmp_path, 3, 2)
+    monkeypatch.setattr(profiler, "profile", fails)
+    labels, messages = trace_training(tmp_path, 3, 2)
     assert labels == []
-    assert said == ["no trace of the steps: RuntimeError: no counters for you"]
+    assert messages == ["the steps are not profiled: RuntimeError: no counters"]
 
 
-def test_outside_the_window_no_profiler_runs(tmp_path: Path) -> None:
-    hook = Profile(3, 2, tmp_path / "trace.json.gz", torch.device("cpu"), say=print, tell=print)
+def test_profiler_runs_only_inside_the_window(tmp_path: Path) -> None:
+    hook = StepProfiler(3, 2, tmp_path / "trace.json.gz", torch.device("cpu"))
     running = []
     hook.on_start(0)
     for step in range(1, 7):
         running.append(torch.autograd._profiler_enabled())
-        hook.on_step(step_done(step))
+        hook.on_step(completed_step(step))
     hook.on_end(6)
     assert running == [False, False, True, True, False, False]

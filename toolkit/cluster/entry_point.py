@@ -1,0 +1,39 @@
+"""The life of a training process around the training: signals, exit codes, logging, sweeps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from toolkit.cluster.environment import read_launch
+from toolkit.cluster.exit_handling import ExitHandler
+from toolkit.cluster.launch_process import RunCallbacks, launch_process
+from toolkit.cluster.stop import StopRequest, launchers
+from toolkit.logs import configure_logging
+
+
+def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script: str) -> int:
+    """Train, start the ranks that train, or run a sweep, depending on the arguments.
+
+    Args:
+        script: the file that every rank runs, if this process starts the ranks.
+
+    Returns:
+        the exit code.
+    """
+    stop = StopRequest()
+    with ExitHandler(stop) as exit_handler:
+        launch, overrides = read_launch(os.environ, arguments)
+        exit_handler.launch, stop.abort = launch, exit_handler.abort
+        stop.install(launchers(launch))
+        if {"-m", "--multirun"}.isdisjoint(overrides):
+            exit_handler.code = launch_process(
+                launch, overrides, exit_handler, stop, callbacks, script=script
+            )
+        else:
+            from toolkit.cluster.sweep.run import sweep
+
+            configure_logging()
+            exit_handler.code = sweep(overrides, launch, stop, script)
+    stop.close()
+    return exit_handler.code

@@ -1,0 +1,202 @@
+"""Build what one rank trains with: the task, the hooks, and the exchange with the other ranks after each
+step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint_folder import newest
+from toolkit.config.data import Documents
+from toolkit.config.schema import OnNonfinite, parse_cadence
+from toolkit.data.registry import RunData
+from toolkit.engine.protocol import Engine, StepResult
+from toolkit.engine.rank_sync import StepConsensus, reach_consensus
+from toolkit.hooks import Hooks, SaveObserver
+from toolkit.monitor.plots import loss_curve
+from toolkit.monitor.sink import Sink
+from toolkit.monitor.throughput import Course, Spent, spent
+from toolkit.observe.context import RankContext
+from toolkit.observe.goodput_tracker import GoodputTracker
+from toolkit.observe.monitoring import RunMonitor
+from toolkit.observe.reporting import DataProgressLogger, MetricsLogger, PlotWriter, StatusWriter
+from toolkit.plan.flops import without_utilisation
+from toolkit.plan.types import Device, RunPlan
+from toolkit.rows import last_row, read_rows
+from toolkit.rundir.directory import RunDirectory
+from toolkit.train.evaluation import Evaluation
+from toolkit.train.nonfinite import StopOnNonfinite, finite_on_all_ranks
+from toolkit.train.save_deadline import SaveDeadline
+from toolkit.train.saving import Checkpoints, SaveTimer
+from toolkit.train.state import TrainState
+from toolkit.train.task import Task, text_task
+from toolkit.train.vision import vision_task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One rank's training.
+
+    Attributes:
+        stop, seconds_left: as in :func:`toolkit.train.run.run`.
+    """
+
+    context: RankContext
+    data: RunData
+    sink: Sink
+    monitor: RunMonitor
+    engine: Engine
+    task: Task
+    state: TrainState
+    stop: Callable[[], str | None]
+    seconds_left: Callable[[], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingHooks:
+    """All hooks in call order, and those that are also used outside of the loop.
+
+    Attributes:
+        goodput, status: None except on rank 0.
+    """
+
+    all: Hooks
+    course: Course
+    checkpoints: Checkpoints
+    save_timer: SaveTimer
+    deadline: SaveDeadline
+    goodput: GoodputTracker | None
+    status: StatusWriter | None
+
+
+def build_task(plan: RunPlan, data: RunData) -> Task:
+    if data.records is not None:
+        return vision_task(plan, data.records)
+    if plan.config.data.documents is Documents.joined:
+        return text_task(plan)
+    assert data.end_of_text is not None, (
+        "the data are refused if data.documents=separate and have no documents"
+    )
+    return text_task(plan, data.end_of_text)
+
+
+def build_hooks(training: Training, started: float) -> TrainingHooks:
+    """Build the hooks in the order in which the loop calls them.
+
+    Args:
+        started: ``time.monotonic()`` when the run started.
+    """
+    context, monitor, data = training.context, training.monitor, training.data
+    plan, directory, rank, attempt = context.plan, context.directory, context.rank, context.attempt
+    earlier = directory.tried(before=attempt)
+    deadline = SaveDeadline(plan, (save for each in earlier for save in each.saves))
+    save_timer = SaveTimer(parse_cadence(plan.config.checkpoint.every).seconds)
+    goodput = GoodputTracker(directory.attempt_folder(attempt), earlier) if rank == 0 else None
+    observers: list[SaveObserver] = [deadline] if goodput is None else [goodput, deadline]
+    course = Course(plan, spent_before(directory) if rank == 0 else Spent(), started)
+
+    hooks = Hooks(
+        MetricsLogger(plan, monitor.sink, data.stream.consumed, course),
+        *monitor.build_hooks(training.engine),
+        recorder=monitor.recorder,
+    )
+    if goodput is not None:
+        hooks.add(goodput)
+    if plan.config.train.on_nonfinite is OnNonfinite.stop:
+        hooks.add(StopOnNonfinite())
+    hooks.add(_build_evaluation(training, hooks))
+    checkpoint = plan.config.checkpoint
+    checkpoints = Checkpoints(
+        context,
+        training.engine,
+        CheckpointStore(directory.checkpoints, checkpoint.keep_last, checkpoint.keep_every),
+        data.stream,
+        save_timer,
+        flush=training.sink.flush,
+        on_checkpoint=hooks.on_checkpoint,
+        observers=observers,
+    )
+    hooks.add(checkpoints)
+    status = None
+    if goodput is not None:
+        status = StatusWriter(directory, attempt, newest(directory.checkpoints), goodput=goodput.status)
+        hooks.add(status)
+        if len(data.stream.consumed(0)) > 1:
+            hooks.add(DataProgressLogger(data.stream.consumed))
+
+        def draw() -> None:
+            training.sink.flush()
+            loss_curve(directory.path, data.unigram(), plan.per)
+
+        hooks.add(PlotWriter(draw))
+    return TrainingHooks(hooks, course, checkpoints, save_timer, deadline, goodput, status)
+
+
+def _build_evaluation(training: Training, hooks: Hooks) -> Evaluation:
+    context = training.context
+
+    def missing(step: int) -> bool:
+        training.sink.flush()
+        rows = read_rows(context.directory.eval_file)
+        absent = context.rank == 0 and all(row["step"] != step for row in rows)
+        return bool(context.all_reduce_flags([absent])[0])
+
+    return Evaluation(
+        context.plan,
+        training.engine,
+        training.task,
+        {name: eval_set.batches for name, eval_set in training.data.sets.items()},
+        missing=missing,
+        on_eval=hooks.on_eval,
+        on_batch=training.monitor.hangs.beat,
+    )
+
+
+def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float, StepResult], StepConsensus]:
+    """Return the exchange that all ranks make after each step."""
+    context, monitor, engine = training.context, training.monitor, training.engine
+
+    def sync(data_seconds: float, result: StepResult) -> StepConsensus:
+        process = monitor.process_stats.sample(engine.device)
+        own = StepConsensus(
+            stop=training.stop() is not None,
+            no_time=hooks.deadline.too_late(training.seconds_left()),
+            save=context.rank == 0 and hooks.save_timer.due(),
+            nonfinite=result.nonfinite,
+            data_seconds=data_seconds,
+            ledger=monitor.ledger_steps_due(),
+            gc_seconds=process.gc_seconds,
+            host_bytes=process.host_bytes,
+            device_bytes=process.device_bytes,
+        )
+        consensus = reach_consensus(own, context.all_reduce_flags)
+        if not consensus.nonfinite:
+            return consensus
+        finite = finite_on_all_ranks(engine.shards(), context.all_reduce_flags)
+        return replace(consensus, bad_weights=not finite)
+
+    return sync
+
+
+def log_setup(plan: RunPlan, data: RunData) -> None:
+    """Log what separate documents cost, and why no MFU is shown. On rank 0."""
+    if plan.config.data.documents is not Documents.joined:
+        for name, cost in data.waste().items():
+            log.info(f"documents of {name} are separate: {cost} (in a sample of {cost.tokens:,} tokens)")
+    reason = without_utilisation(plan)
+    if reason is not None and plan.world.device is Device.CUDA:
+        log.info(f"the model FLOPs utilization (MFU) is not shown: {reason}")
+
+
+def spent_before(directory: RunDirectory) -> Spent:
+    """Return what earlier attempts spent, according to their last rows, including repeated steps."""
+    files = [
+        directory.metrics_file,
+        *(directory.attempt_folder(number) / directory.metrics_file.name for number in directory.attempts()),
+    ]
+    return spent(row for file in files if (row := last_row(file)) is not None)
