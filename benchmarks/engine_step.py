@@ -39,7 +39,7 @@ from sides.turns import TurnJob, compare, median_with_bounds, steps_of
 from toolkit.cluster.environment import detect_world, read_launch
 from toolkit.cluster.machine import this_machine
 from toolkit.config.compose import compose
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.plan import make_plan
 from toolkit.plan.flops import flops_per_step, peak_flops
 from toolkit.plan.types import Device, RunPlan, World
@@ -118,7 +118,7 @@ def run_words(sizes: Sequence[str], words: Sequence[str], steps: int, folder: Pa
 def bare_spec(engine: str, plan: RunPlan) -> dict[str, Any]:
     """Return what a bare script needs of the toolkit's plan, so that both sides compute the same."""
     assert plan.shape is not None
-    config = get(plan.shape.family).hugging_face_config(plan.shape)
+    config = get_family(plan.shape.family).hugging_face_config(plan.shape)
     return {
         "engine": engine,
         "steps": plan.config.train.steps,

@@ -88,7 +88,7 @@ def llama(parameters: float) -> ModelShape:
 def make_native(folder: Path, parameters: float) -> int:
     """Write weights and moments with random values; return the number of parameters."""
     shape = llama(parameters)
-    specs = families.get(shape.family).parameters(shape)
+    specs = families.get_family(shape.family).parameters(shape)
     tensors = {
         TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
         for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ)
@@ -110,7 +110,7 @@ def make_native(folder: Path, parameters: float) -> int:
     source = Source(
         format="noise",
         catalog=Catalog(folder, tensors, pieces, {"step": 10, "optimizer_step": 10, "consumed_samples": 80}),
-        namespace=families.get(shape.family).namespace,
+        namespace=families.get_family(shape.family).namespace,
         step=10,
         shape=shape,
         refuse=vendors_refusal,

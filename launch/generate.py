@@ -1,7 +1,7 @@
 """Continue a text with a run's newest weights:
 
-    python launch/generate.py runs/quickstart-1a2b3c4d "def main("
-    python launch/generate.py runs/quickstart-1a2b3c4d "import os" --tokens 200 --temperature 0
+python launch/generate.py runs/quickstart-1a2b3c4d "def main("
+python launch/generate.py runs/quickstart-1a2b3c4d "import os" --tokens 200 --temperature 0
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--weights", type=Path, help="a checkpoint in any format (default: the run's newest, or its export)"
     )
-    parser.add_argument(
-        "--data", type=Path, help="the folder with the tokenizer (default: the run's data)"
-    )
+    parser.add_argument("--data", type=Path, help="the folder with the tokenizer (default: the run's data)")
     parser.add_argument(
         "--special-tokens",
         choices=("refuse", "text", "parse"),
@@ -80,10 +78,10 @@ def generate(given: argparse.Namespace) -> str:
     from toolkit.config.compose import from_yaml
     from toolkit.config.special_tokens import SpecialTokens
     from toolkit.data.sources import special_tokens_of, text_folder
-    from toolkit.families.recorded import shape_of
+    from toolkit.families.model_files import parse_model_shape
     from toolkit.train.generate import continue_text, load_model, load_tokenizer
 
-    shape = shape_of(model, directory.plan_file)
+    shape = parse_model_shape(model, directory.plan_file)
     config = from_yaml(directory.config_file.read_text(encoding="utf-8")).data
     data = given.data or text_folder(config)
     special = SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_of(config, data)

@@ -1,12 +1,13 @@
-"""Hold every layout of both engines against the oracle, and write what was found:
+"""Compare every layout of both engines with the local engine, and write the results:
 
-    python launch/verify.py                              the core: on GPUs one process each (at most ten minutes), else on CPU ranks
+    python launch/verify.py                              the core, on GPUs (at most ten minutes) or CPU ranks
     python launch/verify.py --cells all                  the whole matrix
     python launch/verify.py --cells 'megatron/*' deepspeed/llama/dp2-zero3
     python launch/verify.py --list
 
-Writes docs/parity.md and benchmarks/results/parity.json; rows of cells that are not run again are kept. Cells that need more GPUs
-than there are get named as not run. Exit code: 0 every cell that ran agrees, 1 one does not, 2 a mistake on the command line.
+Writes docs/parity.md and benchmarks/results/parity.json; rows of cells that do not run are kept. Cells that
+need more GPUs than there are are reported as not run. Exit code: 0 every cell that ran agrees, 1 a cell does
+not agree, 2 a usage error.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--cells", nargs="+", default=["core"], help="core, all, names, or patterns of names with *"
     )
-    parser.add_argument("--cpu", action="store_true", help="on CPU ranks, although there are GPUs")
+    parser.add_argument("--cpu", action="store_true", help="use CPU ranks even if there are GPUs")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "parity.json")
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "parity.md")
-    parser.add_argument("--list", action="store_true", help="show the names of the cells and end")
+    parser.add_argument("--list", action="store_true", help="list the names of the cells and exit")
     given = parser.parse_args(arguments)
-    from toolkit.testing.matrix import choose
+    from toolkit.testing.matrix import select_cells
 
     try:
-        cells = choose(["all"] if given.list else given.cells)
+        cells = select_cells(["all"] if given.list else given.cells)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -53,29 +54,28 @@ def main(arguments: Sequence[str]) -> int:
     gpus = 0 if given.cpu or not machine.torch_has_cuda else len(machine.gpus)
     device = Device.CUDA if gpus else Device.CPU
 
-    from toolkit.testing import report
+    from toolkit.testing import parity_report as report
     from toolkit.testing.dist import rank_pool
-    from toolkit.testing.verify import Row, bad, verify
+    from toolkit.testing.verify import ParityRow, failed_rows, verify
 
-    def tell(row: Row) -> None:
+    def print_row(row: ParityRow) -> None:
         loss = "" if row.differences is None else f"  loss {row.differences.loss:.1e}"
-        print(
-            f"{row.cell} {row.case}: {row.verdict}{loss}  ({row.seconds:.1f} s){'  ' + row.cause if row.cause else ''}",
-            flush=True,
-        )
+        cause = f"  {row.cause}" if row.cause else ""
+        print(f"{row.cell} {row.case}: {row.verdict}{loss}  ({row.seconds:.1f} s){cause}", flush=True)
 
     devices = gpus or CPU_RANKS
     with (
         rank_pool(max(1, min(devices, max(cell.ranks for cell in cells))), device) as pool,
         Progress() as progress,
     ):
-        rows = verify(cells, pool, devices=devices, device=device, progress=progress, report=tell)
-    merged = report.merge(report.read(given.json), rows)
+        rows = verify(cells, pool, devices=devices, device=device, progress=progress, report=print_row)
+    merged = report.merge_rows(report.read_rows(given.json), rows)
     report.write_json(merged, given.json)
     report.write_markdown(merged, given.markdown)
-    wrong = bad(rows)
+    wrong = failed_rows(rows)
     print(
-        f"{len(rows) - len(wrong)} of {len(rows)} runs on {device.value} are as they must be; see {given.markdown}"
+        f"{len(rows) - len(wrong)} of {len(rows)} runs on {device.value} agree or did not run; "
+        f"see {given.markdown}"
     )
     return ExitCode.FAILURE if wrong else ExitCode.DONE
 

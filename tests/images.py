@@ -16,7 +16,7 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import EvalResult, MicroBatch
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.testing.parity import Trace, run
+from toolkit.testing.parity import RunTrace, run_trace
 from toolkit.testing.tiny import tiny_config
 from toolkit.train.vision import VisionTask, vision_task
 
@@ -64,9 +64,9 @@ def image_batches(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
     return [task.collate(stream.samples(some), torch.device("cpu")) for some in positions]
 
 
-def trace_images(rank: int, ranks: int, plan: RunPlan, steps: int = 20) -> Trace:
+def trace_images(rank: int, ranks: int, plan: RunPlan, steps: int = 20) -> RunTrace:
     assert ranks == plan.axes.size
-    return run(plan, rank=rank, steps=steps, task=image_task(plan), batches=image_batches)
+    return run_trace(plan, rank=rank, steps=steps, task=image_task(plan), batches=image_batches)
 
 
 def evaluate_images(rank: int, ranks: int, plan: RunPlan, evaluation: EvalConfig) -> EvalResult:

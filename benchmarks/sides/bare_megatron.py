@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from toolkit.engine.megatron import cpu, patches
-from toolkit.engine.megatron.attention import Attention
+from toolkit.engine.megatron.attention import TorchAttention
 
 spec = json.loads(Path(sys.argv[-1]).read_text())
 dist.init_process_group("gloo")
@@ -46,7 +46,7 @@ types = {
 config = TransformerConfig(**{**spec["megatron"]["transformer"], **types})
 block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
 for layer in block.layer_specs:
-    layer.submodules.self_attention.submodules.core_attention = Attention
+    layer.submodules.self_attention.submodules.core_attention = TorchAttention
 ddp = DistributedDataParallelConfig(**spec["megatron"]["ddp"])
 model = DistributedDataParallel(config, ddp, GPTModel(config, block, **spec["megatron"]["model"]))
 settings = OptimizerConfig(**{**spec["megatron"]["optimizer"], "params_dtype": torch.float32})

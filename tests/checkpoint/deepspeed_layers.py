@@ -20,12 +20,11 @@ from torch.nn import functional
 from tests.checkpoint.deepspeed_saves import BASE, STOP, TAG, State, groups_of
 from toolkit import families
 from toolkit.checkpoint.shard import Box
-from toolkit.engine.deepspeed import compat, state
-from toolkit.engine.deepspeed import load as moving
-from toolkit.engine.deepspeed import pipeline_compat as mends
+from toolkit.engine.deepspeed import patches, state
+from toolkit.engine.deepspeed.partitions import ParameterBox, read_partitions
 from toolkit.families.base import ModelShape
 from toolkit.plan.types import Device, RunPlan
-from toolkit.testing.parity import gather
+from toolkit.testing.parity import gather_tensors
 
 TENSOR_DIMS = {
     "q_proj": 0,
@@ -67,7 +66,7 @@ def save_layers(
     rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], tensor: int = 1
 ) -> State:
     """Three steps of a pipeline of two stages, DeepSpeed's own checkpoint, and what it holds."""
-    deepspeed = compat.load(Device.CPU, rank)
+    deepspeed = patches.import_deepspeed(Device.CPU, rank)
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -85,7 +84,7 @@ def save_layers(
     engine, *_ = deepspeed.initialize(
         model=net, model_parameters=groups_of(net, shuffled=False), config=config, dist_init_required=False
     )
-    mends.keep_no_times(engine)
+    patches.disable_timers(engine)
     generator = torch.Generator().manual_seed(rank // tensor)
     for _ in range(STOP):
         ids = torch.randint(0, shape.vocab_size, (2, 8), generator=generator)
@@ -96,7 +95,7 @@ def save_layers(
         parameter: place_of(name, parameter, shape, grid.get_slice_parallel_rank(), tensor)
         for name, parameter in net.named_parameters()
     }
-    partitions = state.partitions(
+    partitions = read_partitions(
         engine.optimizer,
         places,
         rank=grid.get_data_parallel_rank(),
@@ -105,14 +104,12 @@ def save_layers(
     repeated = {
         places[parameter].name for parameter in places if getattr(parameter, "ds_pipe_replicated", False)
     }
-    shards = [
-        shard for shard in moving.shards(engine.optimizer, partitions) if shard.key.name not in repeated
-    ]
-    found = gather(shards, rank, ranks)
+    shards = [shard for shard in state.shards(engine.optimizer, partitions) if shard.key.name not in repeated]
+    found = gather_tensors(shards, rank, ranks)
     engine.destroy()
-    mends.forget_step(engine)
-    mends.forget_grid()
-    compat.forget_axes()
+    patches.drop_last_step(engine)
+    patches.drop_pipeline_grid()
+    patches.release_parallel_groups()
     return found
 
 
@@ -121,7 +118,7 @@ def layers_of(shape: ModelShape) -> Iterator[Any]:
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    sizes = families.get(shape.family).hugging_face_config(shape)
+    sizes = families.get_family(shape.family).hugging_face_config(shape)
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes, attn_implementation="eager")
     table = (shape.vocab_size, shape.hidden_size)
     tied = shape.tie_word_embeddings
@@ -151,7 +148,7 @@ def cut(net: Any) -> None:
                 )
 
 
-def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, ranks: int) -> state.Place:
+def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, ranks: int) -> ParameterBox:
     """By hand: layer 0 is the embedding, then blocks, the norm, the output layer."""
     local = tuple(parameter.shape)
     if name.startswith("tied_modules.embed."):
@@ -163,7 +160,7 @@ def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, r
         inside = f"model.layers.{layer}.{rest.removeprefix('layer.')}"
         canonical = inside if 0 <= layer < shape.num_hidden_layers else outside.get(layer, "lm_head.weight")
     linear = canonical.split(".")[-2]
-    place = state.Place(canonical, local, Box.whole(local), rank, ranks)
+    place = ParameterBox(canonical, local, Box.whole(local), rank, ranks)
     if ranks == 1 or linear not in TENSOR_DIMS:
         return place
     dim = TENSOR_DIMS[linear]

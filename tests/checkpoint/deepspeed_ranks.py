@@ -19,7 +19,7 @@ from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
-from toolkit.testing.parity import gather, step_all
+from toolkit.testing.parity import gather_tensors, train_steps
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.state import TrainState, namespace, scalars
 from toolkit.train.task import text_task
@@ -86,12 +86,12 @@ def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult
     """``STOP`` steps, a native checkpoint; the results of ``MORE`` steps that go on as if nothing had been."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    step_all(engine, plan, range(STOP), rank=rank)
+    train_steps(engine, plan, range(STOP), rank=rank)
     said = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
     CheckpointStore(folder).save(
         STOP, engine.shards(), said, namespace=namespace(plan), rank=rank, ranks=ranks, attempt=1
     ).wait()
-    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
     return results
 
@@ -118,9 +118,9 @@ def go_on(
             state["step"] = state["step"].clone()
     if again is not None:
         vendor_save(engine, again)
-    ds, state, said = engine._ds, gather(engine.shards(), rank, ranks), engine.scalars()
+    ds, state, said = engine._ds, gather_tensors(engine.shards(), rank, ranks), engine.scalars()
     counts = (ds.global_steps, ds.global_samples, ds.skipped_steps)
     decays = [group["weight_decay"] for group in ds.optimizer.param_groups]
-    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
     return Opened(state, said, counts, decays, results)

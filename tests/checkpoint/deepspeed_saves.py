@@ -16,11 +16,11 @@ from tests.checkpoint.vendors import vendor_save
 from tests.engine.cases import Cell, WithoutMoments, make, steps
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorKey
-from toolkit.engine.deepspeed import compat, state
-from toolkit.engine.deepspeed import load as moving
+from toolkit.engine.deepspeed import patches, state
+from toolkit.engine.deepspeed.partitions import ParameterBox, frozen_shards, read_partitions
 from toolkit.engine.protocol import Engine
 from toolkit.plan.types import Device, RunPlan
-from toolkit.testing.parity import Trace, gather
+from toolkit.testing.parity import RunTrace, gather_tensors
 
 State = dict[TensorKey, torch.Tensor]
 STOP, MORE = 3, 6
@@ -29,24 +29,24 @@ TAG = "global_step3"
 
 def save(
     rank: int, ranks: int, cell: Cell, folder: Path, further: int = 0
-) -> tuple[State, dict[str, object], Trace]:
+) -> tuple[State, dict[str, object], RunTrace]:
     """DeepSpeed's own checkpoint after three steps; the state and scalars then, and how it went on."""
     engine = make(cell, rank)
     steps(engine, cell, rank, 0, STOP)
     vendor_save(engine, folder)
-    held, scalars = gather(engine.shards(), rank, ranks), engine.scalars()
-    went_on = Trace(tuple(steps(engine, cell, rank, STOP, STOP + further)))
+    held, scalars = gather_tensors(engine.shards(), rank, ranks), engine.scalars()
+    went_on = RunTrace(tuple(steps(engine, cell, rank, STOP, STOP + further)))
     engine.close()
     return held, scalars, went_on
 
 
-def resume(rank: int, ranks: int, cell: Cell, folder: Path, forget: bool) -> Trace:
+def resume(rank: int, ranks: int, cell: Cell, folder: Path, forget: bool) -> RunTrace:
     """Six further steps from DeepSpeed's checkpoint."""
     reader = open_reader(folder, model=cell.plan().shape)
     engine: Engine = make(cell, rank, WithoutMoments(reader) if forget else reader)
     results = steps(engine, cell, rank, STOP, STOP + MORE)
     engine.close()
-    return Trace(tuple(results))
+    return RunTrace(tuple(results))
 
 
 def save_plain(
@@ -64,14 +64,14 @@ def save_plain(
         frozen: parameters that are not trained.
         shuffled: the optimizer is given its parameters in another order than the model's.
     """
-    deepspeed = compat.load(Device.CPU, rank)
+    deepspeed = patches.import_deepspeed(Device.CPU, rank)
     model = hugging_face(plan)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name not in frozen
     groups = groups_of(model, shuffled=shuffled)
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if stage == 3:
-        compat.number_from_zero()
+        patches.reset_zero3_counters()
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, config={**BASE, **settings}, dist_init_required=False
     )
@@ -81,24 +81,24 @@ def save_plain(
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
     engine.save_checkpoint(str(folder), tag=TAG)
-    places: dict[torch.Tensor, state.Place] = {}
+    places: dict[torch.Tensor, ParameterBox] = {}
     for name, parameter in model.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        places[parameter] = state.Place(name, shape, Box.whole(shape))
+        places[parameter] = ParameterBox(name, shape, Box.whole(shape))
     if hasattr(engine.optimizer, "fp32_groups"):
         found = unfused(engine.optimizer, places)
     else:
-        partitions = state.partitions(engine.optimizer, places, rank=rank, ranks=ranks)
-        shards = moving.shards(engine.optimizer, partitions) + list(
-            state.frozen(model, places, rank=rank, ranks=ranks)
+        partitions = read_partitions(engine.optimizer, places, rank=rank, ranks=ranks)
+        shards = state.shards(engine.optimizer, partitions) + list(
+            frozen_shards(model, places, rank=rank, ranks=ranks)
         )
-        found = gather(shards, rank, ranks)
+        found = gather_tensors(shards, rank, ranks)
     engine.destroy()
     if stage == 3:
-        compat.unwind([model, *list(model.modules())])
-        compat.empty(engine)
-        compat.restore_linear()
-    compat.forget_axes()
+        patches.remove_from_module_stack([model, *list(model.modules())])
+        patches.release_zero3_engine(engine)
+        patches.restore_linear()
+    patches.release_parallel_groups()
     return found
 
 
@@ -115,7 +115,7 @@ def scheduled(
         folder: where the program saves after ``STOP`` steps.
         begin: continue from this checkpoint, as the program itself loads it, in place of the first steps.
     """
-    deepspeed = compat.load(Device.CPU, rank)
+    deepspeed = patches.import_deepspeed(Device.CPU, rank)
     model, config, made = hugging_face(plan), {**BASE, "zero_optimization": {"stage": 1}}, None
     config["optimizer"] = {"type": "AdamW", "params": {"lr": SCHEDULED_LR, "eps": 1e-4, "torch_adam": True}}
     if scheduler == "WarmupDecayLR":
@@ -150,11 +150,11 @@ def scheduled(
         engine.backward(loss)
         engine.step()
     engine.destroy()
-    compat.forget_axes()
+    patches.release_parallel_groups()
     return rates[-MORE:], losses[-MORE:]
 
 
-def unfused(optimizer: Any, places: Mapping[torch.Tensor, state.Place]) -> State:
+def unfused(optimizer: Any, places: Mapping[torch.Tensor, ParameterBox]) -> State:
     """Of 16 bits without ZeRO: every rank has everything."""
     found: State = {}
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -214,7 +214,7 @@ def hugging_face(plan: RunPlan) -> nn.Module:
     from toolkit import families
 
     assert plan.shape is not None
-    sizes = families.get(plan.shape.family).hugging_face_config(plan.shape)
+    sizes = families.get_family(plan.shape.family).hugging_face_config(plan.shape)
     torch.manual_seed(5)
     model: nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(sizes.pop("model_type"), **sizes)
@@ -261,7 +261,7 @@ def to_universal(rank: int, ranks: int, folder: Path, target: Path) -> None:
 
 def save_autotp(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any]) -> None:
     """DeepSpeed's own AutoTP over two ranks, as it cuts a model of transformers by itself."""
-    deepspeed = compat.load(Device.CPU, rank)
+    deepspeed = patches.import_deepspeed(Device.CPU, rank)
     model = hugging_face(plan)
     config = {**BASE, **settings, "tensor_parallel": {"autotp_size": 2}}
     groups = groups_of(model, shuffled=False)
@@ -275,4 +275,4 @@ def save_autotp(rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Ma
         engine.step()
     engine.save_checkpoint(str(folder), tag=TAG)
     engine.destroy()
-    compat.forget_axes()
+    patches.release_parallel_groups()

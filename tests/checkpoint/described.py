@@ -21,7 +21,7 @@ from toolkit.checkpoint.source import Source
 from toolkit.config.reshard import Format, Stage, TargetConfig, TargetParallelConfig
 from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError, Problem
-from toolkit.families.published import PUBLISHED
+from toolkit.families import PUBLISHED
 
 STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
 OPTIM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
@@ -38,7 +38,7 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> Source:
         missing: a rank whose file is not there.
     """
     config = PUBLISHED[model]
-    family = families.get(str(config.family))
+    family = families.get_family(str(config.family))
     shape = family.resolve_shape(config)
     parameters = family.parameters(shape)
     starts: dict[str, int] = {}
@@ -91,7 +91,7 @@ def main(model: str, ranks: str, missing: str) -> None:
         return
     assert source.shape is not None
     print(
-        f"parameters={sum(spec.numel for spec in families.get(source.shape.family).parameters(source.shape))}"
+        f"parameters={sum(spec.numel for spec in families.get_family(source.shape.family).parameters(source.shape))}"
     )
     print(f"read={plan.bytes_read}\nreads={plan.reads}\nwritten={plan.target_bytes}\nwrites={plan.writes}")
     print(

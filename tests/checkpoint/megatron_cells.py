@@ -18,7 +18,7 @@ from toolkit.config.schema import Precision
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import ODD, VPP, Case, megatron
+from toolkit.testing.matrix import ODD, VPP, OptimizerCase, megatron
 from toolkit.testing.matrix import Cell as Layout
 
 TOLERANCE = 1e-5
@@ -49,7 +49,7 @@ class Cell:
 
     @property
     def plan(self) -> RunPlan:
-        return self.layout.plan(Case.ADAM, **{"precision__name": self.precision, **dict(self.more)})
+        return self.layout.plan(OptimizerCase.ADAM, **{"precision__name": self.precision, **dict(self.more)})
 
 
 def cell(

@@ -16,7 +16,7 @@ from toolkit.checkpoint.shard import TensorKey
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
-from toolkit.testing.parity import gather, step_all
+from toolkit.testing.parity import gather_tensors, train_steps
 from toolkit.train.task import text_task
 
 STOP, MORE = 4, 6
@@ -40,11 +40,11 @@ def train(
     """``STOP`` steps and Megatron-core's own checkpoint; then ``MORE`` steps that go on as if nothing had been."""
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    step_all(engine, plan, range(STOP), rank=rank)
+    train_steps(engine, plan, range(STOP), rank=rank)
     more: dict[str, Any] = {"args": arguments(plan)} if with_args else {}
     vendor_save_megatron(engine, folder, STOP, **settings, **more)
-    state, scalars = gather(engine.shards(), rank, ranks), engine.scalars()
-    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    state, scalars = gather_tensors(engine.shards(), rank, ranks), engine.scalars()
+    results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
     return Held(state, scalars, results)
 
@@ -65,8 +65,8 @@ def resume(rank: int, ranks: int, plan: RunPlan, folder: Path, forget: bool = Fa
 
 
 def _further(engine: Any, rank: int, ranks: int, plan: RunPlan) -> Held:
-    state, scalars = gather(engine.shards(), rank, ranks), engine.scalars()
-    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    state, scalars = gather_tensors(engine.shards(), rank, ranks), engine.scalars()
+    results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
     return Held(state, scalars, results)
 

@@ -30,13 +30,13 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.families import FAMILIES
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import step_all
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
 
 STOP, MORE = 4, 6
 TOLERANCE = 1e-5  # of losses, and of gradient norms
-CASE = Case.ADAM
+CASE = OptimizerCase.ADAM
 SETTINGS = TargetOptimConfig(lr=2e-3, betas=[0.9, 0.95], eps=1e-4, weight_decay=0.1)  # its
 LOCAL = Cell(engine=EngineName.local, family="llama")
 
@@ -90,7 +90,7 @@ def train(rank: int, ranks: int, layout: Layout, folder: Path) -> None:
     plan = layout.cell.plan(CASE)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    step_all(engine, plan, range(STOP), rank=rank)
+    train_steps(engine, plan, range(STOP), rank=rank)
     if layout.form is Format.deepspeed:
         vendors.vendor_save(engine, folder)
     elif layout.form is Format.megatron:
@@ -122,7 +122,7 @@ def go_on(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> 
     for shard in engine.shards() if forget else ():
         if shard.key.state in (EXP_AVG, EXP_AVG_SQ):
             shard.data.zero_()
-    results = step_all(engine, plan, range(STOP, STOP + MORE), rank=rank)
+    results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
     return results
 
@@ -167,7 +167,7 @@ def unbroken() -> list[StepResult]:
     plan = LOCAL.plan(CASE)
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     engine.load(first_weights(plan))
-    results = step_all(engine, plan, range(STOP + MORE))
+    results = train_steps(engine, plan, range(STOP + MORE))
     engine.close()
     return results[STOP:]
 

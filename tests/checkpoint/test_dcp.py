@@ -102,7 +102,7 @@ def names() -> dict[str, torch.Tensor]:
     assert shape is not None
     from toolkit import families
 
-    return {spec.name: torch.randn(spec.shape) for spec in families.get("llama").parameters(shape)}
+    return {spec.name: torch.randn(spec.shape) for spec in families.get_family("llama").parameters(shape)}
 
 
 def test_state_by_number_is_refused(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_tied_copy_is_a_copy(tmp_path: Path) -> None:
 
     shape = plan_of("qwen2").shape
     assert shape is not None
-    weights = {spec.name: torch.randn(spec.shape) for spec in families.get("qwen2").parameters(shape)}
+    weights = {spec.name: torch.randn(spec.shape) for spec in families.get_family("qwen2").parameters(shape)}
     embedding = TensorKey(WEIGHT, "model.embed_tokens.weight")
     checkpoint.save(
         {**weights, "lm_head.weight": weights[embedding.name].clone()},

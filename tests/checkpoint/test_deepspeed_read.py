@@ -32,7 +32,7 @@ from toolkit.checkpoint.verify import digest, verify, verify_source
 from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
-from toolkit.testing.parity import Trace
+from toolkit.testing.parity import RunTrace
 from toolkit.testing.tiny import tiny_plan
 
 TOLERANCE = 1e-5
@@ -56,15 +56,15 @@ class Saves:
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self.pool, self._folder = pool, folder
-        self._made: dict[str, tuple[Path, State, dict[str, object], Trace]] = {}
+        self._made: dict[str, tuple[Path, State, dict[str, object], RunTrace]] = {}
 
-    def of(self, case: Cell) -> tuple[Path, State, dict[str, object], Trace]:
+    def of(self, case: Cell) -> tuple[Path, State, dict[str, object], RunTrace]:
         """The folder; the state and scalars that the engine had; how it went on."""
         if str(case) not in self._made:
             self._made[str(case)] = self._make(case)
         return self._made[str(case)]
 
-    def _make(self, case: Cell) -> tuple[Path, State, dict[str, object], Trace]:
+    def _make(self, case: Cell) -> tuple[Path, State, dict[str, object], RunTrace]:
         folder = self._folder / f"{len(self._made)}"
         held, scalars, went_on = self.pool.run(
             saves.save, case, folder, MORE if case in RESUMED else 0, ranks=case.ranks
@@ -310,7 +310,7 @@ def check_resumed(case: Cell, saved: Saves) -> None:
         saved.pool.run(saves.resume, case, folder, forget, ranks=case.ranks)[0] for forget in (False, True)
     )
 
-    def apart(trace: Trace) -> float:
+    def apart(trace: RunTrace) -> float:
         return max(abs(a - b) for a, b in zip(trace.losses, went_on.losses, strict=True))
 
     assert len(went_on.losses) == MORE
@@ -334,7 +334,7 @@ def test_a_config_beside_says_the_model(saved: Saves, tmp_path: Path) -> None:
     assert shape is not None
     shutil.copytree(folder, tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3" / "config.json").write_text(
-        json.dumps(families.get(shape.family).hugging_face_config(shape))
+        json.dumps(families.get_family(shape.family).hugging_face_config(shape))
     )
     source = open_source(tmp_path / "checkpoint-3")
     assert (source.format, source.catalog.tensors.keys()) == ("deepspeed", held.keys())

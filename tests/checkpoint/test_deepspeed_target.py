@@ -27,7 +27,7 @@ from toolkit.checkpoint.verify import verify
 from toolkit.config.reshard import Stage, TargetConfig, TargetOptimConfig, TargetParallelConfig
 from toolkit.config.schema import ModelConfig, Precision
 from toolkit.errors import CheckpointError, InputError
-from toolkit.families import get
+from toolkit.families import get_family
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_every_element_has_its_place(layout: Layout, precision: Precision, tmp_p
 
 def fabricated(folder: Path, model: ModelConfig) -> Source:
     """A source of which everything is known and no byte is there."""
-    family = get(str(model.family))
+    family = get_family(str(model.family))
     shape = family.resolve_shape(model)
     tensors = {
         TensorKey(state, spec.name): TensorInfo("float32", spec.shape)

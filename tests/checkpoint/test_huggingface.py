@@ -39,15 +39,15 @@ def tiny(name: str, **changes: Any) -> ModelShape:
     }
     sizes["max_position_embeddings"] = 16
     if name != "gpt2":
-        sizes |= {"intermediate_size": 48, **families.get(name).tiny, "tie_word_embeddings": False}
-    return families.get(name).resolve_shape(ModelConfig(family=name, **{**sizes, **changes}))
+        sizes |= {"intermediate_size": 48, **families.get_family(name).tiny, "tie_word_embeddings": False}
+    return families.get_family(name).resolve_shape(ModelConfig(family=name, **{**sizes, **changes}))
 
 
 def model_of(shape: ModelShape) -> Any:
     """The family's own model in transformers, with random weights that differ everywhere."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = families.get(shape.family).hugging_face_config(shape)
+    config = families.get_family(shape.family).hugging_face_config(shape)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config)).eval()
     with torch.no_grad():
@@ -59,7 +59,8 @@ def model_of(shape: ModelShape) -> Any:
 def saved(model: Any, shape: ModelShape, directory: Path, *, mixed: bool = False) -> Path:
     """A checkpoint of two ranks; ``mixed``: bf16 weights and fp32 masters."""
     values = {
-        spec.name: model.state_dict()[spec.name] for spec in families.get(shape.family).parameters(shape)
+        spec.name: model.state_dict()[spec.name]
+        for spec in families.get_family(shape.family).parameters(shape)
     }
     named = {TensorKey(WEIGHT, name): value.bfloat16() if mixed else value for name, value in values.items()}
     named |= {TensorKey(MASTER, name): value for name, value in values.items()} if mixed else {}
@@ -91,7 +92,7 @@ def test_transformers_opens_the_export_with_the_same_logits(tmp_path: Path, name
         (folder / BESIDE).unlink()
         back = open_reader(folder)
         assert digest(back) == by_manifest
-        assert back.namespace == families.get(name).namespace
+        assert back.namespace == families.get_family(name).namespace
         for key, tensor in whole(back).items():
             assert same_bits(tensor, model.state_dict()[key.name])
 
@@ -104,7 +105,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "model.safetensors.index.json").exists()
     reader = open_reader(tmp_path)
     found = whole(reader)
-    assert [key.name for key in found] == [spec.name for spec in families.get(name).parameters(shape)]
+    assert [key.name for key in found] == [spec.name for spec in families.get_family(name).parameters(shape)]
     assert all(same_bits(tensor, model.state_dict()[key.name]) for key, tensor in found.items())
     for rank in shards_of(
         {key: tensor.float() for key, tensor in found.items()}, LAYOUTS["columns"], 3, empty=True

@@ -33,7 +33,7 @@ from toolkit.config.schema import Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.errors import CheckpointError, InputError
 from toolkit.models.pretrained import open_pretrained
-from toolkit.testing.parity import step_all
+from toolkit.testing.parity import train_steps
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
 
@@ -50,7 +50,7 @@ def with_optimizer(name: str, folder: Path, *, mixed: bool = True, momentum: boo
     """A run's checkpoint of step 7 on two ranks. ``momentum``: as Muon keeps it, one moment of matrices and two of the rest."""
     shape = tiny(name)
     weights = model_of(shape).state_dict()
-    values = {spec.name: weights[spec.name] for spec in families.get(name).parameters(shape)}
+    values = {spec.name: weights[spec.name] for spec in families.get_family(name).parameters(shape)}
     named = {TensorKey(WEIGHT, name): value.bfloat16() if mixed else value for name, value in values.items()}
     named |= {TensorKey(MASTER, name): value for name, value in values.items() if mixed}
     for name, value in values.items():
@@ -90,7 +90,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
         "huggingface",
         7,
         source.shape,
-        families.get(name).namespace,
+        families.get_family(name).namespace,
     )
     assert found.catalog.scalars == SCALARS
     assert digest(found.reader()) == digest(by_manifest.reader()) == digest(source.reader())
@@ -174,7 +174,7 @@ def test_people_change_settings_and_tokenizers(tmp_path: Path) -> None:
 
 def test_norms_in_fp32_among_weights_of_16_bits_stay_what_they_are(tmp_path: Path) -> None:
     shape = tiny("llama")
-    values = {spec.name: torch.randn(spec.shape) for spec in families.get("llama").parameters(shape)}
+    values = {spec.name: torch.randn(spec.shape) for spec in families.get_family("llama").parameters(shape)}
     named = {
         TensorKey(WEIGHT, name): value if value.ndim == 1 else value.bfloat16()
         for name, value in values.items()
@@ -260,7 +260,7 @@ def test_a_run_resumes_from_it_to_the_bit(tmp_path: Path) -> None:
         return made
 
     stayed = engine(None)
-    step_all(stayed, plan, range(2))
+    train_steps(stayed, plan, range(2))
     saved = (
         CheckpointStore(tmp_path / "run")
         .save(
@@ -270,17 +270,17 @@ def test_a_run_resumes_from_it_to_the_bit(tmp_path: Path) -> None:
             rank=0,
             ranks=1,
             attempt=1,
-            namespace=families.get("llama").namespace,
+            namespace=families.get_family("llama").namespace,
         )
         .wait()
     )
     source = open_source(saved, plan.shape)
     folder = write(source, lay_out(source, TargetConfig(optimizer=True)), tmp_path / "hub")
     (folder / manifest.BESIDE).unlink()
-    went_on = [result.loss for result in step_all(stayed, plan, range(2, 4))]
-    assert [result.loss for result in step_all(engine(folder), plan, range(2, 4))] == went_on
+    went_on = [result.loss for result in train_steps(stayed, plan, range(2, 4))]
+    assert [result.loss for result in train_steps(engine(folder), plan, range(2, 4))] == went_on
     weights = write(source, lay_out(source, TargetConfig()), tmp_path / "weights")
-    assert [result.loss for result in step_all(engine(weights), plan, range(2, 4))] != went_on, (
+    assert [result.loss for result in train_steps(engine(weights), plan, range(2, 4))] != went_on, (
         "the control: without moments and masters"
     )
 

@@ -43,8 +43,8 @@ from toolkit.checkpoint.states import tensors_of
 from toolkit.checkpoint.verify import verify
 from toolkit.config.schema import OptimizerName, Precision
 from toolkit.errors import CheckpointError, InputError
-from toolkit.testing.matrix import Case, megatron
 from toolkit.testing.matrix import Cell as Layout
+from toolkit.testing.matrix import OptimizerCase, megatron
 
 
 def opened(case: Cell, folder: Path) -> Source:
@@ -136,7 +136,7 @@ def test_pytorch_gives_the_same_numbers(megatron_saved: Saves) -> None:
     assert ours.objects.keys() == metadata.state_dict_metadata.keys() - keys
     whole = by_pytorch(folder / f"iter_{STOP:07d}")
     assert MIXTRAL_EP.plan.shape is not None
-    for tensor in families.get("mixtral").megatron(MIXTRAL_EP.plan.shape):
+    for tensor in families.get_family("mixtral").megatron_tensors(MIXTRAL_EP.plan.shape):
         if tensor.expert is None:
             continue
         name = tensor.name.split(f"local_experts.{tensor.expert}.")[1]
@@ -285,7 +285,7 @@ RESUMED = [(LLAMA_TP, megatron("llama", pipeline=2, vocabulary=LLAMA_TP.layout.v
 @pytest.mark.parametrize(("case", "into"), RESUMED, ids=["llama"])
 def test_training_goes_on_in_another_layout(case: Cell, into: Layout, megatron_saved: Saves) -> None:
     folder, held = megatron_saved.of(case)
-    plan = into.plan(Case.ADAM)
+    plan = into.plan(OptimizerCase.ADAM)
     assert plan.shape == case.plan.shape
     found = megatron_saved.pool.run(work.resume, plan, folder, ranks=into.ranks)[0]
     assert apart(found.results, held.results) <= TOLERANCE
@@ -300,7 +300,7 @@ def test_training_goes_on_in_another_layout(case: Cell, into: Layout, megatron_s
 def test_keys_that_are_written_are_understood(family: str) -> None:
     shape = cell(family).plan.shape
     assert shape is not None
-    for tensor in families.get(family).megatron(shape):
+    for tensor in families.get_family(family).megatron_tensors(shape):
         for slot in slots_of(tensor, shape):
             for prefix, state in (
                 ("", WEIGHT),

@@ -20,14 +20,16 @@ STEP = 3
 
 
 def tiny_shape(family: str = "llama") -> ModelShape:
-    return families.get(family).resolve_shape(ModelConfig(family=family, **{**SIZES, **FAMILIES[family]}))
+    return families.get_family(family).resolve_shape(
+        ModelConfig(family=family, **{**SIZES, **FAMILIES[family]})
+    )
 
 
 def tensors_of(shape: ModelShape, *, mixed: bool = False) -> dict[TensorKey, torch.Tensor]:
     """``mixed``: bf16 weights beside fp32 masters."""
     generator = torch.Generator().manual_seed(5)
     found: dict[TensorKey, torch.Tensor] = {}
-    for spec in families.get(shape.family).parameters(shape):
+    for spec in families.get_family(shape.family).parameters(shape):
         values = torch.randn((3, *spec.shape), generator=generator)
         found[TensorKey(WEIGHT, spec.name)] = values[0].bfloat16() if mixed else values[0]
         if mixed:
@@ -53,6 +55,8 @@ def tiny_checkpoint(
     }
     return (
         CheckpointStore(directory)
-        .save(STEP, shards, scalars, namespace=families.get(family).namespace, rank=0, ranks=1, attempt=1)
+        .save(
+            STEP, shards, scalars, namespace=families.get_family(family).namespace, rank=0, ranks=1, attempt=1
+        )
         .wait()
     )

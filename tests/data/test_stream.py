@@ -30,7 +30,7 @@ from toolkit.data.order.stream import Stream, rank_positions
 from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import CheckpointError, InputError
 from toolkit.plan.types import BatchPlan, RampStage
-from toolkit.testing.flat import flat_cost
+from toolkit.testing.stream_cost import measure_stream_cost
 
 Ints = npt.NDArray[np.int64]
 
@@ -181,7 +181,7 @@ def test_cost_is_flat(mixed: bool) -> None:
 
     Measured on two quiet cores: 1 to 2 ms and 0.9 MB for one source, 3 to 4 ms for three; the bounds leave room for a busy machine.
     """
-    costs = [flat_cost(samples, mixed=mixed) for samples in (10**6, 10**9, 10**12)]
+    costs = [measure_stream_cost(samples, mixed=mixed) for samples in (10**6, 10**9, 10**12)]
     for cost in costs:
         assert cost.first_batch_seconds < 0.05
         assert cost.resume_seconds < 0.05
@@ -319,9 +319,9 @@ def test_closing_and_dropping_end_the_thread() -> None:
 def test_a_script_may_end_while_samples_are_read_ahead() -> None:
     """Seen before threads were ended at the exit: the process died of a signal, in about every second run."""
     code = (
-        "from toolkit.testing.flat import invented_stream\n"
-        "left = [invented_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"
-        "next(left[0]); next(invented_stream(10**6, mixed=False).steps(0))\n"
+        "from toolkit.testing.stream_cost import synthetic_stream\n"
+        "left = [synthetic_stream(10**6, mixed=True).steps(0) for _ in range(8)]\n"
+        "next(left[0]); next(synthetic_stream(10**6, mixed=False).steps(0))\n"
     )
     for _ in range(3):
         done = subprocess.run(

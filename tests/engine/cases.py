@@ -1,10 +1,12 @@
-"""Cells of the engine's matrices, and what a rank does in them."""
+"""Cells of DeepSpeed's test matrix, and what a rank does with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import pytest
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
 from toolkit.cluster.machine import this_machine
@@ -13,16 +15,17 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.testing.parity import Trace, run, step_all
+from toolkit.testing.parity import RunTrace, run_trace, train_steps
 from toolkit.testing.tiny import MICRO_BATCH, tiny_config
 from toolkit.train.task import text_task
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout and its settings. ``stage`` None: the local engine, which takes all micro-batches on its one rank.
+    """A layout and its settings.
 
-    ``more`` are further keys as ``testing/tiny.py`` takes them.
+    ``stage`` None is the local engine, with all micro-batches on one rank. ``more`` are further keys as in
+    ``testing/tiny.py``.
     """
 
     stage: int | None = 2
@@ -40,7 +43,7 @@ class Cell:
 
     @property
     def data(self) -> int:
-        """Ranks that have samples of their own."""
+        """The number of ranks with their own samples."""
         more = dict(self.more)
         return self.ranks // (
             more.get("parallel__tensor", 1)
@@ -68,7 +71,7 @@ class Cell:
         )
 
     def oracle(self) -> Cell:
-        """The same samples, first weights and optimizer on the local engine."""
+        """The cell of the local engine with the same samples, first weights and optimizer."""
         carriage = ("engine__", "offload__", "parallel__", "train__activation_checkpointing", "optim__kernel")
         more = tuple((key, value) for key, value in self.more if not key.startswith(carriage))
         return replace(self, stage=None, ranks=1, accumulation=self.data * self.accumulation, more=more)
@@ -80,7 +83,7 @@ def cell(
     return Cell(stage, ranks, accumulation, family, tuple(more.items()))
 
 
-# No clipping: with it, or with Adam, a wrong scale of all gradients does not show.
+# Without clipping, because clipping and Adam hide a wrong scale of all gradients.
 SGD: dict[str, Any] = {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "optim__lr": 0.1}
 BF16: dict[str, Any] = {"precision__name": Precision.bf16}
 FP16: dict[str, Any] = {"precision__name": Precision.fp16}
@@ -94,13 +97,21 @@ EXPERT: dict[str, Any] = {"parallel__expert": 2}
 DROPOUT: dict[str, Any] = {"model__dropout": 0.1}
 
 
-def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> Trace:
+def quick(cases: Iterable[Any], *indices: int) -> list[Any]:
+    """Mark all cases but those at ``indices`` as ``full``, so that ``make test`` runs one of each claim."""
+    return [
+        case if number in indices or hasattr(case, "marks") else pytest.param(case, marks=pytest.mark.full)
+        for number, case in enumerate(cases)
+    ]
+
+
+def trace(rank: int, ranks: int, cell: Cell, **settings: Any) -> RunTrace:
     assert ranks == cell.ranks
-    return run(cell.plan(), rank=rank, **settings)
+    return run_trace(cell.plan(), rank=rank, **settings)
 
 
 def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
-    """The cell's engine with its first weights, or what ``reader`` has."""
+    """The cell's engine with its first weights, or with the state of ``reader``."""
     plan = cell.plan()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan) if reader is None else reader)
@@ -108,11 +119,11 @@ def make(cell: Cell, rank: int, reader: Reader | None = None) -> Engine:
 
 
 def steps(engine: Engine, cell: Cell, rank: int, first: int, last: int) -> list[StepResult]:
-    return step_all(engine, cell.plan(), range(first, last), rank=rank)
+    return train_steps(engine, cell.plan(), range(first, last), rank=rank)
 
 
 class WithoutMoments:
-    """The control: moments are there and zero."""
+    """A control: moments exist but are zero."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

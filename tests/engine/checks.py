@@ -1,30 +1,52 @@
-"""A cell against ``local``: right cells within the tolerance, wrong ones ten tolerances away."""
+"""Compare a cell with the local engine: correct cells are within the tolerance, controls are far away."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from tests.engine.cases import SGD, Cell, trace
+import torch
+
+from tests.engine.cases import SGD, Cell, make, steps, trace
+from toolkit.checkpoint.shard import WEIGHT, TensorKey
+from toolkit.config.schema import BatchRampConfig, EngineName
+from toolkit.engine.deepspeed.engine import DeepSpeedEngine
+from toolkit.engine.protocol import StepResult
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, World
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, DoubledGradients, Trace, check, check_control, first_rank_twice
+from toolkit.testing.parity import (
+    Distance,
+    DoubledGradients,
+    RunTrace,
+    check_control,
+    check_parity,
+    gather_tensors,
+    repeat_first_rank,
+    train_steps,
+)
+from toolkit.testing.tiny import tiny_config
 
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 
 
 @cache
-def oracle(local: Cell) -> Trace:
+def oracle(local: Cell) -> RunTrace:
     return trace(0, 1, local)
 
 
 @cache
-def doubled(local: Cell) -> Trace:
-    """The oracle, wrong on purpose."""
+def doubled(local: Cell) -> RunTrace:
+    """The oracle with doubled gradients."""
     return trace(0, 1, local, task=DoubledGradients())
 
 
 def check_cell(case: Cell, pool: RankPool) -> None:
-    """All ranks give the same results. And a cell must be able to fail: with AdamW the oracle must learn; with SGD, which at a rate
-    that does not diverge learns too little in 20 steps, the oracle with doubled gradients must be far."""
+    """Check that all ranks return the same results, and that these agree with the oracle.
+
+    A cell must be able to fail: with AdamW the oracle must learn; with SGD, which learns too little in 20
+    steps, the oracle with doubled gradients must be far away.
+    """
     traces = pool.run(trace, case, ranks=case.ranks)
     found, right = traces[0], oracle(case.oracle())
     print(found.distance(right))
@@ -33,21 +55,48 @@ def check_cell(case: Cell, pool: RankPool) -> None:
         check_control(doubled(case.oracle()), right, TOLERANCE)
         assert found.distance(right).times(TOLERANCE) <= 1, f"{found.distance(right)} against {TOLERANCE}"
     else:
-        check(found, right, TOLERANCE)
+        check_parity(found, right, TOLERANCE)
 
 
-def doubling(rank: int, ranks: int, case: Cell) -> Trace:
+def doubling(rank: int, ranks: int, case: Cell) -> RunTrace:
     return trace(rank, ranks, case, task=DoubledGradients())
 
 
-def duplicating(rank: int, ranks: int, case: Cell) -> Trace:
-    return trace(rank, ranks, case, batches=first_rank_twice)
+def duplicating(rank: int, ranks: int, case: Cell) -> RunTrace:
+    return trace(rank, ranks, case, batches=repeat_first_rank)
 
 
-def far(wrong: Trace, case: Cell) -> None:
-    """In the loss itself: weights alone would be the weaker evidence."""
+def far(wrong: RunTrace, case: Cell) -> None:
+    """Assert a large difference of the loss itself; that of weights alone would be weaker evidence."""
     distance = wrong.distance(oracle(case.oracle()))
     print(distance)
     assert distance.loss > 10 * TOLERANCE.loss, (
-        f"a wrong run passes for right: {distance} against {TOLERANCE}"
+        f"a wrong run passes as correct: {distance} against {TOLERANCE}"
     )
+
+
+def gather_state(rank: int, ranks: int, case: Cell) -> tuple[dict[TensorKey, torch.Tensor], int, int]:
+    """Return all state, this rank's elements of weights in shards, and those of its padded partitions."""
+    engine = make(case, rank)
+    assert isinstance(engine, DeepSpeedEngine)
+    steps(engine, case, rank, 0, 1)
+    mine = sum(shard.data.numel() for shard in engine.shards() if shard.key.state == WEIGHT)
+    padded = sum(partition.master.numel() for partition in engine._partitions())
+    state = gather_tensors(engine.shards(), rank, ranks)
+    engine.close()
+    return state, mine, padded
+
+
+def ramped(rank: int, ranks: int, stage: int | None, more: dict[str, Any]) -> list[StepResult]:
+    config = tiny_config("llama", zero__stage=stage or 0, **more)
+    config.engine.name = EngineName.local if stage is None else EngineName.deepspeed
+    config.train.global_batch, config.train.batch_ramp = 12, BatchRampConfig(start=4, increment=4, samples=24)
+    plan = make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU))
+    from toolkit.engine.build import build_engine, first_weights
+    from toolkit.train.task import text_task
+
+    engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
+    engine.load(first_weights(plan))
+    results = train_steps(engine, plan, range(8), rank=rank)
+    engine.close()
+    return results

@@ -1,4 +1,4 @@
-"""One pool of ranks for all of tests/engine."""
+"""One pool of ranks for all tests of engines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.engine.matrix_checks import Oracles
+from tests.engine.resuming import Saved
 from toolkit.testing.dist import RankPool, rank_pool
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The oracle runs in the tests' own process, beside ranks that wait: more threads than cores only wait for each other."""
+    """Use one thread for the oracle, which runs in the test process next to waiting ranks."""
     torch.set_num_threads(1)
 
 
@@ -20,3 +22,13 @@ def one_thread() -> None:
 def pool() -> Iterator[RankPool]:
     with rank_pool(4) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(pool, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="session")
+def oracles(pool: RankPool) -> Oracles:
+    return Oracles(pool)

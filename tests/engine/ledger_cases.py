@@ -1,4 +1,4 @@
-"""What ranks do in test_ledger.py: the real loop over a real engine, with delays put into chosen places of chosen steps."""
+"""Run the real loop over a real engine with delays in chosen parts of chosen steps, for test_ledger.py."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ from toolkit.train.saving import Checkpoints, SaveTimer
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task, text_task
 
-WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not looked at
-SHARE = 0.2  # a delay's of a step
+WARM_UP, CLEAN = 2, 6  # steps without delays at the start; the first of them are not measured
+SHARE = 0.2  # a delay as a share of a step
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank. ``delayed[step]``: the part that was delayed by ``seconds`` in that step; None: none."""
+    """The measurements of one rank.
+
+    ``delayed[step]``: the part that was delayed by ``seconds`` in that step, or None.
+    """
 
     times: tuple[StepTime, ...]
     delayed: tuple[str | None, ...]
@@ -67,11 +70,11 @@ class Measured:
         return [found.parts.get(part, 0.0) for found, name in pairs if name == delayed]
 
     def landed(self, part: str, delayed: str | None = None) -> float:
-        """How much of the delay is in ``part``. The least of several steps each: what else the machine does only adds."""
+        """How much of the delay is in ``part``: the minimum over steps, as noise only adds time."""
         return (min(self.values(part, delayed or part)) - min(self.values(part, None))) / self.seconds
 
     def unexplained(self) -> float:
-        """Share of a step, the median of those without delays."""
+        """The unattributed share of a step: the median of steps without delays."""
         clean = [found for found, name in zip(self.times, self.delayed, strict=True) if name is None][
             WARM_UP:
         ]
@@ -79,7 +82,9 @@ class Measured:
 
 
 class Delays:
-    """``seconds`` is a share of the slowest rank's step, the same on all ranks; where they are counted only, it is one."""
+    """Delays of ``seconds``, a share of the slowest rank's step and equal on all ranks; one second on the
+    counted clock.
+    """
 
     def __init__(
         self, script: Sequence[str | None], counted: Counted | None = None, asleep: float = 0.0
@@ -101,13 +106,13 @@ class Delays:
             self.seconds = 1.0 if self._counted else SHARE * statistics.median(self._walls[WARM_UP:])
 
     def sleep(self, name: str) -> None:
-        """Once a step, in every step."""
+        """Delay once per step, in every step."""
         if self._asleep and name not in self._slept:
             self._slept.add(name)
             time.sleep(self._asleep)
 
     def strike(self, name: str) -> None:
-        """Once a step, in the place of this name."""
+        """Delay once per step at this part."""
         if self.now == name and not self._struck:
             self._struck = True
             if self._counted:
@@ -117,7 +122,7 @@ class Delays:
 
 
 class Counted(Clock):
-    """Stands still but for delays, which then cost nothing: where they land is exact, whatever else the machine does."""
+    """A clock that stands still except for delays, so that their attribution is exact on a busy machine."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -161,7 +166,7 @@ class _Logging(Hook):
 
 
 class _Store:
-    """Keeps nothing, at the price of a delay."""
+    """Discards checkpoints after a delay."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -206,32 +211,33 @@ def measure(
     counted: bool = False,
     asleep: float = 0.0,
 ) -> Measured:
-    """A run of ``CLEAN`` steps without delays, then ``repeats`` times one without and one of each of ``delayed``.
+    """A run of ``CLEAN`` steps without delays, then ``repeats`` times one step without and one with each of
+    ``delayed``.
 
     Args:
-        recorded: whether anybody records; False: what a run does by itself.
-        replaced: whether the collectives' methods are; the control is False.
+        recorded: record the parts of steps; False: measure the run alone.
+        replaced: patch the methods of collectives; the control is False.
         around: evaluate and save after each step.
-        counted: delays are not waited for; nothing else takes time.
-        asleep: seconds of forward and of backward in each step: long steps in which little is computed.
+        counted: use a clock on which only delays take time.
+        asleep: seconds of forward and of backward in each step, for long steps with little computation.
     """
     clock = Counted() if counted else None
     delays = Delays([*[None] * CLEAN, *[None, *delayed] * repeats], clock, asleep)
     plan.config.train.steps = len(delays.script)
     recorder = StepRecorder(clock or HostClock(), pipelined=plan.axes.pipeline > 1)
-    telling = {"recorder": recorder} if recorded else {}
+    recording = {"recorder": recorder} if recorded else {}
     with (
         slow_calls(delays, plan.axes),
-        collectives.watched(plan.axes, recorder) if recorded else nullcontext(),
+        collectives.record_collectives(plan.axes, recorder) if recorded else nullcontext(),
     ):
         if not replaced:
             collectives.uninstall()
         task: Any = _Task(text_task(plan), delays)
-        engine = build_engine(plan, task, rank=rank, local_rank=rank, **telling)
+        engine = build_engine(plan, task, rank=rank, local_rank=rank, **recording)
         engine.load(first_weights(plan))
         slow_engine(engine, plan, rank, delays)
         logging = _Logging(delays)
-        hooks = Hooks(logging, *(hooks_around(plan, engine, task, delays) if around else ()), **telling)
+        hooks = Hooks(logging, *(hooks_around(plan, engine, task, delays) if around else ()), **recording)
         train(
             plan,
             engine,
@@ -240,7 +246,7 @@ def measure(
             TrainState(),
             hooks,
             agreeing(ranks, delays),
-            **telling,
+            **recording,
         )
         engine.close()
     return Measured(tuple(recorder.taken()), delays.script, delays.seconds, tuple(logging.losses))
@@ -286,7 +292,9 @@ def hooks_around(plan: RunPlan, engine: Engine, task: Task, delays: Delays) -> l
 
 
 def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
-    """Delays in forward, in backward and in the optimizer; in forward of the last stage, which the others wait for."""
+    """Delays in forward, in backward and in the optimizer; and in forward of the last stage, for which the
+    others wait.
+    """
     slow_stage = plan.axes.coordinates(rank).pipeline == plan.axes.pipeline - 1 > 0
 
     def after(module: nn.Module, arguments: object, output: torch.Tensor) -> None:
@@ -303,8 +311,8 @@ def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
 
     first_norm(engine).register_forward_hook(after)
     optimizer = (
-        engine._built.optimizer
-        if hasattr(engine, "_built")
+        engine._model.optimizer
+        if hasattr(engine, "_model")
         else engine._ds.optimizer
         if hasattr(engine, "_ds")
         else engine._optimizers[0]
@@ -319,10 +327,10 @@ def slow_engine(engine: Any, plan: RunPlan, rank: int, delays: Delays) -> None:
 
 
 def first_norm(engine: Any) -> nn.Module:
-    """Of the rank's model: a module that gives a tensor, in every family and on every stage."""
+    """A module of this rank's model that returns a tensor, in every family and on every stage."""
     model = (
-        engine._built.chunks[0]
-        if hasattr(engine, "_built")
+        engine._model.chunks[0]
+        if hasattr(engine, "_model")
         else engine._ds.module
         if hasattr(engine, "_ds")
         else engine._module
@@ -332,7 +340,7 @@ def first_norm(engine: Any) -> nn.Module:
 
 @contextmanager
 def slow_calls(delays: Delays, axes: Axes) -> Iterator[None]:
-    """Delays in collectives, below what times them."""
+    """Delays in collectives, below the code that times them."""
     collectives.uninstall()
     kept = {
         name: vars(ProcessGroup)[name]
@@ -355,7 +363,7 @@ def _slow(original: Callable[..., Any], operation: str, delays: Delays, axes: Ax
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         if delays.now is not None and delays.now.startswith("communication"):
             name = axis_name(
-                dist.get_process_group_ranks(group), axes, exchange=operation in collectives.EXCHANGING
+                dist.get_process_group_ranks(group), axes, exchange=operation in collectives.ALL_TO_ALL
             )
             delays.strike(communication(name))
         return original(group, *arguments, **named)
@@ -364,15 +372,14 @@ def _slow(original: Callable[..., Any], operation: str, delays: Delays, axes: Ax
 
 
 def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> list[float]:
-    """Bubble / (forward + backward) of each step after the first two, where all chunks of the model take ``seconds`` forward and as many
-    backward, in sleep: stages are equal however many cores there are."""
+    """Bubble / (forward + backward) of each step after the first two, with stages that sleep equally long."""
     plan.config.train.steps = steps
     recorder = StepRecorder(HostClock(), pipelined=True)
-    with collectives.watched(plan.axes, recorder):
+    with collectives.record_collectives(plan.axes, recorder):
         task = text_task(plan)
         engine: Any = build_engine(plan, task, rank=rank, local_rank=rank, recorder=recorder)
         engine.load(first_weights(plan))
-        for model in engine._built.chunks if hasattr(engine, "_built") else [engine._ds.module]:
+        for model in engine._model.chunks if hasattr(engine, "_model") else [engine._ds.module]:
             norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
             norm.register_forward_hook(_sleeping(seconds))
         delays = Delays([None] * steps)
@@ -403,8 +410,10 @@ def _sleeping(seconds: float) -> Callable[..., None]:
 
 
 def calls_of(rank: int, ranks: int, plan: RunPlan) -> list[tuple[str, str, int, bool]]:
-    """Axis, what it is, number and whether it is over, of the last calls: after a step, with one more begun, and with that waited for."""
-    with collectives.watched(plan.axes, None):
+    """Axis, description, number and state of the last calls: after a step, with one more started, and after
+    waiting for it.
+    """
+    with collectives.record_collectives(plan.axes, None):
         task = text_task(plan)
         engine = build_engine(plan, task, rank=rank, local_rank=rank)
         engine.load(first_weights(plan))

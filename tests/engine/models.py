@@ -1,4 +1,4 @@
-"""Modules of a user's own, for tests: importable by ranks."""
+"""Custom modules for tests, importable by ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Mixer(nn.Module):
-    """An embedding that is frozen, a parameter that is used directly, and a mean loss."""
+    """A frozen embedding, a parameter that is used directly, and a mean loss."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Mixer(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """A branch that about half of the micro-batches take, and so some steps not at all: which, the samples decide."""
+    """A branch that about half of the micro-batches take, depending on their samples."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()

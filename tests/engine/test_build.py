@@ -1,7 +1,4 @@
-"""What building any engine settles.
-
-pytest tests/engine/test_build.py
-"""
+"""Settings that building an engine applies to the process."""
 
 from __future__ import annotations
 
@@ -14,12 +11,13 @@ import pytest
 from toolkit.config.schema import EngineName
 from toolkit.engine import build
 
-RENAMED = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use `torch.distributed.all_gather_single` instead."
+RENAMED = (
+    "`torch.distributed.all_gather_into_tensor` is deprecated. "
+    "Please use `torch.distributed.all_gather_single` instead."
+)
 
 
-def test_names_that_torch_has_changed_and_engines_still_call_give_no_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_renamed_torch_collectives_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(build.ENGINES, EngineName.local, lambda *_: None)
     plan: Any = SimpleNamespace(config=SimpleNamespace(engine=SimpleNamespace(name=EngineName.local)))
     objective: Any = None

@@ -1,7 +1,4 @@
-"""Which calls of torch.distributed are seen, and what they are called.
-
-pytest tests/engine/test_collectives.py
-"""
+"""Recording of calls to torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,7 +23,9 @@ AXES = Axes(tensor=2, data=2)
 
 
 def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[str, float]]:
-    """What was called of each kind, and the parts of the calls and of the same ones on another thread."""
+    """Return the recorded calls, and the timed parts of the same calls on the recorder's thread and on
+    another one.
+    """
     tensor = next(
         groups for groups in map(dist.new_group, AXES.groups(Axis.TENSOR)) if dist.get_rank(groups) >= 0
     )
@@ -53,7 +52,7 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
             request.wait()
 
     recorder = StepRecorder(HostClock())
-    with collectives.watched(AXES, recorder):
+    with collectives.record_collectives(AXES, recorder):
         recorder.next_step(1)
         talk()
         found = [f"{call.axis}: {call.what}" for call in collectives.last_calls() if call.finished]
@@ -62,14 +61,16 @@ def call_all(rank: int, ranks: int) -> tuple[list[str], dict[str, float], dict[s
         thread.start()
         thread.join()
         recorder.next_step(3)
-        assert len(collectives.last_calls()) > len(found)  # a thread's calls are not the step's, and can hang
+        assert len(collectives.last_calls()) > len(
+            found
+        )  # calls of other threads are recorded too, since they can hang
     assert collectives.last_calls() == []
     first, second = recorder.taken()
     return found, dict(first.parts), dict(second.parts)
 
 
-def test_calls_are_named_and_timed(pool: RankPool) -> None:
-    """The last eight of each group, sends and receives apart."""
+def test_calls_are_recorded_and_timed(pool: RankPool) -> None:
+    """The last eight calls of each group are recorded; sends and receives separately."""
     for rank, (calls, parts, threads) in enumerate(pool.run(call_all, ranks=4)):
         there, back = (
             f"data: send to rank {rank ^ 2} [4] float32",
@@ -86,7 +87,7 @@ def test_calls_are_named_and_timed(pool: RankPool) -> None:
         ]
         assert all(
             call.startswith("tensor: all_gather") for call in calls[5:7]
-        )  # of an object: its size, and then itself
+        )  # the size of a pickled object, then its bytes
         assert calls[8] == "all: all_reduce [4] float32"
         assert sorted(calls[9:]) == sorted([there, back, there if rank < rank ^ 2 else back])
         assert set(parts) == {UNEXPLAINED, *map(communication, ("tensor", "data", "all"))}
@@ -98,8 +99,8 @@ class Stream:
     cuda_stream: int
 
 
-def test_waiting_for_a_side_stream_is_what_was_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With streams that only keep time."""
+def test_waiting_for_a_side_stream_is_attributed_to_its_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses fake streams that only measure time."""
     hands, main, side, idle = Counted(), Stream(0), Stream(7), Stream(9)
     recorder: Any = StepRecorder(hands)
     clock = object.__new__(CudaClock)
@@ -119,7 +120,9 @@ def test_waiting_for_a_side_stream_is_what_was_put_there(monkeypatch: pytest.Mon
     recorder.clock = hands
     recorder.next_step(1)
     with recorder.part(BACKWARD):
-        streams.carry(recorder.part(communication("tensor")))  # on the computing stream: nothing to wait for
+        streams.carry(
+            recorder.part(communication("tensor"))
+        )  # on the compute stream, which does not wait for itself
         current = side
         streams.carry(recorder.part(communication("data")))
         current = main

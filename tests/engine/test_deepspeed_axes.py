@@ -1,9 +1,10 @@
-"""DeepSpeed's tensor, context and expert axes against ``local``: curves, state, resume, and what would be wrong without a word.
+"""DeepSpeed's tensor, context and expert axes compared with ``local``: training, state, resume and controls.
 
-    pytest tests/engine/test_deepspeed_axes.py             a cell of each axis, controls, hops
-    pytest tests/engine/test_deepspeed_axes.py -m full     every axis x ZeRO stage x ranks x optimizer, offload, hops
+    pytest tests/engine/test_deepspeed_axes.py             a cell of each axis, controls, resumes
+    pytest tests/engine/test_deepspeed_axes.py -m full     axis x ZeRO stage x ranks x optimizer, offload
 
-As in test_parity.py: 20 steps, fp32, the same samples with different numbers of unmasked tokens, AdamW with clipping and SGD without.
+As in test_parity.py: 20 steps, fp32, the same samples with different numbers of unmasked tokens, AdamW with
+clipping and SGD without.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,22 +30,28 @@ from tests.engine.cases import (
     SGD,
     TENSOR,
     Cell,
-    WithoutMoments,
     cell,
     make,
+    quick,
     steps,
     trace,
 )
-from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, oracle
-from tests.engine.test_deepspeed import held, ramped
-from tests.engine.test_resume import MORE, Saved, check_pairs, check_same
-from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.online.store import CheckpointStore
+from tests.engine.checks import (
+    TOLERANCE,
+    check_cell,
+    doubling,
+    duplicating,
+    far,
+    gather_state,
+    oracle,
+    ramped,
+)
+from tests.engine.resuming import Saved, check_pairs, check_same
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, check, samples
+from toolkit.testing.parity import Distance, check_parity, rank_samples
 
 FOUR_TENSOR: dict[str, Any] = {"parallel__tensor": 4, "model__num_key_value_heads": 4}
 FOUR_CONTEXT: dict[str, Any] = {"parallel__context": 4}  # two key-value heads: copied
@@ -60,8 +66,12 @@ QUICK = [
 
 
 def everything() -> Iterator[Cell]:
-    """Llama on two ranks in every combination. On four ranks, in other families and with offload the optimizers take turns: cells of
-    four ranks take twice as long on two cores, and the matrix (test_matrix.py) runs other ones with both."""
+    """Llama on two ranks in every combination.
+
+    On four ranks, in other families and with offload the optimizers alternate.
+
+    Cells of four ranks take twice as long on two cores, and test_matrix.py runs others with both optimizers.
+    """
     turns: tuple[dict[str, Any], ...] = ({}, SGD)
     for stage, optimizer in itertools.product(range(4), turns):
         for axis in (TENSOR, CONTEXT):
@@ -72,7 +82,7 @@ def everything() -> Iterator[Cell]:
             yield cell(stage, 4, 2, **axis, **now)
             yield cell(
                 stage, 4, 1, **axis, **other
-            )  # one micro-batch; with fewer samples a step other families' oracles learn too little
+            )  # other families' oracles learn too little with fewer samples per step
             yield from (
                 cell(stage, 2, 2, family, **axis, **turns[(stage + number) % 2])
                 for number, family in enumerate(families)
@@ -98,13 +108,13 @@ def everything() -> Iterator[Cell]:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_a_cell_of_each_axis(case: Cell, pool: RankPool) -> None:
+def test_axes_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in everything() if case not in QUICK], ids=str)
-def test_every_cell(case: Cell, pool: RankPool) -> None:
+def test_all_cells_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
@@ -115,17 +125,15 @@ AXES = [
 ]
 
 
-def quickly(first: Any, *rest: Any) -> list[Any]:
-    """Cases of which the quick suite has the first."""
-    return [first, *(pytest.param(case, marks=pytest.mark.full) for case in rest)]
+@pytest.mark.parametrize("case", quick(AXES, 0), ids=str)
+def test_bf16_matches_local_bf16(case: Cell, pool: RankPool) -> None:
+    """Within tolerances: partial activations and gradients are rounded to bf16 before they are summed.
 
-
-@pytest.mark.parametrize("case", quickly(*AXES), ids=str)
-def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> None:
-    """Not to the bit: parts of activations and gradients are rounded to bf16 before they are added up. Measured over 20 steps: loss
-    5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are not smooth)."""
+    Measured over 20 steps: loss 5.2e-4, gradient norm 7.9e-3, weights 4.8e-3 (of a router, whose choices are
+    not smooth).
+    """
     case = replace(case, more=(*case.more, *BF16.items()))
-    check(
+    check_parity(
         pool.run(trace, case, ranks=2)[0],
         trace(0, 1, case.oracle()),
         Distance(loss=2e-3, norm=3e-2, weight=1e-2),
@@ -135,40 +143,40 @@ def test_bf16_follows_the_local_engine_in_bf16(case: Cell, pool: RankPool) -> No
 # -- Controls
 
 
-def halves_swapped(rank: int, ranks: int, case: Cell) -> Any:
-    """Each context rank takes the other's piece, at the positions of its own."""
+def trace_with_swapped_slices(rank: int, ranks: int, case: Cell) -> Any:
+    """Each context rank takes the other's slice, at its own positions."""
     from toolkit.engine.deepspeed import context_parallel as context
 
-    right = context.piece
-    context.piece = lambda batch, *, ranks, index: right(batch, ranks=ranks, index=ranks - 1 - index)
+    right = context.slice_sequence
+    context.slice_sequence = lambda batch, *, ranks, index: right(batch, ranks=ranks, index=ranks - 1 - index)
     try:
         return trace(rank, ranks, case)
     finally:
-        context.piece = right
+        context.slice_sequence = right
 
 
-def unreduced(rank: int, ranks: int, case: Cell) -> Any:
+def trace_without_norm_reduction(rank: int, ranks: int, case: Cell) -> Any:
     """The gradients of a norm inside the heads are those of this rank's heads only."""
     from toolkit.engine.deepspeed import build as deepspeed_build
 
-    right = deepspeed_build.tensor.cut
+    right = deepspeed_build.tensor_parallel.apply_tensor_parallel
 
     def wrong(*arguments: Any) -> Any:
         right(*arguments)
         return lambda: None
 
-    deepspeed_build.tensor.cut = wrong
+    deepspeed_build.tensor_parallel.apply_tensor_parallel = wrong
     try:
         return trace(rank, ranks, case)
     finally:
-        deepspeed_build.tensor.cut = right
+        deepspeed_build.tensor_parallel.apply_tensor_parallel = right
 
 
 def on_sgd(case: Cell) -> Cell:
     return replace(case, more=(*case.more, *SGD.items()))
 
 
-@pytest.mark.parametrize("case", quickly(*map(on_sgd, AXES)), ids=str)
+@pytest.mark.parametrize("case", quick(map(on_sgd, AXES), 0), ids=str)
 def test_control_doubled_gradients(case: Cell, pool: RankPool) -> None:
     far(pool.run(doubling, case, ranks=2)[0], case)
 
@@ -176,21 +184,21 @@ def test_control_doubled_gradients(case: Cell, pool: RankPool) -> None:
 DUPLICATED = [cell(2, 2, 2, "mixtral", **EXPERT, **SGD), cell(1, 4, 1, **TENSOR), cell(1, 4, 1, **CONTEXT)]
 
 
-@pytest.mark.parametrize("case", quickly(*DUPLICATED), ids=str)
+@pytest.mark.parametrize("case", quick(DUPLICATED, 0), ids=str)
 def test_control_duplicated_micro_batch(case: Cell, pool: RankPool) -> None:
     far(pool.run(duplicating, case, ranks=case.ranks)[0], case)
 
 
 @pytest.mark.full
-def test_control_swapped_pieces(pool: RankPool) -> None:
+def test_control_swapped_sequence_slices(pool: RankPool) -> None:
     case = cell(2, 2, 2, **CONTEXT, **SGD)
-    far(pool.run(halves_swapped, case, ranks=2)[0], case)
+    far(pool.run(trace_with_swapped_slices, case, ranks=2)[0], case)
 
 
 def test_control_unreduced_norms_of_heads(pool: RankPool) -> None:
-    """Measured: the weights are 1.8e-3 off, the loss in 20 steps 7e-5."""
+    """Measured: the weights differ by 1.8e-3, the loss after 20 steps by 7e-5."""
     case = cell(1, 2, 2, "qwen3", **TENSOR, **SGD)
-    wrong = pool.run(unreduced, case, ranks=2)[0]
+    wrong = pool.run(trace_without_norm_reduction, case, ranks=2)[0]
     assert wrong.distance(oracle(case.oracle())).weight > 10 * TOLERANCE.weight
 
 
@@ -210,9 +218,12 @@ COVERED = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", COVERED, ids=str)
-def test_shards_are_boxes_that_cover_every_element(case: Cell, pool: RankPool) -> None:
-    """``held`` gathers, and that asserts the covering. Sizes that do not divide leave padding and boxes of every kind."""
-    state = pool.run(held, case, ranks=4)[0][0]
+def test_shards_cover_every_element_once(case: Cell, pool: RankPool) -> None:
+    """``gather_tensors`` asserts the coverage.
+
+    Sizes that do not divide evenly leave padding and boxes of every kind.
+    """
+    state = pool.run(gather_state, case, ranks=4)[0][0]
     plan = case.plan()
     assert {key.state for key in state} == {"weight", "exp_avg", "exp_avg_sq"}
     for spec in plan.parameters:
@@ -220,20 +231,18 @@ def test_shards_are_boxes_that_cover_every_element(case: Cell, pool: RankPool) -
 
 
 def copies(rank: int, ranks: int, case: Cell) -> dict[str, torch.Tensor]:
-    """This rank's whole parameters after some steps."""
+    """This rank's replicated parameters after some steps."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
     steps(engine, case, rank, 0, 4)
-    found = {
-        place.name: weight.detach().clone() for weight, place in engine._places.items() if place.replicas > 1
-    }
+    found = {box.name: weight.detach().clone() for weight, box in engine._boxes.items() if box.replicas > 1}
     engine.close()
     return found
 
 
-@pytest.mark.parametrize("family", quickly("qwen3", "llama"))
-def test_tensor_ranks_keep_equal_copies(family: str, pool: RankPool) -> None:
-    """With dropout, which is of attention: of each rank's own heads. What is not cut sees the same activations, so it stays equal."""
+@pytest.mark.parametrize("family", quick(["qwen3", "llama"], 0))
+def test_replicated_parameters_stay_equal_on_tensor_ranks(family: str, pool: RankPool) -> None:
+    """Attention dropout differs per rank, but replicated parameters see the same activations."""
     case = cell(1, 2, 2, family, **TENSOR, **DROPOUT)
     first, second = pool.run(copies, case, ranks=2)
     assert "model.norm.weight" in first
@@ -245,14 +254,14 @@ def evaluating(rank: int, ranks: int, case: Cell, every: bool) -> tuple[list[Ste
     results, evaluations = [], []
     for step in range(3):
         if every:
-            evaluations.append(engine.eval_step(samples(engine, plan, 100, rank)))
+            evaluations.append(engine.eval_step(rank_samples(engine, plan, 100, rank)))
         results += steps(engine, case, rank, step, step + 1)
     engine.close()
     return results, evaluations
 
 
-@pytest.mark.parametrize("case", quickly(AXES[1], AXES[0], AXES[2]), ids=str)
-def test_evaluation_is_the_oracles_and_changes_nothing(case: Cell, pool: RankPool) -> None:
+@pytest.mark.parametrize("case", quick(AXES, 1), ids=str)
+def test_evaluation_matches_local_and_does_not_change_training(case: Cell, pool: RankPool) -> None:
     answers = pool.run(evaluating, case, True, ranks=2)
     plain, _ = pool.run(evaluating, case, False, ranks=2)[0]
     _, expected = evaluating(0, 1, case.oracle(), True)
@@ -265,8 +274,8 @@ def test_evaluation_is_the_oracles_and_changes_nothing(case: Cell, pool: RankPoo
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "axis"), [(1, TENSOR), (3, TENSOR), (2, CONTEXT)])
-def test_batch_ramp(stage: int, axis: dict[str, Any], pool: RankPool) -> None:
-    """Accumulation 2, 4, 6: DeepSpeed counts a context rank as one of the batch, and a tensor rank not."""
+def test_batch_ramp_matches_local(stage: int, axis: dict[str, Any], pool: RankPool) -> None:
+    """Accumulation 2, 4, 6: DeepSpeed counts a context rank as part of the batch, but not a tensor rank."""
     expected = ramped(0, 1, None, {})
     found = pool.run(ramped, stage, axis, ranks=2)[0]
     assert [result.tokens for result in found] == [result.tokens for result in expected]
@@ -307,14 +316,12 @@ MIXTRALS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(pool, tmp_path_factory.mktemp("saved"))
-
-
 def neighbours(layouts: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
-    """Each layout with the first, which is ``local``, and the two before it: a checkpoint has no layout, so that who reads it does not
-    ask which of them wrote it, and each is written and read often."""
+    """Each layout with the first, which is ``local``, and the two before it.
+
+    A checkpoint has no layout, so a reader does not depend on the writer's; each layout is written and read
+    often.
+    """
     for at, target in enumerate(layouts):
         yield target, [layouts[0], *(layouts[at - back] for back in (1, 2) if (at - back) % len(layouts))]
 
@@ -325,7 +332,7 @@ def neighbours(layouts: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
     [*neighbours(LLAMAS), *neighbours(MIXTRALS)],
     ids=lambda part: str(part) if isinstance(part, Cell) else "",
 )
-def test_another_layout_goes_on(target: Cell, sources: list[Cell], saved: Saved, pool: RankPool) -> None:
+def test_resume_in_another_layout(target: Cell, sources: list[Cell], saved: Saved, pool: RankPool) -> None:
     check_pairs(target, sources, saved, pool)
 
 
@@ -347,57 +354,9 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("case", quickly(*SAME), ids=str)
-def test_same_layout_to_the_bit(case: Cell, saved: Saved, pool: RankPool) -> None:
+@pytest.mark.parametrize("case", quick(SAME, 0), ids=str)
+def test_resume_in_the_same_layout_is_bitwise(case: Cell, saved: Saved, pool: RankPool) -> None:
     check_same(case, saved, pool)
-
-
-def leg(rank: int, ranks: int, case: Cell, number: int, folder: Path, forget: bool) -> list[StepResult]:
-    """Steps ``number * MORE ..`` from what the leg before saved (the first from the first weights), saved in turn."""
-    reader = open_reader(folder / str(number - 1)) if number else None
-    engine = make(case, rank, WithoutMoments(reader) if forget and reader is not None else reader)
-    results = steps(engine, case, rank, number * MORE, (number + 1) * MORE)
-    CheckpointStore(folder / str(number)).save(
-        number, engine.shards(), engine.scalars(), namespace="test/1", rank=rank, ranks=ranks, attempt=1
-    ).wait()
-    engine.close()
-    return results
-
-
-def travel(legs: list[Cell], folder: Path, pool: RankPool, forget_at: int | None = None) -> list[float]:
-    losses: list[float] = []
-    for number, case in enumerate(legs):
-        losses += [
-            result.loss
-            for result in pool.run(leg, case, number, folder, number == forget_at, ranks=case.ranks)[0]
-        ]
-    return losses
-
-
-def stayed(legs: list[Cell]) -> list[float]:
-    home = legs[0]
-    engine = make(home, 0)
-    results = steps(engine, home, 0, 0, len(legs) * MORE)
-    engine.close()
-    return [result.loss for result in results]
-
-
-HOPS = [
-    [layout(None, 1, {}), layout(1, 2, TENSOR), layout(3, 2, {}), layout(2, 2, CONTEXT), layout(None, 1, {})],
-    [
-        layout(stage, ranks, axis, "mixtral")
-        for stage, ranks, axis in ((None, 1, {}), (1, 2, EXPERT), (3, 2, {}), (2, 4, EXPERT), (None, 1, {}))
-    ],
-]
-
-
-@pytest.mark.parametrize("legs", quickly(*HOPS), ids=["llama", "mixtral"])
-def test_a_run_hops_between_layouts(legs: list[Cell], pool: RankPool, tmp_path: Path) -> None:
-    """As if it had stayed on ``local``, and not so with zeroed moments."""
-    right, found = stayed(legs), travel(legs, tmp_path / "hops", pool)
-    assert max(abs(a - b) for a, b in zip(found, right, strict=True)) <= TOLERANCE.loss
-    wrong = travel(legs[:2], tmp_path / "forgetting", pool, forget_at=1)
-    assert max(abs(a - b) for a, b in zip(wrong, right[: len(wrong)], strict=True)) > 10 * TOLERANCE.loss
 
 
 # -- What DeepSpeed keeps
@@ -407,19 +366,19 @@ GATHERED: dict[str, Any] = {
 }
 
 
-def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
-    """The parameters whose gathered memory autograd holds besides the parameter itself."""
+def weights_saved_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
+    """The parameters whose gathered memory autograd keeps in addition to the parameter itself."""
     engine = make(case, rank)
     assert isinstance(engine, DeepSpeedEngine)
-    places = engine._places
+    boxes = engine._boxes
     found: set[str] = set()
 
     def look(saved: torch.Tensor) -> torch.Tensor:
         if not isinstance(saved, nn.Parameter):
             memory = saved.untyped_storage().data_ptr()
             found.update(
-                place.name
-                for weight, place in places.items()
+                box.name
+                for weight, box in boxes.items()
                 if weight.numel() and weight.untyped_storage().data_ptr() == memory
             )
         return saved
@@ -430,12 +389,12 @@ def kept_for_backward(rank: int, ranks: int, case: Cell) -> list[str]:
     return sorted(found)
 
 
-def test_zero3_frees_the_weights_that_the_tensor_axis_cuts(pool: RankPool) -> None:
-    """Unmended, all 15 of them stay gathered from their forward to their backward."""
-    assert pool.run(kept_for_backward, cell(3, 4, 1, **TENSOR, **GATHERED), ranks=4)[0] == []
+def test_zero3_frees_gathered_tensor_parallel_weights(pool: RankPool) -> None:
+    """Without the patch all 15 stay gathered from forward to backward."""
+    assert pool.run(weights_saved_for_backward, cell(3, 4, 1, **TENSOR, **GATHERED), ranks=4)[0] == []
 
 
-def one_after_another(rank: int, ranks: int, cells: list[Cell]) -> list[list[StepResult]]:
+def run_in_sequence(rank: int, ranks: int, cells: list[Cell]) -> list[list[StepResult]]:
     found = []
     for case in cells:
         engine = make(case, rank)
@@ -444,9 +403,9 @@ def one_after_another(rank: int, ranks: int, cells: list[Cell]) -> list[list[Ste
     return found
 
 
-def test_an_engines_axes_end_with_it(pool: RankPool) -> None:
-    """In one process: unmended, DeepSpeed takes the second engine's groups for the first one's, and does not start."""
+def test_close_releases_the_groups_of_an_engines_axes(pool: RankPool) -> None:
+    """Without the patch DeepSpeed uses the first engine's groups in the second one and does not start."""
     cells = [cell(1, 2, 2, **TENSOR), cell(1, 2, 2), cell(1, 2, 2, **CONTEXT)]
-    together = pool.run(one_after_another, cells, ranks=2)[0]
-    alone = [pool.run(one_after_another, [case], ranks=2)[0][0] for case in cells[1:]]
+    together = pool.run(run_in_sequence, cells, ranks=2)[0]
+    alone = [pool.run(run_in_sequence, [case], ranks=2)[0][0] for case in cells[1:]]
     assert together[1:] == alone

@@ -1,10 +1,11 @@
-"""DeepSpeed's pipeline against the local engine: 20 steps, fp32, the same samples, |loss difference| <= 1e-5.
+"""DeepSpeed's pipeline compared with the local engine: 20 steps, fp32, the same samples, |loss difference| <=
+1e-5.
 
     pytest tests/engine/test_deepspeed_pipe.py             one cell of each kind, and the controls
-    pytest tests/engine/test_deepspeed_pipe.py -m full     every family x stage x layout x optimizer, precisions, ramps, hops
+    pytest tests/engine/test_deepspeed_pipe.py -m full     family x stage x layout x optimizer, precisions
 
-Micro-batches have different numbers of unmasked tokens; several are in the pipeline at a time. Controls break one thing each: among
-them, a stage that gets two micro-batches' activations in each other's place.
+Micro-batches have different numbers of unmasked tokens, and several are in flight at a time. Controls break
+one thing each, for example a stage that swaps the activations of two micro-batches.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from tests.engine.cases import (
     trace,
 )
 from tests.engine.checks import TOLERANCE, check_cell, doubling, duplicating, far, oracle
-from tests.engine.test_memory import Bytes, gradients, states, weights
-from tests.engine.test_resume import assert_same, resume, save_and_go_on
+from tests.engine.memory_measures import Bytes, gradients, states, weights
+from tests.engine.resuming import assert_same, resume, save_and_go_on
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import Reader
 from toolkit.config.schema import BatchRampConfig
-from toolkit.engine.deepspeed import pipeline_compat as deepspeed_pipe_compat
+from toolkit.engine.deepspeed import patches
 from toolkit.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from toolkit.engine.protocol import EvalResult, StepResult
 from toolkit.plan.memory import stage_memory
 from toolkit.plan.types import MemoryPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, Trace, check
+from toolkit.testing.parity import Distance, RunTrace, check_parity
 from toolkit.testing.tiny import FAMILIES, micro_batches
 
 
@@ -57,7 +58,7 @@ def pipe(
     layers: int = 2,
     **more: Any,
 ) -> Cell:
-    """With Adam at 2e-3, at which four blocks learn enough in twenty steps."""
+    """A pipeline cell, with Adam at 2e-3, at which four blocks learn enough in twenty steps."""
     settings = {"parallel__pipeline": stages, "model__num_hidden_layers": layers, "optim__lr": 2e-3, **more}
     return cell(stage, stages * data, accumulation, family, **settings)
 
@@ -91,21 +92,21 @@ def everything() -> Iterator[Cell]:
 
 
 @pytest.mark.parametrize("case", CORE, ids=str)
-def test_core(case: Cell, pool: RankPool) -> None:
+def test_pipelines_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in everything() if case not in CORE], ids=str)
-def test_everything(case: Cell, pool: RankPool) -> None:
+def test_all_pipelines_match_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
 # -- Controls
 
 
-def swapping(rank: int, ranks: int, case: Cell) -> Trace:
-    """Stage 1 takes two micro-batches' activations from the first stage before it uses either, and uses each as the other."""
+def swapping(rank: int, ranks: int, case: Cell) -> RunTrace:
+    """Stage 1 receives two micro-batches' activations from the first stage and swaps them."""
     from deepspeed.runtime.pipe import p2p
 
     receive, kept = p2p.recv, list[torch.Tensor]()
@@ -128,7 +129,7 @@ def swapping(rank: int, ranks: int, case: Cell) -> Trace:
 
 
 def test_control_swapped_activations(pool: RankPool) -> None:
-    """Of four stages the first sends twice before it waits for a gradient."""
+    """With four stages the first one sends twice before it waits for a gradient."""
     case = pipe(1, stages=4, layers=4, accumulation=2)
     far(pool.run(swapping, case, ranks=4)[0], case)
 
@@ -145,25 +146,25 @@ def test_control_duplicated_micro_batch(stage: int, pool: RankPool) -> None:
     far(pool.run(duplicating, case, ranks=4)[0], case)
 
 
-def unmended(rank: int, ranks: int, case: Cell) -> Trace:
-    mend = deepspeed_pipe_compat.norm_of_all_stages
-    deepspeed_pipe_compat.norm_of_all_stages = lambda engine: lambda: 0.0
+def trace_without_pipeline_norm(rank: int, ranks: int, case: Cell) -> RunTrace:
+    patch = patches.clip_by_pipeline_norm
+    patches.clip_by_pipeline_norm = lambda engine: lambda: 0.0
     try:
         return trace(rank, ranks, case)
     finally:
-        deepspeed_pipe_compat.norm_of_all_stages = mend
+        patches.clip_by_pipeline_norm = patch
 
 
-def test_control_norm_of_the_first_stage(pool: RankPool) -> None:
-    """What DeepSpeed clips by without ZeRO."""
+def test_control_clipping_by_the_first_stage(pool: RankPool) -> None:
+    """DeepSpeed clips by this norm without ZeRO."""
     case = CORE[0]
-    far(pool.run(unmended, case, ranks=2)[0], case)
+    far(pool.run(trace_without_pipeline_norm, case, ranks=2)[0], case)
 
 
 # -- Other precisions, batches, seeds
 
 
-def traced(rank: int, ranks: int, case: Cell, steps: int) -> Trace:
+def traced(rank: int, ranks: int, case: Cell, steps: int) -> RunTrace:
     return trace(rank, ranks, case, steps=steps)
 
 
@@ -174,7 +175,7 @@ def traced(rank: int, ranks: int, case: Cell, steps: int) -> Trace:
     ids=["bf16", "fp32-sums"],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_bf16_follows_the_local_engine_in_bf16(family: str, more: dict[str, Any], pool: RankPool) -> None:
+def test_bf16_matches_local_bf16(family: str, more: dict[str, Any], pool: RankPool) -> None:
     case = pipe(1, family=family, layers=3, optim__lr=1e-3, **BF16, **more)
     distance = pool.run(trace, case, ranks=2)[0].distance(trace(0, 1, case.oracle()))
     print(distance)
@@ -182,8 +183,8 @@ def test_bf16_follows_the_local_engine_in_bf16(family: str, more: dict[str, Any]
 
 
 @pytest.mark.full
-def test_fp16_skips_the_same_steps(pool: RankPool) -> None:
-    """As ZeRO 1 on one rank: both add up micro-batches in fp16, which overflows a step before the fp32 sums of ``local``."""
+def test_fp16_skips_the_same_steps_as_zero1(pool: RankPool) -> None:
+    """ZeRO 1 on one rank sums micro-batches in fp16 too, which overflows a step earlier than fp32 sums."""
     scaling = {"precision__initial_scale_power": 24, "precision__scale_window": 3}
     case = pipe(1, family="qwen2", **FP16, **scaling)
     found = pool.run(traced, case, 12, ranks=2)[0]
@@ -197,12 +198,12 @@ def test_fp16_skips_the_same_steps(pool: RankPool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
-def test_batch_ramp(stage: int, pool: RankPool) -> None:
+def test_batch_ramp_matches_local(stage: int, pool: RankPool) -> None:
     ramp = BatchRampConfig(start=4, increment=2, samples=60)
     case = pipe(stage, train__global_batch=12, train__batch_ramp=ramp)
     plan = case.plan()
     assert len({plan.batch.at(step).accumulation for step in range(20)}) > 2
-    check(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), TOLERANCE)
+    check_parity(pool.run(trace, case, ranks=2)[0], trace(0, 1, case.oracle()), TOLERANCE)
 
 
 def results(rank: int, ranks: int, case: Cell, count: int = 4) -> list[StepResult]:
@@ -212,8 +213,8 @@ def results(rank: int, ranks: int, case: Cell, count: int = 4) -> list[StepResul
     return found
 
 
-def test_dropout_is_the_same_recomputed(pool: RankPool) -> None:
-    """Backwards of earlier micro-batches run between the forwards of later ones, and recompute with the masks they had."""
+def test_recomputation_uses_the_same_dropout_masks(pool: RankPool) -> None:
+    """Backwards of earlier micro-batches run between forwards of later ones."""
     case = pipe(1, family="gpt2", **DROPOUT)
     kept = pool.run(results, case, ranks=2)[0]
     assert kept == pool.run(results, pipe(1, family="gpt2", **DROPOUT, **CHECKPOINTING), ranks=2)[0]
@@ -221,7 +222,7 @@ def test_dropout_is_the_same_recomputed(pool: RankPool) -> None:
 
 
 def evaluated(rank: int, ranks: int, case: Cell) -> tuple[list[StepResult], EvalResult, EvalResult]:
-    """Evaluation between steps, and again of shorter sequences in fewer micro-batches."""
+    """Evaluate between steps, and again with shorter sequences and fewer micro-batches."""
     engine = make(case, rank)
     found = steps(engine, case, rank, 0, 2)
     batches = micro_batches(case.plan(), 7, case.plan().axes.coordinates(rank).data)
@@ -244,7 +245,7 @@ def evaluated(rank: int, ranks: int, case: Cell) -> tuple[list[StepResult], Eval
     ],
     ids=str,
 )
-def test_evaluation(case: Cell, pool: RankPool) -> None:
+def test_evaluation_matches_local_and_does_not_change_training(case: Cell, pool: RankPool) -> None:
     every = pool.run(evaluated, case, ranks=case.ranks)
     assert all(other == every[0] for other in every)
     went_on, whole, short = every[0]
@@ -264,7 +265,7 @@ GLOBAL = 4  # micro-batches of a step, in every layout
 EACH = 6
 
 
-def test_same_layout_to_the_bit(pool: RankPool, tmp_path: Path) -> None:
+def test_resume_in_the_same_layout_is_bitwise(pool: RankPool, tmp_path: Path) -> None:
     check_to_the_bit(pipe(1, data=2, accumulation=2, family="gpt2", layers=3, **DROPOUT), pool, tmp_path)
 
 
@@ -280,7 +281,7 @@ def test_same_layout_to_the_bit(pool: RankPool, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_more_same_layouts_to_the_bit(case: Cell, pool: RankPool, tmp_path: Path) -> None:
+def test_resume_in_more_layouts_is_bitwise(case: Cell, pool: RankPool, tmp_path: Path) -> None:
     check_to_the_bit(case, pool, tmp_path)
 
 
@@ -317,8 +318,8 @@ def hops(family: str) -> list[Cell]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "mixtral"])
-def test_hops(family: str, pool: RankPool, tmp_path: Path) -> None:
-    """Within 1e-5 of never hopping, over all 36 steps; the last stretch once more with zeroed moments, which must be outside."""
+def test_resuming_across_layouts_matches_local(family: str, pool: RankPool, tmp_path: Path) -> None:
+    """Within 1e-5 over all 36 steps; with zeroed moments the last stretch must be outside."""
     layouts, found, source = hops(family), list[StepResult](), None
     for number, case in enumerate(layouts):
         target = tmp_path / str(number)
@@ -329,19 +330,19 @@ def test_hops(family: str, pool: RankPool, tmp_path: Path) -> None:
     print(family, worst)
     assert worst <= 1e-5
     last = len(layouts) - 1
-    for case in (layouts[-1], layouts[1]):  # into the pipeline too
+    for case in (layouts[-1], layouts[1]):  # including into a pipeline
         wrong = pool.run(
             stretch, case, last * EACH, before, tmp_path / f"wrong-{case.ranks}", True, ranks=case.ranks
         )[0]
         assert max(abs(a.loss - b) for a, b in zip(wrong, stayed[last * EACH :], strict=True)) > 1e-4
 
 
-def one_after_another(rank: int, ranks: int, first: Cell, second: Cell) -> Trace:
+def one_after_another(rank: int, ranks: int, first: Cell, second: Cell) -> RunTrace:
     trace(rank, ranks, first, steps=1)
     return trace(rank, ranks, second)
 
 
-def test_the_next_engine_of_a_process_has_its_own_groups(pool: RankPool) -> None:
+def test_close_releases_pipeline_groups(pool: RankPool) -> None:
     second = cell(1, 2, 2, **SGD)
     found = pool.run(one_after_another, pipe(1, **SGD), second, ranks=2)[0]
     assert found.distance(oracle(second.oracle())).times(TOLERANCE) <= 1
@@ -358,8 +359,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
-    """What this rank holds, gradients when the last backward is through, and what the plan says of its stage."""
+def measure_stage(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
+    """This rank's memory, with gradients after the last backward, and the plan's memory of its stage."""
     engine: Any = make(case, rank)
     most, reduce = 0, engine._ds.allreduce_gradients
 
@@ -400,9 +401,9 @@ def held(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]:
     ],
     ids=str,
 )
-def test_each_stage_holds_what_the_plan_says(case: Cell, pool: RankPool) -> None:
-    """Within 1%. The stages differ, so a plan of one would not do for another."""
-    every = pool.run(held, case, ranks=case.ranks)
+def test_memory_of_each_stage_matches_the_plan(case: Cell, pool: RankPool) -> None:
+    """Within 1%. The stages differ, so the plan of one does not fit another."""
+    every = pool.run(measure_stage, case, ranks=case.ranks)
     for found, plan in every:
         for name in ("parameters", "gradients", "optimizer"):
             assert getattr(found, name) == pytest.approx(getattr(plan, name), rel=0.01), (

@@ -1,9 +1,10 @@
-"""Documents kept apart in their windows: every engine against ``local``, and runs in which attention crosses them.
+"""Separate documents in a window: every engine compared with ``local``, and controls in which attention
+crosses documents.
 
     pytest tests/engine/test_documents.py
 
-A cell of every axis; ``-m full`` of test_matrix.py has all cells with both optimizers. That ``local`` is right, document by document,
-is said in tests/models/test_documents.py.
+One cell of every axis; test_matrix.py -m full has all cells with both optimizers.
+tests/models/test_document_masks.py checks ``local`` itself, document by document.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_matrix import Oracles, changed, check, far, named, wrong_on_rank
+from tests.engine.cases import quick
+from tests.engine.matrix_checks import Oracles, changed, check, far, named, wrong_on_rank
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case
+from toolkit.testing.matrix import OptimizerCase
 from toolkit.testing.tiny import micro_batches
 
 QUICK = (
@@ -32,18 +34,13 @@ QUICK = (
 )
 
 
-@pytest.fixture(scope="module")
-def oracles(pool: RankPool) -> Oracles:
-    return Oracles(pool)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_documents_are_apart_alike(name: str, pool: RankPool, oracles: Oracles) -> None:
-    check(named(f"{name}-documents"), Case.ADAM, pool, oracles)
+@pytest.mark.parametrize("name", quick(QUICK, 0, 2, 4, 5))
+def test_separate_documents_match_local(name: str, pool: RankPool, oracles: Oracles) -> None:
+    check(named(f"{name}-documents"), OptimizerCase.ADAM, pool, oracles)
 
 
 def joined(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """The same samples, without a word of where documents begin."""
+    """The same samples without document positions."""
     return [
         {name: tensor for name, tensor in batch.items() if name != "position_ids"}
         for batch in micro_batches(plan, step, data_rank)
@@ -55,25 +52,25 @@ def right(plan: RunPlan) -> Any:
 
 
 @contextmanager
-def forgotten_by_megatrons_last_stage(plan: RunPlan) -> Iterator[None]:
+def without_mask_on_megatrons_last_stage(plan: RunPlan) -> Iterator[None]:
     from megatron.core import parallel_state
 
-    from toolkit.engine.megatron.build import Built
+    from toolkit.engine.megatron.build import MegatronModel
 
-    cut = Built.cut
+    cut = MegatronModel.slice_for_context_rank
 
-    def without(self: Built, batch: MicroBatch) -> dict[str, Any]:
+    def without(self: MegatronModel, batch: MicroBatch) -> dict[str, Any]:
         last = parallel_state.get_pipeline_model_parallel_rank() > 0
         return {
             name: tensor for name, tensor in cut(self, batch).items() if name != "attention_mask" or not last
         }
 
-    with changed(Built, "cut", without):
+    with changed(MegatronModel, "slice_for_context_rank", without):
         yield
 
 
 @contextmanager
-def forgotten_by_deepspeeds_last_stage(plan: RunPlan) -> Iterator[None]:
+def without_mask_on_deepspeeds_last_stage(plan: RunPlan) -> Iterator[None]:
     from toolkit.models.stage import StageModel
 
     forward = StageModel.forward
@@ -90,20 +87,24 @@ CONTROLS: dict[str, tuple[str, Callable[[RunPlan], Any], dict[str, Any]]] = {
     "joined, Megatron-core": ("megatron/gpt2/one", right, {"batches": joined}),
     "no mask on the last stage, DeepSpeed": (
         "deepspeed/llama/pp2-zero1",
-        forgotten_by_deepspeeds_last_stage,
+        without_mask_on_deepspeeds_last_stage,
         {},
     ),
-    "no mask on the last stage, Megatron-core": ("megatron/llama/pp2", forgotten_by_megatrons_last_stage, {}),
+    "no mask on the last stage, Megatron-core": (
+        "megatron/llama/pp2",
+        without_mask_on_megatrons_last_stage,
+        {},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("name", quick(CONTROLS, 0, 3))
 def test_controls(name: str, pool: RankPool, oracles: Oracles) -> None:
     cell_name, wrong, settings = CONTROLS[name]
     cell = named(f"{cell_name}-documents")
     far(
         cell,
-        Case.ADAM,
-        pool.run(wrong_on_rank, cell.plan(Case.ADAM), wrong, settings, ranks=cell.ranks)[0],
+        OptimizerCase.ADAM,
+        pool.run(wrong_on_rank, cell.plan(OptimizerCase.ADAM), wrong, settings, ranks=cell.ranks)[0],
         oracles,
     )

@@ -1,7 +1,6 @@
-"""What all ranks together compute in a step, by torch's counter, is the plan's hardware FLOPs: in each engine, with and without
-recomputation, along each axis that splits matrices.
+"""FLOPs that all ranks compute in a step, by torch's counter, match the plan's hardware FLOPs.
 
-    pytest tests/engine/test_flops.py
+In each engine, with and without recomputation, along each axis that splits matrices.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.plan.flops import hardware_flops, model_flops
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import SELECTIVE, Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import step_all
+from toolkit.testing.matrix import SELECTIVE, Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
 
 NEAR = 0.02
@@ -38,11 +37,11 @@ QUICK = ("deepspeed-zero3-full", "megatron-selective")
 
 
 def counted(rank: int, ranks: int, plan: RunPlan) -> int:
-    """FLOPs of this rank in one step."""
+    """The FLOPs of this rank in one step."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        step_all(engine, plan, range(1), rank=rank)
+        train_steps(engine, plan, range(1), rank=rank)
     engine.close()
     return counter.get_total_flops()
 
@@ -50,9 +49,9 @@ def counted(rank: int, ranks: int, plan: RunPlan) -> int:
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CELLS]
 )
-def test_ranks_compute_what_the_plan_says(name: str, pool: RankPool) -> None:
+def test_flops_of_all_ranks_match_the_plan(name: str, pool: RankPool) -> None:
     cell: Cell = CELLS[name]
-    plan = cell.plan(Case.ADAM)
+    plan = cell.plan(OptimizerCase.ADAM)
     found = sum(pool.run(counted, plan, ranks=plan.world.ranks)) / plan.units_per_step
     assert hardware_flops(plan) == pytest.approx(found, rel=NEAR)
     recomputes = cell.recompute or bool(cell.own)

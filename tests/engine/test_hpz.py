@@ -1,7 +1,4 @@
-"""ZeRO++'s hpZ: the second copy of the weights that each group of ranks keeps is that of the loaded weights.
-
-pytest tests/engine/test_hpz.py
-"""
+"""ZeRO++ hpZ: the secondary partitions that each group of ranks keeps are those of the loaded weights."""
 
 from __future__ import annotations
 
@@ -11,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, steps, trace
+from tests.engine.cases import OFFLOAD_ALL, SGD, Cell, cell, make, quick, steps, trace
 from tests.engine.checks import TOLERANCE, check_cell, oracle
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Trace, samples
+from toolkit.testing.parity import RunTrace, rank_samples
 
 
 def hpz(size: int, *, threshold: int = 0, ranks: int = 4, **more: Any) -> Cell:
-    """``threshold``: elements; smaller parameters stay gathered between steps, so the tiny model has none of those."""
+    """A cell with hpZ. Parameters with fewer elements than ``threshold`` stay gathered between steps."""
     keys = {"zero_hpz_partition_size": size, "stage3_param_persistence_threshold": threshold}
     return cell(3, ranks, 1, **{"engine__deepspeed": {"zero_optimization": keys}, **more})
 
@@ -28,46 +25,48 @@ FROZEN: dict[str, Any] = {"family": None, "model__target": "tests.engine.models.
 CELLS = [hpz(2), hpz(2, threshold=5000, **SGD), hpz(2, ranks=2), hpz(4, **OFFLOAD_ALL)]
 
 
-@pytest.mark.parametrize("case", CELLS, ids=str)
-def test_hpz_trains_as_the_local_engine(case: Cell, pool: RankPool) -> None:
+@pytest.mark.parametrize("case", quick(CELLS, 0), ids=str)
+def test_hpz_matches_local(case: Cell, pool: RankPool) -> None:
     check_cell(case, pool)
 
 
-def test_hpz_gathers_frozen_parameters_as_loaded(pool: RankPool) -> None:
+def test_hpz_frozen_parameters_match_local(pool: RankPool) -> None:
     case = hpz(2, **FROZEN)
     found = pool.run(trace, case, ranks=4)[0]
     assert found.distance(oracle(case.oracle())).times(TOLERANCE) <= 1
 
 
-def with_the_copies_of_before_the_load(rank: int, ranks: int, case: Cell) -> Trace:
-    """A control."""
-    from toolkit.engine.deepspeed import compat as deepspeed_compat
+def trace_with_stale_partitions(rank: int, ranks: int, case: Cell) -> RunTrace:
+    """A control: secondary partitions from before the load are kept."""
+    from toolkit.engine.deepspeed import patches
 
-    forget = deepspeed_compat.forget_secondary_partitions
-    deepspeed_compat.forget_secondary_partitions = lambda module: None
+    forget = patches.drop_secondary_partitions
+    patches.drop_secondary_partitions = lambda module: None
     try:
         return trace(rank, ranks, case)
     finally:
-        deepspeed_compat.forget_secondary_partitions = forget
+        patches.drop_secondary_partitions = forget
 
 
-@pytest.mark.parametrize("case", [hpz(2), hpz(2, **FROZEN)], ids=str)
-def test_control_copies_of_before_the_load(case: Cell, pool: RankPool) -> None:
-    loss = pool.run(with_the_copies_of_before_the_load, case, ranks=4)[0].distance(oracle(case.oracle())).loss
+@pytest.mark.parametrize("case", quick([hpz(2), hpz(2, **FROZEN)], 0), ids=str)
+def test_control_stale_secondary_partitions(case: Cell, pool: RankPool) -> None:
+    loss = pool.run(trace_with_stale_partitions, case, ranks=4)[0].distance(oracle(case.oracle())).loss
     assert math.isnan(loss) or loss > 10 * TOLERANCE.loss
 
 
-def evaluated_and_loaded_again(rank: int, ranks: int, case: Cell) -> tuple[list[float], int]:
-    """Losses of steps with evaluations between them, and of the first one again; elements of the second copies after an evaluation."""
+def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float], int]:
+    """Losses with evaluations between steps and of a reloaded first step, and elements of secondary
+    partitions.
+    """
     from toolkit.engine.build import first_weights
 
     engine, plan = make(case, rank), case.plan()
     assert isinstance(engine, DeepSpeedEngine)
     losses = []
     for step in range(3):
-        engine.eval_step(samples(engine, plan, 100, rank))
+        engine.eval_step(rank_samples(engine, plan, 100, rank))
         losses += [result.loss for result in steps(engine, case, rank, step, step + 1)]
-    engine.eval_step(samples(engine, plan, 100, rank))
+    engine.eval_step(rank_samples(engine, plan, 100, rank))
     copies = sum(parameter.ds_secondary_tensor.numel() for parameter in engine._ds.module.parameters())
     engine.load(first_weights(plan))
     losses += [result.loss for result in steps(engine, case, rank, 0, 1)]
@@ -75,10 +74,10 @@ def evaluated_and_loaded_again(rank: int, ranks: int, case: Cell) -> tuple[list[
     return losses, copies
 
 
-@pytest.mark.parametrize("threshold", [0, 5000])
-def test_evaluations_and_a_second_load_leave_no_stale_copy(threshold: int, pool: RankPool) -> None:
+@pytest.mark.parametrize("threshold", quick([0, 5000], 0))
+def test_evaluation_and_reload_leave_no_stale_partitions(threshold: int, pool: RankPool) -> None:
     case = hpz(2, threshold=threshold)
-    losses, copies = pool.run(evaluated_and_loaded_again, case, ranks=4)[0]
+    losses, copies = pool.run(evaluate_and_reload, case, ranks=4)[0]
     right = oracle(case.oracle()).losses[:3]
     assert losses == pytest.approx([*right, right[0]], abs=TOLERANCE.loss)
     keys = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}

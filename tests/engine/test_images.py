@@ -1,6 +1,5 @@
-"""A vision transformer on records under ZeRO, against ``local``: the same images in the same order, the same losses.
+"""A vision transformer on image records under ZeRO: the same images and losses as ``local``.
 
-pytest tests/engine/test_images.py
 pytest tests/engine/test_images.py -m full     the other stages, more ranks, bf16
 """
 
@@ -14,7 +13,7 @@ import pytest
 from tests.images import evaluate_images, image_plan, make_small_tiles, trace_images
 from toolkit.config.schema import EvalConfig, Precision
 from toolkit.testing.dist import RankPool
-from toolkit.testing.parity import Distance, Trace, check, check_control
+from toolkit.testing.parity import Distance, RunTrace, check_control, check_parity
 
 TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-5)
 BATCH: dict[str, Any] = {"train__global_batch": 16, "train__micro_batch": 4, "optim__lr": 3e-3}
@@ -28,25 +27,24 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def oracle(tiles: Path) -> Trace:
+def oracle(tiles: Path) -> RunTrace:
     return trace_images(0, 1, image_plan(tiles, **BATCH))
 
 
-def test_zero_2_on_two_ranks_is_local(tiles: Path, oracle: Trace, pool: RankPool) -> None:
+def test_zero2_on_two_ranks_matches_local(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
     traces = pool.run(trace_images, image_plan(tiles, ranks=2, zero__stage=2, **BATCH), ranks=2)
-    check(traces[0], oracle, TOLERANCE)
+    check_parity(traces[0], oracle, TOLERANCE)
     assert traces[0].results == traces[1].results
 
 
-def test_another_order_is_another_run(tiles: Path, oracle: Trace) -> None:
-    """The control: the same images over the epoch, shuffled by another seed."""
+def test_control_another_sample_order(tiles: Path, oracle: RunTrace) -> None:
+    """The same images, shuffled by another seed."""
     plan = image_plan(tiles, data__shuffle_seed=1, **BATCH)
     check_control(trace_images(0, 1, plan), oracle, TOLERANCE)
 
 
-def test_an_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
-    """37 images in global batches of 16: in the last one the second rank has one image and then none, and under ZeRO 3 all ranks pass
-    through the model as often."""
+def test_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> None:
+    """37 images in global batches of 16: in the last one a rank has fewer images."""
     evaluation = EvalConfig(every=1, batches=9)
     alone = evaluate_images(0, 1, image_plan(tiles, **BATCH), evaluation)
     two = pool.run(evaluate_images, image_plan(tiles, ranks=2, zero__stage=3, **BATCH), evaluation, ranks=2)
@@ -58,15 +56,15 @@ def test_an_evaluation_counts_each_image_once(tiles: Path, pool: RankPool) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "ranks", "micro"), [(0, 2, 8), (1, 2, 2), (2, 4, 1), (3, 2, 4), (3, 4, 2)])
-def test_every_stage_is_local(
-    stage: int, ranks: int, micro: int, tiles: Path, oracle: Trace, pool: RankPool
+def test_every_stage_matches_local(
+    stage: int, ranks: int, micro: int, tiles: Path, oracle: RunTrace, pool: RankPool
 ) -> None:
     plan = image_plan(tiles, ranks=ranks, zero__stage=stage, **{**BATCH, "train__micro_batch": micro})
-    check(pool.run(trace_images, plan, ranks=ranks)[0], oracle, TOLERANCE)
+    check_parity(pool.run(trace_images, plan, ranks=ranks)[0], oracle, TOLERANCE)
 
 
 @pytest.mark.full
-def test_bf16_learns(tiles: Path, oracle: Trace, pool: RankPool) -> None:
+def test_bf16_learns(tiles: Path, oracle: RunTrace, pool: RankPool) -> None:
     plan = image_plan(tiles, ranks=2, zero__stage=2, precision__name=Precision.bf16, **BATCH)
     losses = pool.run(trace_images, plan, ranks=2)[0].losses
     assert max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True)) < 0.1

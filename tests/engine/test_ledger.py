@@ -1,7 +1,6 @@
-"""Where a step's time goes, on both engines in every layout: through the real loop, with delays put where they can be found again.
+"""The parts of a step's time on both engines: delays in the real loop are attributed to their parts.
 
-pytest tests/engine/test_ledger.py
-pytest tests/engine/test_ledger.py -m full
+pytest tests/engine/test_ledger.py -m full     every layout
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from toolkit.monitor.parts import (
 )
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import VPP, Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import VPP, Cell, OptimizerCase, deepspeed, megatron
 
 LOCAL = Cell(engine=EngineName.local, family="llama")
-LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # and along which axes there is communication
+LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # cell, and axes with communication
     "local": (LOCAL, ()),
     "deepspeed-dp2-zero1": (deepspeed("llama", 1, data=2), ("data",)),
     "deepspeed-dp2-zero3": (deepspeed("llama", 3, data=2), ("data",)),
@@ -51,19 +50,19 @@ LAYOUTS: dict[str, tuple[Cell, tuple[str, ...]]] = {  # and along which axes the
 }
 COMPUTED = (FORWARD, BACKWARD, OPTIMIZER)
 LOOP = (DATA, TRANSFER, CHECKPOINT, EVALUATION, LOGGING, UNEXPLAINED)
-WITHIN = 0.1  # of a delay
+WITHIN = 0.1  # tolerated share of a delay
 TRIES = 4
-ASLEEP = 0.06  # seconds of forward and of backward: steps in which little is computed
+ASLEEP = 0.06  # seconds of forward and of backward, in steps with little computation
 MOST_UNEXPLAINED = 0.05
 
 
 def small(cell: Cell, accumulation: int = 1, **more: Any) -> RunPlan:
-    """For steps that mostly sleep."""
-    return cell.plan(Case.ADAM, train__global_batch=2 * accumulation * cell.data, **more)
+    """A model for steps that mostly sleep."""
+    return cell.plan(OptimizerCase.ADAM, train__global_batch=2 * accumulation * cell.data, **more)
 
 
 def large(cell: Cell) -> RunPlan:
-    """Steps of more than 100 ms."""
+    """A model with steps of more than 100 ms."""
     return small(
         cell,
         4,
@@ -76,28 +75,28 @@ def large(cell: Cell) -> RunPlan:
 
 
 def within(measured: list[Measured], parts: tuple[str, ...]) -> dict[tuple[int, str], float]:
-    """Rank and part of each delay that is not found where it was put, and how much of it is there."""
-    found = {(rank, part): one.landed(part) for rank, one in enumerate(measured) for part in parts}
-    return {place: share for place, share in found.items() if abs(share - 1) > WITHIN}
+    """Rank and part of each delay that is not attributed to its part, and how much of it is."""
+    found = {(rank, part): result.landed(part) for rank, result in enumerate(measured) for part in parts}
+    return {key: share for key, share in found.items() if abs(share - 1) > WITHIN}
 
 
 def check_delays(run: Callable[[float], list[Measured]], parts: tuple[str, ...]) -> None:
-    """With longer and longer steps, where other processes disturb: a delay that is counted elsewhere is never found."""
+    """Repeat with longer steps, in case other processes interfere."""
     missing: dict[tuple[int, str], float] = {}
     for attempt in range(TRIES):
         measured = run(ASLEEP * 2**attempt)
         check_sums(measured)
         found = within(measured, parts)
-        missing = {place: share for place, share in found.items() if attempt == 0 or place in missing}
+        missing = {key: share for key, share in found.items() if attempt == 0 or key in missing}
         if not missing:
             break
     assert not missing, missing
 
 
 def check_sums(measured: list[Measured]) -> None:
-    for one in measured:
-        assert [found.step for found in one.times] == list(range(1, len(one.times) + 1))
-        for found in one.times:
+    for result in measured:
+        assert [found.step for found in result.times] == list(range(1, len(result.times) + 1))
+        for found in result.times:
             assert sum(found.parts.values()) == pytest.approx(found.wall)
             assert min(found.parts.values()) >= -1e-9
             waited = sum(
@@ -109,16 +108,16 @@ def check_sums(measured: list[Measured]) -> None:
 
 
 def check_counted(measured: list[Measured], parts: tuple[str, ...]) -> None:
-    """Each delay is in its part, and nothing anywhere else."""
-    for one in measured:
-        for found, delayed in zip(one.times, one.delayed, strict=True):
+    """Each delay is attributed to its part and to no other."""
+    for result in measured:
+        for found, delayed in zip(result.times, result.delayed, strict=True):
             assert {part: seconds for part, seconds in found.parts.items() if seconds} == (
                 {delayed: 1.0} if delayed else {}
             )
-        assert set(one.delayed) == {None, *parts}
+        assert set(result.delayed) == {None, *parts}
 
 
-def test_every_part_of_one_rank(pool: RankPool) -> None:
+def test_delays_of_one_rank_are_attributed_to_their_parts(pool: RankPool) -> None:
     parts = (*COMPUTED, *LOOP)
     check_counted(
         pool.run(partial(measure, around=True, counted=True), small(LOCAL), parts, 1, ranks=1), parts
@@ -126,20 +125,21 @@ def test_every_part_of_one_rank(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepspeed-dp2-zero3", "megatron-tp2"])
-def test_communication_and_its_control(name: str, pool: RankPool) -> None:
-    """Without the replaced methods nothing is communication: what computes has it."""
+def test_communication_is_attributed_to_its_axis(name: str, pool: RankPool) -> None:
+    """Control: without the patched methods the time counts as computation."""
     cell, axes = LAYOUTS[name]
     parts = (*COMPUTED, *map(communication, axes))
     check_counted(pool.run(partial(measure, counted=True), small(cell), parts, 1, ranks=2), parts)
-    for one in pool.run(partial(measure, counted=True, replaced=False), small(cell), parts, 1, ranks=2):
-        assert not any(part.startswith("communication") for found in one.times for part in found.parts)
+    for result in pool.run(partial(measure, counted=True, replaced=False), small(cell), parts, 1, ranks=2):
+        assert not any(part.startswith("communication") for found in result.times for part in found.parts)
         assert all(
-            found.wall == (delayed is not None) for found, delayed in zip(one.times, one.delayed, strict=True)
+            found.wall == (delayed is not None)
+            for found, delayed in zip(result.times, result.delayed, strict=True)
         )
 
 
-def test_a_slow_stage_is_the_others_bubble(pool: RankPool) -> None:
-    """The last stage's forward is delayed; to the first one the whole delay is waiting for it."""
+def test_slow_stage_appears_as_bubble_of_other_stages(pool: RankPool) -> None:
+    """The last stage's forward is delayed; the first stage waits for the whole delay."""
     cell, _ = LAYOUTS["megatron-pp2"]
     check_slow_stage(
         lambda asleep: pool.run(partial(measure, asleep=asleep), small(cell), (BUBBLE,), 2, ranks=2)
@@ -154,10 +154,10 @@ def check_slow_stage(run: Callable[[float], list[Measured]]) -> None:
         shares.append((first.landed(BUBBLE), last.landed(FORWARD, BUBBLE)))
         if all(abs(share - 1) <= WITHIN for share in shares[-1]):
             return
-    raise AssertionError(f"bubble of the first stage, forward of the last one: {shares}")
+    raise AssertionError(f"bubble of the first stage, forward of the last result: {shares}")
 
 
-def test_the_last_calls_of_each_group(pool: RankPool) -> None:
+def test_last_calls_of_each_group_are_recorded(pool: RankPool) -> None:
     cell, _ = LAYOUTS["megatron-tp2"]
     for calls in pool.run(calls_of, small(cell, 1), ranks=2):
         begun = [call for call in calls if call[1] == "all_reduce [3, 5] float32"]
@@ -170,8 +170,8 @@ def test_the_last_calls_of_each_group(pool: RankPool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout(name: str, pool: RankPool) -> None:
-    """A fifth of a step put into each part is there. What the loop does is the same in all layouts: one of each engine shows it."""
+def test_delays_are_attributed_in_every_layout(name: str, pool: RankPool) -> None:
+    """A delay of a fifth of a step in each part; the loop's own parts are tested once per engine."""
     cell, axes = LAYOUTS[name]
     piped, around = cell.pipeline > 1, name.endswith("dp2-zero1")
     own = (*COMPUTED, *(communication(axis) for axis in axes if not piped), *(LOOP if around else ()))
@@ -191,15 +191,15 @@ def test_every_layout(name: str, pool: RankPool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_little_is_unexplained_and_losses_are_the_same_to_the_bit(name: str, pool: RankPool) -> None:
+def test_unattributed_time_is_small_and_losses_are_bitwise_equal(name: str, pool: RankPool) -> None:
     cell, _ = LAYOUTS[name]
     recorded = pool.run(measure, large(cell), ranks=cell.ranks)
     alone = pool.run(partial(measure, recorded=False), large(cell), ranks=cell.ranks)
     assert len(recorded[0].losses) == 6
-    assert [one.losses for one in recorded] == [one.losses for one in alone]
-    assert all(one.times and not other.times for one, other in zip(recorded, alone, strict=True))
-    for one in recorded:
-        assert one.unexplained() <= MOST_UNEXPLAINED, f"{one.unexplained():.1%}"
+    assert [result.losses for result in recorded] == [result.losses for result in alone]
+    assert all(result.times and not other.times for result, other in zip(recorded, alone, strict=True))
+    for result in recorded:
+        assert result.unexplained() <= MOST_UNEXPLAINED, f"{result.unexplained():.1%}"
 
 
 PIPELINES: dict[str, tuple[Cell, int, int]] = {  # stages, chunks of a stage
@@ -212,14 +212,14 @@ PIPELINES: dict[str, tuple[Cell, int, int]] = {  # stages, chunks of a stage
         deepspeed("gpt2", 1, pipeline=2),
         2,
         1,
-    ),  # tied embeddings: the last stage waits for the first one's gradients
+    ),  # tied embeddings: the last stage waits for the first result's gradients
     "megatron-pp2-dp2": (megatron("llama", pipeline=2, data=2, zero=1), 2, 1),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", PIPELINES)
-def test_the_bubble_of_equal_stages(name: str, pool: RankPool) -> None:
+def test_bubble_of_equal_stages_matches_theory(name: str, pool: RankPool) -> None:
     """(p - 1) / (v m), within two points."""
     cell, stages, chunks = PIPELINES[name]
     micro_batches = 8
@@ -229,4 +229,4 @@ def test_the_bubble_of_equal_stages(name: str, pool: RankPool) -> None:
     while not tried or abs(tried[-1] - ideal) > 0.02:
         assert len(tried) < TRIES, f"{tried}, not {ideal}"
         steps = pool.run(bubble, plan, ASLEEP * 2 ** len(tried) / chunks, 4, ranks=cell.ranks)
-        tried.append(statistics.mean(map(min, steps)))  # what else the machine does only adds
+        tried.append(statistics.mean(map(min, steps)))  # other processes only add time

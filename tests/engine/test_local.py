@@ -1,7 +1,4 @@
-"""The oracle against a plain loop that knows nothing of it, and against itself: saved, resumed, in other precisions.
-
-pytest tests/engine/test_local.py
-"""
+"""The local engine compared with a plain training loop, and with itself after a resume."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import MicroBatch, StepResult, StepSettings
 from toolkit.errors import CheckpointError
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.plan.types import RunPlan
 from toolkit.testing import parity
-from toolkit.testing.memory import MemoryReader
+from toolkit.testing.memory_reader import MemoryReader
 from toolkit.testing.tiny import FAMILIES, micro_batches, tiny_plan
 from toolkit.train.task import NextToken, text_task
 
@@ -43,7 +40,7 @@ def started(plan: RunPlan) -> LocalEngine:
 
 
 def steps(engine: LocalEngine, plan: RunPlan, first: int, last: int) -> list[StepResult]:
-    return parity.step_all(engine, plan, range(first, last))
+    return parity.train_steps(engine, plan, range(first, last))
 
 
 def rate(plan: RunPlan, step: int) -> float:
@@ -51,10 +48,13 @@ def rate(plan: RunPlan, step: int) -> float:
 
 
 def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.Module]:
-    """What a person would write: one batch a step, torch's own optimizer and clipping. Losses, gradient norms, the model."""
+    """A plain loop: one batch per step, torch's own optimizer and clipping.
+
+    Returns losses, gradient norms and the model.
+    """
     shape, optim = plan.shape, plan.config.optim
     assert shape is not None
-    config = AutoConfig.for_model(**get(shape.family).hugging_face_config(shape))
+    config = AutoConfig.for_model(**get_family(shape.family).hugging_face_config(shape))
     model = AutoModelForCausalLM.from_config(config).train()
     weights = {spec.name: torch.empty(spec.shape) for spec in plan.parameters}
     first_weights(plan).read(
@@ -96,7 +96,7 @@ def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.
 @pytest.mark.parametrize(
     "optimizer", [{}, SGD, SGD | {"optim__momentum": 0.9}], ids=["adamw", "sgd", "momentum"]
 )
-def test_equals_a_plain_loop(family: str, optimizer: dict[str, Any]) -> None:
+def test_matches_a_plain_training_loop(family: str, optimizer: dict[str, Any]) -> None:
     plan = tiny_plan(family, **optimizer)
     losses, norms, model = plain_loop(plan, 12)
     engine = started(plan)
@@ -107,24 +107,24 @@ def test_equals_a_plain_loop(family: str, optimizer: dict[str, Any]) -> None:
     assert [result.loss for result in results] == pytest.approx(losses, abs=2e-6)
     assert [result.grad_norm for result in results] == pytest.approx(norms, abs=2e-5)
     theirs, moved = dict(model.named_parameters()), 0.0
-    start = MemoryReader.of(started(plan)).state
+    start = MemoryReader.from_engine(started(plan)).state
     for name, ours in engine._parameters.items():
         torch.testing.assert_close(ours, theirs[name], atol=2e-5, rtol=0)
         moved = max(moved, float((ours.detach() - start[TensorKey(WEIGHT, name)]).abs().max()))
     assert moved > 5e-3, "a run that learns nothing proves nothing"
 
 
-def test_clipping_is_by_the_global_norm() -> None:
-    """A small enough bound makes every step of SGD as long as lr x bound."""
+def test_clipping_uses_the_global_norm() -> None:
+    """With a small bound every step of SGD has length lr x bound."""
     plan = tiny_plan(**SGD | {"optim__clip": 0.01, "optim__weight_decay": 0.0})
     engine = started(plan)
-    before = MemoryReader.of(engine).state
+    before = MemoryReader.from_engine(engine).state
     result = steps(engine, plan, 0, 1)[0]
     assert result.grad_norm > 0.1, "reported before clipping"
     moved = (
         sum(
             float((value - before[key]).square().sum())
-            for key, value in MemoryReader.of(engine).state.items()
+            for key, value in MemoryReader.from_engine(engine).state.items()
         )
         ** 0.5
     )
@@ -132,13 +132,13 @@ def test_clipping_is_by_the_global_norm() -> None:
 
 
 def test_accumulation_does_not_change_the_step() -> None:
-    """Micro-batches have different numbers of tokens, so averaging their means would be seen."""
-    traces = [parity.run(tiny_plan(**SGD, train__micro_batch=size), steps=8) for size in (1, 2, 8)]
+    """Micro-batches have different numbers of tokens, so averaging their means would show."""
+    traces = [parity.run_trace(tiny_plan(**SGD, train__micro_batch=size), steps=8) for size in (1, 2, 8)]
     for trace in traces[1:]:
         assert trace.distance(traces[0]).times(parity.Distance(2e-6, 2e-5, 2e-6)) <= 1
 
 
-def test_masked_micro_batch_counts_for_nothing() -> None:
+def test_fully_masked_micro_batch_has_no_effect() -> None:
     plan = tiny_plan(**SGD)
     batches = micro_batches(plan, 0)
     masked = {"input_ids": batches[0]["input_ids"], "labels": torch.full_like(batches[0]["labels"], -100)}
@@ -151,13 +151,15 @@ def test_masked_micro_batch_counts_for_nothing() -> None:
     assert (nothing.loss, nothing.grad_norm, nothing.tokens) == (0.0, 0.0, 0)
 
 
-def test_doubled_gradients_show_under_sgd() -> None:
+def test_control_doubled_gradients() -> None:
     plan = tiny_plan(**SGD)
-    parity.check_control(parity.run(plan, task=parity.DoubledGradients(), steps=5), parity.run(plan, steps=5))
+    parity.check_control(
+        parity.run_trace(plan, task=parity.DoubledGradients(), steps=5), parity.run_trace(plan, steps=5)
+    )
 
 
 def test_vectors_do_not_decay() -> None:
-    """With gradients of nothing (every label masked), only decay moves weights."""
+    """With every label masked, gradients are zero and only decay changes weights."""
     plan = tiny_plan("gpt2", optim__weight_decay=0.5, optim__lr=0.1)
     engine = started(plan)
     with torch.no_grad():
@@ -176,7 +178,7 @@ def test_bf16_keeps_masters() -> None:
     results = steps(engine, plan, 0, 20)
     oracle = steps(started(full), full, 0, 20)
     assert [result.loss for result in results] == pytest.approx([result.loss for result in oracle], abs=5e-3)
-    state = MemoryReader.of(engine).state
+    state = MemoryReader.from_engine(engine).state
     masters = {key.name: value for key, value in state.items() if key.state == MASTER}
     assert len(masters) == len(plan.parameters)
     for name, master in masters.items():
@@ -185,7 +187,8 @@ def test_bf16_keeps_masters() -> None:
     assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values()), (
         "masters have more digits"
     )
-    # lr 1e-3 is below half a unit in the last place of a bf16 weight near 1: without masters norms would never move.
+    # lr 1e-3 is below half a unit in the last place of a bf16 weight near 1: without masters norms would
+    # never move.
     assert any(
         not torch.equal(masters[name], torch.ones_like(masters[name]))
         for name in masters
@@ -198,12 +201,12 @@ def test_fp16_skips_overflowing_steps() -> None:
         precision__name=Precision.fp16, precision__initial_scale_power=24, precision__scale_window=3
     )
     engine = started(plan)
-    before = MemoryReader.of(engine).state
+    before = MemoryReader.from_engine(engine).state
     first = steps(engine, plan, 0, 1)[0]
     assert first.skipped
     assert first.loss_scale == 2.0**24
     assert first.loss == pytest.approx(5.59, abs=0.01), "the loss is known although the step is not taken"
-    after = MemoryReader.of(engine)
+    after = MemoryReader.from_engine(engine)
     assert after.state.keys() == before.keys(), "no moments were made"
     assert all(torch.equal(after.state[key], before[key]) for key in before)
     assert "optimizer_step" not in after.scalars
@@ -216,7 +219,7 @@ def test_fp16_skips_overflowing_steps() -> None:
     assert results[-1].loss < first.loss
 
 
-def test_fp16_that_overflows_at_the_smallest_scale_is_no_affair_of_the_scale() -> None:
+def test_fp16_overflow_at_the_smallest_scale_is_nonfinite() -> None:
     plan = tiny_plan(precision__name=Precision.fp16, precision__initial_scale_power=1)
     engine = started(plan)
     next(iter(engine._parameters.values())).register_hook(lambda gradient: gradient * torch.inf)
@@ -227,12 +230,14 @@ def test_fp16_that_overflows_at_the_smallest_scale_is_no_affair_of_the_scale() -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activation_checkpointing_changes_nothing(family: str) -> None:
-    """With dropout: what is recomputed draws the same masks."""
+def test_activation_checkpointing_does_not_change_results(family: str) -> None:
+    """With dropout: recomputation uses the same masks."""
     plain, saving = (
         tiny_plan(family, model__dropout=0.1, train__activation_checkpointing=on) for on in (False, True)
     )
-    assert parity.run(saving, steps=3).distance(parity.run(plain, steps=3)) == parity.Distance(0, 0, 0)
+    assert parity.run_trace(saving, steps=3).distance(parity.run_trace(plain, steps=3)) == parity.Distance(
+        0, 0, 0
+    )
 
 
 RESUMES: dict[str, dict[str, Any]] = {
@@ -249,29 +254,29 @@ RESUMES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", RESUMES.values(), ids=list(RESUMES))
-def test_resumes_bit_for_bit_with_dropout(changes: dict[str, Any]) -> None:
+def test_resume_with_dropout_is_bitwise(changes: dict[str, Any]) -> None:
     plan = tiny_plan("gpt2" if "optim__name" not in changes else "llama", model__dropout=0.1, **changes)
     straight = started(plan)
     whole = steps(straight, plan, 0, 8)
     stopped = started(plan)
     steps(stopped, plan, 0, 4)
-    saved = MemoryReader.of(stopped)
+    saved = MemoryReader.from_engine(stopped)
     torch.manual_seed(12345)
     resumed = LocalEngine(plan, text_task(plan))
     resumed.load(saved)
     assert steps(resumed, plan, 4, 8) == whole[4:]
-    left, right = MemoryReader.of(straight), MemoryReader.of(resumed)
+    left, right = MemoryReader.from_engine(straight), MemoryReader.from_engine(resumed)
     assert left.scalars == right.scalars
     assert left.state.keys() == right.state.keys()
     assert all(torch.equal(left.state[key], right.state[key]) for key in left.state)
 
 
-def test_zeroed_moments_are_noticed() -> None:
+def test_control_zeroed_moments() -> None:
     """The control of every resume test."""
     plan = tiny_plan()
     engine = started(plan)
     steps(engine, plan, 0, 6)
-    saved = MemoryReader.of(engine)
+    saved = MemoryReader.from_engine(engine)
     expected = [result.loss for result in steps(engine, plan, 6, 12)]
     moments = {key: torch.zeros_like(value) for key, value in saved.state.items() if key.state == EXP_AVG}
     engine.load(MemoryReader({**saved.state, **moments}, saved.scalars))
@@ -283,8 +288,8 @@ def test_zeroed_moments_are_noticed() -> None:
     )
 
 
-def test_weights_alone_begin_anew() -> None:
-    """A source without optimizer state also forgets the state that the engine had."""
+def test_loading_weights_only_resets_the_optimizer() -> None:
+    """A source without optimizer state also resets the engine's state."""
     plan = tiny_plan()
     engine = started(plan)
     first = steps(engine, plan, 0, 3)
@@ -293,23 +298,25 @@ def test_weights_alone_begin_anew() -> None:
     assert steps(engine, plan, 0, 3) == first
 
 
-def test_bf16_weights_come_from_masters() -> None:
+def test_resume_between_precisions_uses_masters() -> None:
     """fp32 resumes a bf16 run from its masters, and bf16 an fp32 run from its weights."""
     half, full = tiny_plan(precision__name=Precision.bf16), tiny_plan()
     source = started(half)
     steps(source, half, 0, 3)
-    saved = MemoryReader.of(source)
+    saved = MemoryReader.from_engine(source)
     engine = started(full)
     engine.load(saved)
-    back = MemoryReader.of(engine).state
+    back = MemoryReader.from_engine(engine).state
     assert all(
         torch.equal(back[TensorKey(WEIGHT, key.name)], value)
         for key, value in saved.state.items()
         if key.state == MASTER
     )
     assert engine.scalars() == saved.scalars
-    source.load(MemoryReader.of(engine))
-    assert all(torch.equal(value, saved.state[key]) for key, value in MemoryReader.of(source).state.items())
+    source.load(MemoryReader.from_engine(engine))
+    assert all(
+        torch.equal(value, saved.state[key]) for key, value in MemoryReader.from_engine(source).state.items()
+    )
 
 
 def test_state_of_another_optimizer_is_refused() -> None:
@@ -317,12 +324,12 @@ def test_state_of_another_optimizer_is_refused() -> None:
     engine = started(plan)
     steps(engine, plan, 0, 1)
     with pytest.raises(CheckpointError, match=r"exp_avg.*momentum_buffer"):
-        started(other).load(MemoryReader.of(engine))
+        started(other).load(MemoryReader.from_engine(engine))
 
 
 def test_a_missing_weight_is_refused() -> None:
     plan = tiny_plan()
-    saved = MemoryReader.of(started(plan))
+    saved = MemoryReader.from_engine(started(plan))
     lacking = {key: value for key, value in saved.state.items() if key.name != "model.norm.weight"}
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         started(plan).load(MemoryReader(lacking, {}))
@@ -336,7 +343,7 @@ class Drawing(NextToken):
         return super().loss_sum(model, batch)
 
 
-def test_evaluation_leaves_no_trace() -> None:
+def test_evaluation_does_not_change_training() -> None:
     plan = tiny_plan("gpt2", model__dropout=0.5)
     plain, engine = LocalEngine(plan, Drawing()), LocalEngine(plan, Drawing())
     plain.load(first_weights(plan))
@@ -350,7 +357,7 @@ def test_evaluation_leaves_no_trace() -> None:
         assert steps(engine, plan, step, step + 1) == steps(plain, plan, step, step + 1)
 
 
-def test_evaluation_is_without_dropout() -> None:
+def test_evaluation_disables_dropout() -> None:
     dropping, plain = (started(tiny_plan("gpt2", model__dropout=dropout)) for dropout in (0.5, 0.0))
     batches = micro_batches(tiny_plan(), 0)
     found = dropping.eval_step(batches)
@@ -389,10 +396,10 @@ class HalfFrozen(nn.Module):
 def test_frozen_and_unused_parameters() -> None:
     plan = tiny_plan(None, model__target=f"{__name__}.HalfFrozen", optim__weight_decay=0.1)
     engine = started(plan)
-    before = MemoryReader.of(engine).state
+    before = MemoryReader.from_engine(engine).state
     results = steps(engine, plan, 0, 20)
     assert results[-1].loss < results[0].loss - 0.02
-    after = MemoryReader.of(engine)
+    after = MemoryReader.from_engine(engine)
     frozen = TensorKey(WEIGHT, "table.weight")
     assert torch.equal(after.state[frozen], before[frozen])
     assert TensorKey(EXP_AVG, "table.weight") not in after.state
@@ -400,14 +407,14 @@ def test_frozen_and_unused_parameters() -> None:
     torch.testing.assert_close(after.state[unused], before[unused] * (1 - 1e-3 * 0.1) ** 20)
     again = LocalEngine(plan, text_task(plan))
     again.load(after)
-    assert torch.equal(MemoryReader.of(again).state[frozen], before[frozen])
+    assert torch.equal(MemoryReader.from_engine(again).state[frozen], before[frozen])
 
 
-def test_pretrained_weights_are_the_start(tmp_path: Any) -> None:
+def test_training_starts_from_pretrained_weights(tmp_path: Any) -> None:
     plan = tiny_plan("mixtral")
     assert plan.shape is not None
     torch.manual_seed(99)
-    config = AutoConfig.for_model(**get("mixtral").hugging_face_config(plan.shape))
+    config = AutoConfig.for_model(**get_family("mixtral").hugging_face_config(plan.shape))
     theirs = AutoModelForCausalLM.from_config(config)
     theirs.save_pretrained(tmp_path)
     plan.config.model.pretrained = str(tmp_path)
@@ -416,7 +423,7 @@ def test_pretrained_weights_are_the_start(tmp_path: Any) -> None:
         assert torch.equal(engine._parameters[name], parameter), name
 
 
-def test_build_engine_gives_the_local_engine() -> None:
+def test_build_engine_returns_the_local_engine() -> None:
     plan = tiny_plan()
     assert isinstance(build_engine(plan, NextToken(), rank=0, local_rank=0), LocalEngine)
     with pytest.raises(AssertionError, match="one process"):

@@ -1,9 +1,9 @@
-"""Megatron-core's own: resuming in its layouts, evaluation, the CPU backend, and the defects that are mended.
+"""The Megatron-core engine: resume in its layouts, evaluation, the CPU backend, and the patches.
 
     pytest tests/engine/test_megatron.py             two ranks
     pytest tests/engine/test_megatron.py -m full     every ordered pair of layouts of both engines, four ranks
 
-That it computes what ``local`` computes is said in test_matrix.py.
+test_matrix.py compares it with ``local``.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import BF16, DROPOUT, FP16, SGD
-from tests.engine.test_resume import Saved, check_pairs, check_same
+from tests.engine.cases import BF16, DROPOUT, FP16, SGD, quick
+from tests.engine.resuming import Saved, check_pairs, check_same
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.megatron import cpu
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing import matrix
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
-from toolkit.testing.matrix import Case, deepspeed, megatron
+from toolkit.testing.matrix import OptimizerCase, deepspeed, megatron
 from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import text_task
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A cell of the matrix as test_resume.py takes cases."""
+    """A cell of the matrix in the form that resuming.py expects."""
 
     cell: matrix.Cell
     more: tuple[tuple[str, Any], ...] = ()
@@ -48,7 +48,7 @@ class Layout:
         return self.cell.ranks
 
     def plan(self) -> RunPlan:
-        return self.cell.plan(Case.ADAM, **dict(self.more))
+        return self.cell.plan(OptimizerCase.ADAM, **dict(self.more))
 
 
 def layout(cell: matrix.Cell, **more: Any) -> Layout:
@@ -96,24 +96,19 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(pool, tmp_path_factory.mktemp("saved"))
-
-
-@pytest.mark.parametrize("case", SAME, ids=str)
-def test_same_layout_to_the_bit(case: Layout, saved: Saved, pool: RankPool) -> None:
+@pytest.mark.parametrize("case", quick(SAME, 0, 2), ids=str)
+def test_resume_in_the_same_layout_is_bitwise(case: Layout, saved: Saved, pool: RankPool) -> None:
     check_same(case, saved, pool)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", PAIRS, ids=str)
-def test_every_pair(target: Layout, saved: Saved, pool: RankPool) -> None:
+def test_resume_between_all_layouts(target: Layout, saved: Saved, pool: RankPool) -> None:
     check_pairs(target, PAIRS, saved, pool)
 
 
-def test_dropout_is_on(saved: Saved) -> None:
-    """Else the cells with dropout prove nothing."""
+def test_dropout_changes_the_losses(saved: Saved) -> None:
+    """Otherwise the cells with dropout would prove nothing."""
     with_dropout, without = (
         saved.of(layout(megatron("gpt2", tensor=2), **more))[1] for more in (DROPOUT, {})
     )
@@ -121,7 +116,7 @@ def test_dropout_is_on(saved: Saved) -> None:
 
 
 def evaluate(rank: int, ranks: int, plan: RunPlan, batches: int) -> list[tuple[float, int]]:
-    """Twice, with a training step between that must not see the first."""
+    """Evaluate twice, with a training step between that must not depend on the first evaluation."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     found = [
@@ -131,14 +126,14 @@ def evaluate(rank: int, ranks: int, plan: RunPlan, batches: int) -> list[tuple[f
     return [(result.loss_sum, result.tokens) for result in found]
 
 
-def test_evaluation_takes_any_number_of_micro_batches(pool: RankPool) -> None:
-    """Virtual stages take as many at a time as there are pipeline ranks; three are not a multiple of two."""
+def test_evaluation_accepts_any_number_of_micro_batches(pool: RankPool) -> None:
+    """Virtual stages need a multiple of the pipeline ranks; three is not a multiple of two."""
     virtual = megatron(
         "llama", pipeline=2, layers=4, own=(("virtual_pipeline_model_parallel_size", 2),), label="vpp2"
     )
     local = matrix.Cell(engine=EngineName.local, family="llama", layers=4)
-    (ours, again), *_ = pool.run(evaluate, virtual.plan(Case.ADAM), 3, ranks=2)
-    ((theirs, _),) = pool.run(evaluate, local.plan(Case.ADAM), 3, ranks=1)
+    (ours, again), *_ = pool.run(evaluate, virtual.plan(OptimizerCase.ADAM), 3, ranks=2)
+    ((theirs, _),) = pool.run(evaluate, local.plan(OptimizerCase.ADAM), 3, ranks=1)
     assert ours == again
     assert ours[1] == theirs[1]
     assert ours[0] == pytest.approx(theirs[0], abs=1e-3 * 1e-5 * ours[1] + 1e-4)
@@ -149,7 +144,7 @@ def test_evaluation_takes_any_number_of_micro_batches(pool: RankPool) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[RankPool]:
-    """A rank in which nothing of Megatron-core was mended yet."""
+    """A rank without any patch of Megatron-core."""
     with rank_pool(1) as ranks:
         yield ranks
 
@@ -168,31 +163,31 @@ def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float
     return loss
 
 
-MENDED: dict[str, tuple[matrix.Cell, Case, str]] = {
-    "bind_general_gemm": (megatron("mixtral"), Case.ADAM, "te_general_gemm"),
+PATCHES: dict[str, tuple[matrix.Cell, OptimizerCase, str]] = {
+    "bind_general_gemm": (megatron("mixtral"), OptimizerCase.ADAM, "te_general_gemm"),
     "default_fp8_to_none": (
         megatron(
             "llama",
             own=(("recompute_granularity", "selective"), ("recompute_modules", ["layernorm"])),
             label="norms",
         ),
-        Case.ADAM,
+        OptimizerCase.ADAM,
         "FP8GlobalStateManager",
     ),
-    "shard_any_optimizer": (megatron("llama", zero=1), Case.SGD, "Only Adam"),
+    "shard_any_optimizer": (megatron("llama", zero=1), OptimizerCase.SGD, "Only Adam"),
 }
 
 
-@pytest.mark.parametrize("mend", MENDED)
-def test_each_mend_is_needed(mend: str, fresh: RankPool) -> None:
-    cell, case, error = MENDED[mend]
+@pytest.mark.parametrize("patch", PATCHES)
+def test_each_patch_is_needed(patch: str, fresh: RankPool) -> None:
+    cell, case, error = PATCHES[patch]
     plan = cell.plan(case)
     with pytest.raises(RanksFailed, match=error):
-        fresh.run(one_step, plan, mend)
+        fresh.run(one_step, plan, patch)
     fresh.run(one_step, plan, None)
 
 
-def test_the_cpu_backend_is_inert_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_backend_does_nothing_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.Tensor.cuda, torch.Tensor.type, torch.empty
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cpu.enable.__wrapped__() is False
@@ -200,7 +195,7 @@ def test_the_cpu_backend_is_inert_beside_cuda(monkeypatch: pytest.MonkeyPatch) -
 
 
 def outside(rank: int, ranks: int) -> tuple[str, str]:
-    """What torch does for everybody else once Megatron-core runs on the CPU."""
+    """What other modules see of torch while Megatron-core runs on the CPU."""
     cpu.enable()
     try:
         torch.zeros(1).cuda()
@@ -209,7 +204,7 @@ def outside(rank: int, ranks: int) -> tuple[str, str]:
     return torch.zeros(1).type(), moved
 
 
-def test_others_keep_their_torch(fresh: RankPool) -> None:
+def test_cpu_backend_does_not_change_torch_for_other_modules(fresh: RankPool) -> None:
     kind, moved = fresh.run(outside)[0]
     assert kind == "torch.FloatTensor"
     assert moved in ("AssertionError", "RuntimeError")
@@ -217,20 +212,20 @@ def test_others_keep_their_torch(fresh: RankPool) -> None:
 
 def refusal(rank: int, ranks: int, plan: RunPlan) -> str | None:
     cpu.enable()
-    from toolkit.engine.megatron.model import refuse_ignored
+    from toolkit.engine.megatron.model import check_transformer_engine_settings
     from toolkit.errors import PlanError
 
     try:
-        refuse_ignored(plan)
+        check_transformer_engine_settings(plan)
     except PlanError as error:
         return str(error)
     return None
 
 
-def test_what_only_transformer_engine_does_is_refused_without_it(pool: RankPool) -> None:
-    """Here it is not installed; the plan, of a GPU machine, cannot know."""
+def test_transformer_engine_settings_are_refused_without_it(pool: RankPool) -> None:
+    """Transformer Engine is not installed here, which the plan for a GPU machine cannot know."""
     fp8, plain = (
-        megatron("llama", own=own, label="own").plan(Case.ADAM, Device.CUDA)
+        megatron("llama", own=own, label="own").plan(OptimizerCase.ADAM, Device.CUDA)
         for own in ((("fp8", "hybrid"),), ())
     )
     assert "engine.megatron.fp8=hybrid" in (pool.run(refusal, fp8, ranks=1)[0] or "")

@@ -1,7 +1,4 @@
-"""Ranks decide together: a stop that one rank is told of ends all at the same step, saved.
-
-pytest tests/engine/test_rank_sync.py
-"""
+"""Ranks decide together: after one rank's request to stop, all stop at the same step with a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from toolkit.train.task import NextToken
 
 
 def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
-    """Rank 1 is asked to stop in its fifth step; rank 0's clock says save at its third. Returns code, last step, saves."""
+    """Rank 1 requests a stop in its fifth step, rank 0 a save at its third; return code, step, saves."""
     all_reduce_flags, state, saved = GlooFlagReduce(), TrainState(), []
 
     class Saves(Hook):
@@ -50,7 +47,7 @@ def reads_its_own_data(rank: int, ranks: int) -> str:
     return "not noticed"
 
 
-def test_ranks_with_different_data_are_told_on_every_rank() -> None:
+def test_different_data_raises_on_every_rank() -> None:
     answers = run_ranks(reads_its_own_data, 3)
     assert len(set(answers)) == 1
     assert re.search(
@@ -60,5 +57,5 @@ def test_ranks_with_different_data_are_told_on_every_rank() -> None:
     check_same_data({"data": "mine"}, 1)
 
 
-def test_without_a_wish_nothing_is_agreed() -> None:
+def test_no_request_stops_or_saves_nothing() -> None:
     assert completed_step(1).consensus == StepConsensus()

@@ -1,8 +1,7 @@
-"""``model.router_aux_loss_coef`` is one loss on every engine: reported, and with the same gradients.
+"""``model.router_aux_loss_coef`` is the same loss on every engine, reported and with the same gradients.
 
-    pytest tests/engine/test_router_loss.py
-
-Four layers with two experts a token, so that coefficients that add up layers, or divide by the experts, would show.
+Four layers with two experts per token, so that coefficients that sum over layers, or divide by the experts,
+would show.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.cases import quick
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import TOLERANCE, Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import TOLERANCE, Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.measure import Measured, measure
 from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import IGNORED
@@ -41,7 +41,7 @@ SEVERAL = [
 
 
 def unmasked(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """Equal numbers of tokens in all micro-batches."""
+    """Micro-batches with equal numbers of tokens."""
     found = micro_batches(plan, step, data_rank)
     return [
         {**batch, "labels": torch.where(batch["labels"] == IGNORED, 0, batch["labels"])} for batch in found
@@ -50,7 +50,10 @@ def unmasked(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
 
 def measured(pool: RankPool, cell: Cell, samples: int, coefficient: float) -> Measured:
     plan = cell.plan(
-        Case.SGD, train__global_batch=samples, model__router_aux_loss_coef=coefficient, optim__lr=0.02
+        OptimizerCase.SGD,
+        train__global_batch=samples,
+        model__router_aux_loss_coef=coefficient,
+        optim__lr=0.02,
     )
     found: Measured = pool.run(on_rank, plan, ranks=cell.ranks)[0]
     return found
@@ -69,15 +72,15 @@ def oracles(pool: RankPool) -> dict[Any, Measured]:
     }
 
 
-@pytest.mark.parametrize("cell", SINGLE, ids=lambda cell: cell.name)
-def test_a_single_micro_batch_has_the_same_losses_and_gradients_on_every_engine(
+@pytest.mark.parametrize("cell", quick(SINGLE, 0, 3), ids=lambda cell: cell.name)
+def test_router_loss_of_one_micro_batch_matches_local(
     cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
 ) -> None:
     agree(measured(pool, cell, 2, COEFFICIENT), oracles[2, COEFFICIENT])
 
 
-@pytest.mark.parametrize("cell", SEVERAL, ids=lambda cell: cell.name)
-def test_several_micro_batches_of_equal_size_too(
+@pytest.mark.parametrize("cell", quick(SEVERAL, 1), ids=lambda cell: cell.name)
+def test_router_loss_of_several_micro_batches_matches_local(
     cell: Cell, pool: RankPool, oracles: dict[Any, Measured]
 ) -> None:
     agree(measured(pool, cell, 8, COEFFICIENT), oracles[8, COEFFICIENT])
@@ -88,8 +91,8 @@ def agree(found: Measured, oracle: Measured) -> None:
     assert not differences.over(TOLERANCE), differences
 
 
-def test_control_a_run_without_the_coefficient_is_far_away(oracles: dict[Any, Measured]) -> None:
-    """In the loss, which is reported with it, and in the routers' gradients."""
+def test_control_zero_coefficient(oracles: dict[Any, Measured]) -> None:
+    """The loss, which includes it, and the routers' gradients differ."""
     differences = oracles[2, 0.0].differences(oracles[2, COEFFICIENT])
     assert differences.loss > COEFFICIENT, "a balanced router has a loss of 2, times the coefficient"
     assert differences.gradient is not None

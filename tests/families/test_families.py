@@ -1,7 +1,4 @@
-"""Families by themselves: sizes, counts, FLOPs, mistakes. No torch.
-
-pytest tests/families/test_families.py
-"""
+"""Families: sizes, parameter counts, FLOPs, errors. No torch."""
 
 from __future__ import annotations
 
@@ -14,19 +11,18 @@ import pytest
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import InputError, PlanError
-from toolkit.families import FAMILIES, get
+from toolkit.families import FAMILIES, PUBLISHED, get_family
 from toolkit.families.base import ModelShape
-from toolkit.families.published import PUBLISHED
 
 
 def shape_of(name: str) -> ModelShape:
     model = PUBLISHED[name]
     assert model.family is not None
-    return get(model.family).resolve_shape(model)
+    return get_family(model.family).resolve_shape(model)
 
 
 def count(shape: ModelShape) -> int:
-    return sum(spec.numel for spec in get(shape.family).parameters(shape))
+    return sum(spec.numel for spec in get_family(shape.family).parameters(shape))
 
 
 @pytest.mark.parametrize(
@@ -42,51 +38,53 @@ def count(shape: ModelShape) -> int:
         ("qwen3-8b", 8.19, 2),
     ],
 )
-def test_published_models_have_their_published_sizes(name: str, billions: float, digits: int) -> None:
+def test_parameter_counts_match_published_sizes(name: str, billions: float, digits: int) -> None:
     assert round(count(shape_of(name)) / 1e9, digits) == billions
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-0.6b", 0.44), ("qwen3-8b", 6.95)])
-def test_qwen3_without_its_embeddings_has_its_published_size(name: str, billions: float) -> None:
+def test_qwen3_non_embedding_count_matches_published_size(name: str, billions: float) -> None:
     shape = shape_of(name)
     tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     assert round((count(shape) - tables) / 1e9, 2) == billions
 
 
-def test_gpt2_flops_are_the_formula_of_megatron_lm() -> None:
+def test_gpt2_flops_match_the_megatron_lm_formula() -> None:
     shape = shape_of("gpt2")
     layers, hidden, sequence, vocab = shape.num_hidden_layers, shape.hidden_size, 1024, shape.vocab_size
     expected = 24 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
-    assert get("gpt2").forward_flops(shape, sequence).total == pytest.approx(expected, rel=1e-12)
+    assert get_family("gpt2").forward_flops(shape, sequence).total == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "qwen3-8b"])
-def test_flops_of_a_dense_decoder_are_two_a_weight_and_the_attention_matrix(name: str) -> None:
+def test_dense_decoder_flops_are_two_per_weight_plus_attention(name: str) -> None:
     shape = shape_of(name)
     matrices = sum(
-        spec.numel for spec in get(shape.family).parameters(shape) if spec.decays and "embed" not in spec.name
+        spec.numel
+        for spec in get_family(shape.family).parameters(shape)
+        if spec.decays and "embed" not in spec.name
     )
     attention = 4 * 2048 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
-    assert get(shape.family).forward_flops(shape, 2048).total == 2 * matrices + attention
+    assert get_family(shape.family).forward_flops(shape, 2048).total == 2 * matrices + attention
 
 
-def test_a_token_pays_for_the_experts_that_it_visits() -> None:
+def test_flops_count_only_visited_experts() -> None:
     shape = shape_of("mixtral-8x7b")
-    active = get("mixtral").forward_flops(shape, 1).total / 2
+    active = get_family("mixtral").forward_flops(shape, 1).total / 2
     assert active / 1e9 == pytest.approx(
         12.9 - 32000 * 4096 / 1e9, rel=0.01
-    )  # 12.9 B active, of which the embedding is a look-up
-    more = get("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1).total / 2
+    )  # 12.9 B active parameters, including the embedding, which is a lookup
+    more = get_family("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1).total / 2
     assert more - active == 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_hub_tensors_cover_each_parameter_exactly_once(name: str) -> None:
     shape = replace(shape_of(name), num_hidden_layers=2)
-    family = get(shape.family)
+    family = get_family(shape.family)
     specs = {spec.name: spec for spec in family.parameters(shape)}
     boxes = defaultdict(list)
-    for tensor in family.hub(shape):
+    for tensor in family.hub_tensors(shape):
         spec = specs[tensor.canonical]
         inside = all(o + e <= s for o, e, s in zip(tensor.offset, tensor.extent, spec.shape, strict=True))
         assert inside, tensor
@@ -97,7 +95,7 @@ def test_hub_tensors_cover_each_parameter_exactly_once(name: str) -> None:
     for spec in specs.values():
         assert len(set(boxes[spec.name])) == len(boxes[spec.name])
         assert sum(_volume(extent) for _, extent in boxes[spec.name]) == spec.numel
-    names = [tensor.name for tensor in family.hub(shape)]
+    names = [tensor.name for tensor in family.hub_tensors(shape)]
     assert len(set(names)) == len(names)
 
 
@@ -108,8 +106,8 @@ def _volume(extent: tuple[int, ...]) -> int:
     return total
 
 
-def test_no_decay_is_for_one_dimensional_tensors() -> None:
-    specs = {spec.name: spec for spec in get("qwen2").parameters(shape_of("qwen2-7b"))}
+def test_vectors_do_not_decay() -> None:
+    specs = {spec.name: spec for spec in get_family("qwen2").parameters(shape_of("qwen2-7b"))}
     assert specs["model.layers.0.self_attn.q_proj.weight"].decays
     assert not specs["model.layers.0.self_attn.q_proj.bias"].decays
     assert not specs["model.norm.weight"].decays
@@ -146,17 +144,17 @@ SMALL = ModelConfig(
         ),
     ],
 )
-def test_impossible_sizes_name_their_key_and_a_remedy(change: dict[str, object], key: str) -> None:
+def test_invalid_sizes_report_key_and_remedy(change: dict[str, object], key: str) -> None:
     model = replace(SMALL, **change)
     with pytest.raises(PlanError) as caught:
-        get(model.family or "").resolve_shape(model)
+        get_family(model.family or "").resolve_shape(model)
     assert [problem.key for problem in caught.value.problems] == [key]
     assert caught.value.problems[0].remedy
 
 
-def test_every_missing_size_is_named_at_once() -> None:
+def test_all_missing_sizes_are_reported_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        get("mixtral").resolve_shape(ModelConfig(family="mixtral", hidden_size=16))
+        get_family("mixtral").resolve_shape(ModelConfig(family="mixtral", hidden_size=16))
     assert {problem.key.removeprefix("model.") for problem in caught.value.problems} == {
         "num_hidden_layers",
         "num_attention_heads",
@@ -168,9 +166,9 @@ def test_every_missing_size_is_named_at_once() -> None:
     }
 
 
-def test_an_unknown_family_lists_the_known_ones() -> None:
+def test_unknown_family_lists_known_families() -> None:
     with pytest.raises(PlanError, match=", ".join(FAMILIES)):
-        get("bert")
+        get_family("bert")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_an_unknown_family_lists_the_known_ones() -> None:
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     ],
 )
-def test_a_variant_that_is_not_covered_is_refused_by_name(family: str, change: dict[str, object]) -> None:
+def test_unsupported_variant_is_refused(family: str, change: dict[str, object]) -> None:
     shape = shape_of(next(iter(FAMILIES[family].published)))
     config = FAMILIES[family].hugging_face_config(shape)
     FAMILIES[family].from_hugging_face_config(config)
@@ -196,10 +194,10 @@ def test_a_variant_that_is_not_covered_is_refused_by_name(family: str, change: d
     assert next(iter(change)).split("_")[0] in caught.value.problems[0].key
 
 
-def test_a_family_is_one_file_and_its_registration() -> None:
-    """Of all code in toolkit/, only these know that Qwen3 exists, besides the parity matrix, which picks its cells by name."""
+def test_family_is_one_file_and_its_registration() -> None:
+    """In toolkit/ only these files mention Qwen3, and the parity matrix, which selects cells by name."""
     toolkit = Path(__file__).resolve().parents[2] / "toolkit"
-    knowing = {path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if knows_qwen3(path)}
+    knowing = {path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if mentions_qwen3(path)}
     assert knowing - {"testing/matrix.py"} == {"families/qwen3.py", "families/__init__.py"}
     registration = [
         line
@@ -212,8 +210,8 @@ def test_a_family_is_one_file_and_its_registration() -> None:
     )
 
 
-def knows_qwen3(path: Path) -> bool:
-    """In code: comments do not count, nor texts that stand alone, as docstrings do."""
+def mentions_qwen3(path: Path) -> bool:
+    """Whether code mentions it; comments and docstrings do not count."""
     text = path.read_text(encoding="utf-8")
     if "qwen3" not in text.lower():
         return False

@@ -1,9 +1,7 @@
-"""FLOPs by formula against torch's own counter, on the models that the toolkit builds.
+"""FLOPs by formula compared with torch's counter, on the models that the toolkit builds.
 
-    pytest tests/families/test_flops.py
-
-The counter sees what is dispatched to torch: with the kernel of attention that multiplies whole matrices it counts by the convention of
-the formulas, which is the attention matrix whole and its backward pass twice its forward pass.
+The counter sees operations dispatched to torch. With the attention kernel that multiplies whole matrices it
+counts by the formulas' convention: the whole attention matrix, and a backward pass of twice the forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.models.build import build_model
 from toolkit.plan.flops import FORWARD_AND_BACKWARD, hardware_flops, model_flops
@@ -28,7 +26,7 @@ from toolkit.train.task import NextToken
 
 SEQUENCES = 2
 NEAR = 0.02
-# Another model that could be taken for this one: each must leave the 2%.
+# Similar models that must differ by more than 2%.
 WRONG: dict[str, dict[str, Any]] = {
     "gpt2": {"num_attention_heads": 8},
     "llama": {"num_key_value_heads": 1},
@@ -39,12 +37,12 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 def counted(plan: RunPlan, backward: bool) -> float:
-    """FLOPs per token of a forward pass and, if asked, the backward pass of the loss."""
+    """FLOPs per token of a forward pass and, if requested, the backward pass of the loss."""
     model: Any = filled(build_model(plan, "cpu"))
-    if get(plan.config.model.family or "").traits.experts:
+    if get_family(plan.config.model.family or "").traits.experts:
         model.set_experts_implementation(
             "eager"
-        )  # a matrix product an expert; the counter does not know grouped ones
+        )  # one matrix product per expert; the counter does not support grouped products
     batch = {
         name: torch.arange(SEQUENCES * LENGTH).reshape(SEQUENCES, LENGTH) % VOCABULARY
         for name in ("input_ids", "labels")
@@ -57,7 +55,7 @@ def counted(plan: RunPlan, backward: bool) -> float:
 
 
 def filled(module: nn.Module) -> nn.Module:
-    """Parameters are memory without content before."""
+    """Give uninitialized parameters values."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -71,11 +69,11 @@ def shape_of(plan: RunPlan) -> ModelShape:
 
 
 def forward(shape: ModelShape) -> float:
-    return get(shape.family).forward_flops(shape, LENGTH).total
+    return get_family(shape.family).forward_flops(shape, LENGTH).total
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forward_pass_is_what_torch_counts(family: str) -> None:
+def test_forward_flops_match_torch(family: str) -> None:
     plan = tiny_plan(family)
     found = counted(plan, backward=False)
     assert forward(shape_of(plan)) == pytest.approx(found, rel=NEAR)
@@ -83,7 +81,7 @@ def test_a_forward_pass_is_what_torch_counts(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forward_and_backward_are_three_times_as_much(family: str) -> None:
+def test_training_flops_are_three_times_forward(family: str) -> None:
     plan = tiny_plan(family)
     found = counted(plan, backward=True)
     assert model_flops(plan) == pytest.approx(found, rel=NEAR)
@@ -95,13 +93,13 @@ def test_forward_and_backward_are_three_times_as_much(family: str) -> None:
     [*((family, {}) for family in FAMILIES), ("gpt2", {"model__dropout": 0.1})],
     ids=[*FAMILIES, "gpt2-dropout"],
 )
-def test_what_is_recomputed_is_in_the_hardware_flops(family: str, changes: Mapping[str, Any]) -> None:
-    """Control: without the rule of when torch stops to recompute they would be too many, and model FLOPs are too few."""
+def test_hardware_flops_include_recomputation(family: str, changes: Mapping[str, Any]) -> None:
+    """Control: model FLOPs are too small, and full recomputation is too large."""
     plan = tiny_plan(family, train__activation_checkpointing=True, **changes)
     found = counted(plan, backward=True)
     assert hardware_flops(plan) == pytest.approx(found, rel=NEAR)
     assert model_flops(plan) != pytest.approx(found, rel=NEAR)
-    parts = get(family).forward_flops(shape_of(plan), LENGTH)
+    parts = get_family(family).forward_flops(shape_of(plan), LENGTH)
     everything = FORWARD_AND_BACKWARD * parts.total + parts.blocks
     stops_early = family != "mixtral" and not changes
     assert (everything != pytest.approx(found, rel=NEAR)) is stops_early

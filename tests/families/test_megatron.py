@@ -1,7 +1,4 @@
-"""Where canonical tensors lie in Megatron-core's: every element once, on every rank, and where an independent formula puts it.
-
-pytest tests/families/test_megatron.py
-"""
+"""Maps from canonical tensors to Megatron-core's: every element once, on every rank."""
 
 from __future__ import annotations
 
@@ -16,11 +13,18 @@ from hypothesis import strategies as st
 
 from toolkit.checkpoint.shard import flat_boxes
 from toolkit.config.schema import ModelConfig
-from toolkit.families import FAMILIES, get
+from toolkit.families import FAMILIES, PUBLISHED, get_family
 from toolkit.families.base import ModelShape
-from toolkit.families.megatron import Cut, LocalTensor, MegatronTensor, Part, by_name, inside, local
-from toolkit.families.published import PUBLISHED
-from toolkit.testing.wrong_maps import gate_and_up_swapped, rotated_groups, wrong_map
+from toolkit.families.megatron import (
+    LocalTensor,
+    MegatronTensor,
+    TensorCut,
+    TensorPart,
+    intersect_parts,
+    local_tensor,
+    tensors_by_name,
+)
+from toolkit.testing.wrong_maps import rotate_groups, swap_gate_and_up, wrong_map
 
 Arrays = dict[str, np.ndarray]
 NOTHING = -1
@@ -28,7 +32,7 @@ NOTHING = -1
 
 @st.composite
 def shapes(draw: st.DrawFn, family: str) -> ModelShape:
-    """Small, with every size another number where it can be; what Megatron-core cuts is divisible by 4."""
+    """Small shapes with different sizes if possible; sharded sizes are divisible by 4."""
     groups = draw(st.sampled_from([1, 2, 4]))
     heads, width = (
         groups * draw(st.sampled_from([1, 3] if groups == 4 else [4])),
@@ -49,28 +53,28 @@ def shapes(draw: st.DrawFn, family: str) -> ModelShape:
         )
     if FAMILIES[family].traits.experts:
         model = replace(model, num_local_experts=3, num_experts_per_tok=2)
-    return get(family).resolve_shape(model)
+    return get_family(family).resolve_shape(model)
 
 
 def numbered(shape: ModelShape) -> Arrays:
-    """Canonical tensors whose elements are all different numbers."""
+    """Canonical tensors with distinct numbers."""
     found, count = {}, 0
-    for spec in get(shape.family).parameters(shape):
+    for spec in get_family(shape.family).parameters(shape):
         found[spec.name] = np.arange(count, count + spec.numel).reshape(spec.shape)
         count += spec.numel
     return found
 
 
-def box(canonical: Mapping[str, np.ndarray], part: Part) -> np.ndarray:
+def box(canonical: Mapping[str, np.ndarray], part: TensorPart) -> np.ndarray:
     return canonical[part.canonical][
         tuple(slice(o, o + e) for o, e in zip(part.offset, part.extent, strict=True))
     ]
 
 
-def filled(canonical: Mapping[str, np.ndarray], held: MegatronTensor | LocalTensor) -> np.ndarray:
-    """The tensor's memory, filled from canonical tensors; what no part fills is NOTHING."""
-    data = np.full(held.shape, NOTHING)
-    for part in held.parts:
+def filled(canonical: Mapping[str, np.ndarray], local: MegatronTensor | LocalTensor) -> np.ndarray:
+    """The tensor's memory, filled from canonical tensors; elements outside all parts are NOTHING."""
+    data = np.full(local.shape, NOTHING)
+    for part in local.parts:
         view = part.view(data)
         assert view.shape == part.extent
         assert (view == NOTHING).all(), f"two parts fill the same place: {part}"
@@ -78,8 +82,10 @@ def filled(canonical: Mapping[str, np.ndarray], held: MegatronTensor | LocalTens
     return data
 
 
-def returned(shape: ModelShape, memory: list[tuple[tuple[Part, ...], np.ndarray]]) -> tuple[Arrays, Arrays]:
-    """Canonical tensors taken out of memory, and how often each element was found."""
+def returned(
+    shape: ModelShape, memory: list[tuple[tuple[TensorPart, ...], np.ndarray]]
+) -> tuple[Arrays, Arrays]:
+    """Canonical tensors read from memory, and how often each element was found."""
     right = numbered(shape)
     back = {name: np.full(array.shape, NOTHING) for name, array in right.items()}
     times = {name: np.zeros(array.shape, int) for name, array in right.items()}
@@ -100,11 +106,9 @@ each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 @each_family
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_every_element_lies_in_one_part_and_every_place_is_filled_once(
-    family: str, data: st.DataObject
-) -> None:
+def test_parts_cover_both_sides_exactly_once(family: str, data: st.DataObject) -> None:
     shape = data.draw(shapes(family))
-    canonical, tensors = numbered(shape), get(family).megatron(shape)
+    canonical, tensors = numbered(shape), get_family(family).megatron_tensors(shape)
     memory = [(tensor.parts, filled(canonical, tensor)) for tensor in tensors]
     assert all((values != NOTHING).all() for _, values in memory)
     back, times = returned(shape, memory)
@@ -116,42 +120,42 @@ def test_every_element_lies_in_one_part_and_every_place_is_filled_once(
 @each_family
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), size=st.sampled_from([1, 2, 4]))
-def test_ranks_hold_what_an_independent_formula_says(family: str, data: st.DataObject, size: int) -> None:
-    """With 4 ranks and 1 or 2 key-value heads the cuts go through query groups; the vocabulary is padded by up to 2 rows a rank."""
+def test_local_tensors_match_an_independent_formula(family: str, data: st.DataObject, size: int) -> None:
+    """With 4 ranks and 1 or 2 key-value heads, shards split query groups; the vocabulary is padded."""
     shape = data.draw(shapes(family))
     rows = -(-shape.vocab_size // size) * size + data.draw(st.integers(0, 1)) * size
     canonical, memory = numbered(shape), []
-    for tensor in get(family).megatron(shape):
+    for tensor in get_family(family).megatron_tensors(shape):
         whole = by_formula(shape, canonical, tensor)
         for rank in range(size):
-            held = local(tensor, rank, size, rows if tensor.cut is Cut.vocabulary else None)
-            values = filled(canonical, held)
+            local = local_tensor(tensor, rank, size, rows if tensor.cut is TensorCut.vocabulary else None)
+            values = filled(canonical, local)
             assert np.array_equal(values, cut_by_formula(whole, tensor.cut, rank, size, rows)), (
                 tensor.name,
                 rank,
             )
-            memory.append((tensor.cut, held.parts, values))
+            memory.append((tensor.cut, local.parts, values))
     back, _ = returned(shape, [(parts, values) for _, parts, values in memory])
     assert equal(back, canonical)
-    for cut in Cut:
+    for cut in TensorCut:
         _, times = returned(shape, [(parts, values) for found, parts, values in memory if found is cut])
         found = {int(count) for array in times.values() for count in np.unique(array)} - {0}
-        assert found <= {size if cut is Cut.whole else 1}, cut
+        assert found <= {size if cut is TensorCut.whole else 1}, cut
 
 
-def cut_by_formula(whole: np.ndarray, cut: Cut, rank: int, size: int, rows: int) -> np.ndarray:
-    """As tensor_parallel/layers.py and mlp.py of Megatron-core cut: chunks of a dim, of each half for a gated linear_fc1."""
-    if cut is Cut.whole:
+def cut_by_formula(whole: np.ndarray, cut: TensorCut, rank: int, size: int, rows: int) -> np.ndarray:
+    """Shard as tensor_parallel/layers.py and mlp.py of Megatron-core do."""
+    if cut is TensorCut.whole:
         return whole
-    if cut is Cut.gated:
+    if cut is TensorCut.gated:
         return np.concatenate([np.split(half, size)[rank] for half in np.split(whole, 2)])
-    if cut is Cut.vocabulary:
+    if cut is TensorCut.vocabulary:
         whole = np.concatenate([whole, np.full((rows - len(whole), whole.shape[1]), NOTHING)])
-    return np.split(whole, size, axis=1 if cut is Cut.columns else 0)[rank]
+    return np.split(whole, size, axis=1 if cut is TensorCut.columns else 0)[rank]
 
 
 def by_formula(shape: ModelShape, canonical: Arrays, tensor: MegatronTensor) -> np.ndarray:
-    """The whole tensor by reshaping and concatenating, without ``parts``; names only tell which canonical tensors are meant."""
+    """The whole tensor by reshaping and concatenating, without ``parts``; only names are used."""
     ours = canonical.__getitem__
     if shape.family == "gpt2":
         return gpt2_by_formula(shape, ours, tensor)
@@ -211,7 +215,7 @@ def gpt2_by_formula(
 
 
 def packed(query: np.ndarray, key: np.ndarray, value: np.ndarray, *, groups: int) -> np.ndarray:
-    """Rows of the three projections, group after group."""
+    """Rows of the three projections by query groups."""
     return np.concatenate(
         [one.reshape(groups, -1, *query.shape[1:]) for one in (query, key, value)], axis=1
     ).reshape(-1, *query.shape[1:])
@@ -220,22 +224,20 @@ def packed(query: np.ndarray, key: np.ndarray, value: np.ndarray, *, groups: int
 @each_family
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_any_range_of_a_ranks_flat_memory_is_boxes_of_canonical_tensors(
-    family: str, data: st.DataObject
-) -> None:
-    """What an optimizer that is sharded over data ranks holds: ranges of the flattened tensor, wherever they begin."""
+def test_flat_ranges_map_to_canonical_boxes(family: str, data: st.DataObject) -> None:
+    """The optimizer state of data ranks: ranges of the flattened tensor with any start."""
     shape = data.draw(shapes(family))
     canonical = numbered(shape)
     rows = -(-shape.vocab_size // 2) * 2
-    for tensor in get(family).megatron(shape):
-        held = local(tensor, 1, 2, rows if tensor.cut is Cut.vocabulary else None)
-        flat, count = filled(canonical, held).reshape(-1), 0
+    for tensor in get_family(family).megatron_tensors(shape):
+        local = local_tensor(tensor, 1, 2, rows if tensor.cut is TensorCut.vocabulary else None)
+        flat, count = filled(canonical, local).reshape(-1), 0
         at = data.draw(st.integers(0, flat.size))
         for start, stop in ((0, at), (at, flat.size)):
-            for piece in flat_boxes(held.shape, start, stop):
+            for piece in flat_boxes(local.shape, start, stop):
                 memory = flat[start : start + piece.numel].reshape(piece.shape)
                 start += piece.numel
-                for part in inside(held.parts, piece.offset, piece.shape):
+                for part in intersect_parts(local.parts, piece.offset, piece.shape):
                     assert np.array_equal(part.view(memory), box(canonical, part))
                     count += math.prod(part.extent)
         assert count == (flat != NOTHING).sum()
@@ -252,51 +254,54 @@ def small(family: str, **changes: object) -> ModelShape:
     )
     if family != "gpt2":
         model = replace(model, **{"intermediate_size": 12, **FAMILIES[family].tiny})
-    return get(family).resolve_shape(replace(model, **changes))
+    return get_family(family).resolve_shape(replace(model, **changes))
 
 
-def test_a_tied_output_layer_leads_to_the_embedding() -> None:
-    """A last pipeline stage of its own has a copy: it is saved and filled as the embedding."""
+def test_tied_output_layer_maps_to_the_embedding() -> None:
+    """A separate last pipeline stage has a copy, which is saved and loaded as the embedding."""
     for family in FAMILIES:
         tied, own = (
-            by_name(get(family).megatron(small(family, tie_word_embeddings=tie))) for tie in (True, False)
+            tensors_by_name(get_family(family).megatron_tensors(small(family, tie_word_embeddings=tie)))
+            for tie in (True, False)
         )
         assert tied["output_layer.weight"] is tied["embedding.word_embeddings.weight"]
         assert own["output_layer.weight"].parts[0].canonical == "lm_head.weight"
 
 
-def test_a_rank_may_hold_nothing_but_padding() -> None:
-    tensor = by_name(get("llama").megatron(small("llama")))["embedding.word_embeddings.weight"]  # 6 rows
-    assert [local(tensor, rank, 4, 12).parts != () for rank in range(4)] == [True, True, False, False]
-    assert local(tensor, 3, 4, 12).shape == (3, 8)
+def test_rank_may_store_only_padding() -> None:
+    tensor = tensors_by_name(get_family("llama").megatron_tensors(small("llama")))[
+        "embedding.word_embeddings.weight"
+    ]  # 6 rows
+    assert [local_tensor(tensor, rank, 4, 12).parts != () for rank in range(4)] == [True, True, False, False]
+    assert local_tensor(tensor, 3, 4, 12).shape == (3, 8)
 
 
 @each_family
-def test_wrong_maps_move_elements_and_lose_none(family: str) -> None:
-    """Only numbers of a run can show them: names, shapes and covers are right."""
+def test_wrong_maps_permute_elements(family: str) -> None:
+    """Only the numbers of a run can show them: names, shapes and coverage are right."""
     shape = small(family)
-    right = get(family).megatron(shape)
+    right = get_family(family).megatron_tensors(shape)
     canonical = numbered(shape)
-    for change, moved in ((rotated_groups, ".linear_qkv."), (gate_and_up_swapped, ".linear_fc1.")):
-        if change is gate_and_up_swapped and not FAMILIES[family].traits.gated:
+    for change, moved in ((rotate_groups, ".linear_qkv."), (swap_gate_and_up, ".linear_fc1.")):
+        if change is swap_gate_and_up and not FAMILIES[family].traits.gated:
             assert change(right) == right
             continue
         with wrong_map(family, change):
-            wrong = get(family).megatron(shape)
+            wrong = get_family(family).megatron_tensors(shape)
         for one, other in zip(right, wrong, strict=True):
             assert (one.name, one.shape, one.cut) == (other.name, other.shape, other.cut)
             same, found = filled(canonical, one), filled(canonical, other)
             assert np.array_equal(same, found) == (moved not in one.name), one.name
             assert np.array_equal(np.sort(same, axis=None), np.sort(found, axis=None))
-    assert get(family).megatron(shape) == right
+    assert get_family(family).megatron_tensors(shape) == right
 
 
-def test_published_models_have_tables_of_every_element() -> None:
-    """By count alone: their tensors are too large to fill here."""
+def test_tables_of_published_models_cover_every_element() -> None:
+    """By count only: their tensors are too large to fill here."""
     for name, model in PUBLISHED.items():
         assert model.family is not None
-        shape = get(model.family).resolve_shape(model)
-        tensors = get(model.family).megatron(shape)
-        elements = sum(spec.numel for spec in get(model.family).parameters(shape))
+        shape = get_family(model.family).resolve_shape(model)
+        tensors = get_family(model.family).megatron_tensors(shape)
+        elements = sum(spec.numel for spec in get_family(model.family).parameters(shape))
         assert sum(math.prod(part.extent) for tensor in tensors for part in tensor.parts) == elements, name
         assert sum(math.prod(tensor.shape) for tensor in tensors) == elements, name

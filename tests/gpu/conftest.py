@@ -1,4 +1,4 @@
-"""These tests are about a GPU. Where there is none nothing is run, and that is said instead of a page of skips."""
+"""Tests that need a GPU. Without one they are deselected with one message instead of many skips."""
 
 from __future__ import annotations
 

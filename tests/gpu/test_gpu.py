@@ -1,8 +1,4 @@
-"""Both engines on one GPU: fp32 equal to CPU, bf16, flash attention, a hop, and the plan's peak memory.
-
-make test-gpu
-pytest tests/gpu -m gpu
-"""
+"""Both engines on one GPU: fp32 and bf16 parity, flash attention, resuming, and peak memory."""
 
 from __future__ import annotations
 
@@ -12,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_hop import EACH, TOLERANCE, stretch
-from toolkit.config.schema import EngineName, Precision
+from tests.engine.cases import BF16
+from tests.engine.hops import EACH, TOLERANCE, stretch
+from tests.gpu.runs import sized, text
+from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
-from toolkit.plan import make_plan
-from toolkit.plan.types import Device, RunPlan, World
+from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import samples, step_all, trace_on_rank
-from toolkit.testing.tiny import tiny_config
-from toolkit.testing.verify import judge, measured
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import rank_samples, trace_on_rank, train_steps
+from toolkit.testing.verify import judge, measure_cell
 from toolkit.train.task import text_task
 
 pytestmark = pytest.mark.gpu
@@ -50,76 +46,41 @@ FLASH = (
 )  # torch's, Transformer Engine's and cuDNN's kernels
 
 
-@pytest.mark.parametrize("case", Case)
+@pytest.mark.parametrize("case", OptimizerCase)
 @pytest.mark.parametrize("name", ENGINES)
-def test_fp32_is_that_of_the_cpu(name: str, case: Case, gpu: RankPool, cpu: RankPool) -> None:
+def test_fp32_matches_cpu(name: str, case: OptimizerCase, gpu: RankPool, cpu: RankPool) -> None:
     cell = ENGINES[name]
     verdict, cause, differences = judge(
-        cell, measured(cell, case, gpu, Device.CUDA), measured(cell.oracle(), case, cpu, Device.CPU)
+        cell, measure_cell(cell, case, gpu, Device.CUDA), measure_cell(cell.oracle(), case, cpu, Device.CPU)
     )
     assert verdict.good, f"{verdict}: {cause}; {differences}"
-
-
-BF16 = {"precision__name": Precision.bf16}
 
 
 @pytest.mark.parametrize(
     "name",
     ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "megatron", "megatron-distributed-optimizer"],
 )
-def test_bf16_follows_local(name: str, gpu: RankPool) -> None:
+def test_bf16_matches_local(name: str, gpu: RankPool) -> None:
     found, right = (
-        gpu.run(trace_on_rank, cell.plan(Case.ADAM, Device.CUDA, **BF16), timeout=300)[0]
+        gpu.run(trace_on_rank, cell.plan(OptimizerCase.ADAM, Device.CUDA, **BF16), timeout=300)[0]
         for cell in (ENGINES[name], LOCAL)
     )
     assert right.losses[0] - right.losses[-1] > 0.3
     assert found.distance(right).loss < BF16_LOSS
 
 
-def sized(engine: EngineName, stage: int) -> RunPlan:
-    """100 M parameters in bf16, sequences of 1024: large enough that what is not planned (workspaces) is little of the whole."""
-    config = tiny_config(
-        "llama",
-        engine__name=engine,
-        zero__stage=stage,
-        **BF16,
-        model__hidden_size=768,
-        model__intermediate_size=2048,
-        model__num_attention_heads=12,
-        model__num_key_value_heads=4,
-        model__num_hidden_layers=12,
-        model__vocab_size=16384,
-        model__max_position_embeddings=1024,
-        train__sequence_length=1024,
-        train__micro_batch=4,
-        train__global_batch=8,
-    )
-    return make_plan(config, World(ranks=1, ranks_per_node=1, device=Device.CUDA, has_compiler=True))
-
-
-def text(plan: RunPlan, step: int, data_rank: int) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches of random tokens of the plan's length."""
-    generator = torch.Generator().manual_seed(step)
-    size, length = plan.batch.micro_batch, plan.config.train.sequence_length
-    rows = [
-        torch.randint(0, 16384, (size, length + 1), generator=generator)
-        for _ in range(plan.batch.at(step).accumulation)
-    ]
-    return [{"input_ids": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()} for row in rows]
-
-
 def kernels_and_peak(rank: int, ranks: int, plan: RunPlan) -> tuple[list[str], int]:
-    """Names of the kernels of a step, and the most bytes that were allocated over three others."""
+    """Names of the kernels of a step, and the maximum of allocated bytes over three other steps."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     torch.cuda.reset_peak_memory_stats()
-    step_all(engine, plan, range(3), rank=rank, batches=text)
+    train_steps(engine, plan, range(3), rank=rank, batches=text)
     peak = torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.eval_step(samples(engine, plan, 3, rank, text))
-        step_all(engine, plan, range(3, 4), rank=rank, batches=text)
+        engine.eval_step(rank_samples(engine, plan, 3, rank, text))
+        train_steps(engine, plan, range(3, 4), rank=rank, batches=text)
         torch.cuda.synchronize()
     engine.close()
     return sorted({event.key for event in profile.key_averages()}), peak
@@ -135,7 +96,7 @@ def kernels_and_peak(rank: int, ranks: int, plan: RunPlan) -> tuple[list[str], i
         (EngineName.megatron, 1),
     ],
 )
-def test_flash_attention_is_taken_and_memory_is_as_planned(
+def test_flash_attention_runs_and_memory_matches_the_plan(
     engine: EngineName, stage: int, gpu: RankPool
 ) -> None:
     plan = sized(engine, stage)
@@ -148,7 +109,7 @@ def test_flash_attention_is_taken_and_memory_is_as_planned(
     )
 
 
-def test_a_hop_between_engines(gpu: RankPool, tmp_path: Path) -> None:
+def test_resume_between_engines(gpu: RankPool, tmp_path: Path) -> None:
     cells = {
         "hops": (ENGINES["deepspeed-zero2"], ENGINES["megatron-distributed-optimizer"], LOCAL),
         "stays": (LOCAL,) * 3,
@@ -158,11 +119,11 @@ def test_a_hop_between_engines(gpu: RankPool, tmp_path: Path) -> None:
         source, losses[name] = None, []
         for number, cell in enumerate(way):
             target = tmp_path / name / str(number)
-            plan = cell.plan(Case.ADAM, Device.CUDA)
+            plan = cell.plan(OptimizerCase.ADAM, Device.CUDA)
             losses[name] += [
                 result.loss
                 for result in gpu.run(stretch, plan, number * EACH, source, target, False, timeout=300)[0]
             ]
             source = target
-    apart = max(abs(a - b) for a, b in zip(losses["hops"], losses["stays"], strict=True))
-    assert apart <= TOLERANCE, f"{apart:.1e}"
+    difference = max(abs(a - b) for a, b in zip(losses["hops"], losses["stays"], strict=True))
+    assert difference <= TOLERANCE, f"{difference:.1e}"

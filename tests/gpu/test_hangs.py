@@ -1,8 +1,4 @@
-"""What NCCL's flight recorder says of a rank's calls.
-
-make test-gpu
-pytest tests/gpu/test_hangs.py -m gpu
-"""
+"""NCCL's flight recorder for a rank's calls."""
 
 from __future__ import annotations
 
@@ -26,10 +22,10 @@ SECONDS = 3
 
 
 def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
-    """Three that end, then one behind a kernel that takes SECONDS: in the queue, and for the process over."""
+    """Three calls that finish, then one behind a kernel that takes SECONDS."""
     group = dist.new_group(backend="nccl")
     last_collective.extend_group_timeouts(7200)
-    with collectives.watched(Axes(), None):
+    with collectives.record_collectives(Axes(), None):
         for _ in range(3):
             dist.all_reduce(torch.ones(1024, device="cuda"), group=group)
         torch.cuda.synchronize()
@@ -42,7 +38,7 @@ def calls_of_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
     return {"own": own, "trace": trace, "timeout": timeout}
 
 
-def test_the_device_knows_which_call_has_not_ended(gpu: RankPool) -> None:
+def test_flight_recorder_reports_the_unfinished_call(gpu: RankPool) -> None:
     (found,) = gpu.run(calls_of_a_gpu)
     assert [call.number for call in found["trace"]] == [call.number for call in found["own"]] == [1, 2, 3, 4]
     assert {call.operation for call in found["trace"]} == {"all_reduce"}

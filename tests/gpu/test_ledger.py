@@ -1,8 +1,4 @@
-"""The ledger by the GPU's own clock: events on the stream that computes, read when they have passed.
-
-make test-gpu
-pytest tests/gpu/test_ledger.py -m gpu
-"""
+"""Step times by the GPU's clock: events on the compute stream, read once they have passed."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from toolkit.monitor.parts import (
 from toolkit.monitor.recorder import StepRecorder, StepTime
 from toolkit.plan.types import Device
 from toolkit.testing.dist import RankPool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
 from toolkit.train.task import text_task
@@ -50,14 +46,14 @@ def timed(
     rank: int, ranks: int, cell: Cell, recorded: bool
 ) -> tuple[list[StepTime], list[float], list[float]]:
     """Steps by the GPU's clock, by the host's, and losses."""
-    plan = cell.plan(Case.ADAM, Device.CUDA, train__global_batch=16)
+    plan = cell.plan(OptimizerCase.ADAM, Device.CUDA, train__global_batch=16)
     plan.config.train.steps = STEPS
     recorder: Any = StepRecorder(CudaClock())
-    telling = {"recorder": recorder} if recorded else {}
+    recording = {"recorder": recorder} if recorded else {}
     losses: list[float] = []
-    with collectives.watched(plan.axes, recorder):
+    with collectives.record_collectives(plan.axes, recorder):
         task = text_task(plan)
-        engine = build_engine(plan, task, rank=rank, local_rank=rank, **telling)
+        engine = build_engine(plan, task, rank=rank, local_rank=rank, **recording)
         engine.load(first_weights(plan))
         delays = Delays([None] * STEPS)
         walls: list[float] = []
@@ -78,9 +74,9 @@ def timed(
             task,
             stream(plan, 0, delays),
             TrainState(),
-            Hooks(**telling),
+            Hooks(**recording),
             agreeing(ranks, delays),
-            **telling,
+            **recording,
         )
         engine.close()
     torch.cuda.synchronize()
@@ -88,7 +84,7 @@ def timed(
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_events_add_up_to_the_step(name: str, gpu: RankPool) -> None:
+def test_event_times_add_up_to_the_step(name: str, gpu: RankPool) -> None:
     steps, walls, losses = gpu.run(timed, CELLS[name], True, timeout=300)[0]
     assert [found.step for found in steps] == list(range(1, STEPS + 1))
     for found, wall in list(zip(steps, walls, strict=True))[2:]:
@@ -97,12 +93,14 @@ def test_events_add_up_to_the_step(name: str, gpu: RankPool) -> None:
         assert all(seconds >= -1e-5 for seconds in found.parts.values()), found.parts
         assert all(found.parts[part] > 0 for part in (DATA, FORWARD, BACKWARD, OPTIMIZER))
         assert found.parts[UNEXPLAINED] <= 0.1 * found.wall
-        assert not any(part.startswith(COMMUNICATION) for part in found.parts), "one rank waits for nobody"
+        assert not any(part.startswith(COMMUNICATION) for part in found.parts), (
+            "a single rank does not communicate"
+        )
     assert gpu.run(timed, CELLS[name], False, timeout=300)[0][2] == losses
 
 
 def asleep(rank: int, ranks: int) -> dict[str, float]:
-    """Parts of a step in which the GPU works in forward, the host sleeps in data, and a hook of backward on autograd's thread works."""
+    """The GPU works in forward, the host sleeps in data, and a backward hook on autograd's thread works."""
     recorder = StepRecorder(CudaClock())
     weights = torch.randn(2048, 2048, device="cuda", requires_grad=True)
 
@@ -131,7 +129,7 @@ def asleep(rank: int, ranks: int) -> dict[str, float]:
     return {**late[-1].parts, "early": early, "late": len(late)}
 
 
-def test_work_lands_where_the_device_does_it(gpu: RankPool) -> None:
+def test_work_is_attributed_to_the_part_that_runs_it(gpu: RankPool) -> None:
     found = gpu.run(asleep)[0]
     assert found["early"] < 3, "a step was read that the device had not finished"
     assert found["early"] + found["late"] == 3
@@ -140,20 +138,20 @@ def test_work_lands_where_the_device_does_it(gpu: RankPool) -> None:
 
 
 def aside(rank: int, ranks: int) -> dict[str, float]:
-    """A stream of its own has work, and the computing stream waits for it."""
+    """A side stream has work, and the compute stream waits for it."""
     import torch.distributed as dist
 
     from toolkit.layout.axes import Axes
 
     recorder = StepRecorder(CudaClock())
-    with collectives.watched(Axes(data=2), recorder):
+    with collectives.record_collectives(Axes(data=2), recorder):
         side = torch.cuda.Stream()
         matrix = torch.randn(4096, 4096, device="cuda")
         recorder.next_step(1)
         with recorder.part(BACKWARD):
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                collectives._watched.streams.carry(recorder.part(communication("data")))  # type: ignore[union-attr]
+                collectives._recorder.streams.carry(recorder.part(communication("data")))  # type: ignore[union-attr]
                 for _ in range(50):
                     torch.mm(matrix, matrix)
             torch.cuda.current_stream().wait_stream(side)
@@ -163,6 +161,6 @@ def aside(rank: int, ranks: int) -> dict[str, float]:
         return dict(recorder.taken()[0].parts)
 
 
-def test_waiting_for_a_side_stream_is_what_was_put_there(gpu: RankPool) -> None:
+def test_waiting_for_a_side_stream_is_attributed_to_its_collective(gpu: RankPool) -> None:
     found = gpu.run(aside)[0]
     assert found[communication("data")] > 10 * found[BACKWARD]

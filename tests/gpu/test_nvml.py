@@ -1,8 +1,4 @@
-"""NVML's figures against nvidia-smi's, on a GPU that computes.
-
-make test-gpu
-pytest tests/gpu/test_nvml.py -m gpu
-"""
+"""NVML's figures compared with nvidia-smi's, on a busy GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +19,8 @@ from toolkit.monitor.system.sampler import GpuSource, Sampler, Source
 
 pytestmark = pytest.mark.gpu
 
-# nvidia-smi's names (nvidia-smi --help-query-gpu), ours, what makes ours of theirs, how far they may be apart: a GPU at work changes.
+# Names of nvidia-smi (nvidia-smi --help-query-gpu): our name, unit conversion, tolerance (a busy GPU
+# changes).
 STEADY = {
     "uuid": ("uuid", str),
     "name": ("name", str),
@@ -88,11 +85,11 @@ def figures(gpus: Gpus) -> dict[str, Any]:
     return {name.removeprefix("gpu/0/"): value for name, value in gpus.read().items()}
 
 
-def test_torch_and_nvml_mean_the_same_gpu(gpus: Gpus) -> None:
+def test_torch_and_nvml_select_the_same_gpu(gpus: Gpus) -> None:
     assert str(torch.cuda.get_device_properties(0).uuid) in gpus.cards[0].uuid
 
 
-def test_figures_are_those_of_nvidia_smi(gpus: Gpus, at_work: None) -> None:
+def test_figures_match_nvidia_smi(gpus: Gpus, at_work: None) -> None:
     ours = figures(gpus)
     theirs = nvidia_smi([*STEADY, *MOVING], gpus.cards[0].uuid)
     compared = 0
@@ -100,14 +97,14 @@ def test_figures_are_those_of_nvidia_smi(gpus: Gpus, at_work: None) -> None:
         if theirs[name] not in ABSENT:
             assert ours[mine] == make(theirs[name]), name
             compared += 1
-    for name, (mine, unit, apart) in MOVING.items():
+    for name, (mine, unit, tolerance) in MOVING.items():
         if theirs[name] not in ABSENT:
-            assert abs(ours[mine] - float(theirs[name]) * unit) <= apart, (name, ours[mine], theirs[name])
+            assert abs(ours[mine] - float(theirs[name]) * unit) <= tolerance, (name, ours[mine], theirs[name])
             compared += 1
     assert compared >= 10
 
 
-def test_a_gpu_at_work_shows_it(gpus: Gpus, at_work: None) -> None:
+def test_busy_gpu_shows_utilization(gpus: Gpus, at_work: None) -> None:
     figures(gpus)
     time.sleep(2)
     row = figures(gpus)
@@ -121,7 +118,7 @@ def test_a_gpu_at_work_shows_it(gpus: Gpus, at_work: None) -> None:
         assert row["pcie_tx_bytes_per_second"] >= 0
 
 
-def test_events_can_be_waited_for(gpus: Gpus) -> None:
+def test_nvml_events_can_be_waited_for(gpus: Gpus) -> None:
     events = XidEvents(nvml_gpus.load(), gpus.cards)
     assert events.watched == 1
     began = time.monotonic()
@@ -130,7 +127,7 @@ def test_events_can_be_waited_for(gpus: Gpus) -> None:
     events.close()
 
 
-def test_a_sample_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
+def test_sampling_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
     rows: list[Any] = []
     source = GpuSource(
         lambda: gpus, lambda opened: XidEvents(nvml_gpus.load(), opened.cards), xid=lambda *_: None, say=print
@@ -150,6 +147,7 @@ def test_a_sample_is_cheap(gpus: Gpus, tmp_path: Path) -> None:
     sampler.close()
     taken = sorted(row["sample_seconds"] for row in rows[1:])
     print(
-        f"a sample of one GPU takes {taken[len(taken) // 2] * 1e3:.1f} ms (median of {len(taken)}), {taken[-1] * 1e3:.1f} ms at most"
+        f"a sample of one GPU takes {taken[len(taken) // 2] * 1e3:.1f} ms (median of {len(taken)}), "
+        f"{taken[-1] * 1e3:.1f} ms at most"
     )
     assert taken[len(taken) // 2] < 0.25

@@ -1,7 +1,4 @@
-"""Hashes on a GPU: equal to those of a CPU, at the speed of reading, and nobody waits for them.
-
-pytest tests/gpu/test_replicas.py -m gpu
-"""
+"""Hashes on a GPU equal those of a CPU, run at memory bandwidth, and do not block the host."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import pytest
 import torch
 
 from toolkit.cluster.machine import this_machine
-from toolkit.engine.hashing import hashes
+from toolkit.engine.hashing import hash_tensors
 from toolkit.observe.replicas import PendingHashes
 from toolkit.plan.devices import find
 from toolkit.testing.dist import RankPool
@@ -29,21 +26,21 @@ def both(rank: int, ranks: int) -> tuple[list[int], list[int]]:
         for dtype in (torch.float32, torch.bfloat16)
     ]
     gpu = torch.device("cuda", 0)
-    return hashes(tensors, torch.device("cpu")).tolist(), hashes(
+    return hash_tensors(tensors, torch.device("cpu")).tolist(), hash_tensors(
         [tensor.to(gpu) for tensor in tensors], gpu
     ).tolist()
 
 
 def timed(rank: int, ranks: int) -> tuple[float, float, float]:
-    """Seconds of the device for 4 GiB in 64 tensors, of the host to ask for it, and of the host to have the answer."""
+    """Seconds of the device for 4 GiB in 64 tensors, and of the host to enqueue it and to get the result."""
     gpu = torch.device("cuda", 0)
     tensors = [torch.ones(2**25, dtype=torch.bfloat16, device=gpu) for _ in range(64)]
-    PendingHashes(hashes(tensors, gpu)).wait()
+    PendingHashes(hash_tensors(tensors, gpu)).wait()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began = time.perf_counter()
     start.record()
-    pending = PendingHashes(hashes(tensors, gpu))
+    pending = PendingHashes(hash_tensors(tensors, gpu))
     end.record()
     asked = time.perf_counter() - began
     pending.wait()
@@ -52,17 +49,15 @@ def timed(rank: int, ranks: int) -> tuple[float, float, float]:
     return start.elapsed_time(end) / 1e3, asked, answered
 
 
-def test_a_gpu_has_the_same_hashes(gpu: RankPool) -> None:
+def test_gpu_hashes_equal_cpu_hashes(gpu: RankPool) -> None:
     (answers,) = gpu.run(both)
     assert answers[0] == answers[1]
 
 
-def test_hashing_is_reading(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hashing_runs_at_memory_bandwidth(gpu: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     ((device, asked, answered),) = gpu.run(timed)
     with capsys.disabled():
-        print(
-            f"hashing takes {device / 4 * 1e3:.2f} ms a GiB, of the host {asked * 1e3:.1f} ms to ask for 64 tensors"
-        )
+        print(f"hashing takes {device / 4 * 1e3:.2f} ms per GiB, and {asked * 1e3:.1f} ms of the host for 64")
     assert answered >= asked
     known = find(this_machine().gpus[0].product)
     if known is not None:

@@ -91,7 +91,7 @@ def test_inspect_says_what_it_is_and_touches_nothing(checkpoint: Path, capsys: C
     before = files_below(checkpoint.parent)
     out = said(capsys, f"source={checkpoint}", "action=inspect")
     assert files_below(checkpoint.parent) == before
-    parameters = sum(spec.numel for spec in families.get("llama").parameters(tiny_shape()))
+    parameters = sum(spec.numel for spec in families.get_family("llama").parameters(tiny_shape()))
     for line in (
         "format     native",
         "names      llama/1",
@@ -196,7 +196,7 @@ def test_where_the_model_comes_from(tmp_path: Path) -> None:
     shape = tiny_shape("qwen3")
     assert open_source(checkpoint, shape).shape == shape
     (tmp_path / "run" / "config.json").write_text(
-        json.dumps(families.get("qwen3").hugging_face_config(shape))
+        json.dumps(families.get_family("qwen3").hugging_face_config(shape))
     )
     found = open_source(checkpoint).shape
     assert found is not None

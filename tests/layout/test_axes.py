@@ -1,7 +1,4 @@
-"""Rank arithmetic, in worlds of up to 4,096 ranks.
-
-pytest tests/layout/test_axes.py
-"""
+"""Rank arithmetic for up to 4,096 ranks."""
 
 from __future__ import annotations
 
@@ -15,46 +12,46 @@ sizes = st.integers(1, 8)
 axes = st.builds(Axes, data=sizes, tensor=sizes, pipeline=sizes, context=sizes)
 
 
-def test_the_worked_example_of_the_docstring() -> None:
+def test_example_of_the_docstring() -> None:
     example = Axes(data=2, pipeline=2, context=1, tensor=2)
-    places = [example.coordinates(rank) for rank in range(8)]
-    assert [place.tensor for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert [place.data for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [place.pipeline for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    coordinates = [example.coordinates(rank) for rank in range(8)]
+    assert [at.tensor for at in coordinates] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [at.data for at in coordinates] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [at.pipeline for at in coordinates] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @given(axes, st.data())
 @settings(max_examples=100, deadline=None)
 def test_rank_and_coordinates_are_inverse(axes: Axes, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, axes.size - 1))
-    place = axes.coordinates(rank)
-    assert axes.rank(place) == rank
-    assert 0 <= place.tensor < axes.tensor
-    assert 0 <= place.context < axes.context
-    assert 0 <= place.data < axes.data
-    assert 0 <= place.pipeline < axes.pipeline
+    at = axes.coordinates(rank)
+    assert axes.rank(at) == rank
+    assert 0 <= at.tensor < axes.tensor
+    assert 0 <= at.context < axes.context
+    assert 0 <= at.data < axes.data
+    assert 0 <= at.pipeline < axes.pipeline
 
 
 @given(axes, st.sampled_from(list(Axis)))
 @settings(max_examples=50, deadline=None)
-def test_groups_split_the_ranks_and_differ_in_one_coordinate(axes: Axes, axis: Axis) -> None:
+def test_groups_partition_ranks_along_one_coordinate(axes: Axes, axis: Axis) -> None:
     groups = list(axes.groups(axis))
     assert sorted(rank for group in groups for rank in group) == list(range(axes.size))
     others = [other for other in Axis if other is not axis]
     for group in groups:
-        places = [axes.coordinates(rank) for rank in group]
-        assert [getattr(place, axis) for place in places] == list(range(getattr(axes, axis)))
-        assert len({tuple(getattr(place, other) for other in others) for place in places}) == 1
+        coordinates = [axes.coordinates(rank) for rank in group]
+        assert [getattr(at, axis) for at in coordinates] == list(range(getattr(axes, axis)))
+        assert len({tuple(getattr(at, other) for other in others) for at in coordinates}) == 1
 
 
-def test_tensor_ranks_are_neighbours_and_stages_lie_furthest_apart() -> None:
+def test_tensor_is_innermost_and_pipeline_outermost() -> None:
     axes = Axes(data=16, tensor=8, pipeline=8)
     assert axes.size == 1024
     assert next(axes.groups(Axis.TENSOR)) == tuple(range(8))
     assert next(axes.groups(Axis.PIPELINE)) == tuple(range(0, 1024, 128))
 
 
-def test_a_rank_out_of_range_is_our_own_mistake() -> None:
+def test_rank_out_of_range_asserts() -> None:
     with pytest.raises(AssertionError, match="rank 4 of 4"):
         Axes(data=4).coordinates(4)
     assert Axes(data=4).coordinates(3) == Coordinates(tensor=0, context=0, data=3, pipeline=0)
@@ -63,7 +60,7 @@ def test_a_rank_out_of_range_is_our_own_mistake() -> None:
 # ---- names of groups
 
 
-def test_groups_are_named_after_the_axes_along_which_their_ranks_differ() -> None:
+def test_groups_are_named_after_their_axes() -> None:
     axes = Axes(tensor=2, data=4, pipeline=2)
     named = {
         (0, 1): "tensor",
@@ -75,10 +72,10 @@ def test_groups_are_named_after_the_axes_along_which_their_ranks_differ() -> Non
         (5,): "",
     }
     assert {ranks: axis_name(ranks, axes) for ranks in named} == named
-    assert axis_name((0, 1), Axes(data=2)) == "data"  # of one axis alone its own name says more than "all"
+    assert axis_name((0, 1), Axes(data=2)) == "data"  # more specific than "all"
 
 
-def test_experts_have_a_part_of_the_data_ranks() -> None:
+def test_expert_groups_are_part_of_the_data_ranks() -> None:
     axes = Axes(data=4, tensor=2, expert=2)
     assert axis_name((0, 2), axes) == axis_name((4, 6), axes) == "expert"
     assert axis_name((0, 4), axes) == axis_name((0, 2, 4, 6), axes) == "data"
@@ -90,7 +87,7 @@ def test_experts_have_a_part_of_the_data_ranks() -> None:
 
 @given(axes, st.data())
 @settings(max_examples=100, deadline=None)
-def test_every_name_is_among_those_of_the_layout(axes: Axes, data: st.DataObject) -> None:
+def test_axis_names_include_every_group_name(axes: Axes, data: st.DataObject) -> None:
     ranks = (
         data.draw(st.sets(st.integers(0, axes.size - 1), min_size=2, max_size=9)) if axes.size > 1 else {0}
     )
@@ -99,7 +96,7 @@ def test_every_name_is_among_those_of_the_layout(axes: Axes, data: st.DataObject
     assert len(set(axis_names(axes))) == len(axis_names(axes))
 
 
-def test_a_single_rank_talks_to_nobody() -> None:
+def test_single_rank_has_no_axis_names() -> None:
     assert axis_names(Axes()) == ()
     assert axis_names(Axes(data=2)) == ("data", "other")
     assert axis_names(Axes(data=2, tensor=2, expert=2)) == ("tensor", "data", "all", "expert", "other")

@@ -1,4 +1,4 @@
-"""Models that cannot be trained, each for one reason."""
+"""Models that cannot be trained, each for a different reason."""
 
 from __future__ import annotations
 

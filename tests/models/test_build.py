@@ -1,7 +1,4 @@
-"""The module of a plan: names, places, what configuration reaches.
-
-pytest tests/models/test_build.py
-"""
+"""The module of a plan: names, devices, and settings from the configuration."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.models.build import build_model
 from toolkit.testing.tiny import FAMILIES, micro_batches, tiny_plan
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
-def test_has_the_canonical_parameters(family: str, meta: bool) -> None:
+def test_model_has_the_canonical_parameters(family: str, meta: bool) -> None:
     plan = tiny_plan(family)
     module = build_model(plan, "cpu", meta=meta)
     found = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
@@ -29,11 +26,11 @@ def test_has_the_canonical_parameters(family: str, meta: bool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_buffers_are_those_of_the_constructor(family: str, device: str) -> None:
+def test_buffers_keep_the_constructors_values(family: str, device: str) -> None:
     plan = tiny_plan(family)
     assert plan.shape is not None
     theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**get(family).hugging_face_config(plan.shape))
+        AutoConfig.for_model(**get_family(family).hugging_face_config(plan.shape))
     )
     expected = dict(theirs.named_buffers())
     found = dict(build_model(plan, device).named_buffers())
@@ -42,7 +39,7 @@ def test_buffers_are_those_of_the_constructor(family: str, device: str) -> None:
         assert torch.equal(buffer, expected[name]), name
 
 
-def test_a_tied_parameter_is_one() -> None:
+def test_tied_parameters_are_one_object() -> None:
     for meta in (False, True):
         module = build_model(tiny_plan("qwen2"), "cpu", meta=meta)
         assert module.lm_head.weight is module.model.embed_tokens.weight
@@ -65,7 +62,7 @@ def filled(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_is_in_every_family(family: str) -> None:
+def test_dropout_applies_in_every_family(family: str) -> None:
     tokens = micro_batches(tiny_plan(), 0)[0]["input_ids"]
     for dropout in (0.0, 0.5):
         module = filled(build_model(tiny_plan(family, model__dropout=dropout), "cpu"))

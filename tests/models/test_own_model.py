@@ -1,7 +1,4 @@
-"""The example of docs/own_model.md, as written there, trains and resumes.
-
-pytest tests/models/test_own_model.py
-"""
+"""The example of docs/own_model.md trains and resumes as written."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from toolkit.config.schema import EngineName, OptimizerName, Precision
 from toolkit.engine.local import LocalEngine
 from toolkit.plan.types import RunPlan
 from toolkit.testing import parity
-from toolkit.testing.memory import MemoryReader
+from toolkit.testing.memory_reader import MemoryReader
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
 
@@ -26,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/own_model.md"
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The plan's changes that train the page's model, which lies in the working folder."""
+    """Changes of the plan that train the page's model, which is in the working folder."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert 25 <= len(code.splitlines()) <= 35, "the page promises a short example"
     (tmp_path / "my_model.py").write_text(code, encoding="utf-8")
@@ -37,24 +34,24 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
-def test_it_trains(example: dict[str, Any], precision: Precision) -> None:
-    losses = parity.run(tiny_plan(None, **example, precision__name=precision)).losses
+def test_example_trains(example: dict[str, Any], precision: Precision) -> None:
+    losses = parity.run_trace(tiny_plan(None, **example, precision__name=precision)).losses
     assert losses[0] - losses[-1] > 0.3
 
 
 @pytest.mark.parametrize("optimizer", OptimizerName, ids=lambda optimizer: optimizer.value)
-def test_it_resumes(example: dict[str, Any], optimizer: OptimizerName) -> None:
+def test_example_resumes(example: dict[str, Any], optimizer: OptimizerName) -> None:
     momentum = 0.0 if optimizer is OptimizerName.adamw else 0.9
     plan = tiny_plan(None, **example, optim__name=optimizer, optim__momentum=momentum)
     straight, resumed = LocalEngine(plan, text_task(plan)), LocalEngine(plan, text_task(plan))
     straight.load(parity.first_weights(plan))
-    parity.step_all(straight, plan, range(3))
-    resumed.load(MemoryReader.of(straight))
-    assert parity.step_all(resumed, plan, range(3, 6)) == parity.step_all(straight, plan, range(3, 6))
+    parity.train_steps(straight, plan, range(3))
+    resumed.load(MemoryReader.from_engine(straight))
+    assert parity.train_steps(resumed, plan, range(3, 6)) == parity.train_steps(straight, plan, range(3, 6))
 
 
-def test_its_commands_are_the_toolkits() -> None:
-    """The keys of the page's commands exist."""
+def test_commands_use_existing_keys() -> None:
+    """The keys in the page's commands exist."""
     from toolkit.config.compose import compose
 
     commands = re.findall(
@@ -67,7 +64,7 @@ def test_its_commands_are_the_toolkits() -> None:
         assert config.engine.name is EngineName.deepspeed
 
 
-def test_what_the_page_says_of_conversion(example: dict[str, Any]) -> None:
+def test_conversion_follows_the_page(example: dict[str, Any]) -> None:
     plan: RunPlan = tiny_plan(None, **example, precision__name=Precision.bf16)
     engine = LocalEngine(plan, text_task(plan))
     assert {parameter.dtype for parameter in engine._parameters.values()} == {torch.bfloat16}

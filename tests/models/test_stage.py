@@ -1,39 +1,20 @@
-"""The stages of a pipeline one after another are the model: the same logits to the bit, each parameter under its own name.
-
-pytest tests/models/test_stage.py
-"""
+"""Pipeline stages in sequence equal the model: bitwise equal logits, each parameter under its own name."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.models.pipeline_stages import stages
 from toolkit.families import FAMILIES
-from toolkit.layout.axes import Axes
-from toolkit.models.build import build_model, replace_parameters
-from toolkit.models.stage import StageModel, build_stage
-from toolkit.plan.types import RunPlan
+from toolkit.models.build import build_model
+from toolkit.models.stage import StageModel
 from toolkit.testing.tiny import micro_batches, tiny_plan
-
-
-def stages(plan: RunPlan, count: int, weights: dict[str, torch.Tensor]) -> list[StageModel]:
-    assert plan.shape is not None
-    tied = FAMILIES[plan.shape.family].tied(plan.shape)
-    found = [build_stage(replace(plan, axes=Axes(pipeline=count)), "cpu", stage) for stage in range(count)]
-    for stage in found:
-        assert all(parameter.is_meta for parameter in stage.parameters())
-        replace_parameters(stage, lambda parameter: torch.empty(parameter.shape))
-        with torch.no_grad():
-            for name, parameter in stage.model.named_parameters():
-                parameter.copy_(weights[tied.get(name, name)])
-    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("count", [2, 3])
-def test_stages_make_the_model(family: str, count: int) -> None:
+def test_pipeline_stages_match_the_model(family: str, count: int) -> None:
     plan = tiny_plan(family, model__num_hidden_layers=3)
     whole = build_model(plan, "cpu")
     generator = torch.Generator().manual_seed(5)

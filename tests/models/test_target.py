@@ -1,7 +1,4 @@
-"""model.target: what is built, and what each mistake is answered with.
-
-pytest tests/models/test_target.py
-"""
+"""model.target: what is built, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model
-from toolkit.models.initial import InitialWeights
+from toolkit.models.initial_weights import InitialWeights
 from toolkit.models.target import build_target
 from toolkit.plan.target import check_target
 from toolkit.testing.tiny import tiny_plan
@@ -32,18 +29,18 @@ MISTAKES = {
     "a function without annotation": (
         f"{HERE}.unannotated",
         {"command": "true"},
-        "unannotated does not say that it returns",
+        "unannotated is not annotated to return",
     ),
-    "a function of another type": (f"{HERE}.no_module", {}, "no_module does not say that it returns"),
-    "a function that lies": (f"{HERE}.lying", {}, "gives a int"),
+    "a function of another type": (f"{HERE}.no_module", {}, "no_module is not annotated to return"),
+    "a function that lies": (f"{HERE}.lying", {}, "returns a int"),
     "an annotation that cannot be resolved": (
         f"{HERE}.unresolved",
         {},
-        "unresolved does not say that it returns",
+        "unresolved is not annotated to return",
     ),
     "a class that is no module": (f"{HERE}.NoModule", {}, "NoModule is a class that is not derived"),
     "an object that can be called": (f"{HERE}.partial_of_fine", {}, "no class partial_of_fine"),
-    "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load does not say that it returns"),
+    "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load is not annotated to return"),
     "Python's own library": ("subprocess.getoutput", {"cmd": "true"}, "of Python's own library"),
     "nothing to train": (f"{HERE}.NoParameters", {}, "no parameter"),
     "running statistics": (f"{HERE}.Normed", {}, r"inside.1 \(BatchNorm1d\)"),
@@ -51,7 +48,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("target", "arguments", "shows"), MISTAKES.values(), ids=list(MISTAKES))
-def test_mistakes_are_answered(target: str, arguments: dict[str, int], shows: str) -> None:
+def test_errors_report_cause_and_remedy(target: str, arguments: dict[str, int], shows: str) -> None:
     with pytest.raises(ConfigError, match=shows) as caught:
         build_target(ModelConfig(target=target, arguments=arguments), 0)
     problem = caught.value.problems[0]
@@ -61,14 +58,14 @@ def test_mistakes_are_answered(target: str, arguments: dict[str, int], shows: st
     assert problem.remedy
 
 
-def test_a_function_that_says_what_it_returns_is_taken() -> None:
+def test_annotated_function_is_accepted() -> None:
     assert isinstance(
         build_target(ModelConfig(target=f"{HERE}.annotated", arguments={"width": 2}), 0), torch.nn.Module
     )
 
 
 @pytest.mark.parametrize("target", ["subprocess.getoutput", "os.system", "tests.models.broken.unannotated"])
-def test_what_is_no_model_is_never_called(target: str, tmp_path: Path) -> None:
+def test_other_callables_are_never_called(target: str, tmp_path: Path) -> None:
     (argument,) = {"getoutput": ["cmd"], "system": ["command"], "unannotated": ["command"]}[
         target.rpartition(".")[2]
     ]
@@ -77,21 +74,19 @@ def test_what_is_no_model_is_never_called(target: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_inside_the_users_code_is_theirs() -> None:
+def test_type_error_inside_user_code_propagates() -> None:
     with pytest.raises(TypeError):
         build_target(ModelConfig(target=f"{HERE}.Unwell"), 0)
 
 
-def test_an_import_error_inside_the_users_module_is_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_error_inside_user_module_propagates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "half_installed.py").write_text("import a_package_that_is_missing\n\nclass Model: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
         build_target(ModelConfig(target="half_installed.Model"), 0)
 
 
-def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("from torch import nn\n\n\nclass Model(nn.Linear):\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -101,9 +96,7 @@ def test_a_module_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
     assert module.weight.shape == (3, 2)
 
 
-def test_a_module_is_looked_up_without_importing_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_does_not_import_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "explosive"
     (package / "inner").mkdir(parents=True)
     for file in ("__init__.py", "inner/__init__.py", "inner/models.py"):
@@ -143,7 +136,7 @@ def test_a_module_is_looked_up_without_importing_anything(
         ("", False),
     ],
 )
-def test_a_misspelt_name_is_refused_and_no_name_that_may_be_there(
+def test_only_misspelt_names_are_refused(
     source: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_models.py").write_text(f"{source}\n")
@@ -155,7 +148,7 @@ def test_a_misspelt_name_is_refused_and_no_name_that_may_be_there(
             check_target(ModelConfig(target="own_models.Model"))
 
 
-def test_weights_are_the_constructors_under_the_seed() -> None:
+def test_weights_depend_on_the_seed() -> None:
     model = {"model__target": f"{HERE}.Fine", "model__arguments": {"width": 4, "depth": 2}}
     plan = tiny_plan(None, **model)
     torch.manual_seed(123)

@@ -25,8 +25,8 @@ from toolkit.observe import comm_benchmark
 from toolkit.observe.comm_benchmark import CommBenchmark, find_group, peers_along
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool, rank_pool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import step_all
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import train_steps
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
 
@@ -56,11 +56,11 @@ def run_benchmark(rank: int, plan: RunPlan, device: torch.device, folder: Path) 
 
 
 def train_cell(rank: int, ranks: int, cell: Cell, folder: Path, benchmark: bool) -> dict[str, Any]:
-    plan = cell.plan(Case.ADAM)
+    plan = cell.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
     found = run_benchmark(rank, plan, engine.device, folder) if benchmark else {}
-    results = step_all(engine, plan, range(3), rank=rank)
+    results = train_steps(engine, plan, range(3), rank=rank)
     engine.close()
     return {**found, "losses": [(result.loss, result.grad_norm) for result in results]}
 

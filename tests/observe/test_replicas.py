@@ -21,16 +21,16 @@ import torch.distributed as dist
 from tests.engine.cases import BF16, FP16
 from tests.train.fakes import completed_step, context_of
 from toolkit.engine.build import build_engine, first_weights
-from toolkit.engine.hashing import hashes
-from toolkit.engine.protocol import Copies, Engine
+from toolkit.engine.hashing import hash_tensors
+from toolkit.engine.protocol import Engine, ReplicaSet
 from toolkit.engine.rank_sync import make_flag_reduce
 from toolkit.monitor.alert import Alert
 from toolkit.observe.gather import make_gather, single_rank_gather
 from toolkit.observe.replicas import ReplicaCheck
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool, rank_pool
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
-from toolkit.testing.parity import step_all
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
+from toolkit.testing.parity import train_steps
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
 
@@ -73,12 +73,12 @@ def train_and_flip(rank: int, ranks: int, plan: RunPlan, odd: int, check: bool =
     hook = ReplicaCheck(context, engine, make_gather(rank, ranks, 2), every=EVERY, alert=alerts.append)
     losses = []
     for step in range(STEPS):
-        losses += [result.loss for result in step_all(engine, plan, range(step, step + 1), rank=rank)]
+        losses += [result.loss for result in train_steps(engine, plan, range(step, step + 1), rank=rank)]
         if check:
             hook.on_step(completed_step(step + 1))
     flips = flip_each_set(rank, ranks, engine, hook, alerts, odd) if check else []
     hook.on_end(STEPS)
-    sets = [(one.what, one.ranks, list(one.tensors)) for one in engine.copies()]
+    sets = [(one.kind, one.ranks, list(one.tensors)) for one in engine.replica_sets()]
     engine.close()
     return RankResult([alert for alert in alerts if alert.step <= STEPS], flips, sets, losses)
 
@@ -88,14 +88,14 @@ def flip_each_set(
 ) -> list[Any]:
     found = []
     counts: list[Any] = [None] * ranks
-    dist.all_gather_object(counts, len(engine.copies()))
+    dist.all_gather_object(counts, len(engine.replica_sets()))
     for number in range(counts[odd]):
         step = STEPS + EVERY * (number + 1)
-        mine = engine.copies()
+        mine = engine.replica_sets()
         name = list(mine[number].tensors)[len(mine[number].tensors) // 2] if rank == odd else ""
         if rank == odd:
             flip(mine[number].tensors[name])
-        flipped = [(mine[number].what, mine[number].ranks, name) if rank == odd else None]
+        flipped = [(mine[number].kind, mine[number].ranks, name) if rank == odd else None]
         dist.broadcast_object_list(flipped, src=odd)
         assert flipped[0] is not None
         hook.on_step(completed_step(step))
@@ -186,7 +186,7 @@ def test_flipped_bit_is_named_and_clean_training_raises_no_alert(
     case: tuple[Cell, dict[str, Any], dict[str, int]], pool: RankPool
 ) -> None:
     cell, more, wanted = case
-    plan = cell.plan(Case.ADAM, **more)
+    plan = cell.plan(OptimizerCase.ADAM, **more)
     odd = cell.ranks - 1
     results: list[RankResult] = pool.run(train_and_flip, plan, odd, ranks=cell.ranks)
     first = results[0]
@@ -210,7 +210,7 @@ def test_flipped_bit_is_named_and_clean_training_raises_no_alert(
 
 
 def test_comparing_does_not_change_losses(pool: RankPool) -> None:
-    plan = deepspeed("llama", 2, data=2).plan(Case.ADAM)
+    plan = deepspeed("llama", 2, data=2).plan(OptimizerCase.ADAM)
     checked, control = (pool.run(train_and_flip, plan, 1, check, ranks=2)[0] for check in (True, False))
     assert checked.losses == control.losses
 
@@ -218,7 +218,7 @@ def test_comparing_does_not_change_losses(pool: RankPool) -> None:
 def test_single_rank_has_nothing_to_compare() -> None:
     plan = tiny_plan()
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
-    assert engine.copies() == []
+    assert engine.replica_sets() == []
     hook = ReplicaCheck(context_of(plan, Path()), engine, single_rank_gather, every=1, alert=fail)
     hook.on_step(completed_step(1))
     hook.on_end(1)
@@ -230,7 +230,7 @@ def test_failed_comparison_is_logged_and_training_continues(caplog: pytest.LogCa
 
     weights = {"w": torch.ones(4)}
     engine: Any = SimpleNamespace(
-        device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), weights)]
+        device=torch.device("cpu"), replica_sets=lambda: [ReplicaSet("weights", (0, 1), weights)]
     )
     hook = ReplicaCheck(context_of(tiny_plan(ranks=2), Path()), engine, gather, every=1, alert=fail)
     for step in range(1, 4):
@@ -242,7 +242,7 @@ def test_failed_comparison_is_logged_and_training_continues(caplog: pytest.LogCa
 
 def test_blocked_gather_does_not_delay_the_end() -> None:
     engine: Any = SimpleNamespace(
-        device=torch.device("cpu"), copies=lambda: [Copies("weights", (0, 1), {"w": torch.ones(4)})]
+        device=torch.device("cpu"), replica_sets=lambda: [ReplicaSet("weights", (0, 1), {"w": torch.ones(4)})]
     )
     context = context_of(tiny_plan(ranks=2), Path())
     hook = ReplicaCheck(context, engine, lambda block: time.sleep(3), every=1, alert=fail, end_seconds=0.1)
@@ -267,7 +267,10 @@ def test_cost_of_a_hash(capsys: pytest.CaptureFixture[str]) -> None:
             took.append(time.perf_counter() - began)
         return min(took)
 
-    hashing, summing = seconds(lambda: hashes(tensors, torch.device("cpu"))), seconds(lambda: words.sum())
+    hashing, summing = (
+        seconds(lambda: hash_tensors(tensors, torch.device("cpu"))),
+        seconds(lambda: words.sum()),
+    )
     with capsys.disabled():
         print(f"hash {hashing * 4e3:.0f} ms a GiB, one sum {summing * 4e3:.0f} ms a GiB")
     assert hashing < 6 * summing + 0.01

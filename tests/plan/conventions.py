@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from toolkit.families import get
+from toolkit.families import PUBLISHED, get_family
 from toolkit.families.base import ModelShape
-from toolkit.families.published import PUBLISHED
 from toolkit.plan.flops import FORWARD_AND_BACKWARD
 
 MODELS = {"GPT-2": "gpt2", "Llama 3 8B": "llama-3-8b", "Mixtral 8x7B": "mixtral-8x7b"}
@@ -17,7 +16,7 @@ LENGTH = {"GPT-2": 1024, "Llama 3 8B": 8192, "Mixtral 8x7B": 8192}
 
 
 def ours(shape: ModelShape, length: int) -> float:
-    return FORWARD_AND_BACKWARD * get(shape.family).forward_flops(shape, length).total
+    return FORWARD_AND_BACKWARD * get_family(shape.family).forward_flops(shape, length).total
 
 
 def megatron_lm_2024(shape: ModelShape, length: int) -> float:
@@ -37,7 +36,7 @@ def _megatron(shape: ModelShape, length: int, of_the_matrix: float) -> float:
     attention = (
         1 + shape.num_key_value_heads / shape.num_attention_heads + of_the_matrix * length / hidden
     ) * width
-    gated = 1.5 if get(shape.family).traits.gated else 1.0
+    gated = 1.5 if get_family(shape.family).traits.gated else 1.0
     feed_forward = shape.intermediate_size / hidden * max(1, shape.num_experts_per_tok) * gated
     return 12 * layers * hidden**2 * (attention + feed_forward + shape.vocab_size / (2 * layers * hidden))
 
@@ -52,7 +51,7 @@ def palm(shape: ModelShape, length: int) -> float:
 
 def nanogpt(shape: ModelShape, length: int) -> float:
     """``estimate_mfu``: PaLM's, without the table of positions in N."""
-    table = 0 if get(shape.family).traits.rotary else shape.max_position_embeddings * shape.hidden_size
+    table = 0 if get_family(shape.family).traits.rotary else shape.max_position_embeddings * shape.hidden_size
     return palm(shape, length) - 6 * table
 
 
@@ -75,7 +74,7 @@ def _numel(shape: ModelShape) -> int:
         * shape.intermediate_size
         * shape.num_hidden_layers
     )
-    return sum(spec.numel for spec in get(shape.family).parameters(shape)) - idle
+    return sum(spec.numel for spec in get_family(shape.family).parameters(shape)) - idle
 
 
 CONVENTIONS: dict[str, Callable[[ModelShape, int], float]] = {
@@ -92,7 +91,7 @@ CONVENTIONS: dict[str, Callable[[ModelShape, int], float]] = {
 def flops(convention: str, name: str) -> float:
     model = PUBLISHED[MODELS[name]]
     assert model.family is not None
-    return CONVENTIONS[convention](get(model.family).resolve_shape(model), LENGTH[name])
+    return CONVENTIONS[convention](get_family(model.family).resolve_shape(model), LENGTH[name])
 
 
 def cell(convention: str, name: str) -> str:

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.families import FAMILIES, get
+from toolkit.families import FAMILIES, PUBLISHED, get_family
 from toolkit.families.base import ModelShape
-from toolkit.families.published import PUBLISHED
 from toolkit.plan.activations import activation_bytes, layer_bytes
 
 torch = pytest.importorskip("torch")
@@ -29,22 +28,25 @@ SIZES = {
 
 def small(family: str, layers: int = 1) -> ModelShape:
     model = replace(
-        next(iter(get(family).published.values())),
+        next(iter(get_family(family).published.values())),
         **(SIZES | {"num_hidden_layers": layers}),
         tie_word_embeddings=None,
     )
     if family != "gpt2":
         model = replace(
-            model, intermediate_size=160, num_key_value_heads=2, head_dim=get(family).tiny.get("head_dim")
+            model,
+            intermediate_size=160,
+            num_key_value_heads=2,
+            head_dim=get_family(family).tiny.get("head_dim"),
         )
-    return get(family).resolve_shape(model)
+    return get_family(family).resolve_shape(model)
 
 
 def saved_bytes(family: str, layers: int, dtype: torch.dtype, apart: bool = False) -> int:
     """Bytes of distinct storages that autograd saves in a forward pass, without weights; with a mask for documents that are apart."""
     shape = small(family, layers)
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**get(family).hugging_face_config(shape))
+    config = transformers.AutoConfig.for_model(**get_family(family).hugging_face_config(shape))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages = {}
@@ -79,7 +81,7 @@ def test_a_layer_keeps_what_the_formula_says(family: str, dtype: str, apart: boo
 
 
 def test_checkpointing_keeps_one_block_and_the_others_inputs() -> None:
-    shape = get("llama").resolve_shape(PUBLISHED["llama-3-8b"])
+    shape = get_family("llama").resolve_shape(PUBLISHED["llama-3-8b"])
     sizes = {"micro_batch": 1, "sequence_length": 4096, "element": 2}
     whole = activation_bytes(shape, checkpointing=False, **sizes)
     kept = activation_bytes(shape, checkpointing=True, **sizes)
@@ -92,5 +94,5 @@ def test_a_gpt_layer_is_korthikantis_without_masks_and_matrices() -> None:
     """sbh(34 + 5as/h) less the matrices (5as/h) and the dropout masks (1 after attention, 1 after the feed-forward); transformers'
     gelu keeps three more tensors of width 4h than theirs (24h bytes), and the fused attention one number a row and head, the
     norms two numbers a token each."""
-    shape = get("gpt2").resolve_shape(PUBLISHED["gpt2"])
+    shape = get_family("gpt2").resolve_shape(PUBLISHED["gpt2"])
     assert layer_bytes(shape, 2) == shape.hidden_size * (34 - 2 + 24) + 4 * shape.num_attention_heads + 16

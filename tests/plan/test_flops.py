@@ -15,9 +15,8 @@ import pytest
 from tests.plan.cases import CPU, h100s, run_config
 from tests.plan.conventions import CONVENTIONS, LENGTH, MODELS, cell, flops
 from toolkit.config.schema import EngineName, Precision
-from toolkit.families import get
+from toolkit.families import PUBLISHED, get_family
 from toolkit.families.base import ForwardFlops
-from toolkit.families.published import PUBLISHED
 from toolkit.plan import make_plan
 from toolkit.plan.flops import hardware_flops, model_flops, peak_flops, without_utilisation
 from toolkit.plan.types import RunPlan, World
@@ -39,7 +38,7 @@ def again(plan: RunPlan) -> float:
 
 def forward(plan: RunPlan) -> ForwardFlops:
     assert plan.shape is not None
-    return get(plan.shape.family).forward_flops(plan.shape, plan.config.train.sequence_length)
+    return get_family(plan.shape.family).forward_flops(plan.shape, plan.config.train.sequence_length)
 
 
 def test_nothing_is_recomputed_unless_it_is_asked_for() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from tests.plan.cases import CPU, h100s, run_config
 from toolkit.config.compose import compose
 from toolkit.config.schema import EngineName, Precision, RunConfig
-from toolkit.families.published import PUBLISHED
+from toolkit.families import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.devices import GPUS, find, normalise

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
 from toolkit.config.schema import EngineName, OptimizerName, Place, Precision, RunConfig
-from toolkit.families import get
+from toolkit.families import PUBLISHED, get_family
 from toolkit.families.base import ModelShape, ParameterSpec
-from toolkit.families.published import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.batch import plan_batch
@@ -28,7 +27,7 @@ GB = 1e9
 
 
 def memory_of(config: RunConfig, ranks: int, parameters: list[ParameterSpec] | None = None) -> MemoryPlan:
-    family = get(config.model.family or "")
+    family = get_family(config.model.family or "")
     shape: ModelShape = family.resolve_shape(config.model)
     return plan_memory(
         config,
@@ -190,7 +189,7 @@ def test_muon_has_one_moment_for_matrices() -> None:
     )
     matrices = sum(
         spec.numel
-        for spec in get("llama").parameters(get("llama").resolve_shape(SMALL))
+        for spec in get_family("llama").parameters(get_family("llama").resolve_shape(SMALL))
         if spec.layer is not None and spec.decays
     )
     assert adam.optimizer - muon.optimizer == 4 * matrices // 2

@@ -18,14 +18,14 @@ from tests.plan.cases import CPU, SMALL, h100s, run_config
 from toolkit.config.schema import EngineName, ModelConfig
 from toolkit.data.sources import vocabulary_problem
 from toolkit.errors import InputError, PlanError, UserError
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.plan import make_plan
 from toolkit.plan.pretrained import resolve
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    family = get("llama")
+    family = get_family("llama")
     config = family.hugging_face_config(family.resolve_shape(replace(SMALL, rope_theta=77.0)))
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -130,7 +130,7 @@ MISFITS: list[tuple[ModelConfig, dict[str, Any], int]] = [
 def test_remedies_for_a_pretrained_model_name_no_other_sizes(
     model: ModelConfig, changes: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
-    family = get(str(model.family))
+    family = get_family(str(model.family))
     config = family.hugging_face_config(family.resolve_shape(replace(model, head_dim=8)))
     config |= {"head_dim": model.head_dim} if model.head_dim else {}
     (tmp_path / "config.json").write_text(json.dumps(config))

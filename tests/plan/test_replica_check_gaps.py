@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.plan.replica_check_gaps import replica_check_gaps
-from toolkit.testing.matrix import Case, Cell, deepspeed, megatron
+from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.tiny import tiny_plan
 
 
@@ -26,12 +26,12 @@ from toolkit.testing.tiny import tiny_plan
     ids=lambda value: value.name if isinstance(value, Cell) else "",
 )
 def test_what_a_layout_cannot_see(cell: Cell, said: str) -> None:
-    assert said in "; ".join(replica_check_gaps(cell.plan(Case.ADAM)))
+    assert said in "; ".join(replica_check_gaps(cell.plan(OptimizerCase.ADAM)))
 
 
 def test_where_all_is_held_by_all_little_is_left() -> None:
     for cell in (megatron("llama", data=2), deepspeed("llama", 0, data=2)):
-        assert replica_check_gaps(cell.plan(Case.ADAM)) == [
+        assert replica_check_gaps(cell.plan(OptimizerCase.ADAM)) == [
             "gradients and activations, which are not kept",
             "buffers that are not trained",
         ]

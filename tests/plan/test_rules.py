@@ -27,7 +27,7 @@ from toolkit.config.schema import (
     ScheduleName,
 )
 from toolkit.errors import PlanError, Problem, Severity
-from toolkit.families.published import PUBLISHED
+from toolkit.families import PUBLISHED
 from toolkit.plan import make_plan
 from toolkit.plan.batch import plan_batch
 from toolkit.plan.deepspeed import _derived

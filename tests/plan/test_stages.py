@@ -20,7 +20,7 @@ from toolkit.testing.tiny import tiny_plan
 def test_every_family_is_covered(family: str, layers: int, count: int) -> None:
     plan = tiny_plan(family, model__num_hidden_layers=layers)
     assert plan.shape is not None
-    tied = set(FAMILIES[family].tied(plan.shape).values())
+    tied = set(FAMILIES[family].tied_weights(plan.shape).values())
     stages = split(plan.parameters, count, tied)
     assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
     assert all(len(stage.layers) for stage in stages)

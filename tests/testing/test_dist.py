@@ -1,7 +1,4 @@
-"""Ranks for tests: results, failures, time limits, and nothing left behind.
-
-pytest tests/testing/test_dist.py
-"""
+"""Ranks for tests: results, failures, timeouts, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from toolkit.testing.dist import RankPool, RanksFailed, _Fresh, rank_pool, run_ranks
+from toolkit.testing.dist import RankPool, RanksFailed, _SpawnedRanks, rank_pool, run_ranks
 
 
 def add_up(rank: int, ranks: int, start: int) -> tuple[int, int, int]:
@@ -52,7 +49,7 @@ def pool() -> Iterator[RankPool]:
         yield found
 
 
-def test_every_rank_answers_and_lives_on(pool: RankPool) -> None:
+def test_every_rank_returns_and_is_reused(pool: RankPool) -> None:
     first = pool.run(add_up, 10)
     assert [answer[:2] for answer in first] == [(33, 3)] * 3
     assert pool.run(add_up, 10) == first, "the same processes"
@@ -61,11 +58,11 @@ def test_every_rank_answers_and_lives_on(pool: RankPool) -> None:
     assert pool.run(add_up, 7, ranks=1) == [(7, 1, first[0][2])]
 
 
-def test_tensors_come_back(pool: RankPool) -> None:
+def test_tensors_are_returned(pool: RankPool) -> None:
     assert [answer["mine"].tolist() for answer in pool.run(give_tensors)] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def test_a_failure_is_told_and_the_pool_recovers(pool: RankPool) -> None:
+def test_failure_is_reported_and_the_pool_recovers(pool: RankPool) -> None:
     before = {answer[2] for answer in pool.run(add_up, 0)}
     with pytest.raises(
         RanksFailed, match=r"(?s)rank 1: Traceback.*fail_on_one.*ValueError: rank one is unwell"
@@ -75,27 +72,27 @@ def test_a_failure_is_told_and_the_pool_recovers(pool: RankPool) -> None:
     assert pool.run(add_up, 0)[0][:2] == (3, 3)
 
 
-def test_a_death_is_told(pool: RankPool) -> None:
+def test_dead_rank_is_reported(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="rank 1: the process died"):
         pool.run(die_on_one, timeout=20)
 
 
-def test_time_is_bounded(pool: RankPool) -> None:
+def test_timeout_is_enforced(pool: RankPool) -> None:
     started = time.monotonic()
-    with pytest.raises(RanksFailed, match="did not answer in 1 s"):
+    with pytest.raises(RanksFailed, match="did not return within 1 s"):
         pool.run(sleep_on_one, ranks=2, timeout=1)
     assert time.monotonic() - started < 5
 
 
-def test_one_case_leaves_no_process() -> None:
+def test_run_ranks_leaves_no_process() -> None:
     answers = run_ranks(add_up, 2, 1)
     assert gone({answer[2] for answer in answers})
 
 
-def test_ranks_started_anew() -> None:
+def test_spawned_ranks() -> None:
     """As on GPUs, whose state does not survive a fork; here with gloo."""
     pool = RankPool(2)
-    pool._source = _Fresh()
+    pool._source = _SpawnedRanks()
     first = pool.run(add_up, 10)
     assert [answer[:2] for answer in first] == [(21, 2)] * 2
     assert pool.run(add_up, 10) == first, "the same processes"

@@ -1,7 +1,4 @@
-"""What judges engines must itself be right: distances, controls, and shards put together.
-
-pytest tests/testing/test_parity.py
-"""
+"""The parity checks themselves: distances, controls, and gathering shards."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from toolkit.testing.tiny import FAMILIES, LENGTH, micro_batches, tiny_plan
 
 
 @pytest.fixture(scope="module")
-def oracle() -> parity.Trace:
-    return parity.run(tiny_plan())
+def oracle() -> parity.RunTrace:
+    return parity.run_trace(tiny_plan())
 
 
-def test_a_run_equals_itself(oracle: parity.Trace) -> None:
-    parity.check(parity.run(tiny_plan()), oracle)
+def test_run_has_no_distance_to_itself(oracle: parity.RunTrace) -> None:
+    parity.check_parity(parity.run_trace(tiny_plan()), oracle)
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "weight"])
-def test_each_difference_is_seen(oracle: parity.Trace, what: str) -> None:
+def test_each_difference_is_detected(oracle: parity.RunTrace, what: str) -> None:
     last = oracle.results[-1]
     weights = {name: value.clone() for name, value in oracle.weights.items()}
     if what == "loss":
@@ -35,37 +32,37 @@ def test_each_difference_is_seen(oracle: parity.Trace, what: str) -> None:
         last = replace(last, grad_norm=last.grad_norm + 2e-4)
     else:
         weights["model.norm.weight"][5] += 2e-4
-    changed = parity.Trace((*oracle.results[:-1], last), weights)
+    changed = parity.RunTrace((*oracle.results[:-1], last), weights)
     with pytest.raises(AssertionError, match=f"{what}="):
-        parity.check(changed, oracle)
-    with pytest.raises(AssertionError, match="passes for right"):
+        parity.check_parity(changed, oracle)
+    with pytest.raises(AssertionError, match="passes as correct"):
         parity.check_control(changed, oracle)
 
 
-def test_an_oracle_that_learns_nothing_is_no_oracle() -> None:
-    still = parity.run(tiny_plan(optim__lr=0.0), steps=3)
+def test_oracle_that_does_not_learn_is_refused() -> None:
+    still = parity.run_trace(tiny_plan(optim__lr=0.0), steps=3)
     with pytest.raises(AssertionError, match="invalid cell"):
-        parity.check(still, still)
+        parity.check_parity(still, still)
 
 
-def test_controls_are_far_away() -> None:
+def test_controls_exceed_the_tolerance() -> None:
     sgd = {"optim__name": OptimizerName.sgd, "optim__lr": 0.1, "optim__momentum": 0.9}
-    right = parity.run(tiny_plan("qwen2", **sgd, optim__clip=0.0))
+    right = parity.run_trace(tiny_plan("qwen2", **sgd, optim__clip=0.0))
     assert right.losses[0] - right.losses[-1] > parity.REQUIRED_FALL
     parity.check_control(
-        parity.run(tiny_plan("qwen2", **sgd, optim__clip=0.0), task=parity.DoubledGradients()), right
+        parity.run_trace(tiny_plan("qwen2", **sgd, optim__clip=0.0), task=parity.DoubledGradients()), right
     )
-    parity.check_control(parity.run(tiny_plan("qwen2", **sgd, optim__clip=1.0)), right)
+    parity.check_control(parity.run_trace(tiny_plan("qwen2", **sgd, optim__clip=1.0)), right)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_can_learn_the_samples(family: str) -> None:
-    losses = parity.run(tiny_plan(family)).losses
+def test_each_family_learns_the_samples(family: str) -> None:
+    losses = parity.run_trace(tiny_plan(family)).losses
     assert losses[0] - losses[-1] > parity.REQUIRED_FALL
 
 
 def test_samples_do_not_depend_on_the_layout() -> None:
-    """The global batch is the same; micro-batches of it have different numbers of tokens."""
+    """The global batch is the same; its micro-batches have different numbers of tokens."""
     layouts = [(1, 8), (1, 2), (2, 2), (4, 1), (4, 2)]
     for step in (0, 3):
         rows = []
@@ -86,7 +83,7 @@ def test_samples_do_not_depend_on_the_layout() -> None:
     assert max(units) <= 2 * LENGTH
 
 
-def test_gathering_notices_holes_and_overlaps() -> None:
+def test_gathering_detects_holes_and_overlaps() -> None:
     key = TensorKey(WEIGHT, "w")
 
     def part(low: int, high: int, replicas: int = 1) -> Shard:
@@ -94,8 +91,8 @@ def test_gathering_notices_holes_and_overlaps() -> None:
             key, (4,), Box((low,), (high - low,)), torch.arange(float(low), float(high)), 0, replicas
         )
 
-    assert parity.gather([part(0, 1), part(1, 4)], 0, 1)[key].tolist() == [0, 1, 2, 3]
-    assert parity.gather([part(0, 4, 2), part(0, 4, 2)], 0, 1)[key].tolist() == [0, 1, 2, 3]
+    assert parity.gather_tensors([part(0, 1), part(1, 4)], 0, 1)[key].tolist() == [0, 1, 2, 3]
+    assert parity.gather_tensors([part(0, 4, 2), part(0, 4, 2)], 0, 1)[key].tolist() == [0, 1, 2, 3]
     for wrong in ([part(0, 3)], [part(0, 3), part(2, 4)], [part(0, 4, 2)]):
         with pytest.raises(AssertionError, match="covered"):
-            parity.gather(wrong, 0, 1)
+            parity.gather_tensors(wrong, 0, 1)

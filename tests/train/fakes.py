@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from toolkit.checkpoint.shard import Reader, Shard
-from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, StepResult, StepSettings
+from toolkit.engine.protocol import EvalResult, MicroBatch, ReplicaSet, StepResult, StepSettings
 from toolkit.engine.rank_sync import FlagReduce, StepConsensus, single_rank_reduce
 from toolkit.hooks import CompletedStep
 from toolkit.observe.context import RankContext
@@ -48,7 +48,7 @@ class FakeEngine:
     def shards(self) -> list[Shard]:
         return []
 
-    def copies(self) -> list[Copies]:
+    def replica_sets(self) -> list[ReplicaSet]:
         return []
 
     def scalars(self) -> dict[str, object]:

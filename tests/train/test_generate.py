@@ -15,8 +15,8 @@ from torch import nn
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.errors import InputError
 from toolkit.families.base import ModelShape
-from toolkit.families.recorded import shape_of
-from toolkit.models.initial import InitialWeights
+from toolkit.families.model_files import parse_model_shape
+from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.present import to_json
 from toolkit.testing.tiny import LENGTH, tiny_plan
 from toolkit.train.generate import continue_text, load_model
@@ -82,7 +82,7 @@ def test_generation_is_limited_by_tokens_context_time_and_stop(
 
 def test_model_shape_is_restored_from_plan_json() -> None:
     plan = tiny_plan("mixtral")
-    assert shape_of({**to_json(plan)["model"], "of a later version": 1}, "plan.json") == plan.shape
+    assert parse_model_shape({**to_json(plan)["model"], "of a later version": 1}, "plan.json") == plan.shape
     assert isinstance(plan.shape, ModelShape)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model
-from toolkit.models.initial import InitialWeights
+from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.generate import load_model

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.errors import InputError, Problem
 from toolkit.families import FAMILIES
 from toolkit.families.base import ModelShape
-from toolkit.families.recorded import model_of_config, shape_of
+from toolkit.families.model_files import parse_model_config, parse_model_shape
 
 LEVELS = 3  # folders that are looked at: the checkpoint's own, then those above it
 
@@ -37,12 +37,12 @@ def model_near(folder: Path) -> ModelShape | None:
     for place in places:
         if (place / "attempts").is_dir():
             model = _object(place / "plan.json").get("model")
-            return shape_of(model, place / "plan.json") if isinstance(model, dict) else None
+            return parse_model_shape(model, place / "plan.json") if isinstance(model, dict) else None
     for place in places:
         config = _object(place / "config.json")
         family = FAMILIES.get(str(config.get("model_type")))
         if family is not None:
-            return family.resolve_shape(model_of_config(family, config, place / "config.json"))
+            return family.resolve_shape(parse_model_config(family, config, place / "config.json"))
     return None
 
 

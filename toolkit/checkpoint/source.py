@@ -20,7 +20,7 @@ from toolkit.checkpoint.catalog import Catalog, Damage
 from toolkit.checkpoint.reader import CatalogReader
 from toolkit.errors import CheckpointError, Problem, UserError
 from toolkit.families.base import ModelShape
-from toolkit.families.recorded import shape_of
+from toolkit.families.model_files import parse_model_shape
 from toolkit.paths import MOST_PATH_BYTES, UnsafePath, check_links, inside
 
 MODEL = "model"  # among the scalars: the model's sizes, so that a checkpoint says what it is of
@@ -228,7 +228,7 @@ def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Source:
 def of_manifest(folder: Path, found: manifest.Manifest, model: ModelShape | None) -> Source:
     """What a manifest describes. Looks at no file of it."""
     sizes = found.scalars.get(MODEL)
-    said = shape_of(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
+    said = parse_model_shape(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
     shape = model or said or nearby.model_near(folder)
     facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
     return Source(

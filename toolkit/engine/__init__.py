@@ -1,1 +1,1 @@
-"""Doing: the plan carried out by plain torch, DeepSpeed or Megatron-core behind one protocol."""
+"""The engine protocol, its DeepSpeed and Megatron-core implementations, and the local reference engine."""

@@ -1,4 +1,4 @@
-"""The engine of a plan, and where its first weights come from."""
+"""Build the engine of a plan, and read the weights that a new run starts from."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from toolkit.plan.types import RunPlan
 def build_engine(
     plan: RunPlan, objective: Objective, *, rank: int, local_rank: int, recorder: Recorder = UNRECORDED
 ) -> Engine:
-    """The engine with memory for weights but no weights in it: call ``engine.load(reader)`` next, with :func:`first_weights`
-    or a checkpoint. On several ranks it is collective. It tells ``recorder`` where its steps' time goes."""
-    # torch 2.13 renames these; DeepSpeed and Megatron-core, which run on older versions too, call them by their old names.
+    """Build the engine with uninitialized weights. Collective.
+
+    Call ``engine.load(reader)`` next, with :func:`first_weights` or a checkpoint.
+
+    Args:
+        recorder: receives the time that each part of a step takes.
+    """
+    # torch 2.13 renames these collectives; DeepSpeed and Megatron-core still call them by their old names.
     warnings.filterwarnings(
         "ignore",
         r".*torch\.distributed\.\w+` is deprecated\. Please use `torch\.distributed\.\w+_single`",
@@ -27,13 +32,14 @@ def build_engine(
 
 
 def first_weights(plan: RunPlan) -> Reader:
-    """What a run starts from that does not resume: ``model.pretrained``, or random weights under ``train.seed``.
+    """Open the weights that a new run starts from: ``model.pretrained``, or random ones.
 
     Raises:
-        InputError, CheckpointError: the pretrained weights cannot be had, or are of another family.
+        InputError: the pretrained weights cannot be downloaded.
+        CheckpointError: they are damaged, or belong to another family.
     """
     if plan.config.model.pretrained is None:
-        from toolkit.models.initial import InitialWeights
+        from toolkit.models.initial_weights import InitialWeights
 
         return InitialWeights(plan)
     from toolkit.models.pretrained import open_pretrained
@@ -41,7 +47,7 @@ def first_weights(plan: RunPlan) -> Reader:
     return open_pretrained(plan)
 
 
-# Each engine is imported when it is asked for: DeepSpeed alone takes two seconds.
+# Engines are imported lazily: DeepSpeed alone takes two seconds.
 def _local(plan: RunPlan, objective: Objective, rank: int, local_rank: int, recorder: Recorder) -> Engine:
     from toolkit.engine.local import LocalEngine
 
@@ -59,7 +65,7 @@ def _deepspeed(plan: RunPlan, objective: Objective, rank: int, local_rank: int, 
 
 
 def _megatron(plan: RunPlan, objective: Objective, rank: int, local_rank: int, recorder: Recorder) -> Engine:
-    from toolkit.engine.megatron.step import MegatronEngine
+    from toolkit.engine.megatron.engine import MegatronEngine
 
     return MegatronEngine(plan, objective, rank=rank, local_rank=local_rank, recorder=recorder)
 

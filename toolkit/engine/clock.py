@@ -1,4 +1,4 @@
-"""The time of a GPU's own work, without waiting for it."""
+"""Measure the time of GPU work with events, without synchronizing the device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from toolkit.plan.types import Device
 
 
 class CudaClock(Clock):
-    """Stamps are events in the queue of the stream that was current at the start: the one that computes. Work on other streams shows
-    where that one waits for them. Two events are read to half a microsecond (``cudaEventElapsedTime``)."""
+    """A clock whose stamps are CUDA events on the stream that is current at construction.
+
+    Work on other streams counts only while that compute stream waits for it. The resolution is half a
+    microsecond (``cudaEventElapsedTime``).
+    """
 
     def __init__(self) -> None:
         self.stream = torch.cuda.current_stream()
@@ -30,9 +33,8 @@ class CudaClock(Clock):
         return float(earlier.elapsed_time(later)) / 1e3
 
     def passed(self, stamp: torch.cuda.Event) -> bool:
-        if (
-            torch.cuda.current_device() != self._device
-        ):  # a new thread is on the first GPU, and asking would take memory there
+        # A new thread starts on GPU 0; a query from there would allocate memory on it.
+        if torch.cuda.current_device() != self._device:
             torch.cuda.set_device(self._device)
         return bool(stamp.query())
 
@@ -40,21 +42,22 @@ class CudaClock(Clock):
         self._free.extend(stamps)
 
     def idle(self) -> bool:
-        """While a CUDA graph is captured: an event would be in the graph."""
+        """True while a CUDA graph is captured, because an event would become part of the graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
-def clock_of(device: Device) -> Clock:
-    """Of the process's own GPU, where a run is on GPUs."""
+def make_clock(device: Device) -> Clock:
+    """Return a clock for the current GPU, or a host clock for a CPU run."""
     return CudaClock() if device is Device.CUDA else HostClock()
 
 
 class SideStreams:
-    """Collectives that an engine begins on a stream of its own, beside the one that computes (ZeRO with ``overlap_comm``, gathering under
-    ZeRO 3, Megatron-core's gradients of several distributed-optimizer instances). They are exposed where the computing stream, or the host,
-    waits for that stream: that time belongs to the last collective that was put there.
+    """Attribute waiting for a communication stream to the collective that runs on it.
 
-    On a CPU there are no streams, and this does nothing.
+    Engines start some collectives on streams other than the compute stream (ZeRO with ``overlap_comm``,
+    parameter gathering under ZeRO 3, Megatron-core with several distributed-optimizer instances). Such a
+    collective is exposed while the compute stream or the host waits for its stream; that time is attributed
+    to the last collective started there. On CPUs, which have no streams, this does nothing.
     """
 
     def __init__(self, recorder: StepRecorder | None) -> None:
@@ -80,7 +83,7 @@ class SideStreams:
             torch.cuda.Stream.wait_stream, torch.cuda.Stream.synchronize = wait_stream, synchronize  # type: ignore[method-assign, assignment]
 
     def carry(self, part: AbstractContextManager[None]) -> None:
-        """A collective begins on the current stream; waiting for it is ``part``."""
+        """Register ``part`` as the time of waiting for the collective that starts on the current stream."""
         if self._main is not None and (stream := torch.cuda.current_stream()) != self._main:
             self._carried[stream.cuda_stream] = part
 

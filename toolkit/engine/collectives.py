@@ -1,12 +1,13 @@
-"""Every collective, send and receive of this process, timed where it is exposed and remembered for who looks into a hang.
+"""Record and time every collective, send and receive of this process.
 
-DeepSpeed and Megatron-core take functions of ``torch.distributed`` by name when they are imported, so those are left alone. What all of
-them end in are methods of ``ProcessGroup``, and waiting is ``Work.wait``: those two classes get other methods, once in a process. Torch
-binds both in a way that lets their attributes be set (pybind11's classes are ordinary heap types). What C++ calls by itself is not
-seen: torch's own DistributedDataParallel and functional collectives, which neither engine uses.
+DeepSpeed and Megatron-core import functions of ``torch.distributed`` by name, so patching those would miss
+calls. All of them end in methods of ``ProcessGroup`` and in ``Work.wait``: those two classes are patched,
+once per process (pybind11 classes allow setting attributes). Collectives started from C++ are not seen:
+torch's DistributedDataParallel and functional collectives, which neither engine uses.
 
-A collective is two parts: beginning it, which on GPUs puts it into a queue, and waiting for it, wherever in the step that happens; both
-are named after the axes of its group. One that has ended when it is waited for costs nothing: only what computing waits for shows.
+A collective is timed in two parts, both named after the axes of its group: starting it, which enqueues it on
+GPUs, and waiting for it. Waiting for a finished collective takes no time, so only exposed communication
+shows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from toolkit.layout.axes import OTHER, Axes, axis_name
 from toolkit.monitor.calls import Call
 from toolkit.monitor.recorder import StepRecorder
 
-# Methods of ProcessGroup, and what torch.distributed calls the operation. torch 2.13 has new names for some of 2.11's.
+# Methods of ProcessGroup and the names of their operations in torch.distributed. torch 2.13 renamed some of
+# 2.11's.
 OPERATIONS: Mapping[str, str] = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -58,114 +60,123 @@ OPERATIONS: Mapping[str, str] = {
     "_start_coalescing": "start",
     "_end_coalescing": "end",
 }
-PASSING = ("send", "recv")  # between two ranks
-EXCHANGING = ("all_to_all", "all_to_all_single")
-START, END = "start", "end"  # of calls that are put together into one, as NCCL does for sends and receives
-RECENT = 8  # calls of a group that are told
-ANYBODY = -1  # the rank to receive from, where it is not said
-REMEMBERED = 4096  # works that nobody has waited for, and words for tensors
+POINT_TO_POINT = ("send", "recv")
+ALL_TO_ALL = ("all_to_all", "all_to_all_single")
+START, END = "start", "end"  # of calls that are coalesced into one, as NCCL does with sends and receives
+CALLS_PER_GROUP = 8  # calls of a group that are recorded
+ANY_RANK = -1  # the peer of a receive that does not name its source
+CACHE_SIZE = 4096  # works that have not been waited for, and formatted tensor specs
 
-Part = AbstractContextManager[None]
-Note = Callable[
-    [str, str, int, str, int | None, float, str], None
-]  # group, axis, number, operation, peer, begun, tensors: as in Call
+TimedPart = AbstractContextManager[None]
+# group, axis, number, operation, peer, begun, tensors: the fields of Call
+CallListener = Callable[[str, str, int, str, int | None, float, str], None]
 
-_watched: _Watched | None = None
+_recorder: _CollectiveRecorder | None = None
 _originals: dict[tuple[type, str], Any] = {}
 
 
 @contextmanager
-def watched(axes: Axes, recorder: StepRecorder | None) -> Iterator[None]:
-    """While it is open calls are remembered, and with a recorder those on its thread are timed. For one run of a process at a time."""
-    global _watched
-    assert _watched is None, "two runs of one process watch its collectives"
+def record_collectives(axes: Axes, recorder: StepRecorder | None) -> Iterator[None]:
+    """Record calls inside the context, and time those on the recorder's thread if there is one.
+
+    Only one such context may be open in a process.
+    """
+    global _recorder
+    assert _recorder is None, "collectives of this process are already being recorded"
     install()
-    _watched = watching = _Watched(axes, recorder)
+    _recorder = opened = _CollectiveRecorder(axes, recorder)
     try:
         yield
     finally:
-        _watched = None
-        watching.streams.close()
+        _recorder = None
+        opened.streams.close()
 
 
 def last_calls() -> list[Call]:
-    """Of each group that is there the last ``RECENT`` collectives, and as many sends to and receives from each rank, oldest first. For any
-    thread; empty where nobody watches."""
-    found = _watched
-    return found.snapshot() if found is not None else []
+    """Return the last ``CALLS_PER_GROUP`` collectives of each group and the last sends and receives per peer.
+
+    Oldest first; empty if nothing is being recorded. May be called from any thread.
+    """
+    recorder = _recorder
+    return recorder.snapshot() if recorder is not None else []
 
 
-def tell_each(told: Note | None) -> None:
-    """``told`` gets each call before it is made, while somebody watches; None: nobody does any more. It gets what there is and no ``Call``:
-    hundreds of calls a step wait for it."""
-    if _watched is not None:
-        _watched.told = told
+def set_call_listener(listener: CallListener | None) -> None:
+    """Pass each call to ``listener`` before it starts; None removes it. No effect if nothing is recorded.
+
+    The listener gets plain fields instead of a ``Call``, because it runs hundreds of times per step.
+    """
+    if _recorder is not None:
+        _recorder.listener = listener
 
 
 def install() -> None:
-    """Replace the methods. Again: nothing happens."""
+    """Patch ``ProcessGroup`` and ``Work``. Calling it again has no effect."""
     if _originals:
         return
     for name, operation in OPERATIONS.items():
         if name in vars(ProcessGroup):
-            _replace(ProcessGroup, name, functools.partial(_calling, operation))
-    _replace(Work, "wait", _waiting)
+            _replace(ProcessGroup, name, functools.partial(_wrap_collective, operation))
+    _replace(Work, "wait", _wrap_wait)
 
 
 def uninstall() -> None:
-    """As before :func:`install`."""
+    """Undo :func:`install`."""
     while _originals:
         (owner, name), original = _originals.popitem()
         setattr(owner, name, original)
 
 
-def _replace(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     _originals[owner, name] = vars(owner)[name]
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(make(original)))
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
 
 
-def _calling(operation: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_collective(operation: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
-        watching = _watched
-        if watching is None:
+        recorder = _recorder
+        if recorder is None:
             return original(group, *arguments, **named)
-        return watching.call(operation, original, group, arguments, named)
+        return recorder.call(operation, original, group, arguments, named)
 
     return call
 
 
-def _waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(work: Work, *arguments: Any, **named: Any) -> Any:
-        watching = _watched
-        if watching is None:
+        recorder = _recorder
+        if recorder is None:
             return original(work, *arguments, **named)
-        return watching.wait(original, work, arguments, named)
+        return recorder.wait(original, work, arguments, named)
 
     return wait
 
 
 class _Group:
-    """What is known of a process group, and its last calls: of its collectives, and by operation and rank of what passes between two."""
+    """A process group, its axes and its last calls.
 
-    __slots__ = ("axis", "calls", "counts", "exchange_axis", "name", "process_group", "ranks", "together")
+    ``counts`` and ``calls`` have the key None for collectives, and (operation, peer) for sends and receives.
+    """
+
+    __slots__ = ("axis", "calls", "coalesced", "counts", "exchange_axis", "name", "process_group", "ranks")
 
     def __init__(self, group: ProcessGroup, axes: Axes) -> None:
         self.process_group = weakref.ref(group)
         self.name = group.group_name
-        self.ranks = _ranks(group)
+        self.ranks = _group_ranks(group)
         inside = bool(self.ranks) and max(self.ranks) < axes.size
         self.axis = axis_name(self.ranks, axes) if inside else OTHER
         self.exchange_axis = axis_name(self.ranks, axes, exchange=True) if inside else OTHER
         self.counts: dict[Any, int] = {}
-        self.calls: dict[Any, deque[_Made]] = {}
-        self.together: list[_Made] | None = None  # since calls are being put together into one
+        self.calls: dict[Any, deque[_RecordedCall]] = {}
+        self.coalesced: list[_RecordedCall] | None = None  # the calls since coalescing started
 
 
-class _Made:
-    """One call. Of its tensors there are shapes and types only: the tensors themselves would stay in memory.
+class _RecordedCall:
+    """One call. It stores shapes and dtypes only, because the tensors themselves would stay in memory.
 
-    ``wait`` is the part of waiting for it, where it is timed.
+    ``wait`` is the timed part of waiting for it, if it is timed.
     """
 
     __slots__ = ("axis", "begun", "finished", "number", "operation", "peer", "size", "tensors", "wait")
@@ -179,33 +190,24 @@ class _Made:
         tensors: tuple[Any, ...],
         size: int = 0,
     ) -> None:
-        self.operation, self.axis, self.number, self.peer, self.tensors, self.size = (
-            operation,
-            axis,
-            number,
-            peer,
-            tensors,
-            size,
-        )
+        self.operation, self.axis, self.number = operation, axis, number
+        self.peer, self.tensors, self.size = peer, tensors, size
         self.begun = time.monotonic()
         self.finished = False
-        self.wait: Part | None = None
+        self.wait: TimedPart | None = None
 
 
-class _Watched:
+class _CollectiveRecorder:
     def __init__(self, axes: Axes, recorder: StepRecorder | None) -> None:
         self._axes, self._recorder = axes, recorder
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.streams = SideStreams(recorder)
-        self._groups: dict[
-            int, _Group
-        ] = {}  # by identity: as a key of a dictionary a group would live as long as that
+        # Keyed by id: as a dictionary key, a group would be kept alive.
+        self._groups: dict[int, _Group] = {}
+        self._works: OrderedDict[int, tuple[tuple[_RecordedCall, ...], TimedPart | None]] = OrderedDict()
         self._lock = threading.Lock()
-        self._works: OrderedDict[int, tuple[tuple[_Made, ...], Part | None]] = (
-            OrderedDict()
-        )  # by identity, too
         self._directions: dict[int, str] = {}
-        self.told: Note | None = None
+        self.listener: CallListener | None = None
 
     def call(
         self,
@@ -215,109 +217,105 @@ class _Watched:
         arguments: tuple[Any, ...],
         named: Mapping[str, Any],
     ) -> Any:
-        group = self._known(process_group)
+        group = self._group(process_group)
         if operation == START:
-            group.together = []
+            group.coalesced = []
             return original(process_group, *arguments, **named)
-        made: tuple[_Made, ...]
+        calls: tuple[_RecordedCall, ...]
         if operation == END:
-            made, group.together = tuple(group.together or ()), None
-            begin, wait = self._parts_together(made)
+            calls, group.coalesced = tuple(group.coalesced or ()), None
+            begin, wait = self._coalesced_parts(calls)
         else:
-            made = (self._make(operation, group, (*arguments, *named.values())),)
-            begin, wait = self._parts(made[0])
-            if group.together is not None:
-                group.together.append(made[0])
+            calls = (self._record(operation, group, (*arguments, *named.values())),)
+            begin, wait = self._parts(calls[0])
+            if group.coalesced is not None:
+                group.coalesced.append(calls[0])
         if begin is None:
             work = original(process_group, *arguments, **named)
         else:
             self.streams.carry(begin)
             with begin:
                 work = original(process_group, *arguments, **named)
-        if work is None:  # done, or on a GPU in the queue
-            _finish(made)
+        if work is None:  # finished, or enqueued on a GPU
+            _mark_finished(calls)
         else:
-            self._works[id(work)] = made, wait
-            if len(self._works) > REMEMBERED:
+            self._works[id(work)] = calls, wait
+            if len(self._works) > CACHE_SIZE:
                 self._works.popitem(last=False)
         return work
 
     def wait(
         self, original: Callable[..., Any], work: Work, arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
-        made, part = self._works.pop(id(work), ((), None))
+        calls, part = self._works.pop(id(work), ((), None))
         if part is None or self._recorder is None or not self._recorder.mine():
-            answer = original(work, *arguments, **named)
+            result = original(work, *arguments, **named)
         else:
             with part:
-                answer = original(work, *arguments, **named)
-        _finish(made)
-        return answer
+                result = original(work, *arguments, **named)
+        _mark_finished(calls)
+        return result
 
     def snapshot(self) -> list[Call]:
         with self._lock:
             groups = list(self._groups.values())
         return [
-            _in_public(group, made)
+            _to_call(group, call)
             for group in groups
             if group.process_group() is not None
             for calls in list(group.calls.values())
-            for made in list(calls)
+            for call in list(calls)
         ]
 
-    def _known(self, process_group: ProcessGroup) -> _Group:
+    def _group(self, process_group: ProcessGroup) -> _Group:
         found = self._groups.get(id(process_group))
-        if (
-            found is None or found.process_group() is not process_group
-        ):  # another one may have had its place in memory
+        if found is None or found.process_group() is not process_group:  # ids are reused
             found = _Group(process_group, self._axes)
             with self._lock:
                 self._groups[id(process_group)] = found
         return found
 
-    def _make(self, operation: str, group: _Group, arguments: Sequence[Any]) -> _Made:
-        """Remember a call."""
-        tensors = tuple([found for argument in arguments if (found := _described(argument)) is not None])
-        kind: Any = None
+    def _record(self, operation: str, group: _Group, arguments: Sequence[Any]) -> _RecordedCall:
+        tensors = tuple([spec for argument in arguments if (spec := _tensor_spec(argument)) is not None])
+        key: Any = None
         peer: int | None = None
         size = 0
-        if operation in PASSING:
-            other = arguments[1] if len(arguments) > 2 else None  # receiving from any rank has none
-            peer = group.ranks[other] if other is not None and group.ranks else ANYBODY
-            kind, size = (operation, peer), sum(tensor.nbytes for tensor in arguments[0])
-            axis = group.axis if peer == ANYBODY else self._direction(peer)
+        if operation in POINT_TO_POINT:
+            other = arguments[1] if len(arguments) > 2 else None  # absent when receiving from any rank
+            peer = group.ranks[other] if other is not None and group.ranks else ANY_RANK
+            key, size = (operation, peer), sum(tensor.nbytes for tensor in arguments[0])
+            axis = group.axis if peer == ANY_RANK else self._direction(peer)
         else:
-            axis = group.exchange_axis if operation in EXCHANGING else group.axis
-        group.counts[kind] = number = group.counts.get(kind, 0) + 1
-        made = _Made(operation, axis, number, peer, tensors, size)
-        group.calls.setdefault(kind, deque(maxlen=RECENT)).append(made)
-        if self.told is not None:
-            self.told(group.name, axis, number, operation, peer, made.begun, _in_words(tensors))
-        return made
+            axis = group.exchange_axis if operation in ALL_TO_ALL else group.axis
+        group.counts[key] = number = group.counts.get(key, 0) + 1
+        call = _RecordedCall(operation, axis, number, peer, tensors, size)
+        group.calls.setdefault(key, deque(maxlen=CALLS_PER_GROUP)).append(call)
+        if self.listener is not None:
+            self.listener(group.name, axis, number, operation, peer, call.begun, _format_tensors(tensors))
+        return call
 
-    def _parts(self, made: _Made) -> tuple[Part | None, Part | None]:
-        """Of beginning a call, and of waiting for it; None where that is not timed."""
+    def _parts(self, call: _RecordedCall) -> tuple[TimedPart | None, TimedPart | None]:
+        """Contexts that time starting a call and waiting for it; None if the call is not timed."""
         recorder = self._recorder
-        if recorder is None or not made.axis or not recorder.mine():
+        if recorder is None or not call.axis or not recorder.mine():
             return None, None
-        if made.operation in PASSING:
-            return recorder.passing(made.axis), recorder.passed(made.axis, made.size)
-        made.wait = recorder.exposed(made.axis)
-        return made.wait, made.wait
+        if call.operation in POINT_TO_POINT:
+            return recorder.passing(call.axis), recorder.passed(call.axis, call.size)
+        call.wait = recorder.exposed(call.axis)
+        return call.wait, call.wait
 
-    def _parts_together(self, made: Sequence[_Made]) -> tuple[Part | None, Part | None]:
-        """Of several calls that begin as one."""
+    def _coalesced_parts(self, calls: Sequence[_RecordedCall]) -> tuple[TimedPart | None, TimedPart | None]:
+        """As :meth:`_parts`, for several calls that start as one."""
         recorder = self._recorder
-        if recorder is None or not made or not made[0].axis or not recorder.mine():
+        if recorder is None or not calls or not calls[0].axis or not recorder.mine():
             return None, None
-        if made[0].operation in PASSING:
-            return recorder.passing(made[0].axis), recorder.passed(
-                made[0].axis, sum(one.size for one in made)
-            )
-        return made[-1].wait, made[-1].wait
+        axis = calls[0].axis
+        if calls[0].operation in POINT_TO_POINT:
+            return recorder.passing(axis), recorder.passed(axis, sum(call.size for call in calls))
+        return calls[-1].wait, calls[-1].wait
 
     def _direction(self, peer: int) -> str:
-        """The axis from this rank to another."""
+        """The axis from this rank to ``peer``."""
         found = self._directions.get(peer)
         if found is None:
             inside = max(self._rank, peer) < self._axes.size and self._rank != peer
@@ -325,35 +323,35 @@ class _Watched:
         return found
 
 
-def _in_public(group: _Group, made: _Made) -> Call:
+def _to_call(group: _Group, call: _RecordedCall) -> Call:
     return Call(
         group=group.name,
         ranks=group.ranks,
-        axis=made.axis,
-        number=made.number,
-        operation=made.operation,
-        tensors=_in_words(made.tensors),
-        begun=made.begun,
-        finished=made.finished,
-        peer=made.peer,
+        axis=call.axis,
+        number=call.number,
+        operation=call.operation,
+        tensors=_format_tensors(call.tensors),
+        begun=call.begun,
+        finished=call.finished,
+        peer=call.peer,
     )
 
 
-def _finish(made: Sequence[_Made]) -> None:
-    for one in made:
-        one.finished = True
+def _mark_finished(calls: Sequence[_RecordedCall]) -> None:
+    for call in calls:
+        call.finished = True
 
 
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+def _group_ranks(group: ProcessGroup) -> tuple[int, ...]:
     try:
         return tuple(dist.get_process_group_ranks(group))
-    except KeyError:  # made behind torch.distributed's back
+    except KeyError:  # not created through torch.distributed
         return ()
 
 
-def _described(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
-    """How many tensors, and the first one's shape and type; None for what is none."""
-    if isinstance(argument, torch.Tensor):  # mostly
+def _tensor_spec(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
+    """The number of tensors, and shape and dtype of the first; None if there is no tensor."""
+    if isinstance(argument, torch.Tensor):  # the common case
         return 1, argument.shape, argument.dtype
     count = 1
     while isinstance(argument, (list, tuple)):
@@ -364,11 +362,11 @@ def _described(argument: Any) -> tuple[int, torch.Size, torch.dtype] | None:
     return (count, argument.shape, argument.dtype) if isinstance(argument, torch.Tensor) else None
 
 
-@functools.lru_cache(maxsize=REMEMBERED)  # a step's calls are those of the step before
-def _in_words(tensors: tuple[tuple[int, torch.Size, torch.dtype], ...]) -> str:
-    """``[1024] float32``; ``2 x [512] float32, [1024] float32`` of results and what they are made of."""
-    described = [
-        (f"{count} x " if count > 1 else "", list(shape), str(dtype).removeprefix("torch."))
+@functools.lru_cache(maxsize=CACHE_SIZE)
+def _format_tensors(tensors: tuple[tuple[int, torch.Size, torch.dtype], ...]) -> str:
+    """``[1024] float32``; ``2 x [512] float32, [1024] float32`` for several arguments."""
+    formatted = [
+        f"{f'{count} x ' if count > 1 else ''}{list(shape)} {str(dtype).removeprefix('torch.')}"
         for count, shape, dtype in tensors
     ]
-    return ", ".join(f"{several}{shape} {dtype}" for several, shape, dtype in described)
+    return ", ".join(formatted)

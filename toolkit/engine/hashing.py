@@ -1,9 +1,10 @@
-"""Hashes of tensors that should be equal on several ranks.
+"""Hash tensors that should be equal on several ranks.
 
-A tensor's memory is taken as 64-bit words w_0, w_1, ... Word i counts with an odd weight that depends on i modulo COLUMNS, and all are
-added modulo 2^64. A change of one word, so of any one bit, always changes the sum: an odd weight has an inverse modulo 2^64. Words that
-change places, or two flips, change it unless their columns are the same and their changes cancel. Integer sums are the same in any order,
-so the hash is the same on any device; and memory is read once.
+A tensor's memory is read as 64-bit words w_0, w_1, ... Word i is multiplied by an odd weight that depends on
+i modulo COLUMNS, and the products are summed modulo 2^64. An odd weight is invertible modulo 2^64, so a
+change of a single word, and hence of any single bit, always changes the hash. Two changes, or two swapped
+words, cancel only within one column. Integer sums do not depend on the order of summation, so the hash is the
+same on every device. Memory is read once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from collections.abc import Sequence
 import torch
 
 COLUMNS = 256
-AT_ONCE = 2**22  # words that are copied at once where memory does not begin at a word
+COPY_CHUNK = 2**22  # words copied at a time from memory that is not aligned to words
 WORD = 8
 
 
 @torch.no_grad()
-def hashes(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """int64 [tensors], on ``device``, where the tensors lie; whatever their shapes and types."""
+def hash_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Hash tensors of any shapes and dtypes that lie on ``device``: int64 [tensors]."""
     sums = torch.zeros(len(tensors), COLUMNS, dtype=torch.int64, device=device)
     for row, tensor in zip(sums, tensors, strict=True):
         _add(row, tensor.detach().reshape(-1))
@@ -27,23 +28,23 @@ def hashes(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd, and far apart: multiples of 2^64 / golden ratio (Knuth, The Art of Computer Programming 3, 6.4)."""
+    """Odd weights that are far apart: multiples of 2^64 / golden ratio (Knuth, TAOCP 3, section 6.4)."""
     return (torch.arange(COLUMNS, dtype=torch.int64, device=device) * 2 + 1) * -7046029254386353131
 
 
 def _add(row: torch.Tensor, flat: torch.Tensor) -> None:
-    """The sums of ``flat``'s words, column by column, to ``row``."""
-    a_word = WORD // flat.element_size()
-    words = flat.numel() // a_word
-    whole, rest = flat[: words * a_word], flat[words * a_word :]
-    if flat.data_ptr() % WORD == 0 and flat.storage_offset() % a_word == 0:
+    """Add the words of ``flat`` to ``row``, column by column."""
+    per_word = WORD // flat.element_size()
+    words = flat.numel() // per_word
+    whole, rest = flat[: words * per_word], flat[words * per_word :]
+    if flat.data_ptr() % WORD == 0 and flat.storage_offset() % per_word == 0:
         _add_words(row, whole.view(torch.int64))
     else:
-        for piece in whole.split(AT_ONCE * a_word):  # a multiple of COLUMNS, so columns stay what they are
-            _add_words(row, piece.clone().view(torch.int64))
+        for chunk in whole.split(COPY_CHUNK * per_word):  # COPY_CHUNK is a multiple of COLUMNS
+            _add_words(row, chunk.clone().view(torch.int64))
     if rest.numel():
-        left = rest.clone().view(torch.uint8)
-        row[: left.numel()] += left
+        rest_bytes = rest.clone().view(torch.uint8)
+        row[: rest_bytes.numel()] += rest_bytes
 
 
 def _add_words(row: torch.Tensor, words: torch.Tensor) -> None:

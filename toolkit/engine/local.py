@@ -1,7 +1,7 @@
-"""Plain torch in one process: the oracle that every other engine is compared with. Written to be read in one sitting.
+"""Plain torch in one process: the reference implementation that every other engine is compared with.
 
-One step is: the sum of the losses of all micro-batches / their units -> gradients in fp32 -> their norm -> clipping -> update of
-fp32 weights -> their rounding to the run's precision.
+A step: sum of the losses of all micro-batches / their units -> fp32 gradients -> gradient norm -> clipping ->
+update of the fp32 weights -> rounding to the run's precision.
 """
 
 from __future__ import annotations
@@ -18,17 +18,30 @@ from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Reader, Shard, TensorK
 from toolkit.config.schema import Precision
 from toolkit.engine import seeding
 from toolkit.engine.muon import Muon
-from toolkit.engine.optimizers import moments, torch_optimizers
+from toolkit.engine.optimizers import (
+    has_optimizer_state,
+    master_or_weight_key,
+    optimizer_state_names,
+    torch_optimizers,
+)
 from toolkit.engine.precision import DTYPES, LossScaler
-from toolkit.engine.protocol import LOSS, Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
-from toolkit.engine.resume import resumes, weight_key
+from toolkit.engine.protocol import (
+    LOSS,
+    EvalResult,
+    MicroBatch,
+    Objective,
+    ReplicaSet,
+    StepResult,
+    StepSettings,
+    rank_device,
+)
 from toolkit.models.build import build_model
 from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
-from toolkit.plan.types import Device, RunPlan
+from toolkit.plan.types import RunPlan
 
 
 class LocalEngine:
-    """``_parameters`` are what forward uses; ``_masters`` what the optimizer updates: in fp32 the same tensors."""
+    """Forward uses ``_parameters``, the optimizer updates ``_masters``; in fp32 they are the same tensors."""
 
     def __init__(
         self,
@@ -42,9 +55,7 @@ class LocalEngine:
         assert plan.axes.size == 1, f"the local engine is one process, the plan has {plan.axes.size} ranks"
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = (
-            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
-        )
+        self.device = rank_device(plan.world.device, local_rank)
         self._module = _cast(build_model(plan, self.device), plan)
         self._parameters = {
             name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad
@@ -59,7 +70,7 @@ class LocalEngine:
         if self._has_masters:
             self._masters = {name: parameter.detach().float() for name, parameter in self._parameters.items()}
         self._optimizers = torch_optimizers(self._masters, plan.config.optim)
-        self._scaler = LossScaler.of(plan.config.precision)
+        self._scaler = LossScaler.from_config(plan.config.precision)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
         units = sum(self._objective.units(batch) for batch in micro_batches)
@@ -70,7 +81,7 @@ class LocalEngine:
             for gradient in gradients:
                 gradient.div_(scale)
             norm = torch.nn.utils.get_total_norm(gradients)
-            skipped = not bool(norm.isfinite())  # known before the update, which moves Muon's momentum
+            skipped = not bool(norm.isfinite())  # checked before the update, which changes Muon's momentum
             grad_norm = torch.inf if skipped else float(self._update(norm, settings.lr))
             for parameter in (*self._masters.values(), *self._parameters.values()):
                 parameter.grad = None
@@ -80,20 +91,20 @@ class LocalEngine:
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=units, skipped=skipped, loss_scale=scale)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
-        """Leave ``weight`` times the gradient of the summed losses in the masters' ``grad``; the sum of the losses, fp64."""
+        """Accumulate ``weight`` times the gradient in the masters' ``grad``; return the loss sum, fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._recorder.part(OPTIMIZER):
             for master in self._masters.values():
-                # Zero rather than None: a parameter that no micro-batch reached still decays, as it does under ZeRO.
+                # Zero rather than None: an unused parameter still decays, as it does under ZeRO.
                 master.grad = torch.zeros_like(master)
         for number, batch in enumerate(micro_batches):
-            seeding.reseed(self._plan.config.train.seed, step, self._at, number)
+            seeding.seed_micro_batch(self._plan.config.train.seed, step, self._at, number)
             with self._recorder.part(FORWARD):
                 loss = self._objective.loss_sum(self._module, batch)
                 total += loss.detach()
             with self._recorder.part(BACKWARD):
                 (loss * weight).backward()
-                if self._has_masters:  # a 16-bit sum over micro-batches would lose what is small
+                if self._has_masters:  # summing over micro-batches in 16 bits would lose precision
                     for name, parameter in self._parameters.items():
                         if parameter.grad is not None:
                             cast(torch.Tensor, self._masters[name].grad).add_(parameter.grad)
@@ -102,7 +113,7 @@ class LocalEngine:
 
     @torch.no_grad()
     def _update(self, norm: torch.Tensor, lr: float) -> torch.Tensor:
-        """Clip, step the optimizer, round the masters. The norm before clipping."""
+        """Clip, step the optimizer and round the masters; return the norm before clipping."""
         masters = list(self._masters.values())
         if any(isinstance(optimizer, Muon) for optimizer in self._optimizers):
             for optimizer in self._optimizers:
@@ -133,7 +144,7 @@ class LocalEngine:
         sums: defaultdict[str, float] = defaultdict(float)
         self._module.eval()
         try:
-            with seeding.unchanged(self.device):
+            with seeding.preserve_rng_state(self.device):
                 for batch in micro_batches:
                     for name, value in self._objective.eval_sums(self._module, batch).items():
                         sums[name] += float(value)
@@ -152,15 +163,15 @@ class LocalEngine:
         return found + list(self._moments())
 
     def _moments(self) -> Iterator[Shard]:
-        """What exists: optimizers make their state in their first step."""
+        """Optimizer state that exists: optimizers create it in their first step."""
         names = {master: name for name, master in self._masters.items()}
         for optimizer in self._optimizers:
             for master, state in optimizer.state.items():
-                for kind in moments(optimizer):
+                for kind in optimizer_state_names(optimizer.defaults):
                     if state.get(kind) is not None:
                         yield _shard(kind, names[master], state[kind])
 
-    def copies(self) -> list[Copies]:
+    def replica_sets(self) -> list[ReplicaSet]:
         return []
 
     def scalars(self) -> dict[str, object]:
@@ -175,22 +186,25 @@ class LocalEngine:
         if steps:
             found[OPTIMIZER_STEP] = steps.pop()
         if self._scaler:
-            found[LOSS_SCALER] = self._scaler.state()
+            found[LOSS_SCALER] = self._scaler.state_dict()
         return found
 
     @torch.no_grad()
     def load(self, reader: Reader) -> None:
-        continues = resumes(reader, (kind for optimizer in self._optimizers for kind in moments(optimizer)))
+        continues = has_optimizer_state(
+            reader,
+            (kind for optimizer in self._optimizers for kind in optimizer_state_names(optimizer.defaults)),
+        )
         targets = [_shard(WEIGHT, name, parameter) for name, parameter in self._frozen.items()]
         for name, master in self._masters.items():
-            targets.append(_shard(weight_key(reader, name).state, name, master))
+            targets.append(_shard(master_or_weight_key(reader, name).state, name, master))
         step = cast(int, reader.scalars.get(OPTIMIZER_STEP, 0))
         for optimizer in self._optimizers:
             optimizer.state.clear()
             if continues:
                 for group in optimizer.param_groups:
                     for master in group["params"]:
-                        for kind in moments(optimizer):
+                        for kind in optimizer_state_names(optimizer.defaults):
                             optimizer.state[master][kind] = torch.zeros_like(master, requires_grad=False)
                         if isinstance(optimizer, torch.optim.AdamW):
                             optimizer.state[master]["step"] = torch.tensor(float(step))
@@ -198,7 +212,7 @@ class LocalEngine:
         self._round()
         saved = reader.scalars.get(LOSS_SCALER)
         if self._scaler and isinstance(saved, dict):
-            self._scaler.restore(saved)
+            self._scaler.load_state_dict(saved)
 
     def close(self) -> None:
         self._module, self._optimizers = nn.Module(), []
@@ -211,8 +225,11 @@ def _shard(state: str, name: str, tensor: torch.Tensor) -> Shard:
 
 
 def _cast(module: nn.Module, plan: RunPlan) -> nn.Module:
-    """Weights in the run's precision. A family's buffers stay: rotary frequencies lose positions in 16 bits. A model of the
-    user's own is converted whole, since its own code combines its buffers with its weights."""
+    """Cast weights to the run's precision.
+
+    A family's buffers stay in fp32, because rotary frequencies are too imprecise in 16 bits. ``model.target``
+    is converted with its buffers, since its code may combine them with its weights.
+    """
     dtype = DTYPES[plan.config.precision.name]
     if plan.shape is None:
         return module.to(dtype)

@@ -1,4 +1,4 @@
-"""Which parameters decay, which go to Muon, and the optimizers of the local engine."""
+"""Parameter groups, the optimizers of the local engine, and which optimizer state a checkpoint must have."""
 
 from __future__ import annotations
 
@@ -8,39 +8,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MOMENTUM
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Reader, TensorKey
 from toolkit.config.schema import OptimConfig, OptimizerName
 from toolkit.engine.muon import Muon
-
-
-def decays(parameter: torch.Tensor) -> bool:
-    """Weight decay applies to matrices only: never to one-dimensional tensors."""
-    return parameter.dim() > 1
-
-
-def uses_muon(name: str, parameter: torch.Tensor) -> bool:
-    """Muon is for hidden matrices. The rule is DeepSpeed's ``set_optimizer_flags``, so that both engines agree."""
-    return parameter.dim() > 1 and not any(word in name.lower() for word in ("embed", "lm_head"))
+from toolkit.errors import CheckpointError, Problem
+from toolkit.families.base import uses_muon, uses_weight_decay
 
 
 def parameter_groups(module: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Trainable parameters as torch's optimizers and DeepSpeed take them; a tied parameter once."""
+    """Parameter groups of a module's trainable parameters; a tied parameter occurs once."""
     return _groups((parameter for parameter in module.parameters() if parameter.requires_grad), optim)
 
 
 def torch_optimizers(
     parameters: Mapping[str, torch.Tensor], optim: OptimConfig
 ) -> list[torch.optim.Optimizer]:
-    """What the local engine steps: one optimizer, or under muon one for matrices and one for the rest.
+    """The optimizers of the local engine: one, or with Muon one for matrices and one for other parameters.
 
-    ``parameters`` are the trainable ones by canonical name: the tensors that are updated, in fp32.
+    Args:
+        parameters: the fp32 tensors to update, by canonical name.
     """
     if optim.name is OptimizerName.sgd:
         return [torch.optim.SGD(_groups(parameters.values(), optim), lr=optim.lr, momentum=optim.momentum)]
     rest = dict(parameters)
     optimizers: list[torch.optim.Optimizer] = []
     if optim.name is OptimizerName.muon:
-        matrices = [rest.pop(name) for name in parameters if uses_muon(name, parameters[name])]
+        matrices = [rest.pop(name) for name in parameters if uses_muon(name, parameters[name].dim())]
         if matrices:
             optimizers.append(Muon(_groups(matrices, optim), lr=optim.lr, momentum=optim.momentum))
     if rest:
@@ -53,18 +46,54 @@ def torch_optimizers(
     return optimizers
 
 
-def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """States of parameter shape that the optimizer keeps once it has stepped, by the names that it gives them."""
-    if isinstance(optimizer, torch.optim.AdamW):
+def optimizer_state_names(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of an optimizer's states of parameter shape, which exist after its first step.
+
+    Args:
+        settings: defaults of a torch optimizer, or of one of its parameter groups.
+    """
+    if settings.get("use_muon"):
+        return (MOMENTUM,)
+    if "betas" in settings:
         return (EXP_AVG, EXP_AVG_SQ)
-    return (MOMENTUM,) if isinstance(optimizer, Muon) or optimizer.defaults["momentum"] else ()
+    return (MOMENTUM,) if settings.get("momentum") else ()
 
 
 def _groups(parameters: Iterable[torch.Tensor], optim: OptimConfig) -> list[dict[str, Any]]:
-    """Those that decay come first."""
+    """A group with weight decay, then one without; empty groups are left out."""
     decaying: list[torch.Tensor] = []
     rest: list[torch.Tensor] = []
     for parameter in parameters:
-        (decaying if decays(parameter) else rest).append(parameter)
+        (decaying if uses_weight_decay(parameter.dim()) else rest).append(parameter)
     groups = ({"params": decaying, "weight_decay": optim.weight_decay}, {"params": rest, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
+
+
+def has_optimizer_state(reader: Reader, names: Iterable[str]) -> bool:
+    """Whether ``reader`` has optimizer state, as opposed to weights only.
+
+    Args:
+        names: the states that this run's optimizer has.
+
+    Raises:
+        CheckpointError: the state belongs to another optimizer.
+    """
+    saved, expected = {key.state for key in reader.tensors} - {WEIGHT, MASTER}, set(names)
+    if saved and saved != expected:
+        raise CheckpointError(
+            Problem(
+                key="optim.name",
+                seen=f"the checkpoint has optimizer state {sorted(saved)}, "
+                f"this run's optimizer keeps {sorted(expected) or 'none'}",
+                rule="a run resumes with the optimizer that it was saved with",
+                remedy="resume with the same optim settings, or start from the weights alone: "
+                "model.pretrained=EXPORTED_FOLDER",
+            )
+        )
+    return bool(saved)
+
+
+def master_or_weight_key(reader: Reader, name: str) -> TensorKey:
+    """The key of the fp32 weight ``name``: the master if it was saved, since the weight may be rounded."""
+    master = TensorKey(MASTER, name)
+    return master if master in reader.tensors else TensorKey(WEIGHT, name)

@@ -1,4 +1,4 @@
-"""Precision of weights, and the rules of fp16's dynamic loss scale. Shared by the engines."""
+"""Dtypes of weights, and dynamic loss scaling for fp16. Shared by the engines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SMALLEST = 1.0
 
 @dataclass(slots=True)
 class LossScaler:
-    """The loss is multiplied by ``cur_scale``, so that small gradients do not vanish in fp16.
+    """Multiplies the loss by ``cur_scale``, so that small gradients do not underflow in fp16.
 
-    The scale halves at every overflow, whose step is skipped, and doubles after ``window`` steps without one. Steps are
-    counted as DeepSpeed's ``DynamicLossScaler`` counts them with hysteresis 1, field by field under its names, so that a
-    checkpoint of either engine continues in the other.
+    The scale halves at every overflow, whose step is skipped, and doubles after ``window`` steps without
+    overflow. The fields and the way steps are counted are those of DeepSpeed's ``DynamicLossScaler`` with
+    hysteresis 1, so that a checkpoint of one engine resumes in another.
     """
 
     cur_scale: float
@@ -31,14 +31,14 @@ class LossScaler:
     cur_hysteresis: int = 1
 
     @staticmethod
-    def of(config: PrecisionConfig) -> LossScaler | None:
-        """None where nothing is scaled."""
+    def from_config(config: PrecisionConfig) -> LossScaler | None:
+        """Return a scaler for fp16, None for other precisions."""
         if config.name is not Precision.fp16:
             return None
         return LossScaler(cur_scale=2.0**config.initial_scale_power, window=config.scale_window)
 
     def update(self, overflow: bool) -> None:
-        """After a step. At an overflow the scale does not fall below SMALLEST."""
+        """Adjust the scale after a step. It does not fall below SMALLEST."""
         if overflow:
             self.cur_scale = max(self.cur_scale / FACTOR, SMALLEST)
             self.last_overflow_iter = self.cur_iter
@@ -48,9 +48,9 @@ class LossScaler:
                 self.cur_scale *= FACTOR
         self.cur_iter += 1
 
-    def state(self) -> dict[str, float | int]:
+    def state_dict(self) -> dict[str, float | int]:
         return {name: getattr(self, name) for name in SCALER_STATE}
 
-    def restore(self, state: Mapping[str, float | int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         for name in SCALER_STATE:
             setattr(self, name, state[name])

@@ -1,4 +1,4 @@
-"""The one seam to an engine. It is shaped like a step because pipeline engines forbid separate forward, backward, step."""
+"""The interface of an engine: whole steps, because pipelines have no separate forward and backward."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.shard import Reader, Shard
+from toolkit.plan.types import Device
 
-# Tensors of one micro-batch by name; in the text task ``input_ids`` and ``labels``, both int64 [micro_batch, sequence];
-# ``labels`` are already shifted, -100 where masked. Where documents are kept apart also ``position_ids``, int64 of the same shape: 0 at
-# the first token of each document, and attention stays inside it.
+# Tensors of one micro-batch by name. In the text task: ``input_ids`` and ``labels``, int64 [micro_batch,
+# sequence]; labels are already shifted, and -100 where masked. With data.documents=separate also
+# ``position_ids`` of the same shape, which restart at 0 with each document; attention does not cross
+# documents.
 MicroBatch = Mapping[str, torch.Tensor]
-
 
 LOSS = "loss"
 
 
 class Objective(Protocol):
-    """What a model is trained for: the seam that keeps text, images and other samples out of the engines."""
+    """Computes the loss of a micro-batch, so that engines are independent of the kind of samples."""
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-        """Sum of the losses of the micro-batch's units (tokens, in text): a differentiable fp32 scalar."""
+        """The loss summed over the micro-batch's units (tokens of text): a differentiable fp32 scalar."""
 
     def eval_sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """What an evaluation adds up over all units: ``loss``, and what else tells how good a model is; always the same names."""
+        """Sums over all units for evaluation: ``loss`` and other metrics, always under the same names."""
         return {LOSS: self.loss_sum(model, batch)}
 
     def units(self, batch: MicroBatch) -> int:
-        """How many unmasked units the micro-batch has; summed over the global batch they divide the loss."""
+        """The number of unmasked units. The loss is divided by their sum over the global batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What the loop decides for one optimizer step."""
+    """Settings of one optimizer step."""
 
     step: int  # from 0
     lr: float
@@ -45,13 +46,13 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Global over all ranks, equal on all ranks."""
+    """Results of a step over all ranks; equal on all ranks."""
 
-    loss: float  # sum of token losses of the global batch / its unmasked tokens
+    loss: float  # sum of the losses of the global batch / its unmasked units
     grad_norm: float  # before clipping; infinite if a gradient is infinite or NaN
-    tokens: int  # unmasked units, whatever the task's are
-    # The gradient norm is not finite: the step's samples are consumed, but weights, moments and the optimizer's count of
-    # steps are unchanged.
+    tokens: int  # unmasked units of the global batch
+    # The gradient norm is not finite: samples are consumed, but weights, moments and the optimizer's step
+    # count do not change.
     skipped: bool = False
     loss_scale: float = 1.0
 
@@ -59,8 +60,7 @@ class StepResult:
     def nonfinite(self) -> bool:
         """Whether the loss or the gradient norm is infinite or NaN.
 
-        fp16's overflows do not count as long as the loss scale can fall further, because a smaller scale is the answer
-        to them.
+        fp16 overflows do not count as long as the loss scale can decrease further.
         """
         scaled = self.skipped and self.loss_scale > 1
         return not math.isfinite(self.loss) or (not math.isfinite(self.grad_norm) and not scaled)
@@ -68,7 +68,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Sums over all ranks, so that several calls can be added up. ``others``: of ``Objective.eval_sums`` beside the loss."""
+    """Sums over all ranks, so that results of several calls can be added.
+
+    ``others`` has the metrics of ``Objective.eval_sums`` other than the loss.
+    """
 
     loss_sum: float
     tokens: int
@@ -76,16 +79,16 @@ class EvalResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """Tensors of this rank that others hold too, equal to the bit while nothing is wrong.
+class ReplicaSet:
+    """Tensors of this rank that other ranks store too, and that must be bitwise equal.
 
     Attributes:
-        what: for people. Of one name, no rank is in two sets of ranks.
-        ranks: that hold them, this one among them, in rising order.
+        kind: what the tensors are, for messages. A rank belongs to at most one set of each kind.
+        ranks: the ranks that store them, including this one, in increasing order.
         tensors: by name; the same names in the same order on all of ``ranks``.
     """
 
-    what: str
+    kind: str
     ranks: tuple[int, ...]
     tensors: Mapping[str, torch.Tensor]
 
@@ -94,32 +97,38 @@ class Engine(Protocol):
     device: torch.device
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
-        """One optimizer step over this rank's micro-batches of the global batch (all ranks call it together).
+        """Run one optimizer step over this rank's micro-batches of the global batch. Collective.
 
-        Every engine skips a step whose gradient norm is not finite, in any precision: see ``StepResult.skipped``.
-
-        Dropout is reseeded from (seed, step, coordinates), so a resumed step repeats itself in the same layout.
+        A step whose gradient norm is not finite is skipped in any precision: see ``StepResult.skipped``.
+        Dropout is seeded by (seed, step, coordinates), so a resumed run repeats it in the same layout.
         """
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """Losses without gradients; leaves random state and gradients as they were."""
+        """Compute losses without gradients. Random state and gradients do not change. Collective."""
 
     def shards(self) -> list[Shard]:
-        """Weights, master weights and optimizer tensors that this rank holds: views for saving and loading in place."""
+        """Views of this rank's weights, master weights and optimizer tensors, for saving and loading."""
 
-    def copies(self) -> list[Copies]:
-        """What this rank holds in common with others, as it is after a step. All ranks call it together: an engine may have to wait for
-        weights that are still on their way."""
+    def replica_sets(self) -> list[ReplicaSet]:
+        """The tensors that this rank shares with others after a step.
+
+        Collective, because an engine may have to wait for weights that are still being gathered.
+        """
 
     def scalars(self) -> dict[str, object]:
-        """The engine's own state that is not a tensor of parameter shape: optimizer step, loss scaler. Plain JSON types."""
+        """State other than tensors of parameter shape, in JSON types: optimizer step, loss scaler."""
 
     def load(self, reader: Reader) -> None:
-        """Take over weights, and the optimizer's state if the reader has it; then engine and weights are consistent.
+        """Load weights, and the optimizer state if the reader has it. Collective.
 
         Raises:
-            CheckpointError: the reader lacks a weight, or has another optimizer's state.
+            CheckpointError: the reader lacks a weight, or has the state of another optimizer.
         """
 
     def close(self) -> None:
-        """Free what the engine holds. The process group belongs to who made it."""
+        """Free the engine's memory and its process groups. The default process group stays."""
+
+
+def rank_device(device: Device, local_rank: int) -> torch.device:
+    """The device of a rank: its own GPU, or the CPU."""
+    return torch.device("cuda", local_rank) if device is Device.CUDA else torch.device("cpu")

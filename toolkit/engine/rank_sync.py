@@ -1,6 +1,6 @@
-"""What all ranks must do alike: read the same data, and stop and save at the same step, which one small exchange a step decides.
+"""Synchronize decisions of all ranks: to stop or save after a step, and to read the same data.
 
-A rank that left or saved alone would leave the others waiting in the next collective.
+A rank that stopped or saved alone would leave the others waiting in the next collective.
 """
 
 from __future__ import annotations
@@ -19,30 +19,25 @@ from toolkit.errors import InputError, Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-FlagReduce = Callable[
-    [Sequence[int]], list[int]
-]  # this rank's small integers -> the largest of all ranks, place by place
-FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for what rank 0 does alone at the end
+# This rank's small integers -> their elementwise maximum over ranks.
+FlagReduce = Callable[[Sequence[int]], list[int]]
+FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for rank 0's work at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
 class StepConsensus:
-    """What one rank reports after a step, and after :func:`reach_consensus` what all ranks agree on."""
+    """What all ranks agree on after a step. Figures are maxima over ranks, since the slowest rank delays the others."""
 
-    stop: bool = False  # some rank was asked to stop
-    save: bool = False  # by rank 0's clock a checkpoint is due
-    no_time: bool = (
-        False  # a rank that was asked to stop has less time than a save takes: ``train/save_deadline.py``
-    )
-    data_seconds: float = (
-        0.0  # that the rank which waited longest for its samples waited: the others wait for it
-    )
-    ledger: int = 0  # how many steps each rank sends to the ledger now: ``observe/ledger.py``
-    gc_seconds: float = 0.0  # that the rank which collected garbage longest since the step before did so: the others wait for it
+    stop: bool = False  # some rank received a request to stop
+    save: bool = False  # a checkpoint is due by rank 0's clock
+    no_time: bool = False  # a stopping rank has less time left than a save takes: ``train/save_deadline.py``
+    data_seconds: float = 0.0  # time spent waiting for samples
+    ledger: int = 0  # the number of steps that each rank sends to the ledger now: ``observe/ledger.py``
+    gc_seconds: float = 0.0  # time spent in garbage collection since the step before
     nonfinite: bool = False  # the loss or the gradient norm is infinite or NaN: ``StepResult.nonfinite``
-    bad_weights: bool = False  # so is the state of some rank; it is checked only if ``nonfinite`` is true
-    host_bytes: int = 0  # of the fullest process: ``observe/process_stats.py``
-    device_bytes: int = 0  # that tensors hold on the fullest device; 0 on CPU
+    bad_weights: bool = False  # the state of some rank is not finite; checked only if ``nonfinite`` is true
+    host_bytes: int = 0  # memory of a process: ``observe/process_stats.py``
+    device_bytes: int = 0  # memory that tensors occupy on a device; 0 on CPU
 
 
 _MICROSECONDS = ("data_seconds", "gc_seconds")  # the exchange is of integers
@@ -60,12 +55,12 @@ def reach_consensus(own: StepConsensus, all_reduce_flags: FlagReduce) -> StepCon
 
 
 def single_rank_reduce(values: Sequence[int]) -> list[int]:
-    """The exchange of one rank."""
+    """The reduction of a single rank: return the values unchanged."""
     return list(values)
 
 
 class GlooFlagReduce:
-    """The exchange of several ranks, over gloo: the flags lie in host memory, and no GPU queue is waited for."""
+    """Reduces flags in host memory over gloo, so no GPU is synchronized."""
 
     def __init__(self) -> None:
         whole = dist.get_backend() == "gloo"
@@ -84,13 +79,13 @@ def make_flag_reduce(ranks: int) -> FlagReduce:
 
 
 def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
-    """Nodes with disks of their own may hold different data under one name: each would train well, on other samples than planned.
+    """Compare the data that ranks read: nodes with local disks may store different data under one path.
 
     Args:
-        fingerprint: of what this rank reads, by key.
+        fingerprint: what identifies the data that this rank reads, by key.
 
     Raises:
-        InputError: on every rank, where one reads other data than rank 0.
+        InputError: on every rank, if one reads other data than rank 0.
     """
     if ranks == 1:
         return
@@ -102,7 +97,8 @@ def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
         differing = [key for key in first.keys() | found.keys() if found.get(key) != first.get(key)]
         if differing:
             seen = [
-                f"rank {number} on {name} reads {', '.join(f'{key}={data.get(key)}' for key in sorted(differing))}"
+                f"rank {number} on {name} reads "
+                + ", ".join(f"{key}={data.get(key)}" for key in sorted(differing))
                 for number, name, data in ((0, first_host, first), (rank, host, found))
             ]
             raise InputError(
@@ -110,7 +106,7 @@ def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
                     "data.path",
                     "; ".join(seen),
                     "every rank reads the same data",
-                    "copy one node's data folder to the others, or name one that all nodes see: data.path=FOLDER (data=stdlib differs with "
-                    "the version of Python)",
+                    "copy one node's data folder to the others, or set data.path=FOLDER to one that all "
+                    "nodes share (data=stdlib depends on the version of Python)",
                 )
             )

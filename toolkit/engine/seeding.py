@@ -1,6 +1,6 @@
-"""Random state of training: a function of the place in the run, so that a resumed step repeats itself.
+"""Seed dropout as a function of step, micro-batch and rank, so that a resumed run repeats it.
 
-Sample order and initial weights do not come from here and do not depend on the layout; dropout does.
+Sample order and initial weights are seeded elsewhere and do not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 from toolkit.layout.axes import Coordinates
 
 
-def reseed(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
+def seed_micro_batch(seed: int, step: int, at: Coordinates, micro_batch: int = 0) -> None:
     """Seed torch on every device for one micro-batch of optimizer step ``step`` on the rank at ``at``."""
-    number = seed_of(seed, step, micro_batch, at.data, at.tensor, at.pipeline, at.context)
-    # What torch.manual_seed does, less the devices that this process does not use: for each of those it keeps a stack trace, a
-    # millisecond a call.
+    number = derive_seed(seed, step, micro_batch, at.data, at.tensor, at.pipeline, at.context)
+    # Like torch.manual_seed, but only for devices in use: it stores a stack trace for every other device, one
+    # millisecond per call.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
 
 
-def seed_of(*place: int) -> int:
-    """A hash rather than a sum of the parts: neighbouring steps and ranks get streams that have nothing in common."""
-    return int.from_bytes(hashlib.blake2b("/".join(map(str, place)).encode(), digest_size=7).digest(), "big")
+def derive_seed(*parts: int) -> int:
+    """Hash the parts, so that neighbouring steps and ranks get independent random streams."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=7).digest(), "big")
 
 
 @contextmanager
-def unchanged(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn inside, the random state outside goes on as if it had not been."""
+def preserve_rng_state(device: torch.device) -> Iterator[None]:
+    """Restore the random state on exit."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

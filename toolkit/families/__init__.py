@@ -1,10 +1,11 @@
-"""One file a model family: shapes, parameter counts, FLOPs, canonical names, invertible name maps. No torch.
+"""Model families: shapes, parameter counts, FLOPs, canonical names and invertible name maps. No torch.
 
-A new family is one file with one object, and one line here.
+To add a family, add one file with one object, and one entry in ``FAMILIES``.
 """
 
 from __future__ import annotations
 
+from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
 from toolkit.families.base import Family
 from toolkit.families.gpt2 import GPT2
@@ -15,9 +16,15 @@ from toolkit.families.qwen3 import QWEN3
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL)}
 
+# Sizes of well-known models as their authors published them: reference points for parameter counts, plans and
+# tests.
+PUBLISHED: dict[str, ModelConfig] = {
+    name: model for family in FAMILIES.values() for name, model in family.published.items()
+}
 
-def get(name: str) -> Family:
-    """The family called ``name``; PlanError naming those that exist."""
+
+def get_family(name: str) -> Family:
+    """The family called ``name``. Raises PlanError that lists the families."""
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise PlanError(
@@ -25,10 +32,11 @@ def get(name: str) -> Family:
                 "model.family",
                 f"model.family={name}",
                 f"a family is one of {known}",
-                f"write model.family={known.split(', ')[1]}, or give any torch module as model.target=my.package.Model",
+                f"write model.family={known.split(', ')[1]}, or use any torch module: "
+                "model.target=my.package.Model",
             )
         )
     return FAMILIES[name]
 
 
-__all__ = ["FAMILIES", "get"]
+__all__ = ["FAMILIES", "PUBLISHED", "get"]

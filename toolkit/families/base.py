@@ -1,4 +1,4 @@
-"""What a model family says about itself. Canonical names equal the ``state_dict`` names of the pinned transformers."""
+"""The interface of a model family. Canonical names are ``state_dict`` names of the pinned transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.families.megatron import MegatronTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model configuration with every size settled. Fields are those of ``ModelConfig``; sizes in elements."""
+    """A model configuration with every size resolved, in elements. Fields are those of ``ModelConfig``."""
 
     family: str
     hidden_size: int
@@ -35,9 +35,19 @@ class ModelShape:
     dropout: float = 0.0
 
 
+def uses_weight_decay(dims: int) -> bool:
+    """Whether weight decay applies to a parameter of ``dims`` dimensions: to matrices, not to vectors."""
+    return dims > 1
+
+
+def uses_muon(name: str, dims: int) -> bool:
+    """Whether Muon optimizes a parameter: hidden matrices, as in DeepSpeed's ``set_optimizer_flags``."""
+    return dims > 1 and not any(part in name.lower() for part in ("embed", "lm_head"))
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter as it lies in memory. ``layer`` is the block it belongs to, None outside blocks."""
+    """One parameter as stored in memory. ``layer`` is the number of its block, None outside blocks."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,15 +59,14 @@ class ParameterSpec:
 
     @property
     def decays(self) -> bool:
-        """Weight decay applies to matrices only: never to one-dimensional tensors."""
-        return len(self.shape) > 1
+        return uses_weight_decay(len(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class HubTensor:
-    """One tensor of a published checkpoint: the box ``offset, extent`` of a canonical tensor, reshaped to ``shape``.
+    """A tensor of a published checkpoint: a box of a canonical tensor, reshaped to ``shape``.
 
-    ``aliases`` are other names that published checkpoints have it under; writing uses ``name``.
+    ``aliases`` are other names of the tensor in published checkpoints; writing uses ``name``.
     """
 
     name: str
@@ -68,29 +77,31 @@ class HubTensor:
     aliases: tuple[str, ...] = ()
 
 
-class Norm(StrEnum):
+class NormKind(StrEnum):
     layer = "LayerNorm"  # with mean and bias
     rms = "RMSNorm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
-    """How a family's blocks compute: what plans and engines ask instead of a family's name.
+class FamilyTraits:
+    """Features of a family's blocks, so that plans and engines need not depend on a family's name.
 
     Attributes:
-        norm: of blocks and at the end.
-        rotary: positions are rotations of queries and keys; else a table of learned positions is added to the embedding.
-        gated: the feed-forward is ``down(silu(gate(x)) * up(x))``; else ``down(gelu(up(x)))``, gelu by its tanh formula.
-        biases: every linear layer of a block has one.
-        qkv_bias: the query, key and value projections have one.
-        qk_norm: each head's queries and keys are normalised before they are rotated.
-        experts: the feed-forward is a router and experts.
-        linear: its projections are torch's linear layers, which DeepSpeed replaces under ZeRO 3.
-        hidden_dropout: ``model.dropout`` is also that of the embedding's output and of what is added to the residual stream.
-        muon: why DeepSpeed's Muon cannot train it; None where it can.
+        norm: the kind of all norms.
+        rotary: rotary position embeddings; otherwise learned positions are added to the token embedding.
+        gated: the feed-forward is ``down(silu(gate(x)) * up(x))``; otherwise ``down(gelu(up(x)))`` with tanh
+            gelu.
+        biases: every linear layer of a block has a bias.
+        qkv_bias: the query, key and value projections have a bias.
+        qk_norm: queries and keys are normalized per head before the rotation.
+        experts: the feed-forward consists of a router and experts.
+        linear: projections are torch's linear layers, which DeepSpeed replaces under ZeRO 3.
+        hidden_dropout: ``model.dropout`` also applies to the embedding's output and to what is added to the
+            residual stream.
+        muon: why DeepSpeed's Muon cannot train this family; None if it can.
     """
 
-    norm: Norm = Norm.rms
+    norm: NormKind = NormKind.rms
     rotary: bool = True
     gated: bool = True
     biases: bool = False
@@ -104,16 +115,18 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardFlops:
-    """FLOPs of the forward pass per token, over all blocks, by what spends them; a multiply-add is two.
+    """FLOPs of the forward pass per token, summed over all blocks; a multiply-add counts as two.
 
-    Only what multiplies matrices counts: looking up an embedding is nothing, and norms, biases, activations, rotations, softmax and
+    Only matrix multiplications count. Embedding lookups, norms, biases, activations, rotations, softmax and
     the loss are left out.
 
     Attributes:
-        projections: of queries, keys, values and the attention's output.
-        scores: queries times keys, and the result times values, each token with the whole sequence although attention is causal.
-        up: of the feed-forward, all but its last matrix; the router too. With experts, those that one token visits.
-        down: its last matrix.
+        projections: of queries, keys, values and the attention output.
+        scores: queries times keys, and the result times values, over the whole sequence although attention is
+            causal.
+        up: the feed-forward except its last matrix, including the router. With experts, those that one token
+            visits.
+        down: the last matrix of the feed-forward.
         head: the logits.
     """
 
@@ -133,42 +146,47 @@ class ForwardFlops:
 
 
 class Family(Protocol):
-    """The one seam through which the rest of the toolkit knows an architecture."""
+    """The interface through which the rest of the toolkit uses an architecture.
+
+    Attributes:
+        namespace: the version of its canonical names, recorded in manifests: ``llama/1``.
+        published: sizes of well-known models, as their authors published them.
+        tiny: sizes of the family's model in ``toolkit/testing/tiny.py`` in addition to those of all families.
+    """
 
     name: str
-    namespace: str  # of canonical names, recorded in manifests: "llama/1"
-    traits: Traits
-    published: ClassVar[
-        Mapping[str, ModelConfig]
-    ]  # well-known models, with the sizes that their authors published
-    tiny: ClassVar[
-        Mapping[str, Any]
-    ]  # sizes that the family's model in toolkit/testing/tiny.py has besides those of all families
+    namespace: str
+    traits: FamilyTraits
+    published: ClassVar[Mapping[str, ModelConfig]]
+    tiny: ClassVar[Mapping[str, Any]]
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
-        """Fill what may be left out; raise PlanError naming every size that is missing or impossible."""
+        """Fill in optional sizes. Raises PlanError that lists every missing or impossible size."""
 
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
-        """Every stored parameter, in ``state_dict`` order; a tied alias is left out."""
+        """Every stored parameter in ``state_dict`` order, without tied aliases."""
 
-    def tied(self, shape: ModelShape) -> Mapping[str, str]:
-        """Alias -> the canonical name that stores it."""
+    def tied_weights(self, shape: ModelShape) -> Mapping[str, str]:
+        """Tied aliases: alias -> the canonical name under which the weight is stored."""
 
-    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """How the hub stores the family: one entry a tensor. Mixtral is per expert there and fused in memory."""
+    def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+        """The tensors of the family's checkpoints on the hub."""
 
-    def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
-        """Every parameter of the Megatron-core model, and which boxes of canonical tensors it is made of."""
+    def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
+        """Every parameter of the Megatron-core model, with the boxes of canonical tensors in it."""
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        """Fields of Megatron-core's ``TransformerConfig`` that say what the architecture is; ``activation_func`` by name: ``silu``
-        or ``gelu_tanh``. ``position_embedding_type`` and ``rotary_base`` are arguments of its ``GPTModel``."""
+        """Fields of Megatron-core's ``TransformerConfig`` that describe the architecture.
+
+        ``activation_func`` is a name: ``silu`` or ``gelu_tanh``. ``position_embedding_type`` and
+        ``rotary_base`` are arguments of ``GPTModel``.
+        """
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
-        """The docstring states formula, source and convention."""
+        """Implementations state formula, source and convention in their docstrings."""
 
     def hugging_face_config(self, shape: ModelShape) -> dict[str, Any]:
         """The keys of the family's ``config.json`` (with ``model_type`` and ``architectures``)."""
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        """The inverse; raise InputError for a variant that this family does not cover."""
+        """Parse a ``config.json``. Raises InputError for a variant that this family does not support."""

@@ -1,7 +1,9 @@
-"""What the families after GPT-2 share: RMS norms, rotary embeddings, grouped-query attention, a gated feed-forward.
+"""The common base of Llama-like families.
+
+They have RMS norms, rotary embeddings, grouped-query attention and a gated feed-forward. A family overrides
+what differs: defaults, biases, its feed-forward, its ``config.json``.
 
 Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, V vocabulary, E experts.
-A family of this kind gives its differences: defaults, biases, its feed-forward, its ``config.json``.
 """
 
 from __future__ import annotations
@@ -10,26 +12,36 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import resolve_shape, tables
-from toolkit.families.base import ForwardFlops, HubTensor, ModelShape, ParameterSpec, Traits
-from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
+from toolkit.families import megatron_tables, resolve_shape
+from toolkit.families.base import FamilyTraits, ForwardFlops, HubTensor, ModelShape, ParameterSpec
+from toolkit.families.megatron import EMBEDDING, OUTPUT, MegatronTensor, TensorCut, TensorPart
 
 
 class Decoder:
-    """A decoder-only family with the canonical names ``model.layers.N. ...``."""
+    """A decoder-only family with the canonical names ``model.layers.N. ...``.
+
+    Attributes:
+        architecture: the class in transformers.
+        defaults: values of sizes that may be left out.
+        fixed: switches of ``config.json`` that must have this value.
+        published_norm_eps, published_rope_theta: what transformers assumes if a ``config.json`` lacks the
+            key.
+    """
 
     name: str
     namespace: str
-    architecture: ClassVar[str]  # the class in transformers
-    defaults: ClassVar[Mapping[str, Any]]  # sizes that may be left out
+    architecture: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
     required: ClassVar[tuple[str, ...]] = ("intermediate_size",)
-    traits: Traits = Traits()
+    traits: FamilyTraits = FamilyTraits()
     published: ClassVar[Mapping[str, ModelConfig]]
     tiny: ClassVar[Mapping[str, Any]]
-    fixed: ClassVar[Mapping[str, Any]] = {}  # switches of config.json that must have this value
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    published_norm_eps: ClassVar[float] = 1e-6
+    published_rope_theta: ClassVar[float] = 10000.0
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
-        return resolve_shape.resolve(model, required=self.required, **self.defaults)
+        return resolve_shape.resolve_model_shape(model, required=self.required, **self.defaults)
 
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
         hidden = shape.hidden_size
@@ -63,77 +75,88 @@ class Decoder:
         yield "mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
 
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
-        """Elements of a block's feed-forward that one token is multiplied with: before its last matrix, and in it."""
+        """Elements of the feed-forward multiplied with one token: before the last matrix, and in it."""
         matrix = shape.hidden_size * shape.intermediate_size
         return 2 * matrix, matrix
 
-    def tied(self, shape: ModelShape) -> Mapping[str, str]:
+    def tied_weights(self, shape: ModelShape) -> Mapping[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tie_word_embeddings else {}
 
-    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        return tuple(tensor for spec in self.parameters(shape) for tensor in self.hub_tensors(spec, shape))
+    def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+        return tuple(tensor for spec in self.parameters(shape) for tensor in self.split_for_hub(spec, shape))
 
-    def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
-        """How the hub stores one canonical tensor; here: as it is."""
+    def split_for_hub(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
+        """The hub's tensors for one canonical tensor; here the tensor itself."""
         yield HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape)
 
-    def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
-        return tuple(self._megatron(shape))
+    def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
+        return tuple(self._iter_megatron_tensors(shape))
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return tables.config(shape, self.traits)
+        return megatron_tables.transformer_config(shape, self.traits)
 
-    def _megatron(self, shape: ModelShape) -> Iterator[MegatronTensor]:
+    def _iter_megatron_tensors(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
         block = (
-            tables.same("input_layernorm.weight", "input_layernorm.weight", norm),
+            megatron_tables.rename_tensor("input_layernorm.weight", "input_layernorm.weight", norm),
             *self.megatron_attention(shape),
-            tables.same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm),
+            megatron_tables.rename_tensor(
+                "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", norm
+            ),
             *self.megatron_feed_forward(shape),
         )
-        yield tables.same(EMBEDDING, "model.embed_tokens.weight", table, Cut.vocabulary)
+        yield megatron_tables.rename_tensor(
+            EMBEDDING, "model.embed_tokens.weight", table, TensorCut.vocabulary
+        )
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
-                yield tables.in_layer(tensor, layer, f"model.layers.{layer}.")
-        yield tables.same("decoder.final_layernorm.weight", "model.norm.weight", norm)
+                yield megatron_tables.move_to_layer(tensor, layer, f"model.layers.{layer}.")
+        yield megatron_tables.rename_tensor("decoder.final_layernorm.weight", "model.norm.weight", norm)
         if not shape.tie_word_embeddings:
-            yield tables.same(OUTPUT, "lm_head.weight", table, Cut.vocabulary)
+            yield megatron_tables.rename_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block: linear_qkv [(A + 2K) * D, H], group after group, and linear_proj [H, A*D]."""
+        """Names within a block: linear_qkv [(A + 2K) * D, H] by query groups, and linear_proj [H, A*D]."""
         rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
         for kind, rest in (("weight", (shape.hidden_size,)), ("bias", ())):
             if kind == "weight" or self.traits.qkv_bias:
                 origin = (0,) * len(rest)
                 parts = tuple(
-                    Part(f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin))
-                    for letter, first, count, row in tables.query_groups(shape)
+                    TensorPart(
+                        f"self_attn.{letter}_proj.{kind}", (first, *origin), (count, *rest), (row, *origin)
+                    )
+                    for letter, first, count, row in megatron_tables.query_groups(shape)
                 )
-                yield MegatronTensor(f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, Cut.rows)
-        yield tables.same(
+                yield MegatronTensor(
+                    f"self_attention.linear_qkv.{kind}", (rows, *rest), parts, TensorCut.rows
+                )
+        yield megatron_tables.rename_tensor(
             "self_attention.linear_proj.weight",
             "self_attn.o_proj.weight",
             (shape.hidden_size, shape.num_attention_heads * shape.head_dim),
-            Cut.columns,
+            TensorCut.columns,
         )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
+        """Names within a block: linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield tables.stacked(
+        yield megatron_tables.stack_rows(
             "mlp.linear_fc1.weight",
             ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
             (inner, hidden),
-            Cut.gated,
+            TensorCut.gated,
         )
-        yield tables.same("mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), Cut.columns)
+        yield megatron_tables.rename_tensor(
+            "mlp.linear_fc2.weight", "mlp.down_proj.weight", (hidden, inner), TensorCut.columns
+        )
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
-        """Two a weight that multiplies the token, and ``4 s A D`` a layer for the attention matrix.
+        """Two per weight that multiplies the token, and ``4 s A D`` per layer for the attention matrix.
 
-        A layer has ``2 (2 H A D + 2 H K D)`` in projections (grouped-query attention makes those of keys and values smaller, and the
-        matrix no smaller: all A heads of queries meet keys and values) and ``6 H F`` in its feed-forward; the output layer ``2 H V``.
-        The matrix is counted whole although it is causal, as PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473, appendix) do.
+        A layer has ``2 (2 H A D + 2 H K D)`` in projections (grouped-query attention shrinks those of keys
+        and values, but not the attention matrix, in which all A heads take part) and ``6 H F`` in its
+        feed-forward; the output layer has ``2 H V``. The whole attention matrix counts although it is causal,
+        as in PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473, appendix).
         """
         layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim
         up, down = self.feed_forward_weights_used(shape)
@@ -163,13 +186,13 @@ class Decoder:
             "initializer_range": shape.initializer_range,
             "rms_norm_eps": shape.norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-            "rope_theta": shape.rope_theta,  # transformers 4 and other readers look here
+            "rope_theta": shape.rope_theta,  # for transformers 4 and other readers
             "tie_word_embeddings": shape.tie_word_embeddings,
             "attention_dropout": shape.dropout,
         }
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        resolve_shape.must_equal(config, self.name, hidden_act="silu", **self.fixed)
+        resolve_shape.check_supported(config, self.name, hidden_act="silu", **self.fixed)
         return ModelConfig(
             family=self.name,
             vocab_size=config["vocab_size"],
@@ -182,11 +205,7 @@ class Decoder:
             max_position_embeddings=config["max_position_embeddings"],
             initializer_range=config.get("initializer_range", 0.02),
             norm_eps=config.get("rms_norm_eps", self.published_norm_eps),
-            rope_theta=resolve_shape.rope_theta(config, self.name, self.published_rope_theta),
+            rope_theta=resolve_shape.read_rope_theta(config, self.name, self.published_rope_theta),
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             dropout=config.get("attention_dropout", 0.0),
         )
-
-    # What transformers assumes where a published config.json leaves the key out.
-    published_norm_eps: ClassVar[float] = 1e-6
-    published_rope_theta: ClassVar[float] = 10000.0

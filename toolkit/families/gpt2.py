@@ -1,6 +1,6 @@
-"""GPT-2 (Radford et al., 2019): layer norms with biases, learned positions, one fused query-key-value projection.
+"""GPT-2 (Radford et al., 2019): layer norms with biases, learned positions, fused query-key-value.
 
-Its projections are transformers' ``Conv1D``: weights lie [in, out], the transpose of a linear layer's.
+Its projections are transformers' ``Conv1D``: weights are [in, out], the transpose of a linear layer's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
-from toolkit.families import resolve_shape, tables
-from toolkit.families.base import ForwardFlops, HubTensor, ModelShape, Norm, ParameterSpec, Traits
-from toolkit.families.megatron import EMBEDDING, OUTPUT, Cut, MegatronTensor, Part
+from toolkit.families import megatron_tables, resolve_shape
+from toolkit.families.base import FamilyTraits, ForwardFlops, HubTensor, ModelShape, NormKind, ParameterSpec
+from toolkit.families.megatron import EMBEDDING, OUTPUT, MegatronTensor, TensorCut, TensorPart
 
 PREFIX = "transformer."
 
@@ -20,14 +20,14 @@ PREFIX = "transformer."
 class GPT2Family:
     name = "gpt2"
     namespace = "gpt2/1"
-    traits = Traits(
-        norm=Norm.layer,
+    traits = FamilyTraits(
+        norm=NormKind.layer,
         rotary=False,
         gated=False,
         biases=True,
         linear=False,
         hidden_dropout=True,
-        muon="DeepSpeed's Muon tells embeddings by the word embed, and gpt2's are wte and wpe",
+        muon="DeepSpeed's Muon recognizes embeddings by the name embed, and gpt2's are wte and wpe",
     )
     published: ClassVar[Mapping[str, ModelConfig]] = {
         "gpt2": ModelConfig(
@@ -43,7 +43,7 @@ class GPT2Family:
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         inner = None if model.hidden_size is None else 4 * model.hidden_size
-        shape = resolve_shape.resolve(
+        shape = resolve_shape.resolve_model_shape(
             model,
             rotary=False,
             intermediate_size=inner,
@@ -100,11 +100,14 @@ class GPT2Family:
             found.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
         return tuple(found)
 
-    def tied(self, shape: ModelShape) -> Mapping[str, str]:
+    def tied_weights(self, shape: ModelShape) -> Mapping[str, str]:
         return {"lm_head.weight": f"{PREFIX}wte.weight"} if shape.tie_word_embeddings else {}
 
-    def hub(self, shape: ModelShape) -> tuple[HubTensor, ...]:
-        """As in memory. The first releases were saved without the outer module, so their names lack its prefix."""
+    def hub_tensors(self, shape: ModelShape) -> tuple[HubTensor, ...]:
+        """As in memory.
+
+        The first releases were saved without the outer module, so their names lack its prefix.
+        """
         return tuple(
             HubTensor(
                 spec.name,
@@ -117,62 +120,71 @@ class GPT2Family:
             for spec in self.parameters(shape)
         )
 
-    def megatron(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
-        return tuple(self._megatron(shape))
+    def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
+        return tuple(self._iter_megatron_tensors(shape))
 
     def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
-        return tables.config(shape, self.traits)
+        return megatron_tables.transformer_config(shape, self.traits)
 
-    def _megatron(self, shape: ModelShape) -> Iterator[MegatronTensor]:
+    def _iter_megatron_tensors(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         table, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
         block = tuple(self._megatron_block(shape))
-        yield tables.same(EMBEDDING, f"{PREFIX}wte.weight", table, Cut.vocabulary)
-        yield tables.same(
+        yield megatron_tables.rename_tensor(EMBEDDING, f"{PREFIX}wte.weight", table, TensorCut.vocabulary)
+        yield megatron_tables.rename_tensor(
             "embedding.position_embeddings.weight",
             f"{PREFIX}wpe.weight",
             (shape.max_position_embeddings, shape.hidden_size),
         )
         for layer in range(shape.num_hidden_layers):
             for tensor in block:
-                yield tables.in_layer(tensor, layer, f"{PREFIX}h.{layer}.")
+                yield megatron_tables.move_to_layer(tensor, layer, f"{PREFIX}h.{layer}.")
         for kind in ("weight", "bias"):
-            yield tables.same(f"decoder.final_layernorm.{kind}", f"{PREFIX}ln_f.{kind}", norm)
+            yield megatron_tables.rename_tensor(
+                f"decoder.final_layernorm.{kind}", f"{PREFIX}ln_f.{kind}", norm
+            )
         if not shape.tie_word_embeddings:
-            yield tables.same(OUTPUT, "lm_head.weight", table, Cut.vocabulary)
+            yield megatron_tables.rename_tensor(OUTPUT, "lm_head.weight", table, TensorCut.vocabulary)
 
     def _megatron_block(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block, H hidden and F feed-forward: the fused projection's columns [H, 3H], queries before keys before values,
-        become rows [3H, H], head after head; other matrices are transposed as they are."""
+        """Names within a block, H hidden and F feed-forward.
+
+        The fused projection's columns [H, 3H] (queries, keys, values) become rows [3H, H] by heads; other
+        matrices are transposed.
+        """
         hidden, inner = shape.hidden_size, shape.intermediate_size
         for ours, theirs in (("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):
             for kind in ("weight", "bias"):
-                yield tables.same(f"{theirs}.{kind}", f"{ours}.{kind}", (hidden,))
+                yield megatron_tables.rename_tensor(f"{theirs}.{kind}", f"{ours}.{kind}", (hidden,))
         groups = [
             ("qkv".index(letter) * hidden + first, count, row)
-            for letter, first, count, row in tables.query_groups(shape)
+            for letter, first, count, row in megatron_tables.query_groups(shape)
         ]
         weight = tuple(
-            Part("attn.c_attn.weight", (0, column), (hidden, count), (row, 0), True)
+            TensorPart("attn.c_attn.weight", (0, column), (hidden, count), (row, 0), True)
             for column, count, row in groups
         )
-        bias = tuple(Part("attn.c_attn.bias", (column,), (count,), (row,)) for column, count, row in groups)
-        yield MegatronTensor("self_attention.linear_qkv.weight", (3 * hidden, hidden), weight, Cut.rows)
-        yield MegatronTensor("self_attention.linear_qkv.bias", (3 * hidden,), bias, Cut.rows)
+        bias = tuple(
+            TensorPart("attn.c_attn.bias", (column,), (count,), (row,)) for column, count, row in groups
+        )
+        yield MegatronTensor("self_attention.linear_qkv.weight", (3 * hidden, hidden), weight, TensorCut.rows)
+        yield MegatronTensor("self_attention.linear_qkv.bias", (3 * hidden,), bias, TensorCut.rows)
         for ours, theirs, size, cut in (
-            ("attn.c_proj", "self_attention.linear_proj", (hidden, hidden), Cut.columns),
-            ("mlp.c_fc", "mlp.linear_fc1", (inner, hidden), Cut.rows),
-            ("mlp.c_proj", "mlp.linear_fc2", (hidden, inner), Cut.columns),
+            ("attn.c_proj", "self_attention.linear_proj", (hidden, hidden), TensorCut.columns),
+            ("mlp.c_fc", "mlp.linear_fc1", (inner, hidden), TensorCut.rows),
+            ("mlp.c_proj", "mlp.linear_fc2", (hidden, inner), TensorCut.columns),
         ):
-            yield tables.same(f"{theirs}.weight", f"{ours}.weight", size, cut, transposed=True)
-            yield tables.same(
-                f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is Cut.rows else Cut.whole
+            yield megatron_tables.rename_tensor(
+                f"{theirs}.weight", f"{ours}.weight", size, cut, transposed=True
+            )
+            yield megatron_tables.rename_tensor(
+                f"{theirs}.bias", f"{ours}.bias", size[:1], cut if cut is TensorCut.rows else TensorCut.whole
             )
 
     def forward_flops(self, shape: ModelShape, sequence_length: int) -> ForwardFlops:
-        """``l (8 h^2 + 4 h f + 4 s h) + 2 h V``, h being all heads' width in attention.
+        """``l (8 h^2 + 4 h f + 4 s h) + 2 h V``, where h is the width of all heads in attention.
 
-        With ``f = 4h`` it is a third of ``72 l h^2 (1 + s/6h + V/12lh)`` (Megatron-LM, 2104.04473, equation 3 without
-        recomputation). The attention matrix is counted whole although it is causal.
+        With ``f = 4h`` it is a third of ``72 l h^2 (1 + s/6h + V/12lh)`` (Megatron-LM, 2104.04473, equation 3
+        without recomputation). The whole attention matrix counts although it is causal.
         """
         hidden, inner, layers = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
         width = shape.num_attention_heads * shape.head_dim
@@ -204,7 +216,7 @@ class GPT2Family:
         }
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        resolve_shape.must_equal(
+        resolve_shape.check_supported(
             config,
             self.name,
             activation_function="gelu_new",

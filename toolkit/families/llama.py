@@ -1,4 +1,4 @@
-"""Llama 2 and 3: no biases, grouped-query attention, plain rotary embeddings (Touvron et al., 2307.09288; 2407.21783)."""
+"""Llama 2 and 3 (Touvron et al., 2307.09288; 2407.21783): grouped-query attention without biases."""
 
 from __future__ import annotations
 
@@ -59,14 +59,13 @@ class Llama(Decoder):
 
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         shape = super().resolve_shape(model)
-        if (
-            shape.hidden_size % shape.num_attention_heads
-        ):  # LlamaConfig raises, although its modules do not need it
+        if shape.hidden_size % shape.num_attention_heads:  # required by LlamaConfig
             raise PlanError(
                 resolve_shape.indivisible(
                     shape.hidden_size,
                     shape.num_attention_heads,
-                    "transformers builds Llama only if model.hidden_size is divisible by model.num_attention_heads, with model.head_dim too",
+                    "transformers builds Llama only if model.num_attention_heads divides model.hidden_size "
+                    "even with model.head_dim",
                 )
             )
         return shape

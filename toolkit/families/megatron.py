@@ -1,13 +1,14 @@
-"""Where the elements of canonical tensors lie in Megatron-core's, as data that is read in both directions. No torch.
+"""Maps from canonical tensors to Megatron-core's, as data that is used in both directions. No torch.
 
-A family lists the tensors of a Megatron-core model (0.16, local layer spec, all axes 1); each says which boxes of canonical
-tensors it is made of. ``local`` says what one tensor rank holds of it, ``inside`` what lies in any box of it (a range of a
-flat buffer, for instance), and ``Part.view`` takes a part out of real memory. So the way back needs no second map: every
-element of a canonical tensor lies in exactly one part, and the parts fill their tensor exactly once.
+A family lists the tensors of a Megatron-core model (0.16, local layer spec, all axes 1); each states the
+boxes of canonical tensors that it consists of. ``local_tensor`` computes what one tensor rank stores of it,
+``intersect_parts`` what lies in any box of it (for example a range of a flat buffer), and ``TensorPart.view``
+takes a part out of real memory. The inverse needs no second map: every element of a canonical tensor lies in
+exactly one part, and the parts fill their tensor exactly once.
 
-Sources, in megatron/core: ``transformer/attention.py`` (linear_qkv holds, group after group, ``[q..q k v]``),
-``transformer/mlp.py`` (a gated linear_fc1 is ``[gate; up]``, on each rank), ``tensor_parallel/layers.py`` (which dim is cut),
-``models/gpt/gpt_layer_specs.py`` (the names of the local spec).
+Sources in megatron/core: ``transformer/attention.py`` (linear_qkv stores ``[q..q k v]`` by query groups),
+``transformer/mlp.py`` (a gated linear_fc1 is ``[gate; up]`` on each rank), ``tensor_parallel/layers.py`` (the
+sharded dim), ``models/gpt/gpt_layer_specs.py`` (names of the local spec).
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from enum import StrEnum
 from typing import Any
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-# Transformer Engine keeps a norm inside the linear layer that follows it, and checkpoints of either spec name it so.
+# Transformer Engine fuses a norm into the next linear layer; checkpoints of both specs use this name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 
 
-class Cut(StrEnum):
-    """How the tensor axis cuts a tensor."""
+class TensorCut(StrEnum):
+    """How tensor parallelism shards a tensor."""
 
-    whole = "whole"  # not at all: each rank has all of it
+    whole = "whole"  # replicated
     rows = "rows"
     columns = "columns"
-    gated = "gated"  # rows of the gate, and the same rows of the up projection below them
-    vocabulary = "vocabulary"  # rows of the padded vocabulary; padded rows belong to no part
+    gated = "gated"  # rows of the gate, and below them the same rows of the up projection
+    vocabulary = "vocabulary"  # rows of the padded vocabulary; padding belongs to no part
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The box ``offset, extent`` of a canonical tensor lies at ``at`` in a Megatron-core tensor.
+class TensorPart:
+    """The box ``offset, extent`` of a canonical tensor, which lies at ``at`` in a Megatron-core tensor.
 
-    ``at`` has the dims of the Megatron-core tensor. Where the canonical tensor has more (experts fused in one tensor), the dims
-    before are 1 in ``extent`` and are dropped. ``transposed``: then the two dims change places.
+    ``at`` has the dims of the Megatron-core tensor. Leading dims that only the canonical tensor has (fused
+    experts) are 1 in ``extent`` and are dropped. If ``transposed``, the two dims are swapped.
     """
 
     canonical: str
@@ -58,92 +59,98 @@ class Part:
 
     @property
     def dropped(self) -> int:
-        """How many dims the canonical tensor has before those of the Megatron-core tensor."""
+        """The number of leading dims that only the canonical tensor has."""
         return len(self.extent) - len(self.at)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the box in the Megatron-core tensor."""
+        """The shape of the box in the Megatron-core tensor."""
         kept = self.extent[self.dropped :]
         return kept[::-1] if self.transposed else kept
 
     def view(self, data: Any) -> Any:
-        """This part of ``data``, which is the tensor that ``at`` counts in (torch's or numpy's): a view of shape ``extent``."""
+        """Return this part of ``data``, the whole tensor (torch or numpy), as a view of shape ``extent``."""
         found = data[tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))]
         return (found.T if self.transposed else found)[(None,) * self.dropped]
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """One parameter of a Megatron-core model with all axes 1: layers and experts have their global numbers in ``name``.
+    """One parameter of a Megatron-core model with all axes 1; names have global layer and expert numbers.
 
     Attributes:
-        shape: whole; the vocabulary is not padded.
+        shape: whole, with an unpadded vocabulary.
         parts: boxes that fill it exactly once.
-        layer, expert: its global numbers; None outside blocks, and where it is not an expert's.
+        layer, expert: global numbers; None outside blocks or experts.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    cut: Cut
+    parts: tuple[TensorPart, ...]
+    cut: TensorCut
     layer: int | None = None
     expert: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What one tensor rank holds; ``at`` of ``parts`` counts from its own corner."""
+    """What one tensor rank stores; ``at`` of ``parts`` counts from the origin of the local tensor."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
-def local(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None) -> LocalTensor:
-    """What tensor rank ``rank`` of ``size`` holds of ``tensor``.
+def local_tensor(tensor: MegatronTensor, rank: int, size: int, rows: int | None = None) -> LocalTensor:
+    """What tensor rank ``rank`` of ``size`` stores of ``tensor``.
 
     Args:
-        rank, size: on the axis that cuts it: the expert tensor axis where ``tensor.expert`` is a number.
-        rows: of the padded vocabulary, all ranks together; None where it is not padded. For ``Cut.vocabulary`` only.
+        rank, size: on the axis that shards it: for experts the expert tensor axis.
+        rows: rows of the padded vocabulary over all ranks; None without padding. For ``TensorCut.vocabulary``
+            only.
     """
     assert 0 <= rank < size, f"rank {rank} of {size}"
-    assert rows is None or (tensor.cut is Cut.vocabulary and rows >= tensor.shape[0]), (
+    assert rows is None or (tensor.cut is TensorCut.vocabulary and rows >= tensor.shape[0]), (
         f"{tensor.name}: padded to {rows} rows"
     )
-    boxes = shares(tensor, rank, size, tensor.shape[0] if rows is None else rows)
-    parts: list[Part] = []
+    boxes = local_boxes(tensor, rank, size, tensor.shape[0] if rows is None else rows)
+    parts: list[TensorPart] = []
     height = 0
-    for offset, shape in boxes:  # one below the other
+    for offset, shape in boxes:
         parts += (
             replace(part, at=(part.at[0] + height, *part.at[1:]))
-            for part in inside(tensor.parts, offset, shape)
+            for part in intersect_parts(tensor.parts, offset, shape)
         )
         height += shape[0]
     return LocalTensor((height, *boxes[0][1][1:]), tuple(parts))
 
 
-def shares(
+def local_boxes(
     tensor: MegatronTensor, rank: int, size: int, height: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes (offset, shape) of ``tensor`` that a rank holds one below the other; ``height`` counts its rows with padding."""
+    """The boxes (offset, shape) of ``tensor`` that a rank stores, stacked by rows;
+
+    ``height`` counts rows with padding.
+    """
     rest = tensor.shape[1:]
-    if tensor.cut is Cut.whole:
+    if tensor.cut is TensorCut.whole:
         return [((0,) * len(tensor.shape), tensor.shape)]
-    if tensor.cut is Cut.columns:
+    if tensor.cut is TensorCut.columns:
         (width,) = rest
-        return [((0, rank * (width // size)), (height, _evenly(tensor, width, size)))]
-    halves = 2 if tensor.cut is Cut.gated else 1
-    share = _evenly(tensor, height, halves * size)
+        return [((0, rank * (width // size)), (height, _divide_evenly(tensor, width, size)))]
+    halves = 2 if tensor.cut is TensorCut.gated else 1
+    share = _divide_evenly(tensor, height, halves * size)
     return [(((half * size + rank) * share, *(0 for _ in rest)), (share, *rest)) for half in range(halves)]
 
 
-def _evenly(tensor: MegatronTensor, length: int, pieces: int) -> int:
+def _divide_evenly(tensor: MegatronTensor, length: int, pieces: int) -> int:
     assert length % pieces == 0, f"{tensor.name} {tensor.shape}: {length} {tensor.cut} in {pieces} pieces"
     return length // pieces
 
 
-def inside(parts: Iterable[Part], offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """What of ``parts`` lies in the box ``offset, shape`` of their tensor. ``at`` of what is returned counts from the box's corner."""
+def intersect_parts(
+    parts: Iterable[TensorPart], offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[TensorPart, ...]:
+    """Return the parts within the box ``offset, shape``; ``at`` of the result counts from its origin."""
     found = []
     for part in parts:
         low = tuple(max(a, o) for a, o in zip(part.at, offset, strict=True))
@@ -167,9 +174,12 @@ def inside(parts: Iterable[Part], offset: tuple[int, ...], shape: tuple[int, ...
     return tuple(found)
 
 
-def by_name(tensors: Iterable[MegatronTensor]) -> Mapping[str, MegatronTensor]:
-    """The table of a model. With tied embeddings a last pipeline stage of its own has a copy of the embedding as its
-    ``output_layer.weight``: that name leads to the embedding's entry then."""
+def tensors_by_name(tensors: Iterable[MegatronTensor]) -> Mapping[str, MegatronTensor]:
+    """The tensors of a model by name.
+
+    With tied embeddings, a last pipeline stage has a copy of the embedding named ``output_layer.weight``;
+    that name then maps to the embedding's entry.
+    """
     found = {tensor.name: tensor for tensor in tensors}
     found.setdefault(OUTPUT, found[EMBEDDING])
     return found

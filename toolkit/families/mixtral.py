@@ -1,8 +1,8 @@
-"""Mixtral: Llama with a feed-forward of experts, of which a router picks some for each token (Jiang et al., 2401.04088).
+"""Mixtral (Jiang et al., 2401.04088): Llama with a router and experts as feed-forward.
 
-In memory a layer's experts are two tensors: ``gate_up_proj`` [E, 2F, H] (gate above up) and ``down_proj`` [E, H, F]. The
-hub stores three matrices an expert, ``w1`` (gate) [F, H], ``w2`` (down) [H, F] and ``w3`` (up) [F, H], under
-``block_sparse_moe``. transformers converts between the two in its ``conversion_mapping``.
+In memory a layer's experts are two tensors: ``gate_up_proj`` [E, 2F, H] (gate above up) and ``down_proj`` [E,
+H, F]. The hub stores three matrices per expert under ``block_sparse_moe``: ``w1`` (gate) [F, H], ``w2``
+(down) [H, F] and ``w3`` (up) [F, H]. transformers converts between the two in its ``conversion_mapping``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import PlanError, Problem
-from toolkit.families import tables
-from toolkit.families.base import HubTensor, ModelShape, ParameterSpec, Traits
+from toolkit.families import megatron_tables
+from toolkit.families.base import FamilyTraits, HubTensor, ModelShape, ParameterSpec
 from toolkit.families.decoder import Decoder
-from toolkit.families.megatron import Cut, MegatronTensor
+from toolkit.families.megatron import MegatronTensor, TensorCut
 
 
 class Mixtral(Decoder):
@@ -28,7 +28,7 @@ class Mixtral(Decoder):
         "norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
     }
-    traits = Traits(
+    traits = FamilyTraits(
         experts=True, muon="DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional"
     )
     published: ClassVar[Mapping[str, ModelConfig]] = {
@@ -77,7 +77,7 @@ class Mixtral(Decoder):
         yield "mlp.experts.down_proj", (experts, hidden, inner)
 
     def feed_forward_weights_used(self, shape: ModelShape) -> tuple[int, int]:
-        """Of the experts that it visits, and the router, which sees it once for all of them."""
+        """The weights of the experts that a token visits, and of the router."""
         up, down = super().feed_forward_weights_used(shape)
         return (
             shape.num_experts_per_tok * up + shape.num_local_experts * shape.hidden_size,
@@ -85,26 +85,32 @@ class Mixtral(Decoder):
         )
 
     def megatron_feed_forward(self, shape: ModelShape) -> Iterator[MegatronTensor]:
-        """Within a block: router [E, H]; of each expert linear_fc1 [2F, H], the gate above up, and linear_fc2 [H, F]."""
+        """Names within a block: router [E, H]; per expert linear_fc1 [2F, H], linear_fc2 [H, F]."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        yield tables.same("mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden))
+        yield megatron_tables.rename_tensor(
+            "mlp.router.weight", "mlp.gate.weight", (shape.num_local_experts, hidden)
+        )
         for number in range(shape.num_local_experts):
             prefix = f"mlp.experts.local_experts.{number}"
-            yield tables.expert(
+            yield megatron_tables.expert_tensor(
                 f"{prefix}.linear_fc1.weight",
                 "mlp.experts.gate_up_proj",
                 (2 * inner, hidden),
-                Cut.gated,
+                TensorCut.gated,
                 number,
             )
-            yield tables.expert(
-                f"{prefix}.linear_fc2.weight", "mlp.experts.down_proj", (hidden, inner), Cut.columns, number
+            yield megatron_tables.expert_tensor(
+                f"{prefix}.linear_fc2.weight",
+                "mlp.experts.down_proj",
+                (hidden, inner),
+                TensorCut.columns,
+                number,
             )
 
-    def hub_tensors(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
+    def split_for_hub(self, spec: ParameterSpec, shape: ModelShape) -> Iterator[HubTensor]:
         prefix, block, rest = spec.name.partition(".mlp.")
         if not block:
-            yield from super().hub_tensors(spec, shape)
+            yield from super().split_for_hub(spec, shape)
         elif rest == "gate.weight":
             yield HubTensor(
                 f"{prefix}.block_sparse_moe.gate.weight", spec.shape, spec.name, (0, 0), spec.shape

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, dense: Llama with biases on the query, key and value projections (Yang et al., 2407.10671)."""
+"""Qwen 2 and 2.5, dense: Llama with biases on query, key and value projections (Yang et al., 2407.10671)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
 from toolkit.families import resolve_shape
-from toolkit.families.base import ModelShape, Traits
+from toolkit.families.base import FamilyTraits, ModelShape
 from toolkit.families.decoder import Decoder
 
 
@@ -20,7 +20,7 @@ class Qwen2(Decoder):
         "norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
     }
-    traits = Traits(qkv_bias=True)
+    traits = FamilyTraits(qkv_bias=True)
     published: ClassVar[Mapping[str, ModelConfig]] = {
         "qwen2-7b": ModelConfig(
             family=name,
@@ -40,7 +40,7 @@ class Qwen2(Decoder):
         return super().hugging_face_config(shape) | {"use_sliding_window": False}
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        resolve_shape.must_equal(
+        resolve_shape.check_supported(
             {"layer_types": sorted(set(config.get("layer_types") or ["full_attention"]))},
             self.name,
             layer_types=["full_attention"],

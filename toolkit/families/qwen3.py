@@ -1,6 +1,6 @@
-"""Qwen 3, dense: Llama whose heads normalise their queries and keys before rotating them (Yang et al., 2505.09388).
+"""Qwen 3, dense: Llama with normalized queries and keys in each head (Yang et al., 2505.09388).
 
-Published models state ``head_dim=128``, which need not be hidden_size / num_attention_heads.
+Published models have ``head_dim=128``, which need not be hidden_size / num_attention_heads.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from toolkit.config.schema import ModelConfig
-from toolkit.families import resolve_shape, tables
-from toolkit.families.base import ModelShape, Traits
+from toolkit.families import megatron_tables, resolve_shape
+from toolkit.families.base import FamilyTraits, ModelShape
 from toolkit.families.decoder import Decoder
 from toolkit.families.megatron import MegatronTensor
 
@@ -25,7 +25,7 @@ class Qwen3(Decoder):
         "norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
     }
-    traits = Traits(qk_norm=True)
+    traits = FamilyTraits(qk_norm=True)
     published: ClassVar[Mapping[str, ModelConfig]] = {
         "qwen3-0.6b": ModelConfig(
             family=name,
@@ -59,7 +59,7 @@ class Qwen3(Decoder):
     fixed: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "use_sliding_window": False}
 
     def attention(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """As in every decoder, and a norm [D] of the queries and one of the keys, which all heads share."""
+        """The parameters of every decoder, and norms [D] of queries and keys that all heads share."""
         yield from super().attention(shape)
         for letter in ("q", "k"):
             yield f"self_attn.{letter}_norm.weight", (shape.head_dim,)
@@ -67,7 +67,7 @@ class Qwen3(Decoder):
     def megatron_attention(self, shape: ModelShape) -> Iterator[MegatronTensor]:
         yield from super().megatron_attention(shape)
         for letter in ("q", "k"):
-            yield tables.same(
+            yield megatron_tables.rename_tensor(
                 f"self_attention.{letter}_layernorm.weight",
                 f"self_attn.{letter}_norm.weight",
                 (shape.head_dim,),
@@ -77,7 +77,7 @@ class Qwen3(Decoder):
         return {**super().hugging_face_config(shape), **self.fixed}
 
     def from_hugging_face_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        resolve_shape.must_equal(
+        resolve_shape.check_supported(
             {"layer_types": sorted(set(config.get("layer_types") or ["full_attention"]))},
             self.name,
             layer_types=["full_attention"],

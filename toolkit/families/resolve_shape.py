@@ -1,4 +1,4 @@
-"""Sizes that follow from others, and the mistakes in them. Every problem of a model is reported at once."""
+"""Derive sizes that follow from others, and report all errors of a model at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from toolkit.families.base import ModelShape
 ALWAYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
 
-def resolve(
+def resolve_model_shape(
     model: ModelConfig, *, required: tuple[str, ...] = (), rotary: bool = True, **defaults: Any
 ) -> ModelShape:
-    """A shape from what the user wrote, then ``defaults``, then what follows from other sizes.
+    """Build a shape from the user's settings, then ``defaults``, then sizes that follow from others.
 
     Raises:
-        PlanError: every size that is missing, and every pair that does not fit.
+        PlanError: lists every missing size and every incompatible pair.
     """
-    assert model.family is not None, "a family is chosen before its sizes are settled"
+    assert model.family is not None, "a family is chosen before its sizes are resolved"
     missing = [name for name in (*ALWAYS, *required) if getattr(model, name) is None]
     if missing:
         raise PlanError(*(_missing(model.family, name) for name in missing))
@@ -42,13 +42,14 @@ def resolve(
     if sizes["num_key_value_heads"] is None:
         sizes["num_key_value_heads"] = heads
     if heads % sizes["num_key_value_heads"]:
-        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         problems.append(
             Problem(
                 "model.num_key_value_heads",
-                f"model.num_key_value_heads={sizes['num_key_value_heads']}, model.num_attention_heads={heads}",
+                f"model.num_key_value_heads={sizes['num_key_value_heads']}, "
+                f"model.num_attention_heads={heads}",
                 "model.num_key_value_heads divides model.num_attention_heads",
-                f"write one of {fits}",
+                f"write one of {divisors}",
             )
         )
     if derived:
@@ -85,17 +86,20 @@ def _missing(family: str, name: str) -> Problem:
         f"model.{name}",
         f"model.{name} is not given",
         f"the family {family} needs model.{name}",
-        f"write model.{name}=NUMBER, or take all sizes of a published model: model=pretrained model.pretrained=FOLDER",
+        f"write model.{name}=NUMBER, or use the sizes of a published model: model=pretrained "
+        "model.pretrained=FOLDER",
     )
 
 
-def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
-    """Refuse a ``config.json`` with a switch that the family's modules do not implement. An absent key is the default.
+def check_supported(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
+    """Refuse a ``config.json`` with a switch that the family's modules do not implement.
 
-    A tuple lists several values that are all fine.
+    A missing key means the default.
+
+    A tuple lists several accepted values.
 
     Raises:
-        InputError: naming every such key.
+        InputError: lists every such key.
     """
     problems = []
     for key, value in wanted.items():
@@ -105,7 +109,7 @@ def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
                 Problem(
                     f"config.json: {key}",
                     f"{key}={config[key]!r}",
-                    f"the family {family} covers {key}={' or '.join(map(repr, accepted))} only",
+                    f"the family {family} supports {key}={' or '.join(map(repr, accepted))} only",
                     "train it as any module: model.target=my.package.Model",
                 )
             )
@@ -113,8 +117,8 @@ def must_equal(config: Mapping[str, Any], family: str, **wanted: Any) -> None:
         raise InputError(*problems)
 
 
-def rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
-    """The base of plain rotary embeddings, as transformers 5 (``rope_parameters``) or older releases write it."""
+def read_rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
+    """The base of plain rotary embeddings, as transformers 5 (``rope_parameters``) or older ones write it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
@@ -122,7 +126,7 @@ def rope_theta(config: Mapping[str, Any], family: str, default: float) -> float:
             Problem(
                 "config.json: rope_parameters",
                 f"rope_type={kind!r}",
-                f"the family {family} covers plain rotary embeddings (rope_type 'default') only",
+                f"the family {family} supports plain rotary embeddings (rope_type 'default') only",
                 "train it as any module: model.target=my.package.Model",
             )
         )

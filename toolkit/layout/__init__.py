@@ -1,1 +1,1 @@
-"""Where each rank stands on the axes of parallelism. Pure; no torch."""
+"""The position of each rank on the axes of parallelism, without torch."""

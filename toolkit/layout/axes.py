@@ -1,15 +1,15 @@
-"""Rank arithmetic, stated once.
+"""Rank arithmetic.
 
-Worked example: 8 ranks, ``Axes(data=2, pipeline=2, context=1, tensor=2)``. Tensor is the innermost axis (its ranks are
-neighbours and talk most), then context, then data, and pipeline is outermost:
+Example: 8 ranks, ``Axes(data=2, pipeline=2, context=1, tensor=2)``. Tensor is the innermost axis (its ranks
+are neighbours and communicate most), then context, then data; pipeline is outermost:
 
     rank      0  1  2  3  4  5  6  7
     tensor    0  1  0  1  0  1  0  1
     data      0  0  1  1  0  0  1  1
     pipeline  0  0  0  0  1  1  1  1
 
-This is the order ``tp-cp-ep-dp-pp`` of Megatron-core's ``parallel_state``, and DeepSpeed's AutoTP and pipeline
-topologies agree with it. Expert parallelism does not add ranks: it regroups data (and context) ranks.
+This is the order ``tp-cp-ep-dp-pp`` of Megatron-core's ``parallel_state``, and DeepSpeed's AutoTP and
+pipeline topologies agree with it. Expert parallelism adds no ranks: it regroups data and context ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ORDER: tuple[Axis, ...] = (Axis.TENSOR, Axis.CONTEXT, Axis.DATA, Axis.PIPELINE)
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """One rank's place: ``0 <= tensor < axes.tensor`` and so on."""
+    """A rank's coordinates: ``0 <= tensor < axes.tensor`` and so on."""
 
     tensor: int
     context: int
@@ -43,7 +43,7 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Sizes of the axes of parallelism. ``size`` is the number of ranks; ``expert`` divides ``data * context``."""
+    """Sizes of the axes of parallelism. ``size`` is the world size; ``expert`` divides ``data * context``."""
 
     data: int = 1
     tensor: int = 1
@@ -60,12 +60,12 @@ class Axes:
         return self.data * self.tensor * self.pipeline * self.context
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of ``rank``, ``0 <= rank < size``."""
+        """The coordinates of ``rank``, ``0 <= rank < size``."""
         assert 0 <= rank < self.size, f"rank {rank} of {self.size}"
-        place: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axis in ORDER:
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return Coordinates(**place)
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**coordinates)
 
     def rank(self, at: Coordinates) -> int:
         """The inverse of :meth:`coordinates`."""
@@ -75,21 +75,21 @@ class Axes:
         return rank
 
     def peers(self, rank: int, along: Collection[Axis]) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along these axes only, itself among them, in rising order."""
+        """The ranks that differ from ``rank`` along these axes only, including itself, in rising order."""
         at = self.coordinates(rank)
         outer = tuple(reversed(ORDER))
-        places = product(
+        peers = product(
             *(range(getattr(self, axis)) if axis in along else (getattr(at, axis),) for axis in outer)
         )
-        return tuple(self.rank(Coordinates(**dict(zip(outer, place, strict=True)))) for place in places)
+        return tuple(self.rank(Coordinates(**dict(zip(outer, peer, strict=True)))) for peer in peers)
 
     def spanned(self, ranks: Iterable[int]) -> tuple[Axis, ...]:
         """The axes along which these ranks differ, innermost first."""
-        places = [self.coordinates(rank) for rank in ranks]
-        return tuple(axis for axis in ORDER if len({getattr(place, axis) for place in places}) > 1)
+        coordinates = [self.coordinates(rank) for rank in ranks]
+        return tuple(axis for axis in ORDER if len({getattr(at, axis) for at in coordinates}) > 1)
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """The ranks that talk along ``axis``: every group of ranks that differ in that coordinate only."""
+        """The process groups along ``axis``: every group of ranks that differ in that coordinate only."""
         stride = 1
         for inner in ORDER[: ORDER.index(axis)]:
             stride *= getattr(self, inner)
@@ -103,23 +103,23 @@ ALL, EXPERT, OTHER = "all", "expert", "other"
 
 
 def axis_name(ranks: Collection[int], axes: Axes, *, exchange: bool = False) -> str:
-    """What a group of these ranks is called: the axes along which they differ, ``tensor`` or ``context+data``; ``all``, if those are all
-    of several. Empty for a single rank.
+    """The name of a group of ranks: the axes along which they differ, such as ``tensor`` or ``context+data``.
 
-    Expert parallelism regroups data and context ranks: a group of neighbours among them is ``expert``. Where that is the whole data group,
-    only an all-to-all (``exchange``) can be told to be the experts'.
+    ``all`` if these are all axes of several; empty for a single rank. Expert parallelism regroups data and
+    context ranks: a group of neighbours among them is ``expert``. If that is the whole data group, only an
+    all-to-all (``exchange``) can be attributed to the experts.
     """
     spanned = axes.spanned(ranks)
     if axes.expert > 1 and len(ranks) == axes.expert and set(spanned) <= {Axis.CONTEXT, Axis.DATA}:
-        places = [at.data * axes.context + at.context for at in map(axes.coordinates, ranks)]
-        neighbours = max(places) - min(places) == axes.expert - 1
+        indices = [at.data * axes.context + at.context for at in map(axes.coordinates, ranks)]
+        neighbours = max(indices) - min(indices) == axes.expert - 1
         if neighbours and (exchange or axes.expert < axes.data * axes.context):
             return EXPERT
     return ALL if len(spanned) > 1 and list(spanned) == _wide(axes) else "+".join(spanned)
 
 
 def axis_names(axes: Axes) -> tuple[str, ...]:
-    """All that :func:`axis_name` answers for groups of several ranks, and ``other`` for a group whose ranks are not known."""
+    """All names that :func:`axis_name` returns for several ranks, and ``other`` for unknown ranks."""
     wide = _wide(axes)
     if not wide:
         return ()

@@ -1,1 +1,1 @@
-"""Modules of each family, and their initial weights."""
+"""Build the modules of each family and their initial weights."""

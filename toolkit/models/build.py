@@ -1,4 +1,4 @@
-"""The module that a plan describes, under the canonical names of its family. Weights come later, through ``engine.load``."""
+"""Build the module that a plan describes; ``engine.load`` brings the weights."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.models.target import build_target
 from toolkit.plan.types import RunPlan
 
 
 def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False) -> nn.Module:
-    """The plan's model on ``device``, in fp32 and in training mode.
+    """Build the plan's model on ``device``, in fp32 and training mode.
 
-    Parameters of a family are memory without content (``models/initial.py`` says what goes in); those of ``model.target`` are
-    as its constructor made them under the run's seed. Buffers are always as the constructor made them.
+    Parameters of a family are uninitialized (see ``models/initial_weights.py``); those of ``model.target``
+    are as its constructor initialized them under the run's seed. Buffers are always as the constructor made
+    them.
 
     Args:
-        meta: parameters on the meta device, buffers still on ``device``. The same where ``device`` is meta, with buffers on
-            the CPU: a buffer has no other source than the constructor.
+        meta: put parameters on the meta device and buffers on ``device``. If ``device`` is meta, buffers are
+            on the CPU, because only the constructor can compute them.
 
     Raises:
         ConfigError: ``model.target`` cannot be built.
     """
     device = torch.device(device)
     meta = meta or device.type == "meta"
-    place = torch.device("cpu") if device.type == "meta" else device
+    buffer_device = torch.device("cpu") if device.type == "meta" else device
     if plan.shape is None:
         module = build_target(plan.config.model, plan.config.train.seed, documents=plan.config.data.documents)
         if meta:
@@ -37,20 +38,20 @@ def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False
     else:
         module = _build_family(plan)
         if not meta:
-            replace_parameters(module, lambda parameter: torch.empty_like(parameter, device=place))
-    # ``Module.to`` would fail on parameters without content.
+            replace_parameters(module, lambda parameter: torch.empty_like(parameter, device=buffer_device))
+    # ``Module.to`` would fail on meta parameters.
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                part._buffers[name] = buffer.to(place)
-    return (module if meta else module.to(place)).train()
+                part._buffers[name] = buffer.to(buffer_device)
+    return (module if meta else module.to(buffer_device)).train()
 
 
 def _build_family(plan: RunPlan) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     assert plan.shape is not None
-    settings = get(plan.shape.family).hugging_face_config(plan.shape)
+    settings = get_family(plan.shape.family).hugging_face_config(plan.shape)
     config = AutoConfig.for_model(
         **{**settings, "use_cache": False, "dtype": "float32", "bos_token_id": None, "eos_token_id": None}
     )
@@ -62,31 +63,30 @@ def _build_family(plan: RunPlan) -> nn.Module:
 
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    """Give every parameter new memory; a tied parameter stays one in all its places."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Replace the memory of every parameter; tied parameters stay tied."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(
-                        make(parameter).detach(), requires_grad=parameter.requires_grad
-                    )
-                part._parameters[name] = made[parameter]
+                if parameter not in replaced:
+                    memory = make(parameter).detach()
+                    replaced[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                part._parameters[name] = replaced[parameter]
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters made inside have no content, so initialising them costs nothing; buffers are real.
+    """Create parameters on the meta device and buffers on real devices.
 
     Under ``torch.device("meta")`` buffers such as rotary frequencies would be lost.
     """
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.is_meta:  # it is being tied: it stays the same object
+        if parameter.is_meta:  # a parameter that is being tied stays the same object
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    # torch's annotation says that hooks return nothing; what this one returns is registered.
+    # torch registers what the hook returns, although its annotation has no return value.
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield

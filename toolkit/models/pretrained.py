@@ -1,4 +1,4 @@
-"""``model.pretrained``: weights of a folder or hub id in Hugging Face's format, as a reader under canonical names."""
+"""Read the weights of ``model.pretrained``, a folder or hub id in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard
 from toolkit.errors import InputError, Problem
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.plan.types import RunPlan
 
 
 def open_pretrained(plan: RunPlan) -> Reader:
-    """The reader of ``model.pretrained``; a hub id is downloaded to Hugging Face's cache first.
+    """Open ``model.pretrained``; a hub id is downloaded to Hugging Face's cache first.
 
     Raises:
-        InputError: it cannot be downloaded. CheckpointError: its weights are missing, damaged or of another family.
+        InputError: it cannot be downloaded.
+        CheckpointError: its weights are missing, damaged or of another family.
     """
     name = plan.config.model.pretrained
     assert name is not None, "the plan has pretrained weights"
@@ -24,13 +25,15 @@ def open_pretrained(plan: RunPlan) -> Reader:
     folder = Path(name).expanduser()
     return _Weights(
         open_reader(
-            folder if folder.is_dir() else _download(name), get(plan.shape.family).namespace, plan.shape
+            folder if folder.is_dir() else _download(name),
+            get_family(plan.shape.family).namespace,
+            plan.shape,
         )
     )
 
 
 class _Weights:
-    """Implements ``Reader``: a new run takes over weights, and begins with an optimizer and counts of its own."""
+    """A ``Reader`` of the weights only: a new run starts with a new optimizer."""
 
     scalars: Mapping[str, object] = {}
 
@@ -51,15 +54,15 @@ def _download(name: str) -> Path:
             snapshot_download(
                 name,
                 allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
-                ignore_patterns=["*/*"],
+                ignore_patterns=["*/*"],  # optimizer state, other formats
             )
-        )  # an optimizer's state, other formats
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).splitlines()[0]
         raise InputError(
             Problem(
                 "model.pretrained",
-                f"model.pretrained={name}: no such folder, and the hub answers: {why}",
+                f"model.pretrained={name}: no such folder, and the hub reports: {why}",
                 "model.pretrained is a folder in Hugging Face's format with safetensors, or a hub id",
                 "write model.pretrained=./folder or model.pretrained=organisation/model",
             )

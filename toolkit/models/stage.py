@@ -1,7 +1,7 @@
-"""A stage of a pipeline: the family's own model, with what other stages hold taken out of it.
+"""A pipeline stage: the family's own model, without the modules of other stages.
 
-transformers' own forward runs on every stage: it makes the causal mask and the rotary embeddings there, and passes the hidden states
-through the blocks that are left. Parameters keep their names, blocks their global numbers.
+Every stage runs transformers' own forward: it computes the causal mask and rotary embeddings and passes the
+hidden states through the remaining blocks. Parameters keep their names, and blocks their global numbers.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.models.build import build_model
 from toolkit.plan.stages import split
 from toolkit.plan.types import RunPlan
 
 
 class StageModel(nn.Module):
-    """In: token ids [micro-batch, sequence] on the first stage, else hidden states [micro-batch, sequence, hidden].
-    Out: logits [micro-batch, sequence, vocabulary] on the last stage, else hidden states."""
+    """The part of a model that one pipeline stage runs.
+
+    Input: token ids [micro-batch, sequence] on the first stage, otherwise hidden states [micro-batch,
+    sequence, hidden]. Output: logits [micro-batch, sequence, vocabulary] on the last stage, otherwise hidden
+    states.
+    """
 
     def __init__(self, model: nn.Module, *, takes_ids: bool) -> None:
         super().__init__()
@@ -27,49 +31,54 @@ class StageModel(nn.Module):
         self._input = "input_ids" if takes_ids else "inputs_embeds"
 
     def forward(self, given: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """``position_ids`` [micro-batch, sequence] where documents are kept apart: every stage makes its mask from them."""
+        """Pass ``position_ids`` [micro-batch, sequence] to every stage if the batch has documents."""
         output: Any = self.model(**{self._input: given}, position_ids=position_ids, use_cache=False)
         logits: torch.Tensor = output.logits
         return logits
 
 
 def build_stage(plan: RunPlan, device: torch.device | str, stage: int) -> StageModel:
-    """Stage ``stage`` of the plan's pipeline, in training mode: parameters on the meta device, buffers on ``device``."""
+    """Build a stage of the plan's pipeline in training mode: parameters on meta, buffers on ``device``."""
     assert plan.shape is not None, "a model of a family"
     model: Any = build_model(plan, device, meta=True)
     count = plan.axes.pipeline
-    layers = split(plan.parameters, count, get(plan.shape.family).tied(plan.shape).values())[stage].layers
-    before, blocks, after = _places(model, plan.shape.num_hidden_layers)
+    layers = split(plan.parameters, count, get_family(plan.shape.family).tied_weights(plan.shape).values())[
+        stage
+    ].layers
+    before, blocks, after = _split_module_names(model, plan.shape.num_hidden_layers)
     for number in range(len(blocks)):
         if number not in layers:
-            blocks[number] = Through()
+            blocks[number] = PassThrough()
     if stage > 0:
         for name in before:
             part = model.get_submodule(name)
-            model.set_submodule(name, Nothing() if isinstance(part, nn.Embedding) else Through())
+            model.set_submodule(name, ZeroEmbedding() if isinstance(part, nn.Embedding) else PassThrough())
     if stage < count - 1:
         for name in after:
-            model.set_submodule(name, Through())
+            model.set_submodule(name, PassThrough())
     return StageModel(model, takes_ids=stage == 0)
 
 
-class Through(nn.Module):
-    """In place of what maps hidden states to hidden states, or to logits, on another stage."""
+class PassThrough(nn.Module):
+    """Replaces a module of another stage that maps hidden states to hidden states or logits."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden
 
 
-class Nothing(nn.Module):
-    """In place of an embedding of another stage, whose rows are in the hidden states already."""
+class ZeroEmbedding(nn.Module):
+    """Replaces an embedding of another stage, which is already part of the hidden states."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=ids.device)
 
 
-def _places(model: Any, layers: int) -> tuple[list[str], nn.ModuleList, list[str]]:
-    """What stands before the blocks, the blocks, and what stands after them. transformers' models name their parts in the order
-    in which they run; parts after the blocks without parameters (rotary embeddings) are every stage's."""
+def _split_module_names(model: Any, layers: int) -> tuple[list[str], nn.ModuleList, list[str]]:
+    """The names of modules before the blocks, the blocks, and the names of modules after them.
+
+    transformers names modules in the order in which they run. Modules without parameters after the blocks
+    (rotary embeddings) belong to every stage.
+    """
     children = list(model.base_model.named_children())
     at = next(
         index

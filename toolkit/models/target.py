@@ -1,4 +1,4 @@
-"""``model.target``: any torch.nn.Module, named by its dotted path and built from ``model.arguments``."""
+"""Build ``model.target``: any torch.nn.Module, named by its dotted path, with ``model.arguments``."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
 
-GIVES = "model.target is a class derived from torch.nn.Module, or a function whose annotation says that it returns one"
+TARGET_RULE = "model.target is a class derived from torch.nn.Module, or a function annotated to return one"
 
 
 def build_target(model: ModelConfig, seed: int, *, documents: Documents = Documents.joined) -> nn.Module:
-    """The module on the CPU with the weights that its constructor draws under ``seed``; random state outside is unchanged.
+    """Build the module on the CPU with the weights that its constructor draws under ``seed``.
 
-    With ``documents`` kept apart its forward takes ``position_ids`` beside ``input_ids`` and ``labels``.
+    The random state outside does not change. With ``data.documents=separate`` the module's forward must
+    accept ``position_ids`` in addition to ``input_ids`` and ``labels``.
 
     Raises:
-        ConfigError: there is no such class, it refuses its arguments, or it is no module that can be trained here.
+        ConfigError: the class does not exist, refuses its arguments, or cannot be trained.
     """
-    factory = _find(model)
+    factory = _import_factory(model)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         try:
             module = factory(**model.arguments)
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # it comes from inside the user's code: the traceback is what helps
+                raise  # raised inside the user's code, whose traceback helps most
             given = ", ".join(model.arguments) or "none"
             raise _problem(
                 model,
                 f"it does not accept the arguments given ({given}): {error}",
                 "model.arguments are the arguments of the class",
-                "write +model.arguments.NAME=VALUE for each that it needs, and none that it lacks",
+                "write +model.arguments.NAME=VALUE for each required argument, and no unknown ones",
             ) from error
     if not isinstance(module, nn.Module):
-        raise _problem(model, f"it gives a {type(module).__name__}", GIVES, "return what the annotation says")
+        seen = f"it returns a {type(module).__name__}"
+        raise _problem(model, seen, TARGET_RULE, "return the type in the annotation")
     _check(module, model)
     if documents is Documents.separate:
         _check_takes_positions(module, model)
     return module
 
 
-def configuration(model: ModelConfig, seed: int) -> dict[str, Any] | None:
-    """What transformers opens an exported ``model.target`` by (``config.json``); None where the module is none of its own."""
+def hugging_face_config(model: ModelConfig, seed: int) -> dict[str, Any] | None:
+    """The ``config.json`` of an exported ``model.target`` for transformers; None for other modules."""
     module = build_target(model, seed)
     config: Any = getattr(module, "config", None)
     if not hasattr(module, "save_pretrained") or not hasattr(config, "to_diff_dict"):
@@ -63,10 +65,14 @@ def configuration(model: ModelConfig, seed: int) -> dict[str, Any] | None:
     }
 
 
-def _find(model: ModelConfig) -> Callable[..., nn.Module]:
-    """The class or function. Raises ConfigError before it is called if it is neither, or gives no module by its type.
+def _import_factory(model: ModelConfig) -> Callable[..., nn.Module]:
+    """Import the class or function, and check its type before calling it.
 
-    The name may come from a configuration that somebody else wrote, and calling any function of any package is running any code.
+    A configuration may come from somebody else, and calling any function of any package means running any
+    code.
+
+    Raises:
+        ConfigError: it is neither a module class nor annotated to return a module.
     """
     assert model.target is not None, "the plan is of model.target"
     path, _, name = model.target.rpartition(".")
@@ -93,28 +99,24 @@ def _find(model: ModelConfig) -> Callable[..., nn.Module]:
             raise _problem(
                 model,
                 f"{name} is a class that is not derived from torch.nn.Module",
-                GIVES,
+                TARGET_RULE,
                 "name a class that is derived from it",
             )
-    elif not _gives_module(factory):
+    elif not _returns_module(factory):
         raise _problem(
             model,
-            f"the function {name} does not say that it returns a torch.nn.Module",
-            GIVES,
+            f"the function {name} is not annotated to return a torch.nn.Module",
+            TARGET_RULE,
             f"annotate it: def {name}(...) -> torch.nn.Module; or name the class itself",
         )
     return factory
 
 
-def _gives_module(function: Callable[..., Any]) -> bool:
-    """By the annotation of what it returns."""
+def _returns_module(function: Callable[..., Any]) -> bool:
+    """Whether the return annotation of ``function`` is a module class."""
     try:
         given = typing.get_type_hints(function).get("return")
-    except (
-        NameError,
-        TypeError,
-        AttributeError,
-    ):  # an annotation that names what is imported for type checkers only
+    except (NameError, TypeError, AttributeError):  # a name imported for type checkers only
         return False
     return isinstance(given, type) and issubclass(given, nn.Module)
 
@@ -132,19 +134,19 @@ def _check(module: nn.Module, model: ModelConfig) -> None:
             raise _problem(
                 model,
                 f"its {name} ({type(part).__name__}) keeps running statistics",
-                "state that training changes is a parameter: ranks would disagree on other state, and checkpoints lack it",
-                "take LayerNorm or GroupNorm, or write track_running_stats=False",
+                "training changes parameters only; other state differs between ranks and is not saved",
+                "use LayerNorm or GroupNorm, or write track_running_stats=False",
             )
 
 
 def _check_takes_positions(module: nn.Module, model: ModelConfig) -> None:
     parameters = inspect.signature(module.forward).parameters
-    if "position_ids" not in parameters:  # one that takes any name may as well ignore it
+    if "position_ids" not in parameters:  # **kwargs is not enough, since it may be ignored
         raise _problem(
             model,
             f"its forward({', '.join(parameters)}) has no position_ids, and data.documents=separate",
-            "a model that keeps documents apart is told where they begin: position_ids is 0 at the first token of each",
-            "write forward(input_ids, labels, position_ids) and mask attention by them, or data.documents=joined",
+            "a model that separates documents gets position_ids, which are 0 at the first token of each",
+            "write forward(input_ids, labels, position_ids) and mask by them, or data.documents=joined",
         )
 
 

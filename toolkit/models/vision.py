@@ -1,4 +1,4 @@
-"""A vision transformer for images of any number of bands, for ``model.target=toolkit.models.vision.vit``."""
+"""A vision transformer for images with any number of bands: ``model.target=toolkit.models.vision.vit``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vit(
     """transformers' ViT (Dosovitskiy et al., 2010.11929) with a linear layer on its class token.
 
     Args:
-        bands, image_size: of the images, which are square.
+        bands, image_size: of the square images.
         patch_size: height and width of the patches that become tokens; divides ``image_size``.
         intermediate_size: width of the feed-forward layer; 4 x ``hidden_size`` by default.
     """

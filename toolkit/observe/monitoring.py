@@ -10,7 +10,7 @@ from functools import partial
 
 from toolkit.config.schema import parse_cadence
 from toolkit.engine import collectives
-from toolkit.engine.clock import clock_of
+from toolkit.engine.clock import make_clock
 from toolkit.engine.protocol import Engine
 from toolkit.errors import ExitCode
 from toolkit.hooks import Hook
@@ -90,13 +90,13 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
             delays.start()
             pipelined = plan.axes.pipeline > 1
             recorder = step_recorder = StepRecorder(
-                clock_of(plan.world.device), pipelined=pipelined, delays=delays.read
+                make_clock(plan.world.device), pipelined=pipelined, delays=delays.read
             )
             made = make_ledger(context, step_recorder, partial(sink.log, Kind.LEDGER))
             ledger = stack.enter_context(closing(made))
             factories.append(lambda engine: made)
         if monitor.ledger or monitor.hang_seconds:
-            stack.enter_context(collectives.watched(plan.axes, step_recorder))
+            stack.enter_context(collectives.record_collectives(plan.axes, step_recorder))
         if monitor.replicas_every and plan.axes.size > 1:
             gather = make_gather(rank, plan.axes.size, plan.world.ranks_per_node)
             factories.append(lambda engine: _build_replica_check(context, engine, gather, alert, stack))

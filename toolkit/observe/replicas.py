@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from toolkit.engine.hashing import hashes
+from toolkit.engine.hashing import hash_tensors
 from toolkit.engine.protocol import Engine
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
@@ -65,8 +65,8 @@ class ReplicaCheck(Hook):
     def on_step(self, completed: CompletedStep) -> None:
         if completed.step % self._every:
             return
-        copies = self._engine.copies()
-        sets = [Set(copy.what, copy.ranks[0], tuple(copy.tensors)) for copy in copies]
+        replica_sets = self._engine.replica_sets()
+        sets = [Set(copy.kind, copy.ranks[0], tuple(copy.tensors)) for copy in replica_sets]
         # Optimizers create their state in their first step, so the sets may change.
         names = pack_names(sets, self._context.rank) if sets != self._sets else b""
         flags = [sets != self._sets, len(sets), len(names)]
@@ -74,8 +74,8 @@ class ReplicaCheck(Hook):
         self._sets = sets
         if not slots:
             return  # no rank has a copy of another rank's state
-        tensors = [tensor for copy in copies for tensor in copy.tensors.values()]
-        pending = PendingHashes(hashes(tensors, self._engine.device))
+        tensors = [tensor for copy in replica_sets for tensor in copy.tensors.values()]
+        pending = PendingHashes(hash_tensors(tensors, self._engine.device))
         if self._thread.ident is None:
             self._thread.start()
         if self._thread.is_alive():

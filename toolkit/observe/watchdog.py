@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.engine.collectives import tell_each
+from toolkit.engine.collectives import set_call_listener
 from toolkit.errors import ExitCode, UserError
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
@@ -195,7 +195,7 @@ def watch_for_hangs(
     if (
         plan.world.device is Device.CPU
     ):  # only gloo terminates processes, and its calls outweigh the recording
-        tell_each(last_call.record)
+        set_call_listener(last_call.record)
     store = last_collective.clone_store() if plan.world.nodes > 1 else None
     sources = HangSources(
         processes=processes,
@@ -214,7 +214,7 @@ def watch_for_hangs(
         raise
     finally:
         watchdog.stop()
-        tell_each(None)
+        set_call_listener(None)
         last_call.close()
         for descriptor in (stacks_fd, *neighbour_calls.values()):
             os.close(descriptor)

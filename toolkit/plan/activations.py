@@ -16,8 +16,8 @@ e bytes an element (2 or 4). Everything is counted a token first.
 
 from __future__ import annotations
 
-from toolkit.families import get
-from toolkit.families.base import ModelShape, Norm
+from toolkit.families import get_family
+from toolkit.families.base import ModelShape, NormKind
 
 FP32 = 4
 
@@ -63,12 +63,12 @@ def layer_bytes(shape: ModelShape, element: int, tensor: int = 1, seen: int = 0)
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # queries, keys and values after rotation, the output, and its log-sum-exp
     attention = element * (2 * queries + 2 * (queries if seen else keys)) + FP32 * shape.num_attention_heads
-    traits = get(shape.family).traits
+    traits = get_family(shape.family).traits
     if traits.qk_norm:  # as rms_norm_bytes, less the outputs: rotating keeps none of what it rotates
         attention += (FP32 + element) * (queries + keys) + FP32 * (
             shape.num_attention_heads + shape.num_key_value_heads
         )
-    if traits.norm is Norm.layer:
+    if traits.norm is NormKind.layer:
         # Two layer norms keep input, output, mean and deviation; gelu as a formula of tensors keeps five of width f.
         norms, inside = (
             2 * (2 * element * shape.hidden_size + 2 * FP32),
@@ -97,7 +97,7 @@ def head_bytes(shape: ModelShape, element: int) -> int:
     """Embedding output, final norm, logits; the cross-entropy's fp32 log-softmax and the gradient that backward makes of it."""
     norm = (
         2 * element * shape.hidden_size
-        if get(shape.family).traits.norm is Norm.layer
+        if get_family(shape.family).traits.norm is NormKind.layer
         else rms_norm_bytes(shape, element)
     )
     logits = element if element != FP32 else 0  # in fp32 the logits are freed once their log-softmax is there

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.families import get
-from toolkit.families.base import ModelShape, Norm
+from toolkit.families import get_family
+from toolkit.families.base import ModelShape, NormKind
 
 FP32 = 4
 
@@ -46,7 +46,7 @@ class Layout:
 
 def block_bytes(shape: ModelShape, layout: Layout, recomputed: frozenset[str] = frozenset()) -> int:
     """Of one block for one micro-batch, without what the submodules ``recomputed`` would keep."""
-    traits, element = get(shape.family).traits, layout.element
+    traits, element = get_family(shape.family).traits, layout.element
     norms = 2 * _norm(shape.hidden_size, layout, traits.norm)
     if "layernorm" in recomputed:
         norms -= 2 * element * shape.hidden_size
@@ -68,7 +68,8 @@ def head_bytes(shape: ModelShape, layout: Layout, vocabulary: int) -> int:
     """Final norm, logits and cross-entropy of one micro-batch; ``vocabulary``: rows on this rank."""
     logits = FP32 + (layout.element if layout.element != FP32 else 0)
     return layout.tokens * (
-        _norm(shape.hidden_size, layout, get(shape.family).traits.norm) // layout.spread + vocabulary * logits
+        _norm(shape.hidden_size, layout, get_family(shape.family).traits.norm) // layout.spread
+        + vocabulary * logits
     )
 
 
@@ -79,16 +80,16 @@ def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
 
 
-def _norm(width: int, layout: Layout, kind: Norm) -> int:
+def _norm(width: int, layout: Layout, kind: NormKind) -> int:
     """Bytes a token. On CPUs RMSNorm keeps its input and the normalised input in fp32."""
-    if kind is Norm.layer or layout.fused_norms:
+    if kind is NormKind.layer or layout.fused_norms:
         return 2 * layout.element * width + 2 * FP32
     return (2 * FP32 + layout.element) * width + FP32
 
 
 def _attention(shape: ModelShape, layout: Layout, recomputed: frozenset[str]) -> int:
     """Bytes a token, before the tensor axis divides them."""
-    traits, element = get(shape.family).traits, layout.element
+    traits, element = get_family(shape.family).traits, layout.element
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     if layout.context > 1:
         kept = element * (

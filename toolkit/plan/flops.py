@@ -13,7 +13,7 @@ skips what a causal mask hides (almost half of each).
 from __future__ import annotations
 
 from toolkit.config.schema import EngineName, Precision, RunConfig
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ForwardFlops, ModelShape
 from toolkit.plan.devices import find
 from toolkit.plan.megatron import virtual_stages
@@ -69,14 +69,14 @@ def without_utilisation(plan: RunPlan) -> str | None:
 
 
 def _forward(plan: RunPlan, shape: ModelShape) -> ForwardFlops:
-    return get(shape.family).forward_flops(shape, plan.config.train.sequence_length)
+    return get_family(shape.family).forward_flops(shape, plan.config.train.sequence_length)
 
 
 def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
     """``torch.utils.checkpoint`` of each block. It ends as soon as all that the backward pass needs is there again, and that is before
     the last matrix: only its inputs are kept. Its product is needed, or made all the same, with experts, whose outputs are weighted; with
     dropout; and under ZeRO 3, where DeepSpeed's own linear layer notes its inputs after it has multiplied them."""
-    traits = get(shape.family).traits
+    traits = get_family(shape.family).traits
     whole = (
         traits.experts
         or (traits.hidden_dropout and shape.dropout > 0)
@@ -104,7 +104,7 @@ def _recomputed_by_megatron(config: RunConfig, shape: ModelShape, forward: Forwa
     if granularity != "selective":
         return 0.0
     modules = given.get("recompute_modules") or ["core_attn"]
-    feed_forward = "moe" if get(shape.family).traits.experts else "mlp"
+    feed_forward = "moe" if get_family(shape.family).traits.experts else "mlp"
     return (forward.scores if "core_attn" in modules else 0.0) + (
         forward.up + forward.down if feed_forward in modules else 0.0
     )

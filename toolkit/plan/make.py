@@ -8,7 +8,7 @@ from toolkit.config import vendor
 from toolkit.config.identity import identity
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import deepspeed, megatron, rules
@@ -27,7 +27,7 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
     """
     problems: list[Problem] = []
     shape = _shape(config, problems)
-    parameters = get(shape.family).parameters(shape) if shape is not None else ()
+    parameters = get_family(shape.family).parameters(shape) if shape is not None else ()
     axes = _axes(config, world, problems)
     batch = _batch(config, axes, problems)
     settings = of_megatron = memory = None
@@ -99,7 +99,7 @@ def _shape(config: RunConfig, problems: list[Problem]) -> ModelShape | None:
         )
         return None
     try:
-        return get(model.family).resolve_shape(model)
+        return get_family(model.family).resolve_shape(model)
     except PlanError as error:
         # A pretrained model keeps its sizes, so no other ones are suggested.
         other = "take another model, or train it as a module of your own: model.target=my.package.Model"

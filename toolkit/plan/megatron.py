@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.config.schema import OptimizerName, Precision, RunConfig
 from toolkit.config.vendor_megatron import megatron_keys
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.layout.axes import Axes
 from toolkit.plan.types import Device, World
@@ -26,7 +26,7 @@ def settings(config: RunConfig, world: World, axes: Axes, shape: ModelShape) -> 
     """Sections ``transformer``, ``ddp``, ``optimizer`` (fields of TransformerConfig, DistributedDataParallelConfig and
     OptimizerConfig) and ``model`` (arguments of GPTModel)."""
     transformer, ddp, optimizer = megatron_keys(config)
-    family = get(shape.family).megatron_config(shape)
+    family = get_family(shape.family).megatron_config(shape)
     return {
         "transformer": {
             **_transformer_defaults(config),

@@ -43,7 +43,7 @@ from typing import Any
 
 from toolkit.config.data import Documents
 from toolkit.config.schema import EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
-from toolkit.families.base import ModelShape, ParameterSpec
+from toolkit.families.base import ModelShape, ParameterSpec, uses_muon
 from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron
 from toolkit.plan.activations import activation_bytes
@@ -98,11 +98,7 @@ def optimizer_groups(
     an expert axis of ``expert`` ranks, whose parameters are shared by fewer."""
     sizes: dict[tuple[bool, bool, bool], list[int]] = {}
     for spec in parameters:
-        muon = (
-            optim.name is OptimizerName.muon
-            and spec.decays
-            and not any(word in spec.name for word in ("embed", "lm_head"))
-        )
+        muon = optim.name is OptimizerName.muon and uses_muon(spec.name, len(spec.shape))
         sizes.setdefault((spec.decays, muon, expert > 1 and is_expert_parameter(spec)), []).append(spec.numel)
     return tuple(
         Group(tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon)

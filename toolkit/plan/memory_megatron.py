@@ -31,9 +31,9 @@ from dataclasses import dataclass
 
 from toolkit.config.data import Documents
 from toolkit.config.schema import OptimConfig, OptimizerName, Precision, RunConfig
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape
-from toolkit.families.megatron import EMBEDDING, Cut, MegatronTensor
+from toolkit.families.megatron import EMBEDDING, MegatronTensor, TensorCut
 from toolkit.layout.axes import Axes
 from toolkit.plan.activations_megatron import Layout, block_bytes, boundary_bytes, head_bytes, in_flight
 from toolkit.plan.megatron import padded_vocabulary, sequence_parallel, virtual_stages
@@ -146,7 +146,7 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates
     """Of each pipeline stage. What the tensor axis does not divide is counted as if it did, rounded up: a rule refuses it."""
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
     chunks = stage_chunks(layers, virtual_stages(config))
-    tensors = get(shape.family).megatron(shape)
+    tensors = get_family(shape.family).megatron_tensors(shape)
     element = FP32 if config.precision.name is Precision.fp32 else 2
     kept = _state_bytes(config.optim) + (FP32 if element != FP32 else 0)
     found = []
@@ -226,9 +226,9 @@ def _chunk(
 
 def _elements(tensor: MegatronTensor, ranks: int) -> int:
     """What one tensor rank holds."""
-    if tensor.cut is Cut.whole:
+    if tensor.cut is TensorCut.whole:
         return math.prod(tensor.shape)
-    if tensor.cut is Cut.vocabulary:
+    if tensor.cut is TensorCut.vocabulary:
         return padded_vocabulary(tensor.shape[0], ranks) // ranks * math.prod(tensor.shape[1:])
     return -(-math.prod(tensor.shape) // ranks)
 

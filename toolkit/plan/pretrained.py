@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.schema import ModelConfig, RunConfig
 from toolkit.errors import InputError, PlanError, Problem
 from toolkit.families import FAMILIES
-from toolkit.families.recorded import model_of_config
+from toolkit.families.model_files import parse_model_config
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -44,7 +44,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
                 "wrap it in a module and train that: model.target=my.package.Model",
             )
         )
-    found = model_of_config(FAMILIES[kind], written, f"config.json of model.pretrained={model.pretrained}")
+    found = parse_model_config(FAMILIES[kind], written, f"config.json of model.pretrained={model.pretrained}")
     filled: dict[str, Any] = {}
     problems: list[Problem] = []
     for field in fields(ModelConfig):

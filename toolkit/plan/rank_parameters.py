@@ -9,18 +9,14 @@ context    everything
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import stages
-from toolkit.plan.deepspeed import TENSOR_SPECS
-
-# DeepSpeed names the cut by the matrix as it is applied; a weight lies transposed.
-DIMS = {"column": 0, "row": 1}
+from toolkit.plan.deepspeed import tensor_dim
 
 
 def rank_parameters(
@@ -33,7 +29,9 @@ def rank_parameters(
     if axes.pipeline == 1 or shape.num_hidden_layers < axes.pipeline:
         found = [(shape.num_hidden_layers, tuple(parameters))]
     else:
-        split = stages.split(parameters, axes.pipeline, set(get(shape.family).tied(shape).values()))
+        split = stages.split(
+            parameters, axes.pipeline, set(get_family(shape.family).tied_weights(shape).values())
+        )
         found = [(len(stage.layers), stage.parameters) for stage in split]
     return [(layers, tuple(_on_a_rank(spec, axes) for spec in specs)) for layers, specs in found]
 
@@ -45,20 +43,9 @@ def is_expert_parameter(spec: ParameterSpec) -> bool:
 def _on_a_rank(spec: ParameterSpec, axes: Axes) -> ParameterSpec:
     if axes.expert > 1 and is_expert_parameter(spec):
         return _divided(spec, 0, axes.expert)
-    if axes.tensor > 1 and (dim := _cut_dim(spec.name)) is not None and dim < len(spec.shape):
+    if axes.tensor > 1 and (dim := tensor_dim(spec.name)) is not None:
         return _divided(spec, dim, axes.tensor)
     return spec
-
-
-def _cut_dim(name: str) -> int | None:
-    """The dim of a weight, or of its bias, that the tensor axis cuts."""
-    weight = re.sub(r"\.bias$", ".weight", name)
-    kinds = (
-        spec["partition_type"]
-        for spec in TENSOR_SPECS
-        if any(re.match(pattern, weight) for pattern in spec["patterns"])
-    )
-    return DIMS.get(next(kinds, ""))
 
 
 def _divided(spec: ParameterSpec, dim: int, ranks: int) -> ParameterSpec:

@@ -9,7 +9,7 @@ from enum import Enum
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import Problem, Severity
 from toolkit.families import FAMILIES
-from toolkit.families.base import ModelShape, ParameterSpec, Traits
+from toolkit.families.base import FamilyTraits, ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan.types import BatchPlan, MemoryPlan, World
 
@@ -37,7 +37,7 @@ class RuleContext:
         return self.traits is not None and self.traits.experts
 
     @property
-    def traits(self) -> Traits | None:
+    def traits(self) -> FamilyTraits | None:
         """Of the model's family; None where there is none, or none of that name."""
         family = FAMILIES.get(self.config.model.family or "")
         return None if family is None else family.traits

@@ -1,1 +1,1 @@
-"""What tests and users' tests share: ranks spawned once, tiny models, parity runs."""
+"""The test harness: worker pools, tiny models, and the parity matrix that compares engines."""

@@ -1,13 +1,16 @@
-"""Ranks for tests: processes on this machine. On CPU they talk by gloo and are forked from a server that has imported the heavy
-packages once; on GPUs they talk by NCCL, one process a GPU, started anew, since a device's state does not survive a fork.
+"""Worker processes for tests on this machine.
+
+On CPU ranks communicate over gloo and are forked from a server that has imported the heavy packages once. On
+GPUs they use NCCL, with one new process per GPU, because CUDA state does not survive a fork.
 
     with rank_pool(4) as pool:
         losses = pool.run(train_a_little, plan)                # on four ranks
-        losses = pool.run(train_a_little, plan, ranks=2)       # on two of them, in a process group of their own
-    answers = run_ranks(check_something, 2, argument)          # one case, one pool
+        losses = pool.run(train_a_little, plan, ranks=2)       # on two of them, in their own process group
+    answers = run_ranks(check_something, 2, argument)          # one call, one pool
 
-A function is called as ``function(rank, ranks, *arguments)`` on every rank; it must be importable (not a lambda), and its
-arguments and results are pickled. The server lives as long as the process that asked for ranks, so a pool costs milliseconds.
+A function is called as ``function(rank, ranks, *arguments)`` on every rank. It must be importable (not a
+lambda), and its arguments and results are pickled. The server lives as long as this process, so a pool costs
+milliseconds.
 """
 
 from __future__ import annotations
@@ -44,34 +47,34 @@ PRELOAD = (
     "toolkit.testing.parity",
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
 )
-# One thread a rank: tests run more ranks than there are cores.
+# One thread per rank, because tests run more ranks than there are cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-# Without dynamo DeepSpeed starts in a tenth of the time. On GPUs it stays, since runs have it.
+# Without dynamo DeepSpeed starts ten times faster. GPU ranks keep it, as runs do.
 ON_CPU = {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-# fp32 is fp32: torch leaves TF32 off, Transformer Engine asks cuBLAS for it.
+# Transformer Engine enables TF32 in cuBLAS, which is less precise than fp32.
 ON_GPU = {"NVIDIA_TF32_OVERRIDE": "0"}
-GRACE_SECONDS = 1.0  # after one rank failed, for the others to tell their side
+GRACE_SECONDS = 1.0  # how long to wait for the other ranks' tracebacks after one failed
 
 
 class RanksFailed(AssertionError):
-    """The tracebacks of the ranks that raised, and the numbers of those that died or did not answer in time."""
+    """The tracebacks of the ranks that raised, and the numbers of those that died or timed out."""
 
 
 class RankPool:
-    """``size`` ranks that wait for work. After a failure they are ended, and the next case gets fresh ones."""
+    """``size`` ranks that wait for calls. After a failure they are killed; the next call starts others."""
 
     def __init__(self, size: int, device: Device = Device.CPU) -> None:
         self._size, self._device = size, device
-        self._source: _Source = _forking() if device is Device.CPU else _Fresh()
+        self._source: _RankSource = _fork_server() if device is Device.CPU else _SpawnedRanks()
         self._members: list[tuple[int, Connection]] = []
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None, timeout: float = 120.0
     ) -> list[Any]:
-        """What each of the first ``ranks`` ranks (all, if None) returned, by rank.
+        """Call the function on the first ``ranks`` ranks (None: all), and return their results by rank.
 
         Raises:
-            RanksFailed: a rank raised, died, or had not answered after ``timeout`` seconds.
+            RanksFailed: a rank raised, died, or did not return within ``timeout`` seconds.
         """
         ranks = self._size if ranks is None else ranks
         assert 1 <= ranks <= self._size, f"{ranks} ranks of a pool of {self._size}"
@@ -80,9 +83,8 @@ class RankPool:
         pipes = [pipe for _, pipe in self._members[:ranks]]
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             for rank, pipe in enumerate(pipes):
-                call = pickle.dumps(
-                    (function, arguments)
-                )  # apart: it can be read only where sys.path finds the function
+                # Pickled separately, because it can be unpickled only after sys.path is set.
+                call = pickle.dumps((function, arguments))
                 task = (sys.path, rank, ranks, str(Path(folder) / "store"), timeout, self._device, call)
                 pipe.send_bytes(pickle.dumps(task))
             return self._collect(pipes, timeout)
@@ -118,9 +120,9 @@ class RankPool:
             return [answers[rank] for rank in range(len(pipes))]
         silent = [rank for rank in range(len(pipes)) if rank not in answers and rank not in failures]
         self.close()
-        told = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-        why = "ended with them" if failures else f"did not answer in {timeout:g} s"
-        raise RanksFailed("\n".join(told + ([f"ranks {silent} {why}"] if silent else [])))
+        lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+        why = "were killed after that" if failures else f"did not return within {timeout:g} s"
+        raise RanksFailed("\n".join(lines + ([f"ranks {silent} {why}"] if silent else [])))
 
 
 @contextmanager
@@ -133,23 +135,23 @@ def rank_pool(size: int, device: Device = Device.CPU) -> Iterator[RankPool]:
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """``function(rank, ranks, *arguments)`` on ``ranks`` ranks, once: what each returned. Raises as :meth:`RankPool.run`."""
+    """Call ``function(rank, ranks, *arguments)`` once, on new ranks. See :meth:`RankPool.run`."""
     with rank_pool(ranks) as pool:
         return pool.run(function, *arguments, timeout=timeout)
 
 
-class _Source(Protocol):
-    """Where ranks come from."""
+class _RankSource(Protocol):
+    """Starts ranks."""
 
     def start(self) -> tuple[int, Connection]:
-        """A new rank: its process id and the pipe to it."""
+        """Start a rank; return its process id and the pipe to it."""
 
     def kill(self, pid: int) -> None:
-        """End a rank that this source started."""
+        """Kill a rank that this source started."""
 
 
-class _Fresh:
-    """A new interpreter for each rank."""
+class _SpawnedRanks:
+    """Starts a new interpreter for each rank."""
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -170,9 +172,11 @@ class _Fresh:
         process.wait()
 
 
-class _Forking:
-    """Our end of the forking server. Not multiprocessing's forkserver: there is one of those a process, with whatever
-    packages its first user asked it to import."""
+class _ForkServer:
+    """The client of the fork server.
+
+    multiprocessing's forkserver exists once per process, with the packages that its first user preloaded.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -186,21 +190,21 @@ class _Forking:
         socket.send_fds(self._socket, [b"start   "], [theirs.fileno()])
         theirs.close()
         answer = self._socket.recv(8, socket.MSG_WAITALL)
-        assert len(answer) == 8, "the server of ranks died; its output says why"
+        assert len(answer) == 8, "the fork server died; see its output"
         return int.from_bytes(answer, "big"), Connection(ours.detach())
 
     def kill(self, pid: int) -> None:
-        """End a rank, by the server, which knows whether it is still its child."""
+        """Kill a rank through the server, which knows whether it is still its child."""
         self._socket.sendall(b"kill" + pid.to_bytes(4, "big"))
 
 
 @cache
-def _forking() -> _Forking:
-    return _Forking()
+def _fork_server() -> _ForkServer:
+    return _ForkServer()
 
 
 def _python(code: str, keep: socket.socket, **environment: str) -> subprocess.Popen[bytes]:
-    """An interpreter that runs ``code`` and inherits ``keep``, which this process closes."""
+    """Start an interpreter that runs ``code`` and inherits ``keep``, which this process closes."""
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(
         command,
@@ -213,16 +217,16 @@ def _python(code: str, keep: socket.socket, **environment: str) -> subprocess.Po
 
 
 def _serve(number: int) -> None:
-    """The server's loop; ends, and its ranks with it, when the other end of the socket closes."""
+    """The server's loop. When the other end of the socket closes, the server kills its ranks and ends."""
     import importlib
 
     for name in PRELOAD:
         importlib.import_module(name)
-    gc.freeze()  # what is imported is never garbage: a rank's collections need not look at it
-    asked = socket.socket(fileno=number)
+    gc.freeze()  # imported objects are never garbage, so collections in ranks skip them
+    requests = socket.socket(fileno=number)
     children: set[int] = set()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(asked, 8, 1)
+        message, descriptors, _, _ = socket.recv_fds(requests, 8, 1)
         while children:
             ended, _ = os.waitpid(-1, os.WNOHANG)
             if not ended:
@@ -237,21 +241,21 @@ def _serve(number: int) -> None:
             continue
         pid = os.fork()
         if pid == 0:
-            asked.close()
+            requests.close()
             _work(Connection(descriptors[0]))
         os.close(descriptors[0])
         children.add(pid)
-        asked.sendall(pid.to_bytes(8, "big"))
+        requests.sendall(pid.to_bytes(8, "big"))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 
 
 def _work(pipe: Connection) -> None:
-    """A rank: cases until the other end of the pipe closes."""
+    """A rank: execute calls until the other end of the pipe closes."""
     import torch
 
     torch.set_num_threads(1)
-    # torch renames its collectives; DeepSpeed calls them by the old names, a warning a call.
+    # DeepSpeed calls collectives by names that torch renamed, with a warning per call.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated")
     while True:
         try:
@@ -259,14 +263,14 @@ def _work(pipe: Connection) -> None:
         except (EOFError, ConnectionResetError):
             os._exit(0)
         try:
-            answer = pickle.dumps((False, _case(task)))
-        except BaseException:  # noqa: BLE001 - told to the test, which then ends this process
+            answer = pickle.dumps((False, _execute(task)))
+        except BaseException:  # noqa: BLE001 - reported to the test, which then kills this process
             answer = pickle.dumps((True, traceback.format_exc()))
-        with suppress(BrokenPipeError):  # the test gave up on this case
+        with suppress(BrokenPipeError):  # the test timed out
             pipe.send_bytes(answer)
 
 
-def _case(task: bytes) -> Any:
+def _execute(task: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -296,4 +300,4 @@ def _case(task: bytes) -> Any:
         return answer
     finally:
         dist.destroy_process_group()
-        gc.collect()  # engines are circles that hold groups, and a group of gloo is threads that wake a hundred times a second
+        gc.collect()  # engines are cycles that reference gloo groups, whose threads would keep running

@@ -1,7 +1,8 @@
-"""First weights with which most experts of a model get no token, so that ranks of the expert axis stay empty.
+"""Initial weights with which most experts get no token, so that ranks of the expert axis stay empty.
 
-The embedding gets one coordinate that is large and equal for all tokens, and the routers read little else: in even layers all
-tokens go to the first experts, in odd layers to the last ones. So a rank is empty in one layer and not in the other.
+One coordinate of the embedding is large and equal for all tokens, and the routers depend mostly on it: in
+even layers all tokens go to the first experts, in odd layers to the last ones. So a rank is empty in one
+layer and not in the other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from toolkit.plan.types import RunPlan
 COORDINATE = 0
 EMBEDDING, ROUTER = "embed_tokens.weight", "mlp.gate.weight"
 CONSTANT = 0.2  # ten times the standard deviation of the embedding's other elements
-BIAS = 1.0  # the normalised COORDINATE is about 6, so logits of chosen and idle experts are about 12 apart
+BIAS = 1.0  # the normalized COORDINATE is about 6, so logits of chosen and idle experts are about 12 apart
 
 
 def biased_first_weights(plan: RunPlan) -> Reader:
@@ -28,11 +29,11 @@ def biased_first_weights(plan: RunPlan) -> Reader:
     """
     assert plan.shape is not None, "cells are of families"
     assert plan.shape.num_local_experts > plan.shape.num_experts_per_tok, "there are experts to leave idle"
-    return _Biased(first_weights(plan), plan.shape.num_experts_per_tok)
+    return _BiasedReader(first_weights(plan), plan.shape.num_experts_per_tok)
 
 
-class _Biased:
-    """Implements ``Reader``. ``chosen``: how many experts of each layer get all tokens."""
+class _BiasedReader:
+    """A ``Reader``. ``chosen``: the number of experts of each layer that get all tokens."""
 
     def __init__(self, reader: Reader, chosen: int) -> None:
         self._reader, self._chosen = reader, chosen
@@ -53,7 +54,7 @@ class _Biased:
                 self._bias(shard)
 
     def _bias(self, shard: Shard) -> None:
-        """Set the column COORDINATE, where the shard's box has a part of it."""
+        """Set the column COORDINATE if it overlaps with the shard's box."""
         (row, column), (rows, columns) = shard.box.offset, shard.box.shape
         if not column <= COORDINATE < column + columns:
             return

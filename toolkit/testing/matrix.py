@@ -1,8 +1,8 @@
-"""The cells of the parity matrix, as data: which layout of which family on which engine is held against ``local``.
+"""The cells of the parity matrix: layouts of each family and engine, compared with the local engine.
 
-Cells run with both optimizer cases, because each hides what the other shows: Adam and clipping hide a wrong scale of all
-gradients, SGD without clipping hides a wrong norm and a decay of what must not decay. Samples of a micro-batch have different
-numbers of unmasked tokens in every cell.
+Every cell runs with two optimizers, since each hides what the other shows: Adam and clipping hide a wrong
+scale of all gradients, SGD without clipping hides a wrong norm and weight decay of wrong parameters. Samples
+of a micro-batch always have different numbers of unmasked tokens.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from toolkit.testing.measure import Differences, FirstWeights
 from toolkit.testing.tiny import GLOBAL_BATCH, VOCABULARY, tiny_config
 
 TOLERANCE = Differences(loss=1e-5, norm=1e-4, gradient=1e-5, weight=1e-5, evaluation=1e-5)
-EPS = 1e-4  # Adam's in most cells
-DEFAULT_EPS = 1e-8  # optim.eps of a run that does not set it
+EPS = 1e-4  # of Adam in most cells
+DEFAULT_EPS = 1e-8  # the default of optim.eps
 
 
-class Case(StrEnum):
+class OptimizerCase(StrEnum):
     ADAM = "adam"  # AdamW, lr 2e-3, decay 0.1, clipped at 1
     SGD = "sgd"  # lr 0.1, no momentum, no decay, no clipping
 
     @property
     def settings(self) -> dict[str, Any]:
-        if self is Case.ADAM:
+        if self is OptimizerCase.ADAM:
             return {"optim__lr": 2e-3}
         return {
             "optim__name": OptimizerName.sgd,
@@ -46,7 +46,7 @@ class Case(StrEnum):
 
 @dataclass(frozen=True)
 class Excess:
-    """What a cell may exceed of TOLERANCE, and why: measured, and committed with its cause."""
+    """The differences beyond TOLERANCE that a cell may have, and their measured cause."""
 
     allowed: Differences
     cause: str
@@ -54,26 +54,35 @@ class Excess:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
+    """One layout of a family on an engine.
+
+    Attributes:
+        expert: ranks of the expert axis, which regroups data ranks.
+        experts: experts per layer; 0: those of the family's tiny model.
+        idle: bias the routers so that most experts, and whole ranks of the expert axis, get no token.
+        documents: separate documents, in samples that consist of several.
+        own: settings of the engine.
+        label: the part of the name that describes the settings above.
+    """
+
     engine: EngineName
     family: str
     data: int = 1
     tensor: int = 1
     context: int = 1
-    expert: int = 1  # regroups data ranks
+    expert: int = 1
     pipeline: int = 1
     zero: int = 0
     layers: int = 2
     vocabulary: int = VOCABULARY
-    experts: int = 0  # of a layer; 0: as many as the tiny model of the family has
+    experts: int = 0
     batch: int = GLOBAL_BATCH
-    idle: bool = (
-        False  # routers are biased so that most experts, and so whole ranks of the expert axis, get no token
-    )
+    idle: bool = False
     recompute: bool = False
-    documents: bool = False  # kept apart, in samples that are made of them
-    eps: float = EPS  # Adam's
-    own: tuple[tuple[str, Any], ...] = ()  # the engine's own settings
-    label: str = ""  # what the name says of the settings above
+    documents: bool = False
+    eps: float = EPS
+    own: tuple[tuple[str, Any], ...] = ()
+    label: str = ""
     excess: Excess | None = field(default=None, compare=False)
 
     @property
@@ -82,7 +91,7 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        """``tp2-pp2-dp2-zero1``; ``one`` for a single rank."""
+        """The layout's name, such as ``tp2-pp2-dp2-zero1``; ``one`` for a single rank."""
         sizes = (
             ("tp", self.tensor),
             ("cp", self.context),
@@ -95,7 +104,7 @@ class Cell:
             parts.append(f"zero{self.zero}")
         labels = [self.label] if self.label else []
         labels += [f"eps{self.eps:.0e}"] if self.eps != EPS else []
-        labels += [word for word in ("idle", "documents") if getattr(self, word)]
+        labels += [name for name in ("idle", "documents") if getattr(self, name)]
         return "-".join([*(parts or ["one"]), *labels])
 
     @property
@@ -105,8 +114,12 @@ class Cell:
     def __str__(self) -> str:
         return self.name
 
-    def plan(self, case: Case, device: Device = Device.CPU, **more: Any) -> RunPlan:
-        """With ``more`` keys as ``testing/tiny.py`` takes them. Raises PlanError: the engine cannot carry this cell out."""
+    def plan(self, case: OptimizerCase, device: Device = Device.CPU, **more: Any) -> RunPlan:
+        """The cell's plan; ``more`` are changes as in ``testing/tiny.py``.
+
+        Raises:
+            PlanError: the engine does not support this cell.
+        """
         changes: dict[str, Any] = {
             "engine__name": self.engine,
             "zero__stage": self.zero,
@@ -131,7 +144,7 @@ class Cell:
         return make_plan(tiny_config(self.family, **changes), world)
 
     def oracle(self) -> Cell:
-        """The same model, samples and first weights on ``local``: equal for all layouts of a family with the same sizes."""
+        """The cell of the local engine with the same model, samples and first weights."""
         return Cell(
             engine=EngineName.local,
             family=self.family,
@@ -145,9 +158,9 @@ class Cell:
         )
 
     @property
-    def cases(self) -> tuple[Case, ...]:
-        """Another eps says nothing of SGD."""
-        return tuple(Case) if self.eps == EPS else (Case.ADAM,)
+    def cases(self) -> tuple[OptimizerCase, ...]:
+        """The optimizer cases; eps does not concern SGD."""
+        return tuple(OptimizerCase) if self.eps == EPS else (OptimizerCase.ADAM,)
 
     @property
     def first_weights(self) -> FirstWeights:
@@ -160,17 +173,18 @@ class Cell:
 
 ROUNDING = Excess(
     replace(TOLERANCE, weight=1e-3),
-    "with eps 1e-8 a weight whose gradient is nothing but rounding moves by a part of the learning rate, 2e-3, in any direction",
+    "with eps 1e-8 a weight whose gradient is only rounding noise moves by a part of the learning rate, "
+    "2e-3, in any direction",
 )
 
 
 def default_eps(cell: Cell) -> Cell:
-    """``cell`` trained with the eps that runs have by default."""
+    """Return ``cell`` with the default eps of runs."""
     return replace(cell, eps=DEFAULT_EPS, excess=ROUNDING)
 
 
 ODD = 263  # a vocabulary that no tensor axis divides, so that rows are padded
-UNEVEN = (("num_layers_in_first_pipeline_stage", 1),)  # of four layers on two stages: 1 and 3
+UNEVEN = (("num_layers_in_first_pipeline_stage", 1),)  # four layers on two stages: 1 and 3
 
 
 def megatron(family: str, label: str = "", own: Sequence[tuple[str, Any]] = (), **sizes: Any) -> Cell:
@@ -183,12 +197,12 @@ def deepspeed(
     return Cell(engine=EngineName.deepspeed, family=family, zero=zero, label=label, own=tuple(own), **sizes)
 
 
-NO_SP = (("sequence_parallel", False),)  # it is on by default where there is a tensor axis
+NO_SP = (("sequence_parallel", False),)  # on by default with tensor parallelism
 VPP = (("virtual_pipeline_model_parallel_size", 2),)
 OVERLAP = (("overlap_grad_reduce", True), ("overlap_param_gather", True))
 SELECTIVE = (("recompute_granularity", "selective"),)
 
-# Experts without tokens; three ranks divide neither four experts nor a batch of eight.
+# Cells with idle experts; three ranks divide neither four experts nor a batch of eight.
 THREE: Mapping[str, Any] = {"data": 3, "experts": 6, "batch": 12}
 IDLE: tuple[Cell, ...] = (
     deepspeed("mixtral", 2, data=2, expert=2, idle=True),
@@ -203,12 +217,12 @@ IDLE: tuple[Cell, ...] = (
     megatron("mixtral", pipeline=2, data=2, expert=2, idle=True),
 )
 
-# What a machine of users checks first: every axis of both engines, in at most ten minutes.
+# The first check on a new machine: every axis of both engines, in at most ten minutes.
 CORE: tuple[Cell, ...] = (
     megatron("llama"),
     megatron("llama", tensor=2, label="nosp", own=NO_SP),
     megatron("llama", tensor=2, label="sp"),
-    megatron("llama", tensor=4, label="sp"),  # two kv heads: a pair of ranks shares one
+    megatron("llama", tensor=4, label="sp"),  # two kv heads: two ranks share one
     megatron("llama", pipeline=2),
     megatron("llama", pipeline=4, layers=4),
     megatron("llama", pipeline=2, layers=4, label="vpp2", own=VPP),
@@ -341,22 +355,22 @@ FURTHER: tuple[Cell, ...] = (
 ALL: tuple[Cell, ...] = CORE + FURTHER
 
 
-def choose(words: Iterable[str]) -> tuple[Cell, ...]:
-    """The cells that any of ``words`` means: ``core``, ``all``, a name, or a pattern of names (``megatron/*/tp2*``).
+def select_cells(patterns: Iterable[str]) -> tuple[Cell, ...]:
+    """Select cells by ``core``, ``all``, a name, or a pattern of names (``megatron/*/tp2*``).
 
     Raises:
-        InputError: a word means none.
+        InputError: a pattern matches no cell.
     """
     chosen: list[Cell] = []
-    for word in words:
-        found = {"core": CORE, "all": ALL}.get(word) or tuple(
-            cell for cell in ALL if fnmatchcase(cell.name, word)
+    for pattern in patterns:
+        found = {"core": CORE, "all": ALL}.get(pattern) or tuple(
+            cell for cell in ALL if fnmatchcase(cell.name, pattern)
         )
         if not found:
             raise InputError(
                 Problem(
                     "--cells",
-                    f"--cells {word}",
+                    f"--cells {pattern}",
                     "cells are core, all, a name, or a pattern of names with *",
                     "python launch/verify.py --list shows the names",
                 )

@@ -1,10 +1,11 @@
-"""Whether an engine computes what the oracle computes: a trace of each, and how far apart they are.
+"""Compare the training trace of an engine with that of the local engine, the oracle.
 
-    oracle = run(tiny_plan())                             # the local engine
+    oracle = run_trace(tiny_plan())                       # the local engine
     traces = pool.run(trace_on_rank, tiny_plan(ranks=2, zero__stage=2))
-    check(traces[0], oracle)
+    check_parity(traces[0], oracle)
 
-A control is a run that is wrong on purpose; :func:`check` must refuse it by far, or the cell proves nothing.
+A control is a deliberately wrong run; :func:`check_control` asserts that its difference is large, since
+otherwise the test would prove nothing.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import NextToken, text_task
 
 STEPS = 20
-REQUIRED_FALL = 0.3  # of the oracle's loss, in nats: a run that learns nothing agrees with anything
+REQUIRED_FALL = 0.3  # the minimum decrease of the oracle's loss in nats; runs that learn nothing always agree
 
 Batches = Callable[[RunPlan, int, int], Sequence[MicroBatch]]  # plan, step, data rank
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Largest absolute differences over all steps, and over all elements of the final weights."""
+    """Maximum absolute differences over all steps, and over all elements of the final weights."""
 
     loss: float
     norm: float
     weight: float
 
     def times(self, tolerance: Distance) -> float:
-        """How many tolerances the worst of the three is away."""
+        """The largest of the three as a multiple of its tolerance."""
         return max(self.loss / tolerance.loss, self.norm / tolerance.norm, self.weight / tolerance.weight)
 
 
@@ -47,8 +48,8 @@ TOLERANCE = Distance(loss=1e-5, norm=1e-4, weight=1e-4)
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What a run shows. ``weights`` are whole, fp32, by canonical name; empty on ranks other than 0."""
+class RunTrace:
+    """Results of a run. ``weights`` are whole, fp32, by canonical name; empty on ranks other than 0."""
 
     results: tuple[StepResult, ...]
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -61,60 +62,62 @@ class Trace:
     def norms(self) -> list[float]:
         return [result.grad_norm for result in self.results]
 
-    def distance(self, other: Trace) -> Distance:
+    def distance(self, other: RunTrace) -> Distance:
         assert len(self.results) == len(other.results), "traces of the same steps"
         assert self.weights.keys() == other.weights.keys(), self.weights.keys() ^ other.weights.keys()
         weight = max(
             float((self.weights[name] - theirs).abs().max()) for name, theirs in other.weights.items()
         )
-        return Distance(_largest(self.losses, other.losses), _largest(self.norms, other.norms), weight)
+        return Distance(
+            _max_difference(self.losses, other.losses), _max_difference(self.norms, other.norms), weight
+        )
 
 
-def run(
+def run_trace(
     plan: RunPlan,
     *,
     rank: int = 0,
     steps: int = STEPS,
     task: Objective | None = None,
     batches: Batches = micro_batches,
-) -> Trace:
-    """A run from its first weights. Collective on several ranks."""
+) -> RunTrace:
+    """Train from the first weights. Collective."""
     engine = build_engine(plan, task or text_task(plan), rank=rank, local_rank=rank)
     engine.load(first_weights(plan))
-    results = step_all(engine, plan, range(steps), rank=rank, batches=batches)
-    weights = whole_weights(engine, plan, rank)
+    results = train_steps(engine, plan, range(steps), rank=rank, batches=batches)
+    weights = gather_weights(engine, plan, rank)
     engine.close()
-    return Trace(tuple(results), weights)
+    return RunTrace(tuple(results), weights)
 
 
-def whole_weights(engine: Engine, plan: RunPlan, rank: int) -> dict[str, torch.Tensor]:
-    """Whole weights by canonical name on rank 0, masters where there are any; elsewhere nothing. Collective."""
-    state = gather(engine.shards(), rank, plan.axes.size)
+def gather_weights(engine: Engine, plan: RunPlan, rank: int) -> dict[str, torch.Tensor]:
+    """Whole weights by canonical name on rank 0, masters if there are any. Collective."""
+    state = gather_tensors(engine.shards(), rank, plan.axes.size)
     weights = {key.name: value.float() for key, value in state.items() if key.state == WEIGHT}
     return weights | {key.name: value for key, value in state.items() if key.state == MASTER}
 
 
-def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> Trace:
-    """:func:`run` as a function for ``testing/dist.py``."""
+def trace_on_rank(rank: int, ranks: int, plan: RunPlan, **settings: Any) -> RunTrace:
+    """:func:`run_trace` as a function for ``testing/dist.py``."""
     assert ranks == plan.axes.size
-    return run(plan, rank=rank, **settings)
+    return run_trace(plan, rank=rank, **settings)
 
 
-def step_all(
+def train_steps(
     engine: Engine, plan: RunPlan, steps: range, *, rank: int = 0, batches: Batches = micro_batches
 ) -> list[StepResult]:
     return [
         engine.train_step(
-            samples(engine, plan, step, rank, batches), StepSettings(step, learning_rate(plan, step))
+            rank_samples(engine, plan, step, rank, batches), StepSettings(step, learning_rate(plan, step))
         )
         for step in steps
     ]
 
 
-def samples(
+def rank_samples(
     engine: Engine, plan: RunPlan, step: int, rank: int, batches: Batches = micro_batches
 ) -> list[MicroBatch]:
-    """What ``rank`` gets in ``step``, on the engine's device: ranks that differ only in other axes than data get the same."""
+    """The micro-batches of ``rank`` in ``step``, on the engine's device."""
     data_rank = plan.axes.coordinates(rank).data
     return [
         {name: tensor.to(engine.device) for name, tensor in batch.items()}
@@ -122,38 +125,38 @@ def samples(
     ]
 
 
-def check(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
-    """Raises AssertionError: the oracle learnt nothing, so the cell is invalid, or the traces differ."""
+def check_parity(trace: RunTrace, oracle: RunTrace, tolerance: Distance = TOLERANCE) -> None:
+    """Assert that the traces agree and that the oracle's loss decreased."""
     fall = oracle.losses[0] - oracle.losses[-1]
     assert fall >= REQUIRED_FALL, f"invalid cell: the oracle's loss fell by {fall:.3f} only"
     distance = trace.distance(oracle)
     assert distance.times(tolerance) <= 1, f"{distance} against {tolerance}"
 
 
-def check_control(trace: Trace, oracle: Trace, tolerance: Distance = TOLERANCE) -> None:
-    """Raises AssertionError: a run that is wrong on purpose is within 10 tolerances of the oracle."""
+def check_control(trace: RunTrace, oracle: RunTrace, tolerance: Distance = TOLERANCE) -> None:
+    """Assert that a deliberately wrong run differs from the oracle by more than 10 tolerances."""
     distance = trace.distance(oracle)
-    assert distance.times(tolerance) > 10, f"a wrong run passes for right: {distance} against {tolerance}"
+    assert distance.times(tolerance) > 10, f"a wrong run passes as correct: {distance} against {tolerance}"
 
 
 class DoubledGradients(NextToken):
-    """A control: the loss is right, its gradient twice what it should be. Only an optimizer that is not Adam shows it."""
+    """A control: the loss is right, but its gradient is doubled. Adam does not show this."""
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         loss = super().loss_sum(model, batch)
         return loss + (loss - loss.detach())
 
 
-def first_rank_twice(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
-    """A control: data rank 1 gets what data rank 0 has."""
+def repeat_first_rank(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
+    """A control: data rank 1 gets the samples of data rank 0."""
     return micro_batches(plan, step, 0 if data_rank == 1 else data_rank)
 
 
-def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, torch.Tensor]:
-    """Every tensor put together from all ranks' shards, on rank 0 (elsewhere nothing). Collective.
+def gather_tensors(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, torch.Tensor]:
+    """Assemble every tensor from all ranks' shards on rank 0; other ranks get nothing. Collective.
 
     Raises:
-        AssertionError: an element is not covered by exactly the copies that its shards promise.
+        AssertionError: an element is not covered by exactly the replicas that its shards declare.
     """
     mine = [
         (shard.key, shard.global_shape, shard.box, shard.data.detach().cpu().clone(), shard.replicas)
@@ -167,10 +170,10 @@ def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, to
         torch.distributed.gather_object(mine, every)
     found: dict[TensorKey, torch.Tensor] = {}
     covered: dict[TensorKey, torch.Tensor] = {}
-    for key, shape, box, data, replicas in (piece for pieces in every or () for piece in pieces):
-        place = tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
-        found.setdefault(key, torch.empty(shape, dtype=data.dtype))[place] = data
-        covered.setdefault(key, torch.zeros(shape, dtype=torch.float64))[place] += 1 / replicas
+    for key, shape, box, data, replicas in (shard for of_rank in every or () for shard in of_rank):
+        index = tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
+        found.setdefault(key, torch.empty(shape, dtype=data.dtype))[index] = data
+        covered.setdefault(key, torch.zeros(shape, dtype=torch.float64))[index] += 1 / replicas
     for key, share in covered.items():
         assert torch.allclose(share, torch.ones_like(share)), (
             f"{key} is covered {share.min():g} to {share.max():g} times"
@@ -178,5 +181,5 @@ def gather(shards: Sequence[Shard], rank: int, ranks: int) -> dict[TensorKey, to
     return found
 
 
-def _largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _max_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Runs small enough for twenty steps in a second: configurations of each family, plans, and samples that can be learnt."""
+"""Tiny runs for tests, twenty steps per second: configurations of each family and learnable samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.plan.types import Device, RunPlan, World
 from toolkit.train.task import IGNORED
 
 VOCABULARY, LENGTH, MICRO_BATCH, GLOBAL_BATCH = 264, 32, 2, 8
-END_OF_TEXT = 256  # where samples are of documents
+END_OF_TEXT = 256  # in samples that consist of documents
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -33,14 +33,17 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": LENGTH,
 }
-# Between them: tied and untied embeddings, grouped-query attention, biases, norms of queries and keys, experts.
+# They cover tied and untied embeddings, grouped-query attention, biases, norms of queries and keys, and
+# experts.
 FAMILIES: dict[str, dict[str, Any]] = {name: dict(family.tiny) for name, family in families.FAMILIES.items()}
 
 
 def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
-    """Constant lr 1e-3 and eps 1e-4 (with which Adam does not blow up rounding differences of tiny gradients).
+    """A tiny configuration. Its eps of 1e-4 keeps Adam from amplifying rounding of tiny gradients.
 
-    ``changes`` are keys with two underscores for the dot: ``zero__stage=2``. ``family`` None: for ``model__target``.
+    Args:
+        family: None for ``model__target``.
+        changes: keys with two underscores for the dot: ``zero__stage=2``.
     """
     config = RunConfig(
         model=ModelConfig(family=family, **SIZES, **FAMILIES[family]) if family else ModelConfig(),
@@ -59,7 +62,7 @@ def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
 
 
 def tiny_plan(family: str | None = "llama", *, ranks: int = 1, **changes: Any) -> RunPlan:
-    """On ``ranks`` CPU ranks; ``local`` on one and ``deepspeed`` on several, unless ``engine__name`` says otherwise."""
+    """A plan on ``ranks`` CPU ranks; by default ``local`` on one rank and ``deepspeed`` on several."""
     changes = {"engine__name": EngineName.local if ranks == 1 else EngineName.deepspeed, **changes}
     return make_plan(
         tiny_config(family, **changes),
@@ -68,7 +71,7 @@ def tiny_plan(family: str | None = "llama", *, ranks: int = 1, **changes: Any) -
 
 
 def sample(number: int) -> dict[str, torch.Tensor]:
-    """Inputs and labels, int64 [LENGTH]: counting in steps of 1 to 3; how many labels are masked differs by sample."""
+    """Inputs and labels, int64 [LENGTH], counting in steps of 1 to 3; the number of masked labels varies."""
     generator = torch.Generator().manual_seed(7919 * number + 1)
     first, stride, masked = (
         int(torch.randint(low, high, (), generator=generator))
@@ -77,9 +80,11 @@ def sample(number: int) -> dict[str, torch.Tensor]:
     return _shifted((first + stride * torch.arange(LENGTH + 1)) % 256, masked)
 
 
-def sample_of_documents(number: int) -> dict[str, torch.Tensor]:
-    """As ``sample``, of documents of 1 to 12 tokens, each counting in steps of its own and closed by END_OF_TEXT: what a token is
-    followed by depends on what is before it in its document, and on nothing in another. With ``position_ids``."""
+def document_sample(number: int) -> dict[str, torch.Tensor]:
+    """As ``sample``, with ``position_ids``, from documents of 1 to 12 tokens closed by END_OF_TEXT.
+
+    Each document counts in its own steps, so a token depends only on those before it in its document.
+    """
     generator = torch.Generator().manual_seed(7919 * number + 1)
     rows: list[torch.Tensor] = []
     while sum(map(len, rows)) <= LENGTH:
@@ -90,8 +95,8 @@ def sample_of_documents(number: int) -> dict[str, torch.Tensor]:
         rows.append((first + stride * torch.arange(length)) % 256)
         rows[-1][-1] = END_OF_TEXT
     masked = int(torch.randint(0, LENGTH // 2, (), generator=generator))
-    places = torch.cat([torch.arange(len(row)) for row in rows])
-    return {**_shifted(torch.cat(rows)[: LENGTH + 1], masked), "position_ids": places[:LENGTH]}
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return {**_shifted(torch.cat(rows)[: LENGTH + 1], masked), "position_ids": positions[:LENGTH]}
 
 
 def _shifted(row: torch.Tensor, masked: int) -> dict[str, torch.Tensor]:
@@ -101,9 +106,11 @@ def _shifted(row: torch.Tensor, masked: int) -> dict[str, torch.Tensor]:
 
 
 def micro_batches(plan: RunPlan, step: int, data_rank: int = 0) -> list[MicroBatch]:
-    """A data rank's part of the global batch of ``step``, which is the same samples in every layout; of documents, with their
-    ``position_ids``, where the plan keeps them apart."""
-    make = sample_of_documents if plan.config.data.documents is Documents.separate else sample
+    """A data rank's part of the global batch of ``step``, which has the same samples in every layout.
+
+    With ``data.documents=separate`` samples consist of documents and have ``position_ids``.
+    """
+    make = document_sample if plan.config.data.documents is Documents.separate else sample
     batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
     found: list[MicroBatch] = []
     for number in range(batch.accumulation):

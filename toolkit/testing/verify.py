@@ -1,9 +1,10 @@
-"""The parity matrix carried out: every cell beside its oracle, and a verdict on each.
+"""Run the parity matrix: compare every cell with its oracle and return a verdict for each.
 
     with rank_pool(4) as pool:
         rows = verify(CORE, pool, devices=4, device=Device.CPU, progress=progress)
 
-An oracle runs once for all cells with its family, sizes and optimizer, on one rank of the same pool and so on the same device.
+An oracle runs once for all cells with its family, sizes and optimizer, on one rank of the same pool and the
+same device.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from toolkit.errors import PlanError
 from toolkit.plan.types import Device
 from toolkit.progress import Progress
 from toolkit.testing.dist import RankPool, RanksFailed
-from toolkit.testing.matrix import Case, Cell
+from toolkit.testing.matrix import Cell, OptimizerCase
 from toolkit.testing.measure import Differences, FirstWeights, Measured, measure
 from toolkit.testing.parity import REQUIRED_FALL, STEPS
 
-SECONDS = 300.0  # that a cell may take; the first on a GPU compiles and loads kernels
-# A gap between a router's choices that another order of summation can close: fp32 logits of size one differ by 1e-7 to 1e-6
-# between right runs, and by more as the steps add up.
+SECONDS = 300.0  # the time limit of a cell; the first on a GPU compiles and loads kernels
+# A gap between a router's choices that another order of summation can close: fp32 logits of size one differ
+# by 1e-7 to 1e-6 between correct runs, and by more in later steps.
 FLIP_GAP = 1e-5
 
 
-class Verdict(StrEnum):
+class ParityVerdict(StrEnum):
     EQUAL = "equal"  # within the tolerances
-    BOUND = "within its bound"  # above a tolerance for a measured cause
+    BOUND = "within its bound"  # above a tolerance, with a measured cause
     FLIP = "equal until a routing flip"
     APART = "apart"
-    INVALID = "invalid"  # the oracle learnt nothing, so agreement proves nothing
-    FAILED = "failed"  # it did not run to its end
-    NOT_RUN = "not run"  # more devices than there are
+    INVALID = "invalid"  # the oracle's loss did not decrease, so agreement proves nothing
+    FAILED = "failed"  # the run raised
+    NOT_RUN = "not run"  # it needs more devices than there are
 
     @property
     def good(self) -> bool:
-        return self in (Verdict.EQUAL, Verdict.BOUND, Verdict.FLIP, Verdict.NOT_RUN)
+        return self in (ParityVerdict.EQUAL, ParityVerdict.BOUND, ParityVerdict.FLIP, ParityVerdict.NOT_RUN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One cell with one optimizer case, on one kind of device."""
+class ParityRow:
+    """The result of one cell with one optimizer case, on one kind of device."""
 
     cell: str
     engine: str
@@ -65,14 +66,14 @@ class Row:
     versions: dict[str, str]
     day: str  # UTC
     seconds: float
-    verdict: Verdict
-    cause: str  # of anything but EQUAL
+    verdict: ParityVerdict
+    cause: str  # of a verdict other than EQUAL
     differences: Differences | None
     tolerance: Differences
 
 
-Judgement = tuple[Verdict, str, Differences]
-Report = Callable[[Row], None]
+Judgement = tuple[ParityVerdict, str, Differences]
+Report = Callable[[ParityRow], None]
 
 
 def verify(
@@ -84,52 +85,52 @@ def verify(
     progress: Progress,
     report: Report = lambda row: None,
     steps: int = STEPS,
-) -> list[Row]:
-    """Run ``cells`` with their optimizer cases, those that share an oracle next to each other.
+) -> list[ParityRow]:
+    """Run ``cells`` with their optimizer cases, grouped by oracle.
 
     Args:
-        devices: ranks that there is a device for; cells of more are NOT_RUN.
-        report: told of each row as it comes.
+        devices: the number of ranks that can have a device; larger cells are NOT_RUN.
+        report: called with each row.
     """
 
     @cache
-    def oracle(cell: Cell, case: Case) -> Measured:
-        return measured(cell, case, pool, device, steps)
+    def oracle(cell: Cell, case: OptimizerCase) -> Measured:
+        return measure_cell(cell, case, pool, device, steps)
 
     rows = []
     ordered = sorted(cells, key=lambda cell: (cell.family, cell.layers, cell.vocabulary))
     with progress.task("parity", total=sum(len(cell.cases) for cell in ordered), unit="runs") as task:
         for cell in ordered:
             for case in cell.cases:
-                row = one(cell, case, pool, oracle, devices=devices, device=device, steps=steps)
+                row = verify_cell(cell, case, pool, oracle, devices=devices, device=device, steps=steps)
                 rows.append(row)
                 report(row)
                 task.advance(note=f"{cell.name} {case}: {row.verdict}")
     return rows
 
 
-def one(
+def verify_cell(
     cell: Cell,
-    case: Case,
+    case: OptimizerCase,
     pool: RankPool,
-    oracle: Callable[[Cell, Case], Measured],
+    oracle: Callable[[Cell, OptimizerCase], Measured],
     *,
     devices: int,
     device: Device,
     steps: int = STEPS,
-) -> Row:
+) -> ParityRow:
     started = time.monotonic()
     differences = None
     if cell.ranks > devices:
-        verdict, cause = Verdict.NOT_RUN, f"needs {cell.ranks} devices, here are {devices}"
+        verdict, cause = ParityVerdict.NOT_RUN, f"needs {cell.ranks} devices, here are {devices}"
     else:
         try:
             verdict, cause, differences = judge(
-                cell, measured(cell, case, pool, device, steps), oracle(cell.oracle(), case)
+                cell, measure_cell(cell, case, pool, device, steps), oracle(cell.oracle(), case)
             )
         except (PlanError, RanksFailed) as error:
-            verdict, cause = Verdict.FAILED, str(error)
-    return Row(
+            verdict, cause = ParityVerdict.FAILED, str(error)
+    return ParityRow(
         cell=cell.name,
         engine=cell.engine.value,
         family=cell.family,
@@ -137,8 +138,8 @@ def one(
         ranks=cell.ranks,
         case=case.value,
         device=device.value,
-        hardware=hardware(device),
-        versions=versions(cell.engine),
+        hardware=hardware_name(device),
+        versions=package_versions(cell.engine),
         day=datetime.now(UTC).date().isoformat(),
         seconds=round(time.monotonic() - started, 2),
         verdict=verdict,
@@ -148,7 +149,9 @@ def one(
     )
 
 
-def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int = STEPS) -> Measured:
+def measure_cell(
+    cell: Cell, case: OptimizerCase, pool: RankPool, device: Device, steps: int = STEPS
+) -> Measured:
     """Raises PlanError, RanksFailed."""
     plan = cell.plan(case, device)
     assert plan.shape is not None, "cells are of families"
@@ -157,7 +160,7 @@ def measured(cell: Cell, case: Case, pool: RankPool, device: Device, steps: int 
         measure_on_rank,
         plan,
         steps,
-        case is Case.SGD,
+        case is OptimizerCase.SGD,
         watched,
         cell.first_weights,
         ranks=cell.ranks,
@@ -173,33 +176,39 @@ def measure_on_rank(
 
 
 def judge(cell: Cell, found: Measured, right: Measured) -> Judgement:
-    """Pure. After a routing flip two right runs go different ways: then only the steps before it are judged."""
+    """Judge the differences.
+
+    After a routing flip correct runs diverge, so only the steps before it are judged.
+    """
     fall = right.trace.losses[0] - right.trace.losses[-1]
     differences = found.differences(right)
     if not right.gradients and fall < REQUIRED_FALL:
-        return Verdict.INVALID, f"the oracle's loss fell by {fall:.3f} only", differences
+        return ParityVerdict.INVALID, f"the oracle's loss fell by {fall:.3f} only", differences
     over = differences.over(cell.allowed)
     if not over:
         above = differences.over(Cell(engine=cell.engine, family=cell.family).allowed)
         return (
-            (Verdict.BOUND, cell.excess.cause, differences)
+            (ParityVerdict.BOUND, cell.excess.cause, differences)
             if above and cell.excess
-            else (Verdict.EQUAL, "", differences)
+            else (ParityVerdict.EQUAL, "", differences)
         )
     step = found.departure(right, cell.allowed.loss)
     if step and right.gaps and (gap := min(right.gaps[step - 1 : step + 1])) <= FLIP_GAP:
         before = found.differences(right, step)
         if not {"loss", "norm", "gradient"} & set(before.over(cell.allowed)):
-            cause = f"at step {step} two experts are {gap:.1e} apart for a token and rounding chooses; loss and norm are of before"
-            return Verdict.FLIP, cause, before
+            cause = (
+                f"at step {step} two experts are {gap:.1e} apart for a token and rounding chooses; "
+                "loss and norm are from before"
+            )
+            return ParityVerdict.FLIP, cause, before
     worst = ", ".join(
         f"{name} {getattr(differences, name):.1e} (allowed {getattr(cell.allowed, name):.0e})"
         for name in over
     )
-    return Verdict.APART, f"{worst}; loss first apart at step {step}", differences
+    return ParityVerdict.APART, f"{worst}; loss first apart at step {step}", differences
 
 
-def versions(engine: EngineName) -> dict[str, str]:
+def package_versions(engine: EngineName) -> dict[str, str]:
     names = {
         EngineName.deepspeed: ["deepspeed"],
         EngineName.megatron: ["megatron-core"],
@@ -210,9 +219,9 @@ def versions(engine: EngineName) -> dict[str, str]:
 
 
 @cache
-def hardware(device: Device) -> str:
+def hardware_name(device: Device) -> str:
     return torch.cuda.get_device_name() if device is Device.CUDA else platform.machine()
 
 
-def bad(rows: Iterable[Row]) -> list[Row]:
+def failed_rows(rows: Iterable[ParityRow]) -> list[ParityRow]:
     return [row for row in rows if not row.verdict.good]

@@ -1,6 +1,6 @@
-"""Tables from canonical tensors to Megatron-core's that are wrong on purpose: controls that a test of parity must see.
+"""Deliberately wrong tables of Megatron-core's tensors: controls that a parity test must detect.
 
-Each still covers every element exactly once, so nothing but the numbers of a run can show it.
+Each still covers every element exactly once, so only the numbers of a run can show the error.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from toolkit.families import FAMILIES
 from toolkit.families.base import ModelShape
-from toolkit.families.megatron import Cut, MegatronTensor, inside
+from toolkit.families.megatron import MegatronTensor, TensorCut, intersect_parts
 
 Change = Callable[[tuple[MegatronTensor, ...]], tuple[MegatronTensor, ...]]
 
 
-def rotated_groups(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTensor, ...]:
-    """Each query group stands where the next one belongs, the last one first; linear_proj stays as it is."""
+def rotate_groups(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTensor, ...]:
+    """Move each query group to the position of the next one; linear_proj does not change."""
 
     def rotated(tensor: MegatronTensor) -> MegatronTensor:
         group = sum(part.shape[0] for part in tensor.parts[:3])  # queries, key, value
@@ -33,32 +33,32 @@ def rotated_groups(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTensor,
     return tuple(rotated(tensor) if ".linear_qkv." in tensor.name else tensor for tensor in tensors)
 
 
-def gate_and_up_swapped(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTensor, ...]:
+def swap_gate_and_up(tensors: tuple[MegatronTensor, ...]) -> tuple[MegatronTensor, ...]:
     """``[up; gate]`` in every gated linear_fc1."""
 
     def swapped(tensor: MegatronTensor) -> MegatronTensor:
         half = (tensor.shape[0] // 2, *tensor.shape[1:])
-        below = inside(tensor.parts, (half[0], 0), half)
+        below = intersect_parts(tensor.parts, (half[0], 0), half)
         above = tuple(
             replace(part, at=(part.at[0] + half[0], *part.at[1:]))
-            for part in inside(tensor.parts, (0, 0), half)
+            for part in intersect_parts(tensor.parts, (0, 0), half)
         )
         return replace(tensor, parts=(*below, *above))
 
-    return tuple(swapped(tensor) if tensor.cut is Cut.gated else tensor for tensor in tensors)
+    return tuple(swapped(tensor) if tensor.cut is TensorCut.gated else tensor for tensor in tensors)
 
 
 @contextmanager
 def wrong_map(family: str, change: Change) -> Iterator[None]:
-    """Within it, the tables of ``family`` in this process are wrong by ``change``."""
+    """Apply ``change`` to the tables of ``family`` in this process, inside the context."""
     owner = FAMILIES[family]
-    right = owner.megatron
+    right = owner.megatron_tensors
 
     def wrong(shape: ModelShape) -> tuple[MegatronTensor, ...]:
         return change(right(shape))
 
-    owner.megatron = wrong  # type: ignore[method-assign]  # on the object, before its class
+    owner.megatron_tensors = wrong  # type: ignore[method-assign]  # on the object, before its class
     try:
         yield
     finally:
-        del owner.megatron
+        del owner.megatron_tensors

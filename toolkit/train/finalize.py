@@ -15,7 +15,7 @@ from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint_folder import newest, step_of
 from toolkit.errors import ExitCode
 from toolkit.goodput import Goodput, format_goodput
-from toolkit.models.target import configuration
+from toolkit.models.target import hugging_face_config
 from toolkit.monitor.sink import Row
 from toolkit.observe.reporting import SamplesConsumed, format_consumed
 from toolkit.plan.types import RunPlan
@@ -88,7 +88,9 @@ def finish_completed_run(training: Training, elapsed: str, goodput: Goodput | No
     checkpoint = newest(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
-        config = None if plan.shape is not None else configuration(plan.config.model, plan.config.train.seed)
+        config = (
+            None if plan.shape is not None else hugging_face_config(plan.config.model, plan.config.train.seed)
+        )
         export(open_source(checkpoint, plan.shape), directory.export, tokenizer=data.tokenizer, config=config)
     rows = list(read_rows(directory.metrics_file))
     consumed = data.stream.consumed(training.state.step)

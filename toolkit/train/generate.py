@@ -37,7 +37,7 @@ def load_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**families.get(shape.family).hugging_face_config(shape))
+    config = AutoConfig.for_model(**families.get_family(shape.family).hugging_face_config(shape))
     model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     reader.read(
         [

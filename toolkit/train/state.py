@@ -48,7 +48,7 @@ def namespace(plan: RunPlan) -> str:
     ``model.target``.
     """
     return (
-        families.get(plan.shape.family).namespace
+        families.get_family(plan.shape.family).namespace
         if plan.shape is not None
         else f"module/{plan.config.model.target}"
     )

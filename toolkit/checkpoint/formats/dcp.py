@@ -62,9 +62,9 @@ class _Sorted:
 
 
 def _source(folder: Path, metadata: Metadata, shape: ModelShape) -> Source:
-    family = families.get(shape.family)
+    family = families.get_family(shape.family)
     shapes = {spec.name: spec.shape for spec in family.parameters(shape)}
-    tied = family.tied(shape)
+    tied = family.tied_weights(shape)
     found = _sort(folder, metadata.tensors, {*shapes, *tied})
     firsts, seconds = _by_name(found.tensors, tied)
     _check_model(folder, firsts, metadata, shapes, shape)

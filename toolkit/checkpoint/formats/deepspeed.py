@@ -96,7 +96,7 @@ def source_of(
     return Source(
         format=name,
         catalog=catalog,
-        namespace=families.get(model.family).namespace,
+        namespace=families.get_family(model.family).namespace,
         step=step,
         shape=model,
         facts=facts,

@@ -94,7 +94,7 @@ def _finish(
     read: dict[TensorKey, list[Held]] = {}
     copies: dict[TensorKey, list[Held]] = {}
     missing = []
-    for spec in families.get(shape.family).parameters(shape):
+    for spec in families.get_family(shape.family).parameters(shape):
         states = (
             {state: rest for state, *rest in gathered[spec.name].settle()} if spec.name in gathered else {}
         )

@@ -72,8 +72,8 @@ class ModelRank:
 
 def model_ranks(shape: ModelShape, parallel: TargetParallelConfig) -> tuple[ModelRank, ...]:
     """By number. The axes must be ones that the toolkit's DeepSpeed engines have: tensor and pipeline do not combine."""
-    family = families.get(shape.family)
-    parameters, tied = family.parameters(shape), family.tied(shape)
+    family = families.get_family(shape.family)
+    parameters, tied = family.parameters(shape), family.tied_weights(shape)
     if parallel.pipeline > 1:
         return tuple(
             _stage(number, stage.parameters, tied, parallel.pipeline)

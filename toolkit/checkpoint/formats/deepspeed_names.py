@@ -65,17 +65,17 @@ class Names:
 
 def table_of(shape: ModelShape) -> dict[str, Part]:
     """By every name that the family's parameters go by: in memory, published, tied."""
-    family = families.get(shape.family)
+    family = families.get_family(shape.family)
     whole = {spec.name: spec.shape for spec in family.parameters(shape)}
     found = {}
-    for tensor in family.hub(shape):
+    for tensor in family.hub_tensors(shape):
         for name in (tensor.name, *tensor.aliases):
             found[name] = Part(
                 tensor.canonical, whole[tensor.canonical], tensor.offset, tensor.extent, tensor.shape
             )
     for name, size in whole.items():
         found[name] = Part(name, size, (0,) * len(size), size, size)
-    for alias, name in family.tied(shape).items():
+    for alias, name in family.tied_weights(shape).items():
         size = whole[name]
         found[alias] = Part(name, size, (0,) * len(size), size, size, alias=True)
     return found
@@ -91,7 +91,7 @@ def _by_suffix(name: str, table: Mapping[str, Part]) -> Part | None:
 
 def _by_layers(shape: ModelShape, stored: Mapping[str, Shape], table: Mapping[str, Part]) -> dict[str, Part]:
     """Of a pipeline of layers. Empty where its blocks are not the model's."""
-    specs = families.get(shape.family).parameters(shape)
+    specs = families.get_family(shape.family).parameters(shape)
     in_block = {spec.name.split(f".{spec.layer}.", 1)[1] for spec in specs if spec.layer == 0}
     layers: dict[int, list[tuple[str, str]]] = {}
     for name in stored:

@@ -85,7 +85,7 @@ def lay_out(source: Source, config: TargetConfig, *, sub_group: int = SUB_GROUP)
         identity=f"{of} {source.shape} {config.parallel} {sub_group}",
         notes=(
             adam.words_of_groups(
-                of.optim, families.get(source.shape.family).parameters(source.shape), "DeepSpeed"
+                of.optim, families.get_family(source.shape.family).parameters(source.shape), "DeepSpeed"
             ),
             SCHEDULER,
         ),
@@ -180,7 +180,7 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
             "a tensor rank of DeepSpeed has whole key-value heads",
             "write a divisor of their number",
         )
-    for spec in families.get(shape.family).parameters(shape):
+    for spec in families.get_family(shape.family).parameters(shape):
         dim = tensor_dim(spec.name)
         if dim is None and spec.layer is not None and spec.decays:
             yield Problem(
@@ -202,7 +202,7 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
 
 def _tensors(shape: ModelShape, of: Written) -> dict[TensorKey, TensorInfo]:
     """Under ZeRO 3 in 16 bits the files hold the masters alone."""
-    parameters = families.get(shape.family).parameters(shape)
+    parameters = families.get_family(shape.family).parameters(shape)
     wide = of.dtype == "float32"
     held = [] if of.stage == 3 and not wide else [(WEIGHT, of.dtype)]
     if not wide:

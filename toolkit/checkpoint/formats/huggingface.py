@@ -27,7 +27,7 @@ from toolkit.checkpoint.shard import WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import Source
 from toolkit.errors import CheckpointError, InputError, Problem
 from toolkit.families.base import Family, HubTensor, ModelShape
-from toolkit.families.recorded import model_of_config
+from toolkit.families.model_files import parse_model_config
 from toolkit.paths import UnsafePath, relative_name
 
 CONFIG = "config.json"
@@ -72,7 +72,7 @@ def _open(folder: Path) -> Source:
                 "give the model as model.target=my.package.Model",
             )
         )
-    shape = family.resolve_shape(model_of_config(family, config, folder / CONFIG))
+    shape = family.resolve_shape(parse_model_config(family, config, folder / CONFIG))
     published = _Published.of(family, shape)
     weights = _slots(folder, _files(folder))
     scalars, states = _optimizer(folder)
@@ -195,9 +195,9 @@ class _Published:
     @staticmethod
     def of(family: Family, shape: ModelShape) -> _Published:
         return _Published(
-            family.hub(shape),
+            family.hub_tensors(shape),
             {spec.name: spec.shape for spec in family.parameters(shape)},
-            family.tied(shape),
+            family.tied_weights(shape),
         )
 
     def weights(self, folder: Path, slots: Slots) -> Pieces:

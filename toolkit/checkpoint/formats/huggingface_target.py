@@ -109,7 +109,7 @@ def lay_out(
         )
     if shape is not None:
         scalars = {**scalars, MODEL: asdict(shape)}
-        hub_config = families.get(shape.family).hugging_face_config(shape)
+        hub_config = families.get_family(shape.family).hugging_face_config(shape)
     if hub_config is not None:
         dtypes = [info.dtype for key, info in tensors.items() if key.state == WEIGHT]
         files.append(
@@ -139,7 +139,7 @@ def _tensors(source: Source, config: TargetConfig, shape: ModelShape | None) -> 
     found = states.tensors_of(source, config.precision, optimizer=bool(config.optimizer), uniform=False)
     if shape is None:
         return dict(sorted(found.items()))
-    sizes = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
+    sizes = {spec.name: spec.shape for spec in families.get_family(shape.family).parameters(shape)}
     dtype = states.weights_dtype(source, config.precision)
     weights = {TensorKey(WEIGHT, name): TensorInfo(dtype, size) for name, size in sizes.items()}
     return weights | {
@@ -166,7 +166,7 @@ def _published(
             if key.state == state:
                 yield _Tensor(key.name, info.shape, key, info, Box.whole(info.shape))
         return
-    for hub in families.get(shape.family).hub(shape):
+    for hub in families.get_family(shape.family).hub_tensors(shape):
         key = TensorKey(state, hub.canonical)
         if key in tensors:
             yield _Tensor(hub.name, hub.shape, key, tensors[key], Box(hub.offset, hub.extent))

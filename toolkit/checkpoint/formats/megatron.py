@@ -33,7 +33,7 @@ from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, T
 from toolkit.checkpoint.source import Source, named_in, vendors_refusal
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
-from toolkit.families.megatron import Cut, MegatronTensor, Part, inside
+from toolkit.families.megatron import MegatronTensor, TensorCut, TensorPart, intersect_parts
 
 NAME = "megatron"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -176,7 +176,7 @@ def _places(
 
 def _fits(key: Key, stored: Stored, tensor: MegatronTensor, shape: ModelShape) -> bool:
     wanted = key.whole_shape(tensor.shape, shape)
-    if tensor.cut is Cut.vocabulary:  # rows of padding follow
+    if tensor.cut is TensorCut.vocabulary:  # rows of padding follow
         return (
             len(stored.shape) == len(wanted)
             and stored.shape[0] >= wanted[0]
@@ -212,7 +212,7 @@ class _Pieces:
         self._folder, self._tables = folder, tables
         self._stored = {place: _distinct(by_key) for place, by_key in places.items()}
         self._open = lru_cache(maxsize=KEPT_CHUNKS)(self._open_chunk)
-        self.shapes = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
+        self.shapes = {spec.name: spec.shape for spec in families.get_family(shape.family).parameters(shape)}
         self.owners: dict[str, list[str]] = {name: [] for name in self.shapes}
         for tensor in tables.values():
             for canonical in dict.fromkeys(part.canonical for part in tensor.parts):
@@ -267,7 +267,7 @@ class _Pieces:
         """What is there of ``key`` in a tensor of Megatron-core's, the ``number``-th time that it is stored."""
         for held in self._stored[key.state, owner][number]:
             tensor = _member(self._open(held.chunk, held.dtype), held.place)
-            for part in inside(self._tables[owner].parts, held.box.offset, held.box.shape):
+            for part in intersect_parts(self._tables[owner].parts, held.box.offset, held.box.shape):
                 if part.canonical == key.name:
                     box = Box(part.offset, part.extent)
                     yield from torch_zip.pieces_of(_view(tensor, part), key, self.shapes[key.name], box)
@@ -290,7 +290,7 @@ def _member(tensor: StoredTensor, place: tuple[int, ...]) -> StoredTensor:
     return StoredTensor(tensor.storage, offset, tensor.shape[len(place) :], tensor.strides[len(place) :])
 
 
-def _view(tensor: StoredTensor, part: Part) -> StoredTensor:
+def _view(tensor: StoredTensor, part: TensorPart) -> StoredTensor:
     """``part``, whose ``at`` counts from the tensor's corner, in the canonical tensor's order of dims."""
     offset = tensor.offset + sum(
         index * stride for index, stride in zip(part.at, tensor.strides, strict=True)
@@ -306,7 +306,7 @@ def _view(tensor: StoredTensor, part: Part) -> StoredTensor:
 
 
 def _source(folder: Path, common: Common, metadata: Metadata, shape: ModelShape) -> Source:
-    tables = {tensor.name: tensor for tensor in families.get(shape.family).megatron(shape)}
+    tables = {tensor.name: tensor for tensor in families.get_family(shape.family).megatron_tensors(shape)}
     places, strange = _places(folder, metadata, shape, tables)
     made = _Pieces(folder, shape, tables, places)
     tensors = made.tensors(list(dict.fromkeys([WEIGHT, *(state for state, _ in places)])))
@@ -323,7 +323,7 @@ def _source(folder: Path, common: Common, metadata: Metadata, shape: ModelShape)
     return Source(
         format=NAME,
         catalog=Catalog(folder, tensors, Made(tensors, made.pieces), scalars, Made(twice, made.copies)),
-        namespace=families.get(shape.family).namespace,
+        namespace=families.get_family(shape.family).namespace,
         step=common.step,
         shape=shape,
         facts=_facts(metadata),

@@ -73,7 +73,7 @@ def model_of(args: Mapping[str, Any]) -> ModelShape | None:
 
 def _router_coefficient(args: Mapping[str, Any]) -> float:
     """As ``model.router_aux_loss_coef`` has it: of the mean over layers, where an expert's share is not divided by the experts a token
-    visits (``families/tables.py`` converts the other way)."""
+    visits (``families/megatron_tables.py`` converts the other way)."""
     coefficient, visited = args.get("moe_aux_loss_coeff"), args.get("moe_router_topk")
     if not isinstance(coefficient, int | float) or not visited:
         return 0.0

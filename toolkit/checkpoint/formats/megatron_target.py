@@ -36,7 +36,7 @@ from toolkit.checkpoint.target import Checksum, Target, TargetFile
 from toolkit.config.reshard import TargetConfig
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
-from toolkit.families.megatron import Cut, MegatronTensor, Part, inside, shares
+from toolkit.families.megatron import MegatronTensor, TensorCut, TensorPart, intersect_parts, local_boxes
 
 FILE_BYTES = 4 * 2**30  # of one file, except for a single larger chunk
 SCHEDULER = (
@@ -124,7 +124,9 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
 
 
 def _notes(shape: ModelShape, config: TargetConfig, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    groups = adam.words_of_groups(settings, families.get(shape.family).parameters(shape), "Megatron-core")
+    groups = adam.words_of_groups(
+        settings, families.get_family(shape.family).parameters(shape), "Megatron-core"
+    )
     if not shape.num_local_experts:
         return groups, SCHEDULER
     which = "above 1" if config.parallel.expert > 1 else "of 1"
@@ -137,10 +139,12 @@ def _notes(shape: ModelShape, config: TargetConfig, settings: Mapping[str, Any])
 
 def _layout_problems(shape: ModelShape, config: TargetConfig) -> Iterator[Problem]:
     tensor, pipeline, expert = config.parallel.tensor, config.parallel.pipeline, config.parallel.expert
-    for table in families.get(shape.family).megatron(shape):
-        length = {Cut.rows: table.shape[0], Cut.gated: table.shape[0] // 2, Cut.columns: table.shape[-1]}.get(
-            table.cut, 0
-        )
+    for table in families.get_family(shape.family).megatron_tensors(shape):
+        length = {
+            TensorCut.rows: table.shape[0],
+            TensorCut.gated: table.shape[0] // 2,
+            TensorCut.columns: table.shape[-1],
+        }.get(table.cut, 0)
         if length % tensor:
             yield Problem(
                 "target.parallel.tensor",
@@ -171,7 +175,7 @@ def _tensors(
     """What is written, of the model's own tensors. A weight that the source lacks is among them, so that it is asked for by name."""
     found = states.tensors_of(source, config.precision, optimizer=optimizer)
     dtype = states.weights_dtype(source, config.precision)
-    specs = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
+    specs = {spec.name: spec.shape for spec in families.get_family(shape.family).parameters(shape)}
     weights = {
         key: found.get(key, TensorInfo(dtype, size))
         for name, size in specs.items()
@@ -282,10 +286,10 @@ class _Laid:
         with_masters: bool,
     ) -> None:
         self._shape, self._ranks, self._stages = shape, tensor, pipeline
-        self._tables = families.get(shape.family).megatron(shape)
+        self._tables = families.get_family(shape.family).megatron_tensors(shape)
         self._tensors, self._with_masters = tensors, with_masters
         self._states = tuple(dict.fromkeys(key.state for key in tensors))
-        self._sizes = {spec.name: spec.shape for spec in families.get(shape.family).parameters(shape)}
+        self._sizes = {spec.name: spec.shape for spec in families.get_family(shape.family).parameters(shape)}
         self._files = [_Files(folder, rank) for rank in range(tensor * pipeline)]
         self._chunks: dict[str, list[Chunk]] = {}
         self._about: dict[str, tuple[str, tuple[int, ...]]] = {}  # key -> dtype, shape
@@ -294,7 +298,7 @@ class _Laid:
 
     def lay_out(self) -> None:
         for table in self._tables:
-            for rank in range(1 if table.cut is Cut.whole else self._ranks):
+            for rank in range(1 if table.cut is TensorCut.whole else self._ranks):
                 for box in self._boxes(table, rank):
                     self._chunk(table, self._files[self._stage(table) * self._ranks + rank], box)
         self._nothing = self._files[0].add_object([None])
@@ -321,8 +325,8 @@ class _Laid:
     def _boxes(self, table: MegatronTensor, rank: int) -> Iterator[Box]:
         """What a tensor rank has of it, without padding."""
         rows = table.shape[0]
-        padded = -(-rows // self._ranks) * self._ranks if table.cut is Cut.vocabulary else rows
-        for offset, extent in shares(table, rank, self._ranks, padded):
+        padded = -(-rows // self._ranks) * self._ranks if table.cut is TensorCut.vocabulary else rows
+        for offset, extent in local_boxes(table, rank, self._ranks, padded):
             height = min(extent[0], rows - offset[0])
             if height > 0:
                 yield Box(offset, (height, *extent[1:]))
@@ -330,7 +334,7 @@ class _Laid:
     def _chunk(self, table: MegatronTensor, files: _Files, box: Box) -> None:
         slots = slots_of(table, self._shape)
         whole = Box((*slots[0].place, *box.offset), (*(1 for _ in slots[0].place), *box.shape))
-        parts = inside(table.parts, box.offset, box.shape)
+        parts = intersect_parts(table.parts, box.offset, box.shape)
         for state in self._states:
             info = self._tensors.get(TensorKey(state, parts[0].canonical))
             if info is None:  # frozen
@@ -345,7 +349,7 @@ class _Laid:
                 self._about[key] = (info.dtype, (*slots[0].counts, *table.shape))
                 self._chunks.setdefault(key, []).append(Chunk(whole, blob))
 
-    def _piece(self, state: str, dtype: str, part: Part, box: Box, file: str, begin: int) -> Piece:
+    def _piece(self, state: str, dtype: str, part: TensorPart, box: Box, file: str, begin: int) -> Piece:
         assert part.shape[1:] == box.shape[1:], f"{part.canonical} is not whole rows"
         itemsize, row = DTYPES[dtype].itemsize, math.prod(box.shape[1:])
         first = begin + part.at[0] * row * itemsize

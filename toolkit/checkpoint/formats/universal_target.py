@@ -62,7 +62,7 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
         raise CheckpointError(*wrong)
     assert steps is not None, "a source without a count was refused"
     dtype = states.weights_dtype(source, None)
-    specs = families.get(source.shape.family).parameters(source.shape)
+    specs = families.get_family(source.shape.family).parameters(source.shape)
     tensors = {
         TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
         for state in (WEIGHT if dtype == "float32" else MASTER, *moments)

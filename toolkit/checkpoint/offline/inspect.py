@@ -50,7 +50,7 @@ def _parameters(source: Source) -> str:
     text = f"{sum(map(math.prod, shapes.values())):,} in {len(shapes)} tensors"
     if source.shape is None:
         return text
-    wanted = {spec.name for spec in families.get(source.shape.family).parameters(source.shape)}
+    wanted = {spec.name for spec in families.get_family(source.shape.family).parameters(source.shape)}
     absent = wanted - shapes.keys()
     return (
         f"{text}; {named(TensorKey(WEIGHT, name) for name in sorted(absent))} missing"

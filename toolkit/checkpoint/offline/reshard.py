@@ -57,7 +57,7 @@ def shape_said(model: ModelConfig) -> ModelShape | None:
                 f"write model=FAMILY too, one of {', '.join(families.FAMILIES)}",
             )
         )
-    return families.get(model.family).resolve_shape(model)
+    return families.get_family(model.family).resolve_shape(model)
 
 
 def open_asked(config: ReshardConfig) -> Source:
@@ -74,7 +74,7 @@ def lay_out(source: Source, config: TargetConfig) -> Target:
     """
     if source.shape is not None:
         dtype = weights_dtype(source, config.precision)
-        parameters = families.get(source.shape.family).parameters(source.shape)
+        parameters = families.get_family(source.shape.family).parameters(source.shape)
         check(source.catalog, [(TensorKey(WEIGHT, spec.name), dtype, spec.shape) for spec in parameters])
     states = {key.state for key in source.catalog.tensors} - {WEIGHT, MASTER}
     if config.optimizer and not states:

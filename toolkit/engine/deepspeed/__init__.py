@@ -1,0 +1,1 @@
+"""DeepSpeed as an engine. Only modules in this folder import ``deepspeed``."""

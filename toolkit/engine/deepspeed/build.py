@@ -1,4 +1,4 @@
-"""The model as DeepSpeed wants it, with memory for weights but no weights: ``engine.load`` brings those."""
+"""Build this rank's part of the model for DeepSpeed, with uninitialized weights."""
 
 from __future__ import annotations
 
@@ -11,109 +11,110 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.shard import Box
-from toolkit.engine.deepspeed import compat
-from toolkit.engine.deepspeed import context_parallel as context
-from toolkit.engine.deepspeed import tensor_parallel as tensor
-from toolkit.engine.deepspeed.state import Place
+from toolkit.engine.deepspeed import context_parallel, patches, tensor_parallel
+from toolkit.engine.deepspeed.partitions import ParameterBox
 from toolkit.engine.optimizers import parameter_groups
 from toolkit.engine.precision import DTYPES
 from toolkit.models.build import build_model
 from toolkit.plan.types import RunPlan
 
-# What DeepSpeed reads on a parameter: it is cut by the tensor axis; it is an expert's, and of which group.
+# Attributes that DeepSpeed reads from a parameter: sharded by tensor parallelism; an expert's, and its group.
 MARKS = ("tensor_model_parallel", "allreduce", "group_name")
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """The module in the run's precision, the optimizer's parameter groups, and which box of which canonical tensor each parameter is."""
+class DeepSpeedModel:
+    """The module in the run's precision, the optimizer's parameter groups, and the box of each parameter."""
 
     module: nn.Module
     groups: list[dict[str, Any]]
-    places: Mapping[torch.Tensor, Place]
+    boxes: Mapping[torch.Tensor, ParameterBox]
 
 
-def build(
+def build_deepspeed_model(
     deepspeed: ModuleType, plan: RunPlan, settings: Mapping[str, Any], device: torch.device, *, rank: int
-) -> Built:
-    """The model of ``rank``, on ``device``.
+) -> DeepSpeedModel:
+    """Build the model of ``rank`` on ``device``.
 
-    Under ZeRO 3 each parameter is cut as soon as it has memory, so no rank ever holds more than its share and one whole
-    parameter. DeepSpeed's own way, constructing under ``zero.Init``, patches every constructor of tensors meanwhile: it rounds
-    buffers such as rotary frequencies to 16 bits and changes what initialisers draw.
+    Under ZeRO 3 each parameter is partitioned as soon as it has memory, so a rank stores at most its share
+    and one whole parameter. Constructing the model inside ``zero.Init`` would patch all tensor constructors:
+    it rounds buffers such as rotary frequencies to 16 bits and changes what initializers draw.
     """
     module = build_model(plan, device, meta=True)
     finish = _apply_axes(module, plan, settings, rank)
     groups = parameter_groups(module, plan.config.optim)
     if plan.axes.expert > 1:
         for number, group in enumerate(groups):
-            group["name"] = f"group{number}"  # DeepSpeed takes the experts out of each, and asks for names
+            group["name"] = f"group{number}"  # required by DeepSpeed, which splits off the experts
     whole = {spec.name: spec.shape for spec in plan.parameters}
     zero3 = None
-    if plan.config.zero.stage == 3:
-        compat.number_from_zero()
-        shared = tensor.data_group() if plan.axes.tensor > 1 else None
+    if settings["zero_optimization"]["stage"] == 3:
+        patches.reset_zero3_counters()
+        shared = tensor_parallel.data_group() if plan.axes.tensor > 1 else None
         zero3 = deepspeed.zero.Init(config_dict_or_path=dict(settings), data_parallel_group=shared)
         if zero3.mem_efficient_linear:
-            # torch's linear saves a view of the gathered weight for backward and so keeps it from being freed.
+            # torch's linear saves a view of the gathered weight for backward, so the weight could not be
+            # freed.
             zero3._enable_mem_efficient_linear()
-    made: dict[nn.Parameter, Any] = {}  # one for all places of a tied parameter
-    places: dict[torch.Tensor, Place] = {}
-    for path, owner, name, parameter in list(_places(module)):
-        if parameter not in made:
+    created: dict[nn.Parameter, Any] = {}
+    boxes: dict[torch.Tensor, ParameterBox] = {}
+    for path, owner, name, parameter in list(_named_parameter_slots(module)):
+        if parameter not in created:
             memory = torch.empty(parameter.shape, dtype=_dtype(parameter, plan), device=device)
-            made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-            made[parameter].__dict__.update(
+            created[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            created[parameter].__dict__.update(
                 {mark: getattr(parameter, mark) for mark in MARKS if hasattr(parameter, mark)}
             )
             shape = tuple(parameter.shape)
-            places[made[parameter]] = _place(path, whole.get(path, shape), shape, plan, rank)
+            boxes[created[parameter]] = _parameter_box(path, whole.get(path, shape), shape, plan, rank)
             if zero3 is not None:
-                zero3._convert_to_deepspeed_param(made[parameter])
-                made[
-                    parameter
-                ].partition()  # without the broadcast of ``zero.Init``: there is nothing in it yet
-        owner._parameters[name] = made[parameter]
+                zero3._convert_to_deepspeed_param(created[parameter])
+                created[parameter].partition()  # without zero.Init's broadcast, since it is uninitialized
+        owner._parameters[name] = created[parameter]
     for group in groups:
-        group["params"] = [made[parameter] for parameter in group["params"]]
+        group["params"] = [created[parameter] for parameter in group["params"]]
     finish()
-    return Built(module, groups, places)
+    return DeepSpeedModel(module, groups, boxes)
 
 
 def _apply_axes(
     module: nn.Module, plan: RunPlan, settings: Mapping[str, Any], rank: int
 ) -> Callable[[], None]:
-    """Make of the whole model the rank's own; the returned function is called when its parameters have memory."""
+    """Shard the model over its axes. Call the returned function once the parameters have memory."""
     axes = plan.axes
     if axes.context > 1:
-        context.spread(module, ranks=axes.context, index=axes.coordinates(rank).context)
+        context_parallel.apply_context_parallel(
+            module, ranks=axes.context, index=axes.coordinates(rank).context
+        )
     if axes.expert > 1:
-        from toolkit.engine.deepspeed import expert_parallel as expert  # it imports DeepSpeed's layers
+        from toolkit.engine.deepspeed import expert_parallel  # imports DeepSpeed's layers
 
-        expert.cut(module, axes.expert)
-    return tensor.cut(module, settings) if axes.tensor > 1 else lambda: None
+        expert_parallel.apply_expert_parallel(module, axes.expert)
+    return tensor_parallel.apply_tensor_parallel(module, settings) if axes.tensor > 1 else lambda: None
 
 
-def _place(name: str, whole: tuple[int, ...], shape: tuple[int, ...], plan: RunPlan, rank: int) -> Place:
-    """Of a parameter of ``shape``: the tensor and expert axes cut one dim into equal parts, in the order of their ranks."""
+def _parameter_box(
+    name: str, whole: tuple[int, ...], shape: tuple[int, ...], plan: RunPlan, rank: int
+) -> ParameterBox:
+    """The box of a local parameter of ``shape``: an axis splits one dim evenly, in rank order."""
     axes = plan.axes
-    cut = [dim for dim, (all_of_it, here) in enumerate(zip(whole, shape, strict=True)) if all_of_it != here]
+    cut = [dim for dim, (full, local) in enumerate(zip(whole, shape, strict=True)) if full != local]
     if not cut:
-        return Place(name, whole, Box.whole(whole), axes.coordinates(rank).tensor, axes.tensor)
+        return ParameterBox(name, whole, Box.whole(whole), axes.coordinates(rank).tensor, axes.tensor)
     (dim,) = cut
     parts = whole[dim] // shape[dim]
     assert parts * shape[dim] == whole[dim], f"{name} is cut from {whole} to {shape}"
     assert parts == max(axes.tensor, axes.expert), f"{name} is cut into {parts}"
     offset = tuple(rank % parts * shape[dim] if at == dim else 0 for at in range(len(shape)))
-    return Place(name, whole, Box(offset, shape))
+    return ParameterBox(name, whole, Box(offset, shape))
 
 
 def _dtype(parameter: nn.Parameter, plan: RunPlan) -> torch.dtype:
     return DTYPES[plan.config.precision.name] if parameter.is_floating_point() else parameter.dtype
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every place that names a parameter, by path, owner and name there; a tied parameter has several, its own name's first."""
+def _named_parameter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield (path, owner, name, parameter) of every registration; a tied parameter occurs several times."""
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:

@@ -1,9 +1,10 @@
-"""The expert axis: a rank holds some experts of every layer, and tokens travel to theirs and back.
+"""Expert parallelism: a rank stores some experts of every layer, and tokens are exchanged with all-to-all.
 
-DeepSpeed's own layers do not fit: ``deepspeed.moe.MoE`` is another router with other weights, and AutoEP copies experts that every
-rank holds whole, and does not start with the pinned transformers. What is taken from DeepSpeed is its groups, its all-to-all, and
-ZeRO for experts: their gradients are added up over the ranks that hold the same experts, divided by all data ranks, and partitioned
-over the former. The router and the experts' arithmetic are transformers', so canonical names and shapes are those of the family.
+DeepSpeed's own layers do not fit: ``deepspeed.moe.MoE`` has another router with other weights, and AutoEP
+copies experts that every rank stores whole and does not support the pinned transformers. This module uses
+DeepSpeed's groups, its all-to-all, and ZeRO for experts: gradients are summed over the ranks with the same
+experts, divided by all data ranks, and partitioned over the former. Router and expert computation are
+transformers', with the family's canonical names and shapes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch.nn import functional
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def cut(module: nn.Module, ranks: int) -> None:
-    """Leave of each layer's experts, which are tensors [experts, ...] on meta, this rank's consecutive ones."""
+def apply_expert_parallel(module: nn.Module, ranks: int) -> None:
+    """Keep this rank's consecutive experts of each layer. Parameters are [experts, ...] on meta."""
     groups._create_expert_and_data_parallel(ranks)
     name = f"ep_size_{ranks}"
     layers: list[Any] = [
@@ -35,18 +36,21 @@ def cut(module: nn.Module, ranks: int) -> None:
     for experts in layers:
         for key, parameter in list(experts.named_parameters(recurse=False)):
             mine = nn.Parameter(torch.empty_like(parameter[: experts.num_experts // ranks]))
-            # How DeepSpeed tells an expert's parameter, and the ranks that hold it too.
+            # How DeepSpeed recognizes an expert's parameter and the group of ranks that store it.
             mine.allreduce, mine.group_name = False, name  # type: ignore[attr-defined]
             setattr(experts, key, mine)
-        experts.exchange = Exchange(
+        experts.exchange = ExpertExchange(
             experts.forward, experts.num_experts, groups._get_expert_parallel_group(name)
         )
         experts.forward = experts.exchange.forward
         experts.num_experts //= ranks
 
 
-class Exchange(MoE):
-    """What stands between a router and its experts. By this type, which brings nothing else, DeepSpeed knows that there are experts."""
+class ExpertExchange(MoE):
+    """Sends tokens to the ranks of their experts.
+
+    By its base class, which adds nothing else, DeepSpeed detects experts.
+    """
 
     def __init__(self, compute: Experts, num_experts: int, group: dist.ProcessGroup) -> None:
         nn.Module.__init__(self)
@@ -57,13 +61,12 @@ class Exchange(MoE):
         """The groups exist already."""
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The experts' outputs, weighted and added up for each token.
+        """Return the experts' outputs, weighted and summed for each token: [tokens, H].
 
         Args:
-            hidden: [tokens, H]. index: [tokens, k], each token's experts. weights: [tokens, k], the router's.
-
-        Returns:
-            [tokens, H]
+            hidden: [tokens, H].
+            index: [tokens, k], the experts of each token.
+            weights: [tokens, k], the router's weights.
         """
         ranks = dist.get_world_size(self._group)
         order = index.flatten().argsort(stable=True)  # by expert, and so by rank
@@ -72,20 +75,25 @@ class Exchange(MoE):
         dist.all_to_all_single(arriving, counts, group=self._group)
         sent, received = counts.view(ranks, -1).sum(1).tolist(), arriving.view(ranks, -1).sum(1).tolist()
         rows = _AllToAllV.apply(self._group, hidden[order // index.shape[1]], sent, received)
-        outputs = _AllToAllV.apply(self._group, self._at_home(rows, arriving.view(ranks, -1)), received, sent)
-        # Back in the router's order; there are no two equal places, so the sum has one order too.
-        own = torch.zeros_like(outputs).index_copy(0, order, outputs).view(*index.shape, -1)
-        return (own * weights.unsqueeze(-1)).to(own.dtype).sum(1)
+        local = self._compute_local(rows, arriving.view(ranks, -1))
+        outputs = _AllToAllV.apply(self._group, local, received, sent)
+        # Restore the router's order, which also fixes the order of the sum.
+        routed = torch.zeros_like(outputs).index_copy(0, order, outputs).view(*index.shape, -1)
+        return (routed * weights.unsqueeze(-1)).to(routed.dtype).sum(1)
 
-    def _at_home(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """[rows, H] through their experts. arriving: [ranks, experts of this rank], how many rows each sender has for each."""
+    def _compute_local(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        """Pass [rows, H] through their experts.
+
+        Args:
+            arriving: [ranks, experts of this rank], the number of rows from each sender for each expert.
+        """
         local = torch.arange(arriving.shape[1], device=rows.device).repeat(arriving.shape[0])
         experts = local.repeat_interleave(arriving.flatten())
-        here = rows.shape[0]
-        if not here:
-            # Every parameter needs a gradient, because ZeRO's ranks wait for each other's. The row of zeros is appended to what the
-            # all-to-all returned: with new rows instead, autograd would skip the backward all-to-all on this rank only, and the
-            # other ranks of the group would fail or wait for it without end.
+        count = rows.shape[0]
+        if not count:
+            # Every parameter needs a gradient, because ZeRO's ranks wait for each other's. The row of zeros
+            # is appended to the output of the all-to-all: with a new tensor instead, autograd would skip the
+            # backward all-to-all on this rank only, and the other ranks would hang.
             rows, experts = functional.pad(rows, (0, 0, 0, 1)), experts.new_zeros(1)
-        found = self._compute(rows, experts.unsqueeze(1), torch.ones_like(rows[:, :1]))
-        return found[:here]
+        outputs = self._compute(rows, experts.unsqueeze(1), torch.ones_like(rows[:, :1]))
+        return outputs[:count]

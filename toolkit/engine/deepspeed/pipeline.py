@@ -1,7 +1,8 @@
-"""DeepSpeed's pipeline, ZeRO 0 and 1: the blocks of a family's model spread over ranks, micro-batches one behind the other (1F1B).
+"""DeepSpeed's 1F1B pipeline under ZeRO 0 and 1, for models of families.
 
-Pipeline peers get the same micro-batches. The first stage uses their tokens and the last one their labels; all count their units, so
-that no rank needs to be told by what the loss is divided, and take the positions in documents that are kept apart.
+All pipeline ranks get the same micro-batches. The first stage uses their tokens and the last stage their
+labels; every stage counts their units, so that all know the loss denominator, and uses document positions if
+there are any.
 """
 
 from __future__ import annotations
@@ -16,18 +17,25 @@ from torch import nn
 
 from toolkit.checkpoint.shard import Box, Reader, Shard
 from toolkit.engine import seeding
-from toolkit.engine.copies import together
-from toolkit.engine.deepspeed import compat, copies, state
-from toolkit.engine.deepspeed import load as moving
-from toolkit.engine.deepspeed import pipeline_compat as mends
+from toolkit.engine.deepspeed import patches, replicas, state
+from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition, read_partitions
 from toolkit.engine.optimizers import parameter_groups
-from toolkit.engine.protocol import Copies, EvalResult, MicroBatch, Objective, StepResult, StepSettings
+from toolkit.engine.protocol import (
+    EvalResult,
+    MicroBatch,
+    Objective,
+    ReplicaSet,
+    StepResult,
+    StepSettings,
+    rank_device,
+)
+from toolkit.engine.replicas import group_replicas
 from toolkit.monitor.parts import UNRECORDED, Recorder
-from toolkit.plan.types import Device, RunPlan
+from toolkit.plan.types import RunPlan
 
 
 class DeepSpeedPipelineEngine:
-    """One rank of a pipeline. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
+    """One pipeline rank. Every method but ``shards``, ``scalars`` and ``close`` is collective."""
 
     def __init__(
         self,
@@ -41,52 +49,52 @@ class DeepSpeedPipelineEngine:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective, self._recorder = plan, objective, recorder
         self._at = plan.axes.coordinates(rank)
-        self.device = (
-            torch.device("cuda", local_rank) if plan.world.device is Device.CUDA else torch.device("cpu")
+        self.device = rank_device(plan.world.device, local_rank)
+        deepspeed = patches.import_deepspeed(plan.world.device, local_rank)
+        from toolkit.engine.deepspeed.pipeline_module import (
+            LastStageLoss,
+            StagePipelineModule,
+            time_instructions,
         )
-        deepspeed = compat.load(plan.world.device, local_rank)
-        from toolkit.engine.deepspeed import pipeline_parts as parts
-        from toolkit.engine.deepspeed.pipeline_module import LastLoss, Pipeline
 
-        self._loss = LastLoss(objective, self.device)
-        self._module = Pipeline(plan, self.device, self._loss)
+        self._loss = LastStageLoss(objective, self.device)
+        self._module = StagePipelineModule(plan, self.device, self._loss)
         groups = parameter_groups(self._module, plan.config.optim)
-        settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed writes into what it is given
+        settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed modifies its configuration
+        self._stage = settings["zero_optimization"]["stage"]
         self._ds, *_ = deepspeed.initialize(
             model=self._module, model_parameters=groups, config=settings, dist_init_required=False
         )
-        self._places = {
-            parameter: state.Place(name, tuple(parameter.shape), Box.whole(tuple(parameter.shape)))
+        self._boxes = {
+            parameter: ParameterBox(name, tuple(parameter.shape), Box.whole(tuple(parameter.shape)))
             for parameter, name in self._module.names.items()
         }
-        compat.divide_loss_scale(self._ds.optimizer, plan.axes.data)
-        self._settle_loss_scale = compat.grow_loss_scale_after_step(self._ds.optimizer)
+        patches.divide_loss_scale(self._ds.optimizer, plan.axes.data)
+        self._grow_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
         self._norm = (
-            mends.norm_of_all_stages(self._ds)
-            if plan.config.zero.stage == 0
-            else self._ds.get_global_grad_norm
+            patches.clip_by_pipeline_norm(self._ds) if self._stage == 0 else self._ds.get_global_grad_norm
         )
-        mends.keep_no_times(self._ds)
-        parts.tell(self._ds, recorder)
-        self._module.layer.register_forward_pre_hook(self._reseed)
+        patches.disable_timers(self._ds)
+        time_instructions(self._ds, recorder)
+        self._module.layer.register_forward_pre_hook(self._seed_micro_batch)
         self._step = self._micro_batch = 0
-        self._shape: torch.Size | None = None  # of the tokens that went through last
+        self._shape: torch.Size | None = None  # of the last micro-batch
         self._module.train()
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
-        self._expect(micro_batches)
+        self._prepare_shapes(micro_batches)
         if len(micro_batches) != self._ds.micro_batches:  # a batch ramp
-            mends.set_accumulation(self._ds, len(micro_batches))
+            patches.set_gradient_accumulation(self._ds, len(micro_batches))
         for group in self._ds.optimizer.param_groups:
             group["lr"] = settings.lr
         units = int(self._sum_over_data(sum(self._objective.units(batch) for batch in micro_batches)))
-        # DeepSpeed averages over micro-batches and data ranks; the loss is a sum over the global batch / its units.
+        # Undo DeepSpeed's mean over micro-batches and data ranks; divide by the units of the global batch.
         self._loss.begin(len(micro_batches) * self._plan.axes.data / max(units, 1))
         self._step, self._micro_batch = settings.step, 0
-        loss_scale = compat.loss_scale(self._ds.optimizer, self._plan.axes.data)
+        loss_scale = patches.run_loss_scale(self._ds.optimizer, self._plan.axes.data)
         with self._recorder.schedule():
             self._ds.train_batch((batch["input_ids"], batch) for batch in micro_batches)
-        self._settle_loss_scale()
+        self._grow_loss_scale()
         skipped = not self._ds.was_step_applied()
         return StepResult(
             loss=self._sum(self._loss.sum) / max(units, 1),
@@ -97,11 +105,11 @@ class DeepSpeedPipelineEngine:
         )
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        self._expect(micro_batches)
+        self._prepare_shapes(micro_batches)
         self._loss.begin(1.0)
         samples = ((batch["input_ids"], batch) for batch in micro_batches)
         try:
-            with seeding.unchanged(self.device):
+            with seeding.preserve_rng_state(self.device):
                 self._ds.eval_batch(
                     samples, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches)
                 )
@@ -111,51 +119,51 @@ class DeepSpeedPipelineEngine:
         return EvalResult(loss_sum=self._sum(self._loss.sum), tokens=int(units))
 
     def shards(self) -> list[Shard]:
-        """A tied weight and its moments come from the first stage, which holds the same as the last."""
+        """A tied weight and its moments are saved by the first stage; the last stage stores equal copies."""
         repeated = {
-            self._places[parameter].name
-            for parameter in self._places
+            self._boxes[parameter].name
+            for parameter in self._boxes
             if getattr(parameter, "ds_pipe_replicated", False)
         }
         return [
             shard
-            for shard in moving.shards(self._ds.optimizer, self._partitions())
+            for shard in state.shards(self._ds.optimizer, self._partitions())
             if shard.key.name not in repeated
         ]
 
-    def copies(self) -> list[Copies]:
+    def replica_sets(self) -> list[ReplicaSet]:
         axes, rank = self._plan.axes, self._plan.axes.rank(self._at)
         tied = [parameter for parameter, _ in self._module.get_tied_weights_and_groups()]
-        found = list(copies.weights(self._places, axes, rank, tied))
-        if self._plan.config.zero.stage == 0:
-            found += copies.state(
+        found = list(replicas.weights(self._boxes, axes, rank, tied))
+        if self._stage == 0:
+            found += replicas.optimizer_state(
                 self._ds.optimizer, self._partitions(), axes, rank, stage=0, device=self.device
             )
-        return together(found)
+        return group_replicas(found)
 
     def scalars(self) -> dict[str, object]:
-        return moving.scalars(self._ds.optimizer, self._partitions(), self._plan.axes.data)
+        return state.scalars(self._ds.optimizer, self._partitions(), self._plan.axes.data)
 
     def load(self, reader: Reader) -> None:
         partitions = self._partitions()
-        moving.load(self._ds.optimizer, partitions, reader, self._plan.axes.data)
-        moving.publish(self._ds.optimizer, partitions)
+        state.load(self._ds.optimizer, partitions, reader, self._plan.axes.data)
+        state.update_weights(self._ds.optimizer, partitions)
 
     def close(self) -> None:
         self._ds.destroy()
-        mends.forget_step(self._ds)
-        mends.forget_grid()
-        compat.forget_axes()
-        self._places = {}
+        patches.drop_last_step(self._ds)
+        patches.drop_pipeline_grid()
+        patches.release_parallel_groups()
+        self._boxes = {}
         del self._ds, self._module, self._norm
 
-    def _partitions(self) -> list[state.Partition]:
-        return state.partitions(
-            self._ds.optimizer, self._places, rank=self._at.data, ranks=self._plan.axes.data
+    def _partitions(self) -> list[ZeroPartition]:
+        return read_partitions(
+            self._ds.optimizer, self._boxes, rank=self._at.data, ranks=self._plan.axes.data
         )
 
-    def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Before a step. Stages tell each other the shape of activations once, and keep buffers of it."""
+    def _prepare_shapes(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Set the positions of a step, and reset the activation shapes that stages exchange only once."""
         shape, *others = {batch["input_ids"].shape for batch in micro_batches}
         assert not others, f"micro-batches of one step have one shape, not {[shape, *others]}"
         if shape != self._shape:
@@ -163,15 +171,18 @@ class DeepSpeedPipelineEngine:
             self._shape = shape
         self._module.layer.positions = iter([batch.get("position_ids") for batch in micro_batches])
 
-    def _reseed(self, layer: nn.Module, _: object) -> None:
-        """Before each micro-batch of training. Its backward, which runs among forwards of others, draws nothing: recomputed
-        blocks get the random state that they had."""
+    def _seed_micro_batch(self, layer: nn.Module, _: object) -> None:
+        """Seed each training micro-batch before its forward.
+
+        Its backward runs between forwards of other micro-batches but draws nothing: recomputed blocks restore
+        their state.
+        """
         if layer.training:
-            seeding.reseed(self._plan.config.train.seed, self._step, self._at, self._micro_batch)
+            seeding.seed_micro_batch(self._plan.config.train.seed, self._step, self._at, self._micro_batch)
             self._micro_batch += 1
 
     def _sum(self, value: torch.Tensor) -> float:
-        """Over all ranks: of losses, which are zero everywhere but on last stages."""
+        """Sum losses over all ranks; they are zero on all but the last stages."""
         total = value.clone()
         dist.all_reduce(total)
         return float(total)

@@ -1,37 +1,43 @@
-"""What DeepSpeed's pipeline takes for a model. Imported after ``deepspeed_compat.load``, which says on what device DeepSpeed runs."""
+"""The pipeline module and layers that DeepSpeed runs.
+
+Import it after ``patches.import_deepspeed``, which sets the device.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
 from toolkit.engine.precision import DTYPES
 from toolkit.engine.protocol import MicroBatch, Objective
-from toolkit.families import get
+from toolkit.families import get_family
 from toolkit.layout.axes import Axis
 from toolkit.models.build import replace_parameters
 from toolkit.models.stage import StageModel, build_stage
+from toolkit.monitor.parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
 from toolkit.plan.types import RunPlan
 
 
 class StageLayer(nn.Module):
-    """The one layer that DeepSpeed sees of a stage, with memory for its weights in the run's precision.
+    """The single layer that DeepSpeed sees of a stage, with uninitialized weights in the run's precision.
 
-    One layer a stage: transformers' own forward makes masks and rotary embeddings once for all blocks of the stage and checkpoints
-    activations block by block, and weights keep their canonical names.
+    A stage is one layer, so that transformers' own forward computes masks and rotary embeddings once for all
+    blocks of the stage and checkpoints activations by block, and weights keep their canonical names.
 
     Attributes:
-        positions: ``position_ids`` of the micro-batches of a step (None: their tokens' places), taken in turn: stages tell each
-            other hidden states only, and pipeline peers have the same micro-batches.
+        positions: ``position_ids`` of the micro-batches of a step (None: consecutive), consumed in order.
+            Stages exchange hidden states only, and all pipeline ranks have the same micro-batches.
     """
 
     positions: Iterator[torch.Tensor | None]
@@ -49,26 +55,26 @@ class StageLayer(nn.Module):
         return hidden
 
 
-class LastLoss:
-    """What the last stage computes of logits. ``weight`` turns a micro-batch's sum of losses into its part of DeepSpeed's mean."""
+class LastStageLoss:
+    """The loss on the last stage. ``weight`` converts a micro-batch's sum to its part of DeepSpeed's mean."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self._objective, self._device = objective, device
         self.begin(1.0)
 
     def begin(self, weight: float) -> None:
-        """Before the first micro-batch of a step."""
+        """Reset the sum before the first micro-batch of a step."""
         self._weight = weight
         self.sum = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def __call__(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        loss = self._objective.loss_sum(_Computed(logits), batch)
+        loss = self._objective.loss_sum(_PrecomputedOutput(logits), batch)
         self.sum += loss.detach()
         return loss * self._weight
 
 
-class _Computed(nn.Module):
-    """A model that has run already."""
+class _PrecomputedOutput(nn.Module):
+    """A model whose output is already computed."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -78,14 +84,14 @@ class _Computed(nn.Module):
         return self._output
 
 
-class Pipeline(PipelineModule):
+class StagePipelineModule(PipelineModule):
     """``names``: the canonical name of each parameter of this rank's stage."""
 
-    def __init__(self, plan: RunPlan, device: torch.device, loss: LastLoss) -> None:
-        assert plan.shape is not None, "a model of a family"
+    def __init__(self, plan: RunPlan, device: torch.device, loss: LastStageLoss) -> None:
+        assert plan.shape is not None, "pipelines are of families"
         count = plan.axes.pipeline
         specs = [LayerSpec(StageLayer, plan, device, stage) for stage in range(count)]
-        with redirect_stdout(io.StringIO()):  # DeepSpeed prints the topology and a layer a line
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints topology and layers
             super().__init__(
                 layers=specs,
                 topology=PipeDataParallelTopology(num_pp=count, num_dp=plan.axes.data),
@@ -93,15 +99,17 @@ class Pipeline(PipelineModule):
                 partition_method="uniform",
             )
         self.layer: StageLayer = self.forward_funcs[0]
-        tied = get(plan.shape.family).tied(plan.shape)
+        tied = get_family(plan.shape.family).tied_weights(plan.shape)
         self.names: Mapping[torch.Tensor, str] = {
             parameter: tied.get(name, name) for name, parameter in self.layer.stage.model.named_parameters()
         }
         self._tied = self._tie(plan, set(tied.values()))
 
     def _tie(self, plan: RunPlan, tied: set[str]) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
-        """DeepSpeed ties whole layers; here the first and the last one share a weight. Its gradients are added up over both, and
-        its norm is counted on the first alone."""
+        """Tie a weight of the first and the last stage; DeepSpeed ties whole layers only.
+
+        Its gradients are summed over both stages, and its norm is counted on the first stage only.
+        """
         if not tied:
             return []
         groups = [dist.new_group([ranks[0], ranks[-1]]) for ranks in plan.axes.groups(Axis.PIPELINE)]
@@ -115,3 +123,35 @@ class Pipeline(PipelineModule):
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
         return self._tied
+
+
+# The part of a step that each pipeline instruction belongs to; communication is timed by ``collectives.py``.
+PARTS = {
+    schedule.LoadMicroBatch: TRANSFER,
+    schedule.RecvActivation: FORWARD,
+    schedule.ForwardPass: FORWARD,
+    schedule.SendActivation: FORWARD,
+    schedule.RecvGrad: BACKWARD,
+    schedule.BackwardPass: BACKWARD,
+    schedule.SendGrad: BACKWARD,
+    schedule.ReduceTiedGrads: BACKWARD,
+    schedule.ReduceGrads: BACKWARD,
+    schedule.OptimizerStep: OPTIMIZER,
+}
+
+
+def time_instructions(engine: Any, recorder: Recorder) -> None:
+    """Attribute the time of each instruction that ``engine`` executes to a part of the step."""
+    engine._INSTRUCTION_MAP = {
+        kind: _timed(execute, recorder, PARTS[kind]) if kind in PARTS else execute
+        for kind, execute in engine._INSTRUCTION_MAP.items()
+    }
+
+
+def _timed(execute: Callable[..., None], recorder: Recorder, part: str) -> Callable[..., None]:
+    @wraps(execute)
+    def timed(engine: Any, **arguments: Any) -> None:
+        with recorder.part(part):
+            execute(engine, **arguments)
+
+    return timed

@@ -1,243 +1,175 @@
-"""Where DeepSpeed keeps a rank's share of weights and optimizer state, as views under canonical names.
-
-ZeRO 1 and 2 flatten each parameter group in the order of ``round_robin_bit16_groups``, pad it, and cut it into one range a
-rank: a parameter may lie on several ranks, and a rank's range may start in the middle of one. ZeRO 3 cuts each parameter
-into ``ceil(numel / ranks)`` elements a rank and lays a sub-group's pieces one after another. Either way a rank holds a flat
-range of a row-major parameter, which is a few boxes; padding belongs to no parameter and so never becomes a shard.
-
-    ZeRO 1/2, two ranks, a [2, 3] and b [4]          ZeRO 3
-    rank 0   a0 a1 a2 a3 a4 a5                       a0 a1 a2  b0 b1
-    rank 1   b0 b1 b2 b3 pad pad                     a3 a4 a5  b2 b3
-
-What a parameter is to this rank, its ``Place`` says: a whole canonical tensor, or the box of one that an axis cut off for it.
-ZeRO's ranks are those that hold the same box: data and context ranks, and of an expert its data ranks.
-"""
+"""Read state from DeepSpeed's partitions and load it back, so that all copies of the weights agree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from toolkit.checkpoint.shard import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTUM,
-    WEIGHT,
-    Box,
-    Shard,
-    TensorKey,
-    flat_boxes,
-)
+from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP, SCALER_STATE
+from toolkit.checkpoint.shard import WEIGHT, Reader, Shard
+from toolkit.engine.deepspeed.partitions import ZeroPartition
+from toolkit.engine.optimizers import has_optimizer_state, master_or_weight_key
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a parameter of this rank is: ``box`` of the canonical tensor ``name`` of ``shape``.
-
-    ``replica, replicas``: as in Shard, of the ranks that hold the same box and are not ZeRO's (tensor ranks, of what is not cut).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    replica: int = 0
-    replicas: int = 1
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside DeepSpeed's wrapper; stage 0 has no wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The elements ``start .. start + numel`` of the parameter at ``place``, which lie at ``at .. at + numel`` of a flat tensor.
-
-    ``replica, replicas`` as in Shard, of ZeRO's ranks.
-    """
-
-    place: Place
-    start: int
-    at: int
-    numel: int
-    replica: int = 0
-    replicas: int = 1
-
-    def shards(self, state: str, flat: torch.Tensor) -> Iterator[Shard]:
-        """Views of ``flat``, the whole flat tensor: a few boxes, in the canonical tensor's coordinates."""
-        place, at = self.place, self.at
-        for box in flat_boxes(place.box.shape, self.start, self.start + self.numel):
-            offset = tuple(low + first for low, first in zip(box.offset, place.box.offset, strict=True))
-            yield Shard(
-                TensorKey(state, place.name),
-                place.shape,
-                Box(offset, box.shape),
-                flat.narrow(0, at, box.numel).view(box.shape),
-                self.replica * place.replicas + place.replica,
-                self.replicas * place.replicas,
-            )
-            at += box.numel
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """One flat fp32 range of this rank and what belongs to it.
-
-    Attributes:
-        number: of the group (ZeRO 1, 2) or sub-group (ZeRO 3) in DeepSpeed's lists.
-        group: the optimizer's parameter group, for its settings.
-        pieces: in flat order, without padding.
-        master: fp32 [elements with padding]; what the optimizer updates, and the key of its state.
-        bit16: the weights in the run's precision, laid out as ``master``; None where the master is the weight (fp32).
-        whole: Muon under ZeRO 1 and 2 keeps momentum of whole matrices, not of this range: where they lie in that buffer.
-    """
-
-    number: int
-    group: Mapping[str, Any]
-    pieces: tuple[Piece, ...]
-    master: torch.Tensor
-    bit16: torch.Tensor | None
-    whole: tuple[Piece, ...] = ()
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """States of parameter shape that the optimizer keeps for this group."""
-        if self.group.get("use_muon"):
-            return (MOMENTUM,)
-        if "betas" in self.group:
-            return (EXP_AVG, EXP_AVG_SQ)
-        return (MOMENTUM,) if self.group.get("momentum") else ()
-
-    def shards(self, state: str, flat: torch.Tensor) -> Iterator[Shard]:
-        """Views of ``flat``, which is laid out as the master (or as ``whole``)."""
-        flat = flat.detach().view(-1)
-        for piece in self.whole if state == MOMENTUM and self.whole else self.pieces:
-            yield from piece.shards(state, flat)
-
-    def weights(self, master: torch.Tensor) -> Iterator[Shard]:
-        """The weight and, under 16 bits, the master that it is rounded from."""
-        if self.bit16 is None:
-            yield from self.shards(WEIGHT, master)
-        else:
-            yield from self.shards(WEIGHT, self.bit16)
-            yield from self.shards(MASTER, master)
-
-
-def partitions(
-    optimizer: Any, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int
-) -> list[Partition]:
-    """This rank's share, read from DeepSpeed's own optimizer wrapper (or a plain torch optimizer: stage 0).
-
-    ``places`` is each parameter's; a tied parameter is one tensor and has one place. ``rank, ranks``: among ZeRO's ranks.
-    """
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _stage3(optimizer, places, rank)
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _stage12(optimizer, places)
-    if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return _bf16(optimizer, places)
-    return _stage0(optimizer, places, rank, ranks)
-
-
-def _cut(place: Place, offset: int, low: int, high: int) -> Iterator[Piece]:
-    """What of a parameter at ``offset`` of a flat group lies in ``low .. high``; nothing if it does not."""
-    first, last = max(offset, low), min(offset + place.box.numel, high)
-    if first < last:
-        yield Piece(place, first - offset, first - low, last - first)
-
-
-def _stage12(optimizer: Any, places: Mapping[torch.Tensor, Place]) -> list[Partition]:
-    found = []
-    for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        group, size = optimizer.param_groups[number], master.numel()
-        rank = dist.get_rank(
-            optimizer.real_dp_process_group[number]
-        )  # a group of experts has fewer ranks than the others
-        pieces: list[Piece] = []
-        whole: list[Piece] = []
-        # The flat order, which differs from the group's under round_robin_gradients; the offsets include any alignment.
-        for parameter, offset in zip(
-            optimizer.round_robin_bit16_groups[number],
-            optimizer.round_robin_bit16_offsets[number],
-            strict=True,
-        ):
-            here = list(_cut(places[parameter], offset, rank * size, (rank + 1) * size))
-            pieces += here
-            if here and group.get("use_muon"):
-                first, last = offset // size, (offset + parameter.numel() - 1) // size
-                at = whole[-1].at + whole[-1].numel if whole else 0
-                whole.append(
-                    Piece(places[parameter], 0, at, parameter.numel(), rank - first, last - first + 1)
-                )
-        # In fp32 ZeRO still keeps a second copy of the weights; the partition is the one that the optimizer updates.
-        bit16 = optimizer.parallel_partitioned_bit16_groups[number][rank]
-        found.append(Partition(number, group, tuple(pieces), master, _if_16_bit(bit16), tuple(whole)))
+def shards(optimizer: Any, partitions: Sequence[ZeroPartition]) -> list[Shard]:
+    """Shards of all state to save: views, except for state on NVMe, which is copied to host memory."""
+    found: list[Shard] = []
+    for partition in partitions:
+        on_nvme = _on_nvme(optimizer, partition)
+        if on_nvme:
+            optimizer._optimizer_states_and_gradient_swap_in(partition.number)
+        local = [*partition.weights(partition.master)]
+        state = inner_optimizer(optimizer).state.get(partition.master, {})
+        for name in partition.moments:
+            if state.get(name) is not None:  # optimizers create their state in their first step
+                local += partition.shards(name, state[name])
+        if on_nvme:
+            local = [
+                Shard(s.key, s.global_shape, s.box, s.data.clone(), s.replica, s.replicas) for s in local
+            ]
+            optimizer._release_swap_buffers(partition.number)
+        found += local
     return found
 
 
-def _bf16(optimizer: Any, places: Mapping[torch.Tensor, Place]) -> list[Partition]:
-    """``BF16_Optimizer``: what DeepSpeed makes of ZeRO 1 in bf16 with gradients accumulated in fp32."""
-    found = []
-    for number, master in enumerate(optimizer.fp32_groups_flat_partition):
-        rank = dist.get_rank(optimizer.real_dp_process_group[number])
-        low, offset = rank * master.numel(), 0
-        pieces: list[Piece] = []
-        for parameter in optimizer.bf16_groups[number]:
-            pieces += _cut(places[parameter], offset, low, low + master.numel())
-            offset += parameter.numel()
-        bit16 = optimizer.bf16_partitioned_groups[number][rank]
-        found.append(Partition(number, optimizer.param_groups[number], tuple(pieces), master, bit16))
+def scalars(optimizer: Any, partitions: Sequence[ZeroPartition], averaged: int) -> dict[str, object]:
+    """State that is not a tensor, in JSON types; equal on all ranks.
+
+    Args:
+        averaged: the ranks that DeepSpeed averages over; its loss scale is the run's divided by this number.
+    """
+    found: dict[str, object] = {}
+    steps = {
+        int(state["step"])
+        for p in partitions
+        if "step" in (state := inner_optimizer(optimizer).state.get(p.master, {}))
+    }
+    assert len(steps) <= 1, f"one optimizer, several step counts: {steps}"
+    if steps:
+        found[OPTIMIZER_STEP] = steps.pop()
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is not None and scaler.dynamic:
+        found[LOSS_SCALER] = {
+            **{name: getattr(scaler, name) for name in SCALER_STATE},
+            "cur_scale": scaler.cur_scale * averaged,
+        }
     return found
 
 
-def _stage3(optimizer: Any, places: Mapping[torch.Tensor, Place], rank: int) -> list[Partition]:
-    found = []
-    for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
-        pieces: list[Piece] = []
-        at = 0
-        for parameter in optimizer.fp16_groups[number]:
-            pieces += _own_range(parameter, places[parameter], rank, at)
-            at += parameter.partition_numel()
-        group = optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
-        # In fp32 there is a second copy of the weights too, refreshed after each step.
-        bit16 = optimizer.fp16_partitioned_groups_flat[number]
-        found.append(Partition(number, group, tuple(pieces), master, _if_16_bit(bit16)))
-    return found
+@torch.no_grad()
+def load(optimizer: Any, partitions: Sequence[ZeroPartition], reader: Reader, averaged: int) -> None:
+    """Load masters, moments, step counts and the loss scaler. Call :func:`update_weights` next.
 
-
-def _own_range(parameter: Any, place: Place, rank: int, at: int) -> Iterator[Piece]:
-    """This rank's part of a parameter that ZeRO 3 has cut; nothing where the part is padding."""
-    length = parameter.partition_numel()
-    numel = min(length, parameter.ds_numel - rank * length)
-    if numel > 0:
-        yield Piece(place, rank * length, at, numel)
-
-
-def _stage0(optimizer: Any, places: Mapping[torch.Tensor, Place], rank: int, ranks: int) -> list[Partition]:
-    found: list[Partition] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            piece = Piece(places[parameter], 0, 0, parameter.numel(), rank, ranks)
-            found.append(Partition(len(found), group, (piece,), parameter, None))
-    return found
-
-
-def _if_16_bit(weights: torch.Tensor | None) -> torch.Tensor | None:
-    return None if weights is None or weights.dtype == torch.float32 else weights
-
-
-def frozen(
-    module: nn.Module, places: Mapping[torch.Tensor, Place], *, rank: int, ranks: int
-) -> Iterator[Shard]:
-    """Weights that no optimizer holds: ``requires_grad=False`` in a model of the user's own."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
+    Raises:
+        CheckpointError: the reader lacks a weight, or has the state of another optimizer.
+    """
+    with_moments = has_optimizer_state(
+        reader, {name for partition in partitions for name in partition.moments}
+    )
+    step = reader.scalars.get(OPTIMIZER_STEP, 0) if with_moments else 0
+    assert isinstance(step, int)
+    direct: list[Shard] = []
+    for partition in partitions:
+        if _on_nvme(optimizer, partition):
+            _load_nvme(optimizer, partition, reader, with_moments=with_moments, step=step)
             continue
-        if hasattr(parameter, "ds_tensor"):
-            for piece in _own_range(parameter, places[parameter], rank, 0):
-                yield from piece.shards(WEIGHT, parameter.ds_tensor.detach())
-        else:
-            yield from Piece(places[parameter], 0, 0, parameter.numel(), rank, ranks).shards(
-                WEIGHT, parameter.detach().view(-1)
-            )
+        partition.master.zero_()  # the padding is uninitialized
+        direct += _master_targets(partition, reader)
+        state = _create_state(inner_optimizer(optimizer), partition, step=step, with_moments=with_moments)
+        if with_moments:
+            for name in partition.moments:
+                direct += partition.shards(name, state[name])
+    reader.read(direct)
+    saved, scaler = reader.scalars.get(LOSS_SCALER), getattr(optimizer, "loss_scaler", None)
+    if isinstance(saved, dict) and scaler is not None and scaler.dynamic:
+        for name in SCALER_STATE:
+            setattr(scaler, name, saved[name])
+        scaler.cur_scale /= averaged
+
+
+@torch.no_grad()
+def update_weights(optimizer: Any, partitions: Sequence[ZeroPartition]) -> None:
+    """Copy the masters to the weights, as DeepSpeed does after a step. Collective."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for partition in partitions:
+            if not _on_nvme(optimizer, partition):
+                optimizer._reassign_or_swap_out_partitioned_parameters(partition.number)
+        gather_persistent_parameters(optimizer)
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+
+
+def partition_parameters(optimizer: Any) -> None:
+    """Free every parameter that ZeRO 3 has gathered or is gathering. Collective."""
+    optimizer._partition_all_parameters()
+
+
+def gather_persistent_parameters(optimizer: Any) -> None:
+    """Gather the small parameters that ZeRO 3 keeps gathered between steps. Collective."""
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def _master_targets(partition: ZeroPartition, reader: Reader) -> list[Shard]:
+    """The shards of the partition's master under the keys that a checkpoint has them under."""
+    found = partition.shards(WEIGHT, partition.master)
+    return [
+        Shard(master_or_weight_key(reader, s.key.name), s.global_shape, s.box, s.data, s.replica, s.replicas)
+        for s in found
+    ]
+
+
+def _create_state(inner: Any, partition: ZeroPartition, *, step: int, with_moments: bool) -> dict[str, Any]:
+    """Create zeroed state as the optimizer would in its first step.
+
+    Without moments to load nothing is created.
+    """
+    state = inner.state[partition.master] if with_moments or partition.master in inner.state else {}
+    for name in partition.moments:
+        if state.get(name) is not None:
+            state[name].zero_()
+        elif with_moments:
+            size = sum(flat_range.numel for flat_range in partition.whole) if partition.whole else None
+            like = torch.zeros_like(partition.master, requires_grad=False, dtype=torch.float32)
+            state[name] = like if size is None else like.new_zeros(size)
+    if "betas" in partition.group and (with_moments or "step" in state):
+        state["step"] = _step_count(inner, partition, step)
+    return state
+
+
+def _step_count(inner: Any, partition: ZeroPartition, step: int) -> object:
+    """The step count of a parameter: a new tensor for torch's optimizers, an int for DeepSpeed's."""
+    if not partition.group.get("use_muon") and getattr(inner, "aux_optimizer", None) is not None:
+        inner = inner.aux_optimizer  # the Adam inside Muon
+    if not type(inner).__module__.startswith("torch."):
+        return step
+    on_device = partition.group.get("capturable") or partition.group.get("fused")
+    return torch.tensor(float(step), device=partition.master.device if on_device else "cpu")
+
+
+def _on_nvme(optimizer: Any, partition: ZeroPartition) -> bool:
+    swappable = getattr(optimizer, "_swappable_optimizer_subgroup", None)
+    return swappable is not None and swappable(partition.number)
+
+
+def _load_nvme(
+    optimizer: Any, partition: ZeroPartition, reader: Reader, *, with_moments: bool, step: int
+) -> None:
+    """Load a partition on NVMe, which has memory only between swap-in and swap-out."""
+    optimizer._optimizer_states_and_gradient_swap_in(partition.number)
+    partition.master.zero_()
+    targets = _master_targets(partition, reader)
+    state = _create_state(inner_optimizer(optimizer), partition, step=step, with_moments=with_moments)
+    if with_moments:
+        for name in partition.moments:
+            targets += partition.shards(name, state[name])
+    reader.read(targets)
+    optimizer._reassign_or_swap_out_partitioned_parameters(partition.number)
+    optimizer._optimizer_states_and_gradient_swap_out(partition.number)

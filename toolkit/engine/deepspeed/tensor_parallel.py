@@ -1,10 +1,11 @@
-"""The tensor axis: DeepSpeed's AutoTP, on a model that has no memory yet.
+"""Tensor parallelism with DeepSpeed's AutoTP, applied on the meta device.
 
-``deepspeed.initialize`` would cut weights that every rank holds whole. Cut on the meta device, a rank never holds more than its
-share. Which linear layers are cut, and how, stands in the plan's ``tensor_parallel.partition_config``: queries, keys, values, gate
-and up by rows of their weight (the output), the projections into the residual stream by its columns (the input), an untied output
-layer by the vocabulary with its logits gathered. Everything else is on all tensor ranks, with equal gradients: a norm inside the
-heads (qwen3) gets a part of its gradient from each rank's heads, which DeepSpeed's hook adds up.
+``deepspeed.initialize`` would shard weights that every rank stores whole; sharding on meta avoids that
+memory. The plan's ``tensor_parallel.partition_config`` defines how layers are sharded: query, key, value,
+gate and up projections by rows of their weight (the output), projections into the residual stream by columns
+(the input), an untied output layer by the vocabulary with gathered logits. All other parameters are
+replicated with equal gradients; for a norm inside the heads (qwen3), DeepSpeed's hook sums the gradients of
+each rank's heads.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from torch import nn
 from torch.nn import functional
 
 
-def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
-    """Replace linear layers of ``module``, whose parameters are on meta, by DeepSpeed's parallel ones under the same names.
+def apply_tensor_parallel(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
+    """Replace linear layers of ``module``, whose parameters are on meta, by DeepSpeed's parallel layers.
 
-    Makes DeepSpeed's tensor and data groups: tensor ranks are neighbours, as in ``layout/axes.py``. The returned function is called
-    once the parameters have memory.
+    Creates DeepSpeed's tensor and data groups; tensor ranks are neighbours, as in ``layout/axes.py``. Call
+    the returned function once the parameters have memory.
     """
     from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.layers import set_autotp_mode
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.utils import groups
 
-    wanted = TPTrainingConfig(**settings["tensor_parallel"])
+    config = TPTrainingConfig(**settings["tensor_parallel"])
     set_autotp_mode(training=True)
-    groups._init_tp_mesh_device(wanted.autotp_size)
+    groups._init_tp_mesh_device(config.autotp_size)
     auto = AutoTP(
         module=module,
         all_reduce_linears=(),
@@ -39,21 +40,25 @@ def cut(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
         state_dict=None,
         linear_layer_setting=(nn.Linear, nn.Embedding),
         orig_layer_impl=None,
-        partition_config=wanted.get_partition_config_object(),
+        partition_config=config.get_partition_config_object(),
         model_config=module.config,
         training_mode=True,
     )
-    auto.set_tensor_parallel_config(wanted.autotp_size, groups.get_tensor_model_parallel_group())
+    auto.set_tensor_parallel_config(config.autotp_size, groups.get_tensor_model_parallel_group())
     auto.update_linear_policies()
     auto._replace_module(module)
-    _multiply_by_the_weight_itself(module)
-    module.ds_autotp_parsed = True  # type: ignore[assignment]  # ``deepspeed.initialize`` leaves it as it is
+    _use_functional_linear(module)
+    module.ds_autotp_parsed = True  # type: ignore[assignment]  # so that ``deepspeed.initialize`` skips it
     return lambda: auto.register_replicated_grad_hooks(module)
 
 
-def _multiply_by_the_weight_itself(module: nn.Module) -> None:
-    """DeepSpeed's layers multiply by ``weight.transpose``, and autograd keeps that view for backward: under ZeRO 3 every gathered
-    weight stays in memory until then (measured: all that are cut). ``functional.linear``, which ZeRO 3 replaces, keeps the parameter."""
+def _use_functional_linear(module: nn.Module) -> None:
+    """Let parallel layers compute ``functional.linear``, so that ZeRO 3 can free gathered weights.
+
+    DeepSpeed's layers multiply by ``weight.transpose``, a view that autograd keeps for backward, so every
+    gathered weight would stay in memory. ``functional.linear``, which ZeRO 3 replaces, keeps the parameter
+    instead.
+    """
     from deepspeed.module_inject.layers import (
         ColumnParallel,
         GatherFromTensorParallelRegion,
@@ -71,7 +76,7 @@ def _multiply_by_the_weight_itself(module: nn.Module) -> None:
         )
 
     def row(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        assert layer.bias is None, "no family's projection into the residual stream is cut and has a bias"
+        assert layer.bias is None, "row-parallel projections of the families have no bias"
         return RowParallel.apply(layer.mp_group, functional.linear(hidden, layer.weight), False)
 
     for layer in module.modules():
@@ -82,7 +87,7 @@ def _multiply_by_the_weight_itself(module: nn.Module) -> None:
 
 
 def data_group() -> Any:
-    """The ranks that hold the same cut of the weights: what ZeRO 3 shards over."""
+    """The ranks with the same shards of the weights, over which ZeRO 3 partitions."""
     from deepspeed.utils import groups
 
     return groups.get_data_parallel_group()

@@ -2,8 +2,8 @@
 
 import warnings
 
-# Each of its modules says at its import what is not installed (of that, model.py takes what is there), it calls collectives by names
-# that torch has renamed, and it recommends for GPUs what cluster/environment.py sets there.
+# Megatron-core warns at import about optional packages that are missing and calls collectives by names that
+# torch renamed. On GPUs it recommends CUDA_DEVICE_MAX_CONNECTIONS=1, which the process start-up sets.
 for message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

@@ -1,4 +1,4 @@
-"""What the local layer spec lacks without Transformer Engine: a norm for sequence parallelism, attention for context parallelism."""
+"""Norm and attention for runs without Transformer Engine, with sequence and context parallelism."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from toolkit.engine.documents import visible
+from toolkit.engine.attention_mask import document_causal_mask
 
 
-class Norm:
-    """torch's norm. Under sequence parallelism each rank normalises its own tokens; only the gradients of the weights must be
-    summed, which ``finalize_model_grads`` does for parameters with this mark."""
+class TorchNorm:
+    """torch's norm for Megatron-core's local layer spec.
+
+    Under sequence parallelism each rank normalizes its own tokens, and ``finalize_model_grads`` sums the
+    gradients of the weights that have the attribute ``sequence_parallel``.
+    """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
@@ -34,11 +37,11 @@ class Norm:
         return norm
 
 
-class Attention(MegatronModule):
-    """Scaled dot-product attention by torch, which takes flash attention where there is one.
+class TorchAttention(MegatronModule):
+    """Attention with torch's ``scaled_dot_product_attention``.
 
-    Under context parallelism keys and values are gathered, and each rank computes the rows of its own queries: the all-gather
-    form of Llama 3 (2407.21783, section 3.3.2).
+    Under context parallelism keys and values are gathered, and each rank computes its own queries: the
+    all-gather form of Llama 3 (2407.21783, section 3.3.2).
     """
 
     def __init__(
@@ -68,29 +71,33 @@ class Attention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Causal. ``query`` [sequence, batch, heads, head_dim], ``key`` and ``value`` with key-value heads; the answer is
-        [sequence, batch, heads * head_dim]. ``sequence`` is this rank's part.
+        """Causal attention over this rank's part of the sequence.
 
-        ``attention_mask``: None, or bool as ``document_mask`` makes it, True where a query sees a key. (Megatron-core's own
-        attention would mask where it is True; this one stands in all layers of a model that is given a mask.)
+        Args:
+            query: [sequence, batch, heads, head_dim]; ``key`` and ``value`` have the key-value heads.
+            attention_mask: None, or bool from ``document_mask``, True if a query sees a key. (In
+                Megatron-core's own attention True masks out; all layers of a model with a mask use this
+                attention.)
+
+        Returns:
+            [sequence, batch, heads * head_dim]
         """
-        assert attention_bias is None, "this attention has no bias"
-        assert packed_seq_params is None, "this attention does not know packed sequences"
+        assert attention_bias is None, "this attention does not support a bias"
+        assert packed_seq_params is None, "this attention does not support packed sequences"
         length, batch, heads, _ = query.shape
         mask = attention_mask
         if self._group is not None:
             mask = self._mask(length, query.device) if mask is None else mask
-            key, value = _Gather.apply(key, self._group), _Gather.apply(value, self._group)
-        if (
-            mask is not None and heads != key.shape[2]
-        ):  # on GPUs no fused kernel takes a mask and grouped keys
+            key, value = _GatherSequence.apply(key, self._group), _GatherSequence.apply(value, self._group)
+        if mask is not None and heads != key.shape[2]:  # no fused GPU kernel supports a mask and grouped keys
             key, value = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (key, value))
         dropout = self._dropout if self.training else 0.0
-        # Heads differ between tensor ranks, so their masks do; under sequence parallelism the caller has forked already.
-        drawing = (
+        # Tensor ranks have different heads and need different masks; with sequence parallelism the caller has
+        # forked.
+        rng = (
             nullcontext() if dropout == 0 or self.config.sequence_parallel else get_cuda_rng_tracker().fork()
         )
-        with drawing:
+        with rng:
             output = functional.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
@@ -104,38 +111,47 @@ class Attention(MegatronModule):
         return output.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
     def _mask(self, length: int, device: torch.device) -> torch.Tensor:
-        """bool [length, whole sequence]: True where a query sees a key."""
+        """bool [length, whole sequence]: True if a query sees a key."""
         assert self._group is not None
-        queries, keys = _places(length, self._group, device)
+        queries, keys = _query_and_key_positions(length, self._group, device)
         return keys[None, :] <= queries[:, None]
 
 
 def document_mask(position_ids: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """bool [batch, 1, this rank's part, whole sequence]: True where a query sees a key, in the order in which ``Attention`` has them.
+    """bool [batch, 1, this rank's part, whole sequence]: True if a query sees a key.
 
-    ``position_ids``: int64 [batch, whole sequence], 0 at the first token of each document. ``group``: context ranks.
+    Args:
+        position_ids: int64 [batch, whole sequence], 0 at the first token of each document.
+        group: the context ranks; keys are in the order in which ``TorchAttention`` gathers them.
     """
     if group is None:
-        return visible(position_ids)
-    return visible(position_ids, *_places(position_ids.shape[1] // group.size(), group, position_ids.device))
+        return document_causal_mask(position_ids)
+    return document_causal_mask(
+        position_ids,
+        *_query_and_key_positions(position_ids.shape[1] // group.size(), group, position_ids.device),
+    )
 
 
-def _places(length: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in the whole sequence: of this context rank's ``length`` tokens, and of all ranks' as they are gathered."""
+def _query_and_key_positions(
+    length: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions in the whole sequence of this rank's ``length`` tokens, and of the gathered tokens."""
     size = group.size()
-    every = [_positions(length, peer, size, device) for peer in range(size)]
+    every = [_rank_positions(length, peer, size, device) for peer in range(size)]
     return every[group.rank()], torch.cat(every)
 
 
-def _positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Places in the whole sequence of what a context rank holds: of ``2 * size`` pieces the one at ``rank`` and the one as far
-    from the end, so that all ranks have as much causal attention to compute."""
-    piece = torch.arange(length // 2, device=device)
-    return torch.cat([rank * (length // 2) + piece, (2 * size - 1 - rank) * (length // 2) + piece])
+def _rank_positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
+    """Positions in the whole sequence of a context rank's tokens.
+
+    Of ``2 * size`` chunks a rank has one and its mirror image from the end, which balances causal attention.
+    """
+    chunk = torch.arange(length // 2, device=device)
+    return torch.cat([rank * (length // 2) + chunk, (2 * size - 1 - rank) * (length // 2) + chunk])
 
 
-class _Gather(torch.autograd.Function):
-    """All ranks' parts along dim 0; backward, the sum of all ranks' gradients of this rank's part."""
+class _GatherSequence(torch.autograd.Function):
+    """All-gather along dim 0; backward reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

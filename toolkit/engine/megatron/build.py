@@ -1,4 +1,4 @@
-"""Model, gradient buffers and optimizer of one rank, put together, and what the engine asks of them as a whole."""
+"""Build the process groups, model, gradient buffers and optimizer of one rank of Megatron-core."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -15,32 +16,33 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from toolkit.config.schema import Precision
 from toolkit.engine.megatron.attention import document_mask
 from toolkit.engine.megatron.model import build_chunks, transformer_config
-from toolkit.engine.megatron.state import State, inner_optimizers, kept
+from toolkit.engine.megatron.state import MegatronState, inner_optimizers
+from toolkit.engine.optimizers import optimizer_state_names
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan.types import RunPlan
 
 
-class Built:
-    """``chunks`` are this rank's stages of the model in Megatron-core's data parallelism."""
+class MegatronModel:
+    """This rank's part of the model and its optimizer.
+
+    ``chunks`` are its stages in Megatron-core's DistributedDataParallel.
+    """
 
     def __init__(self, plan: RunPlan) -> None:
         assert plan.megatron is not None
         assert plan.shape is not None
         config = transformer_config(plan)
         models = build_chunks(plan, config)
-        wrapped = (
-            models
-            if plan.config.precision.name is Precision.fp32
-            else [Float16Module(config, model) for model in models]
-        )
+        sixteen_bits = config.bf16 or config.fp16
+        wrapped = [Float16Module(config, model) for model in models] if sixteen_bits else models
         ddp = DistributedDataParallelConfig(**plan.megatron["ddp"])
         self.chunks = [
             DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
@@ -51,35 +53,40 @@ class Built:
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False
         )
-        _skip_steps_that_are_not_finite(self.optimizer)
-        self.state = State(plan, models, self.optimizer)
-        self.draws = plan.shape.dropout > 0  # whether training draws random numbers
+        _skip_nonfinite_steps(self.optimizer)
+        self.state = MegatronState(plan, models, self.optimizer, sixteen_bits=sixteen_bits)
+        self.uses_dropout = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
         self._data_ranks = plan.axes.data
-        self._weight_decay = plan.config.optim.weight_decay
+        self._weight_decay = settings["weight_decay"]
         self._config = config
-        _connect(config, ddp, self.chunks)
+        _set_schedule_functions(config, ddp, self.chunks)
 
     @property
-    def kept(self) -> set[str]:
-        """States that the optimizer keeps; of this rank's parameters, which are never none."""
-        return {name for master in self.state.masters for name in kept(master.inner)}
+    def state_names(self) -> set[str]:
+        """Names of the optimizer's states of parameter shape."""
+        return {
+            name for master in self.state.masters for name in optimizer_state_names(master.inner.defaults)
+        }
 
-    def set_rates(self, lr: float) -> None:
-        """Megatron-core marks the groups that do not decay; elsewhere its scheduler multiplies."""
+    def set_learning_rate(self, lr: float) -> None:
+        """Set learning rate and weight decay, with Megatron-core's multipliers for groups without decay."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
 
-    def scale_by(self, scaler: LossScaler) -> None:
-        """The run's own loss scale, whose rules are the same in every engine, in place of Megatron-core's."""
+    def use_loss_scaler(self, scaler: LossScaler) -> None:
+        """Use the run's loss scaler, whose rules are the same in every engine."""
         for part in inner_optimizers(self.optimizer):
-            part.grad_scaler = _Scale(scaler, self._data_ranks)
+            part.grad_scaler = _DividedLossScale(scaler, self._data_ranks)
         self._config.grad_scale_func = self.optimizer.scale_loss
 
-    def cut(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """This context rank's part of a micro-batch: with the places of its tokens in the sequence, or where documents are kept apart
-        in those, and the mask of its attention. Rotary positions run on in any case: only their differences count."""
+    def slice_for_context_rank(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """This context rank's part of a micro-batch, with position ids and an attention mask.
+
+        Position ids count in the sequence, or in documents if the batch has any. Rotary positions always
+        count in the sequence, since only their differences matter.
+        """
         tokens = batch["input_ids"]
         group = parallel_state.get_context_parallel_group() if self._parallel_context else None
         mask = (
@@ -91,14 +98,14 @@ class Built:
         }
         return {**(get_batch_on_this_cp_rank(found) if self._parallel_context else found), **mask}
 
-    def settle_weights(self) -> None:
-        """Wait for weights that are still on their way from the ranks that stepped them. Collective where the gather overlaps."""
+    def wait_for_weights(self) -> None:
+        """Wait for weights that are still being gathered. Collective if the gather overlaps."""
         for chunk in self.chunks:
             if chunk.use_forward_hook:
                 chunk.start_param_sync(force_sync=True)
 
     def optimizer_step(self) -> int | None:
-        """Steps that Adam has taken; None before the first, and for optimizers that do not count."""
+        """The number of Adam's steps; None before the first step and for optimizers that do not count."""
         for master in self.state.masters:
             step = master.inner.state.get(master.tensor, {}).get("step", master.group.get("step"))
             if step is not None:
@@ -106,7 +113,7 @@ class Built:
         return None
 
     def reset_state(self, step: int | None) -> None:
-        """No optimizer state; with ``step``, zeroed state as after that many steps, to be filled."""
+        """Remove the optimizer state, or with ``step`` zero it as after that many steps, to be filled."""
         for master in self.state.masters:
             master.inner.state.pop(master.tensor, None)
             counts_in_group = (
@@ -117,14 +124,17 @@ class Built:
             if step is None:
                 continue
             found: dict[str, torch.Tensor] = {
-                name: torch.zeros_like(master.tensor, requires_grad=False) for name in kept(master.inner)
+                name: torch.zeros_like(master.tensor, requires_grad=False)
+                for name in optimizer_state_names(master.inner.defaults)
             }
             if "betas" in master.inner.defaults and not counts_in_group:
-                found["step"] = torch.tensor(float(step))  # each its own: torch advances it once a parameter
+                found["step"] = torch.tensor(
+                    float(step)
+                )  # not shared: torch increments it for each parameter
             master.inner.state[master.tensor] = found
 
-    def forget(self) -> None:
-        """Let go of memory: hooks and configuration refer to each other."""
+    def release(self) -> None:
+        """Break the reference cycles of hooks and configuration, so that memory is freed."""
         for name in (
             "finalize_model_grads_func",
             "no_sync_func",
@@ -133,18 +143,19 @@ class Built:
             "grad_scale_func",
         ):
             setattr(self._config, name, None)
-        RotaryEmbedding.forward.cache_clear()  # a cache of the class, which keeps every module that ever asked, and its groups
+        RotaryEmbedding.forward.cache_clear()  # the class-level cache references modules and their groups
         for module in (module for chunk in self.chunks for module in chunk.modules()):
-            # It keeps the last batch's probabilities; with them the autograd graph, which holds hooks where no collector looks.
+            # It references the last batch's probabilities, hence the autograd graph with hooks that gc cannot
+            # see.
             vars(module).pop("token_dispatcher", None)
         self.chunks.clear()
         del self.optimizer, self.state
 
 
-def _connect(
+def _set_schedule_functions(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[DistributedDataParallel]
 ) -> None:
-    """The schedules find what they call in the configuration: one function, or with virtual stages one a chunk."""
+    """Set the functions that the schedules call: one, or with virtual stages one per chunk."""
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
     if ddp.overlap_grad_reduce and len(chunks) > 1:
@@ -157,30 +168,32 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
 
-def _skip_steps_that_are_not_finite(optimizer: Any) -> None:
-    """Skip a step whose gradient norm is not finite; ``optimizer.step()`` then returns False as its first value.
+def _skip_nonfinite_steps(optimizer: Any) -> None:
+    """Skip a step whose gradient norm is not finite;
 
-    Megatron-core checks gradients in fp16 only, and applies those that are not finite in fp32 and bf16. The norm is
-    global, and on the host already, when the update is due.
+    ``optimizer.step()`` then returns False as its first value.
+
+    Megatron-core checks gradients in fp16 only. The norm is global and already on the host when the update is
+    due.
     """
-    norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    compute_norm, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
     norm = 0.0
 
     def get_grad_norm() -> float:
         nonlocal norm
-        norm = norm_of()
+        norm = compute_norm()
         return norm
 
     optimizer.get_grad_norm = get_grad_norm
     optimizer.step_with_ready_grads = lambda: math.isfinite(norm) and update()
 
 
-class _Scale:
-    """The run's loss scale as Megatron-core reads it: divided by the data ranks.
+class _DividedLossScale:
+    """The run's loss scale divided by the data ranks, in the interface of Megatron-core's scalers.
 
-    The engine multiplies the loss by their number, because Megatron-core averages over them; with the run's whole scale
-    on top of it, gradients would overflow that much earlier than those of the local engine. The engine updates the
-    scale, once a step; Megatron-core would update it once for each of its optimizers, those of the experts and of the rest.
+    Megatron-core averages over data ranks, and the engine multiplies the loss by their number. With the whole
+    scale on top, gradients would overflow earlier than in the local engine. The engine updates the scale once
+    per step; Megatron-core would update it once for each of its optimizers.
     """
 
     def __init__(self, scaler: LossScaler, data_ranks: int) -> None:
@@ -198,3 +211,42 @@ class _Scale:
     @property
     def inv_scale(self) -> torch.Tensor:
         return self.scale.double().reciprocal().float()
+
+
+def initialize_process_groups(plan: RunPlan) -> None:
+    """Create Megatron-core's process groups for the plan's axes. Collective.
+
+    Groups of an earlier engine of this process, which Megatron-core keeps in module globals, are destroyed
+    first.
+    """
+    assert dist.is_initialized(), "the process group is created before the engine"
+    assert plan.megatron is not None
+    destroy_process_groups()
+    axes = plan.axes
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=axes.tensor,
+        pipeline_model_parallel_size=axes.pipeline,
+        virtual_pipeline_model_parallel_size=plan.megatron["transformer"].get(
+            "virtual_pipeline_model_parallel_size"
+        ),
+        context_parallel_size=axes.context,
+        expert_model_parallel_size=axes.expert,
+        expert_tensor_parallel_size=plan.megatron["transformer"].get("expert_tensor_parallel_size"),
+        create_gloo_process_groups=False,
+        order="tp-cp-ep-dp-pp",
+    )
+    assert parallel_state.get_data_parallel_rank() == axes.coordinates(dist.get_rank()).data, (
+        "both count ranks in the same order"
+    )
+    model_parallel_cuda_manual_seed(plan.config.train.seed)
+
+
+def destroy_process_groups() -> None:
+    """Destroy the groups, because each gloo group has threads that would otherwise wait forever."""
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    groups = parallel_state._global_process_group_list or ()
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)

@@ -1,12 +1,12 @@
-"""Megatron-core on CPUs with gloo, for tests and laptops. Nothing happens where CUDA is present.
+"""Run Megatron-core on CPUs with gloo, for tests and laptops. Nothing is patched if CUDA is available.
 
-Megatron-core 0.16 says ``cuda`` in its own code: ``torch.cuda.current_device()``, ``device="cuda"``, ``tensor.cuda()``,
-``tensor.type() == "torch.cuda.FloatTensor"``, streams, events, CUDA's random state. So its modules, and only they, get another
-``torch``: a proxy that answers those and passes everything else on. ``torch`` itself stays as it is, but for two methods of
-``Tensor`` that act differently when Megatron-core calls them.
+Megatron-core 0.16 hard-codes ``cuda``: ``torch.cuda.current_device()``, ``device="cuda"``, ``tensor.cuda()``,
+``tensor.type() == "torch.cuda.FloatTensor"``, streams, events, CUDA's random state. Its modules, and only
+they, see a proxy of ``torch`` that replaces those names. ``torch`` itself does not change, except for two
+methods of ``Tensor`` that behave differently when called from Megatron-core.
 
-Considered and left: a ``TorchFunctionMode`` over everything. It is slower, it is a thread's own (backward runs in others), and
-it would hide our own mistakes about devices.
+A global ``TorchFunctionMode`` was considered, but it is slower, local to a thread (backward runs in others),
+and would hide mistakes about devices in this toolkit.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ FACTORIES = (
 
 @functools.cache
 def enable() -> bool:
-    """Whether Megatron-core runs on CPUs from now on. Before and after its modules are imported."""
+    """Patch loaded and future modules of Megatron-core; return whether it runs on CPUs."""
     if torch.cuda.is_available():
         return False
     import megatron.core.jit
     import megatron.core.tensor_parallel.random as random
 
     megatron.core.jit.disable_jit_fuser()  # torch.compile would build C++ kernels
-    _act_differently("cuda", lambda tensor, *_args, **_settings: tensor)
-    of_tensor = torch.Tensor.type
-    _act_differently(
+    _patch_tensor_method("cuda", lambda tensor, *_args, **_settings: tensor)
+    tensor_type = torch.Tensor.type
+    _patch_tensor_method(
         "type",
         lambda tensor, *args, **settings: (
-            of_tensor(tensor, *args, **settings)
+            tensor_type(tensor, *args, **settings)
             if args or settings
-            else of_tensor(tensor).replace("torch.", "torch.cuda.")
+            else tensor_type(tensor).replace("torch.", "torch.cuda.")
         ),
     )
     for name, module in list(sys.modules.items()):
@@ -75,7 +75,7 @@ def enable() -> bool:
 
 
 class _Proxy(ModuleType):
-    """A module that has ``answers`` of its own and everything else from ``module``."""
+    """A module with its own ``answers`` and all other attributes of ``module``."""
 
     def __init__(self, module: ModuleType, answers: dict[str, Any]) -> None:
         super().__init__(module.__name__)
@@ -85,13 +85,13 @@ class _Proxy(ModuleType):
         return getattr(self._module, name)
 
 
-class _Idle:
-    """A stream, an event, a range of a profiler: on a CPU everything has happened when the call returns."""
+class _NoOp:
+    """A stream, event or profiler range; on a CPU all work has finished when a call returns."""
 
     def __init__(self, *_args: Any, **_settings: Any) -> None:
         pass
 
-    def __enter__(self) -> _Idle:
+    def __enter__(self) -> _NoOp:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -100,11 +100,11 @@ class _Idle:
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: _Idle | None = None) -> _Idle:
-        return event or _Idle()
+    def record_event(self, event: _NoOp | None = None) -> _NoOp:
+        return event or _NoOp()
 
     def wait(self, *_others: object) -> None:
-        """For another stream, for an event, for the host."""
+        """Wait for another stream, for an event, or for the host."""
 
     wait_stream = wait_event = synchronize = record = wait
 
@@ -132,14 +132,14 @@ def _set_state(state: torch.Tensor, device: object = None, graph_safe: bool = Fa
 def _all_gather(
     tensors: Sequence[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """gloo gathers tensors of one shape only; experts send as many tokens as were routed to them."""
+    """Gather tensors of different lengths, which gloo does not support; experts need it."""
     if len({tensor.shape for tensor in tensors}) == 1:
         return dist.all_gather(list(tensors), mine, group, async_op)
     assert not async_op, "gathering unequal parts is not asynchronous"
-    most = max(len(tensor) for tensor in tensors)
-    room = mine.new_empty(len(tensors) * most, *mine.shape[1:])
-    dist.all_gather_into_tensor(room, _padded(mine, most), group)
-    for tensor, part in zip(tensors, room.chunk(len(tensors)), strict=True):
+    rows = max(len(tensor) for tensor in tensors)
+    buffer = mine.new_empty(len(tensors) * rows, *mine.shape[1:])
+    dist.all_gather_into_tensor(buffer, _padded(mine, rows), group)
+    for tensor, part in zip(tensors, buffer.chunk(len(tensors)), strict=True):
         tensor.copy_(part[: len(tensor)])
     return None
 
@@ -151,14 +151,14 @@ def _reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """As :func:`_all_gather`."""
+    """Reduce-scatter tensors of different shapes."""
     if len({tensor.shape for tensor in inputs}) == 1:
         return dist.reduce_scatter(output, list(inputs), op, group, async_op)
     assert not async_op, "scattering unequal parts is not asynchronous"
-    most = max(len(tensor) for tensor in inputs)
-    room = output.new_empty(most, *output.shape[1:])
-    dist.reduce_scatter_tensor(room, torch.cat([_padded(tensor, most) for tensor in inputs]), op, group)
-    output.copy_(room[: len(output)])
+    rows = max(len(tensor) for tensor in inputs)
+    buffer = output.new_empty(rows, *output.shape[1:])
+    dist.reduce_scatter_tensor(buffer, torch.cat([_padded(tensor, rows) for tensor in inputs]), op, group)
+    output.copy_(buffer[: len(output)])
     return None
 
 
@@ -170,14 +170,14 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @functools.cache
-def _torch() -> ModuleType:
-    """What modules of Megatron-core have for ``torch``. The "CUDA" random state is the CPU's."""
+def _cpu_torch() -> ModuleType:
+    """The proxy of ``torch`` for modules of Megatron-core. The "CUDA" random state is the CPU's."""
     state = {
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": _set_state,
         "manual_seed": torch.manual_seed,
     }
-    ranges = _Proxy(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "range": _Idle})
+    ranges = _Proxy(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "range": _NoOp})
     cuda = _Proxy(
         torch.cuda,
         {
@@ -188,11 +188,11 @@ def _torch() -> ModuleType:
             "set_device": _nothing,
             "synchronize": _nothing,
             "empty_cache": _nothing,
-            "Stream": _Idle,
-            "Event": _Idle,
-            "stream": _Idle,
-            "current_stream": _Idle,
-            "default_stream": _Idle,
+            "Stream": _NoOp,
+            "Event": _NoOp,
+            "stream": _NoOp,
+            "current_stream": _NoOp,
+            "default_stream": _NoOp,
         },
     )
     collectives = _Proxy(dist, {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter})
@@ -206,24 +206,24 @@ def _torch() -> ModuleType:
     )
 
 
-def _act_differently(method: str, replacement: Callable[..., Any]) -> None:
-    """A method of ``Tensor``, for callers in Megatron-core."""
+def _patch_tensor_method(method: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of ``Tensor`` for callers in Megatron-core."""
     original = getattr(torch.Tensor, method)
 
     @functools.wraps(original)
     def wrapped(self: torch.Tensor, *args: Any, **settings: Any) -> Any:
-        ours = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(PACKAGE)
-        return (replacement if ours else original)(self, *args, **settings)
+        from_megatron = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(PACKAGE)
+        return (replacement if from_megatron else original)(self, *args, **settings)
 
     setattr(torch.Tensor, method, wrapped)
 
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The original makes numpy arrays of CUDA tensors only, and hands CPU tensors to ``all_to_all_single`` as split sizes."""
+    """Convert CPU tensors too; the original passes them to ``all_to_all_single`` as split sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-# Functions without a branch for CPUs, in every module that has imported them by name.
+# Functions without a branch for CPUs, replaced in every module that imports them by name.
 REPLACED: dict[str, Callable[..., Any]] = {
     "maybe_move_tensor_to_cpu": _as_numpy,
     "_set_cuda_rng_state": _set_state,
@@ -233,7 +233,7 @@ REPLACED: dict[str, Callable[..., Any]] = {
 def _rebind(module: ModuleType) -> None:
     names = vars(module)
     if names.get("torch") is torch:
-        names["torch"] = _torch()
+        names["torch"] = _cpu_torch()
     names.update({name: function for name, function in REPLACED.items() if name in names})
     for name, value in list(names.items()):
         if isinstance(value, type) and value.__module__ == module.__name__:

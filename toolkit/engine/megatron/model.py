@@ -1,4 +1,4 @@
-"""The model as Megatron-core builds it: this rank's chunks of it, with memory for weights and no weights in it."""
+"""Build this rank's chunks of the model with Megatron-core, with uninitialized weights."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torch.nn import functional
 from toolkit.config.data import Documents
 from toolkit.config.vendor import show
 from toolkit.config.vendor_megatron import TRANSFORMER_ENGINE
-from toolkit.engine.megatron.attention import Attention, Norm
+from toolkit.engine.megatron.attention import TorchAttention, TorchNorm
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.types import Device, RunPlan
 
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
 
 
-class Model(GPTModel):
-    """``GPTModel`` whose padded vocabulary never enters the softmax: logits of zero would raise the loss."""
+class PaddedVocabularyGPT(GPTModel):
+    """``GPTModel`` that excludes padded vocabulary rows, whose logits of zero would raise the loss."""
 
     real_vocabulary: int
 
@@ -41,32 +41,32 @@ class Model(GPTModel):
 
 
 def transformer_config(plan: RunPlan) -> TransformerConfig:
-    """The plan's section ``transformer`` with objects for names. Weights are not drawn: ``engine.load`` brings them."""
+    """The plan's section ``transformer`` as a ``TransformerConfig`` that does not initialize weights."""
     assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
     found = dict(plan.megatron["transformer"])
     found["activation_func"] = ACTIVATIONS[found["activation_func"]]
     for key in ("params_dtype", "pipeline_dtype"):
         found[key] = getattr(torch, found[key])
-    # Its constructors mark parameters as cut by the tensor axis where they initialise them, so they are let run with nothing to do.
-    drawn = dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _leave)
-    return TransformerConfig(**found, **drawn)
+    # Initialization cannot be disabled, because its code also marks tensor-parallel parameters.
+    names = ("init_method", "output_layer_init_method", "embedding_init_method")
+    return TransformerConfig(**found, **dict.fromkeys(names, _leave_uninitialized))
 
 
-def _leave(weight: torch.Tensor) -> torch.Tensor:
+def _leave_uninitialized(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def build_chunks(plan: RunPlan, config: TransformerConfig) -> list[Model]:
-    """This pipeline rank's stages: one, or with virtual stages several."""
+def build_chunks(plan: RunPlan, config: TransformerConfig) -> list[PaddedVocabularyGPT]:
+    """Build this pipeline rank's stages: one, or several with virtual stages."""
     stages = config.virtual_pipeline_model_parallel_size
-    return [_build(plan, config, None if stages is None else stage) for stage in range(stages or 1)]
+    return [_build_chunk(plan, config, None if stages is None else stage) for stage in range(stages or 1)]
 
 
-def _build(plan: RunPlan, config: TransformerConfig, stage: int | None) -> Model:
+def _build_chunk(plan: RunPlan, config: TransformerConfig, stage: int | None) -> PaddedVocabularyGPT:
     assert plan.megatron is not None
     assert plan.shape is not None
     arguments: Mapping[str, Any] = plan.megatron["model"]
-    model = Model(
+    model = PaddedVocabularyGPT(
         config,
         layer_spec(plan, config, stage),
         parallel_output=True,
@@ -80,38 +80,39 @@ def _build(plan: RunPlan, config: TransformerConfig, stage: int | None) -> Model
 
 
 def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where they are installed and there is a GPU, else Megatron-core's own with torch's attention.
+    """Transformer Engine's layers if they are installed, otherwise Megatron-core's with torch's attention.
 
-    Where documents are kept apart attention is torch's in both: Transformer Engine's fast kernels take documents only as one long
-    row of padded ones, which neither stages nor context ranks could cut."""
+    With ``data.documents=separate`` attention is always torch's: Transformer Engine's fast kernels support
+    documents only as one long packed row, which neither stages nor context ranks could split.
+    """
     if uses_transformer_engine(plan):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
         if plan.config.data.documents is Documents.separate:
             spec = copy.deepcopy(spec)  # its layers are one object
             for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = Attention
+                layer.submodules.self_attention.submodules.core_attention = TorchAttention
         return spec
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage
     )
     spec = copy.deepcopy(spec)  # its layers are one object
-    spec.layer_norm = Norm
+    spec.layer_norm = TorchNorm
     for layer in spec.layer_specs:
         parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
         attention = parts.self_attention.submodules
-        attention.core_attention = Attention
+        attention.core_attention = TorchAttention
         for name in ("q_layernorm", "k_layernorm"):
             if getattr(attention, name) not in (None, IdentityOp):
-                setattr(attention, name, Norm)
+                setattr(attention, name, TorchNorm)
     return spec
 
 
-def refuse_ignored(plan: RunPlan) -> None:
-    """The plan knows the device, and not whether Transformer Engine is installed on it.
+def check_transformer_engine_settings(plan: RunPlan) -> None:
+    """Refuse settings that need Transformer Engine if it is not installed, which the plan cannot know.
 
     Raises:
-        PlanError: the run has settings that only its layers carry out; others ignore them silently.
+        PlanError: the run has settings that other layers silently ignore.
     """
     if uses_transformer_engine(plan):
         return
@@ -119,7 +120,7 @@ def refuse_ignored(plan: RunPlan) -> None:
         Problem(
             f"engine.megatron.{name}",
             f"engine.megatron.{name}={show(value)}, and Transformer Engine is not installed",
-            "it is done by Transformer Engine's layers; other layers ignore it silently",
+            "only Transformer Engine's layers implement it; other layers ignore it silently",
             "install transformer-engine, or leave it out",
         )
         for name, value in plan.config.engine.megatron.items()

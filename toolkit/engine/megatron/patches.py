@@ -1,6 +1,8 @@
-"""Defects of Megatron-core 0.16, on any device, that show without Transformer Engine. Each entry says what goes wrong.
+"""Work around defects of Megatron-core 0.16 that occur without Transformer Engine.
 
-What its own ``state_dict`` and ``load_state_dict`` do wrong does not matter here: checkpoints are this toolkit's own.
+Each docstring explains the defect.
+
+Megatron-core's own checkpointing is not patched, because the toolkit does not use it.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ def apply() -> None:
 
 
 def bind_general_gemm() -> None:
-    """Every forward of a router asks whether the name is None, and it is bound only where Transformer Engine is installed."""
+    """The router's forward reads a name that is bound only with Transformer Engine."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def default_fp8_to_none() -> None:
-    """``fp8=False`` is "not None", so that recomputed norms ask for Transformer Engine's fp8 state."""
+    """``fp8=False`` counts as "not None", so that recomputed norms need Transformer Engine's fp8 state."""
     import megatron.core.tensor_parallel.random as random
 
     if not random.HAVE_TE:
@@ -31,8 +33,8 @@ def default_fp8_to_none() -> None:
 
 
 def shard_any_optimizer() -> None:
-    """The distributed optimizer asserts that it is given an Adam, for the sake of its own checkpoints; it works with any."""
+    """The distributed optimizer asserts an Adam because of its own checkpoints, but supports others."""
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
-    distrib_optimizer.Adam = torch.optim.Optimizer  # the name is used in that assertion only
+    distrib_optimizer.Adam = torch.optim.Optimizer  # used only in that assertion

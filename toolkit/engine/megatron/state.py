@@ -1,7 +1,8 @@
-"""Which canonical boxes lie where in Megatron-core's memory: weights, masters and moments as shards, views all of them.
+"""Map Megatron-core's weights, masters and moments to shards of canonical tensors; all shards are views.
 
-Three kinds of optimizer keep state in three ways. In fp32 the parameter is its own master; in 16 bits each parameter has an fp32
-copy; the distributed optimizer gives each data rank flat ranges of its buffers, so a range of a parameter's elements.
+Optimizers store state in three ways. In fp32 the parameter is its own master; in 16 bits each parameter has
+an fp32 copy; the distributed optimizer gives each data rank flat ranges of its buffers, hence a range of a
+parameter's elements.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from toolkit.checkpoint.shard import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MOMENTUM,
-    WEIGHT,
-    Box,
-    Shard,
-    TensorKey,
-    flat_boxes,
+from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey, flat_boxes
+from toolkit.engine.optimizers import optimizer_state_names
+from toolkit.families import get_family
+from toolkit.families.megatron import (
+    EMBEDDING,
+    FUSED_NORMS,
+    OUTPUT,
+    LocalTensor,
+    TensorCut,
+    intersect_parts,
+    local_tensor,
+    tensors_by_name,
 )
-from toolkit.config.schema import Precision
-from toolkit.families import get
-from toolkit.families.megatron import EMBEDDING, FUSED_NORMS, OUTPUT, Cut, LocalTensor, by_name, inside, local
 from toolkit.plan.types import RunPlan
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -37,30 +37,30 @@ EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """How many ranks hold what this one holds, and the number of this one among them."""
+class ReplicaIndex:
+    """The index of this rank among the ``count`` ranks that store the same tensor."""
 
-    number: int
+    index: int
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One parameter of this rank: where it lies in the model, and who else has it.
+class LocalParameter:
+    """One parameter of this rank, its position in the model, and the ranks that also store it.
 
     Attributes:
-        whole: of its weight, and of its state without the distributed optimizer.
-        ranges: of a data rank's range of its state: the other data ranks have other ranges.
+        whole: replicas of its weight, and of its state without the distributed optimizer.
+        ranges: replicas of a data rank's range of its state: the other data ranks have other ranges.
         mirror: the last stage's copy of a tied embedding, which the first stage saves.
-        tied: this one or the one that is mirrored, in a pipeline.
-        name: Megatron-core's, as with all axes 1.
-        data_ranks, tensor_ranks: that have the same of this parameter along these axes, this rank among them.
+        tied: a tied embedding or its mirror, in a pipeline.
+        name: Megatron-core's name in a model with all axes 1.
+        data_ranks, tensor_ranks: the ranks along these axes with the same data, including this one.
     """
 
-    parameter: nn.Parameter
+    tensor: nn.Parameter
     local: LocalTensor
-    whole: Copies
-    ranges: Copies
+    whole: ReplicaIndex
+    ranges: ReplicaIndex
     mirror: bool
     tied: bool
     name: str
@@ -69,13 +69,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Master:
-    """What the optimizer steps: elements ``start`` to ``start + len`` of a parameter, flat, and the state kept for them.
+class MasterParameter:
+    """The tensor that the optimizer updates: a parameter's elements from ``start`` on, flat.
 
-    ``inner`` is the torch optimizer (or one like it) that has ``tensor`` in its ``group``.
+    ``inner`` is the torch optimizer (or a similar one) that has ``tensor`` in its ``group``.
     """
 
-    held: Held
+    parameter: LocalParameter
     tensor: torch.Tensor
     start: int
     inner: torch.optim.Optimizer
@@ -83,81 +83,82 @@ class Master:
     ranged: bool  # by the distributed optimizer
 
 
-class State:
+class MegatronState:
     """The shards of one rank's model and optimizer."""
 
-    def __init__(self, plan: RunPlan, chunks: Sequence[nn.Module], optimizer: Any) -> None:
+    def __init__(
+        self, plan: RunPlan, chunks: Sequence[nn.Module], optimizer: Any, *, sixteen_bits: bool
+    ) -> None:
         assert plan.shape is not None
         self._shapes = {spec.name: spec.shape for spec in plan.parameters}
-        self._sixteen_bits = plan.config.precision.name is not Precision.fp32
-        self.held = list(_held(plan, chunks))
-        self.masters = list(_masters(optimizer, {held.parameter: held for held in self.held}))
+        self._sixteen_bits = sixteen_bits
+        self.parameters = list(_local_parameters(plan, chunks))
+        self.masters = list(
+            _master_parameters(optimizer, {parameter.tensor: parameter for parameter in self.parameters})
+        )
 
     def weights(self) -> list[Shard]:
         return [
             shard
-            for held in self.held
-            for shard in self._of(held, WEIGHT, held.parameter.detach().view(-1), 0, held.whole)
+            for parameter in self.parameters
+            for shard in self._shards(
+                parameter, WEIGHT, parameter.tensor.detach().view(-1), 0, parameter.whole
+            )
         ]
 
     def master_weights(self) -> list[Shard]:
-        """Of runs in 16 bits; elsewhere the weights are what the optimizer steps."""
+        """The masters of runs in 16 bits; in fp32 the optimizer updates the weights themselves."""
         return (
-            [shard for master in self.masters for shard in self._of_master(master, MASTER, master.tensor)]
+            [shard for master in self.masters for shard in self._master_shards(master, MASTER, master.tensor)]
             if self._sixteen_bits
             else []
         )
 
     def moments(self) -> list[Shard]:
-        """What exists: optimizers make their state in their first step."""
+        """Optimizer state that exists: optimizers create it in their first step."""
         return [
             shard
             for master in self.masters
-            for name in kept(master.inner)
+            for name in optimizer_state_names(master.inner.defaults)
             if (tensor := master.inner.state.get(master.tensor, {}).get(name)) is not None
-            for shard in self._of_master(master, name, tensor)
+            for shard in self._master_shards(master, name, tensor)
         ]
 
-    def _of_master(self, master: Master, state: str, tensor: torch.Tensor) -> Iterator[Shard]:
-        copies = master.held.ranges if master.ranged else master.held.whole
-        return self._of(master.held, state, tensor.detach().view(-1), master.start, copies)
+    def _master_shards(self, master: MasterParameter, state: str, tensor: torch.Tensor) -> Iterator[Shard]:
+        replica = master.parameter.ranges if master.ranged else master.parameter.whole
+        return self._shards(master.parameter, state, tensor.detach().view(-1), master.start, replica)
 
-    def _of(self, held: Held, state: str, flat: torch.Tensor, start: int, copies: Copies) -> Iterator[Shard]:
-        """``flat`` has the elements from ``start`` on of the parameter's local tensor."""
+    def _shards(
+        self, parameter: LocalParameter, state: str, flat: torch.Tensor, start: int, replica: ReplicaIndex
+    ) -> Iterator[Shard]:
+        """Yield the shards in ``flat``, the elements of the parameter's local tensor from ``start`` on."""
         at = 0
-        for box in flat_boxes(held.local.shape, start, start + flat.numel()):
+        for box in flat_boxes(parameter.local.shape, start, start + flat.numel()):
             data = flat[at : at + box.numel].view(box.shape)
             at += box.numel
-            for part in inside(held.local.parts, box.offset, box.shape):
+            for part in intersect_parts(parameter.local.parts, box.offset, box.shape):
                 yield Shard(
                     TensorKey(state, part.canonical),
                     self._shapes[part.canonical],
                     Box(part.offset, part.extent),
                     part.view(data),
-                    copies.number,
-                    copies.count,
-                    mirror=held.mirror,
+                    replica.index,
+                    replica.count,
+                    mirror=parameter.mirror,
                 )
 
 
-def kept(inner: torch.optim.Optimizer) -> tuple[str, ...]:
-    """States of parameter shape that the optimizer keeps once it has stepped. Any Adam calls them by the same names."""
-    if "betas" in inner.defaults:
-        return (EXP_AVG, EXP_AVG_SQ)
-    return (MOMENTUM,) if inner.defaults["momentum"] else ()
-
-
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Megatron-core's optimizers inside the chained one that have parameters: one for experts, one for the rest."""
+    """Yield the optimizers in Megatron-core's chained one that have parameters: of experts, of the rest."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             yield part
 
 
-def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
+def _local_parameters(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[LocalParameter]:
     assert plan.shape is not None
     assert plan.megatron is not None
-    tensors = by_name(get(plan.shape.family).megatron(plan.shape))
+    tensors = tensors_by_name(get_family(plan.shape.family).megatron_tensors(plan.shape))
     rows = plan.megatron["model"]["vocab_size"]
     tied = plan.axes.pipeline > 1 and OUTPUT in tensors and tensors[OUTPUT].name == EMBEDDING
     for chunk in chunks:
@@ -170,23 +171,31 @@ def _held(plan: RunPlan, chunks: Sequence[nn.Module]) -> Iterator[Held]:
                 if expert
                 else parallel_state.get_tensor_model_parallel_group()
             )
-            held = local(tensor, group.rank(), group.size(), rows if tensor.cut is Cut.vocabulary else None)
-            assert held.shape == tuple(parameter.shape), (
-                f"{name}: Megatron-core has {tuple(parameter.shape)}, the map {held.shape}"
+            local = local_tensor(
+                tensor, group.rank(), group.size(), rows if tensor.cut is TensorCut.vocabulary else None
             )
-            over_tensor = Copies(group.rank(), group.size()) if tensor.cut is Cut.whole else Copies(0, 1)
+            assert local.shape == tuple(parameter.shape), (
+                f"{name}: Megatron-core has {tuple(parameter.shape)}, the map {local.shape}"
+            )
+            over_tensor = (
+                ReplicaIndex(group.rank(), group.size())
+                if tensor.cut is TensorCut.whole
+                else ReplicaIndex(0, 1)
+            )
             peers = _data_group(expert)
-            whole = Copies(over_tensor.number * peers.size() + peers.rank(), over_tensor.count * peers.size())
-            yield Held(
+            whole = ReplicaIndex(
+                over_tensor.index * peers.size() + peers.rank(), over_tensor.count * peers.size()
+            )
+            yield LocalParameter(
                 parameter,
-                held,
+                local,
                 whole,
                 over_tensor,
                 mirror=name == OUTPUT and tensor.name == EMBEDDING,
                 tied=tied and tensor.name == EMBEDDING,
                 name=tensor.name,
                 data_ranks=_ranks(peers),
-                tensor_ranks=_ranks(group) if tensor.cut is Cut.whole else (dist.get_rank(),),
+                tensor_ranks=_ranks(group) if tensor.cut is TensorCut.whole else (dist.get_rank(),),
             )
 
 
@@ -195,7 +204,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _data_group(expert: bool) -> dist.ProcessGroup:
-    """The ranks that hold the same weights, and among which the distributed optimizer shares out their state."""
+    """The ranks with the same weights, over which the distributed optimizer partitions their state."""
     if expert:
         found: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
         return found
@@ -203,7 +212,7 @@ def _data_group(expert: bool) -> dist.ProcessGroup:
 
 
 def global_name(chunk: nn.Module, name: str) -> str:
-    """A parameter's name with the global numbers of its layer and its expert, and as the local layer spec has it."""
+    """A parameter's name in the local layer spec, with the global numbers of its layer and its expert."""
     found = LAYER.match(name)
     if found is None:
         return name
@@ -217,16 +226,20 @@ def global_name(chunk: nn.Module, name: str) -> str:
     return name
 
 
-def _masters(optimizer: Any, held: Mapping[nn.Parameter, Held]) -> Iterator[Master]:
+def _master_parameters(
+    optimizer: Any, parameters: Mapping[nn.Parameter, LocalParameter]
+) -> Iterator[MasterParameter]:
     for part in inner_optimizers(optimizer):
         groups = {tensor: group for group in part.optimizer.param_groups for tensor in group["params"]}
         if hasattr(part, "model_param_group_index_map"):
-            for parameter, (group, place) in part.model_param_group_index_map.items():
-                tensor = part.optimizer.param_groups[group]["params"][place]
+            for parameter, (group, index) in part.model_param_group_index_map.items():
+                tensor = part.optimizer.param_groups[group]["params"][index]
                 start = part._get_model_param_range_map(parameter)["param"].start
-                yield Master(held[parameter], tensor, start, part.optimizer, groups[tensor], ranged=True)
+                yield MasterParameter(
+                    parameters[parameter], tensor, start, part.optimizer, groups[tensor], ranged=True
+                )
             continue
-        for parameter, own in held.items():
+        for parameter, own in parameters.items():
             tensor = getattr(parameter, "main_param", parameter)
             if tensor in groups:
-                yield Master(own, tensor, 0, part.optimizer, groups[tensor], ranged=False)
+                yield MasterParameter(own, tensor, 0, part.optimizer, groups[tensor], ranged=False)

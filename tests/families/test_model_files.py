@@ -1,7 +1,4 @@
-"""Sizes of a model in a file that somebody else wrote.
-
-pytest tests/families/test_recorded.py
-"""
+"""Sizes of a model in an untrusted file."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from toolkit.checkpoint import manifest
 from toolkit.checkpoint.source import open_source
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, ExitCode, InputError
-from toolkit.families.recorded import model_of_config, shape_of
+from toolkit.families.model_files import parse_model_config, parse_model_shape
 
 WRONG: dict[str, Any] = {
     "a billion layers": {"num_hidden_layers": 10**9},
@@ -41,48 +38,52 @@ WRONG: dict[str, Any] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return families.get(name).hugging_face_config(tiny_shape(name))
+    return families.get_family(name).hugging_face_config(tiny_shape(name))
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_its_own_configuration_is_read(name: str) -> None:
-    family = families.get(name)
-    assert family.resolve_shape(model_of_config(family, config_of(name), "config.json")) == tiny_shape(name)
-    assert shape_of({**asdict(tiny_shape(name)), "of_a_later_version": 3}, "plan.json") == tiny_shape(name)
+def test_own_configuration_is_parsed(name: str) -> None:
+    family = families.get_family(name)
+    assert family.resolve_shape(parse_model_config(family, config_of(name), "config.json")) == tiny_shape(
+        name
+    )
+    assert parse_model_shape(
+        {**asdict(tiny_shape(name)), "of_a_later_version": 3}, "plan.json"
+    ) == tiny_shape(name)
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_size_is_refused_at_once(kind: str) -> None:
+def test_invalid_size_is_refused(kind: str) -> None:
     began = time.monotonic()
     with pytest.raises(InputError, match=r"config\.json"):
-        model_of_config(families.get("llama"), {**config_of("llama"), **WRONG[kind]}, "config.json")
+        parse_model_config(families.get_family("llama"), {**config_of("llama"), **WRONG[kind]}, "config.json")
     with pytest.raises(InputError, match=r"plan\.json"):
-        shape_of({**asdict(tiny_shape()), **WRONG[kind]}, "plan.json")
+        parse_model_shape({**asdict(tiny_shape()), **WRONG[kind]}, "plan.json")
     assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("missing", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
-def test_a_missing_size_is_refused(missing: str) -> None:
+def test_missing_size_is_refused(missing: str) -> None:
     config, shape = config_of("llama"), asdict(tiny_shape())
     del config[missing], shape[missing]
     with pytest.raises(InputError, match=missing):
-        model_of_config(families.get("llama"), config, "config.json")
+        parse_model_config(families.get_family("llama"), config, "config.json")
     with pytest.raises(InputError, match=missing):
-        shape_of(shape, "plan.json")
+        parse_model_shape(shape, "plan.json")
 
 
-def test_a_size_that_is_null_is_refused_in_a_record() -> None:
+def test_null_size_in_a_recorded_shape_is_refused() -> None:
     with pytest.raises(InputError, match="hidden_size is missing"):
-        shape_of({**asdict(tiny_shape()), "hidden_size": None}, "plan.json")
+        parse_model_shape({**asdict(tiny_shape()), "hidden_size": None}, "plan.json")
 
 
-def test_many_experts_in_many_layers_are_refused() -> None:
+def test_excessive_expert_count_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most 262144 experts"):
         ModelConfig(family="mixtral", num_hidden_layers=4096, num_local_experts=4096)
 
 
 @pytest.mark.parametrize("kind", ["a billion layers", "a float", "text", "nested"])
-def test_planning_with_a_hostile_pretrained_folder_is_refused_at_once(
+def test_hostile_pretrained_folder_is_refused(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = "[" * 200_000 if kind == "nested" else json.dumps({**config_of("llama"), **WRONG[kind]})
@@ -93,7 +94,7 @@ def test_planning_with_a_hostile_pretrained_folder_is_refused_at_once(
     assert time.monotonic() - began < 10
 
 
-def test_a_checkpoint_that_says_a_billion_layers_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_with_a_billion_layers_is_refused(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path)
     content = json.loads((folder / manifest.NAME).read_text())
     content["scalars"]["model"]["num_hidden_layers"] = 10**9

@@ -1,7 +1,7 @@
-"""Models that files describe: ``config.json``, a run's ``plan.json``, the scalars of a checkpoint.
+"""Parse model descriptions in files: ``config.json``, a run's ``plan.json``, the scalars of a checkpoint.
 
-Such a file may come from somebody else. Its sizes are whole numbers within the bounds of ``ModelConfig``, or it is refused: a billion
-layers would keep planning busy for hours, and fill the memory.
+Such a file may be untrusted. Sizes must be integers within the bounds of ``ModelConfig``: a billion layers
+would keep planning busy for hours and exhaust memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import Family, ModelShape
 
-RULE = "a model's file has each of its sizes, a whole number that a model can have"
+RULE = "a model's file has all sizes, as whole numbers within the bounds of a model"
 REMEDY = "correct the file, or download or export it again"
 SIZES = (
     "hidden_size",
@@ -29,39 +29,40 @@ SIZES = (
 )
 
 
-def model_of_config(family: Family, config: Mapping[str, Any], file: object) -> ModelConfig:
-    """What ``config.json`` says. ``file``: its path, for errors.
+def parse_model_config(family: Family, config: Mapping[str, Any], file: object) -> ModelConfig:
+    """Parse a ``config.json``. ``file`` is its path, for errors.
 
     Raises:
-        InputError: a size is missing, is no whole number, or is out of bounds; or it is a variant that the family does not cover.
+        InputError: a size is missing, not an integer or out of bounds, or the family does not support this
+            variant.
     """
-    return _checked(lambda: family.from_hugging_face_config(config), file)
+    return _check_sizes(lambda: family.from_hugging_face_config(config), file)
 
 
-def shape_of(sizes: Mapping[str, Any], file: object) -> ModelShape:
-    """What this toolkit recorded of a model; what a later version added is passed over. ``file``: where, for errors.
+def parse_model_shape(sizes: Mapping[str, Any], file: object) -> ModelShape:
+    """Parse a recorded shape, ignoring fields of later versions. ``file`` is its path, for errors.
 
     Raises:
-        InputError: a size is missing, is no whole number, or is out of bounds.
+        InputError: a size is missing, not an integer or out of bounds.
     """
     known = {name: value for name, value in sizes.items() if name in ModelShape.__dataclass_fields__}
-    # In a shape, 0 experts say that there are none.
+    # A shape without experts has 0 of them, a configuration None.
     experts = ("num_local_experts", "num_experts_per_tok")
     given: dict[str, Any] = {
         name: value or None if name in experts else value for name, value in known.items()
     }
-    _checked(lambda: ModelConfig(**given), file)
+    _check_sizes(lambda: ModelConfig(**given), file)
     try:
         shape = ModelShape(**known)
     except TypeError as error:
-        raise _wrong(file, str(error)) from error
+        raise _invalid_file(file, str(error)) from error
     missing = [name for name in SIZES if getattr(shape, name) is None]
     if missing:
-        raise _wrong(file, f"{missing[0]} is missing")
+        raise _invalid_file(file, f"{missing[0]} is missing")
     return shape
 
 
-def _checked(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
+def _check_sizes(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
     try:
         model = make()
     except InputError:
@@ -72,18 +73,18 @@ def _checked(make: Callable[[], ModelConfig], file: object) -> ModelConfig:
         ValueError,
         AttributeError,
         ArithmeticError,
-    ) as error:  # ConfigError of a bound is a ValueError
+    ) as error:  # includes ConfigError
         problem = next(iter(getattr(error, "problems", ())), None)
         seen = (
             f"{problem.seen} ({problem.rule})" if problem is not None else f"{type(error).__name__}: {error}"
         )
-        raise _wrong(file, seen) from error
+        raise _invalid_file(file, seen) from error
     for name in SIZES:
         value = getattr(model, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise _wrong(file, f"{name}={value!r:.80}")
+            raise _invalid_file(file, f"{name}={value!r:.80}")
     return model
 
 
-def _wrong(file: object, seen: str) -> InputError:
+def _invalid_file(file: object, seen: str) -> InputError:
     return InputError(Problem(str(file), f"{file}: {seen}", RULE, REMEDY))

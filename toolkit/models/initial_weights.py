@@ -1,6 +1,7 @@
-"""Random initial weights as a checkpoint reader: a pure function of (seed, parameter name), the same in every layout.
+"""Random initial weights as a checkpoint reader.
 
-A rank makes one module's weights at a time, keeps its boxes of them, and forgets the rest: no rank ever holds the whole model.
+They are a pure function of seed and parameter name, equal in every layout. A rank initializes one module at a
+time and copies its shards, so no rank ever stores the whole model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from toolkit.plan.types import RunPlan
 
 
 class InitialWeights:
-    """Implements ``Reader``: weights only, fp32, no scalars."""
+    """A ``Reader`` of fp32 weights without scalars."""
 
     scalars: Mapping[str, object] = {}
 
@@ -34,7 +35,7 @@ class InitialWeights:
         if self._plan.shape is not None:
             shapes = {spec.name: spec.shape for spec in self._plan.parameters}
         else:
-            shapes = {name: tuple(weight.shape) for name, weight in self._own.items()}
+            shapes = {name: tuple(weight.shape) for name, weight in self._target_weights.items()}
         return {TensorKey(WEIGHT, name): TensorInfo("float32", shape) for name, shape in shapes.items()}
 
     @torch.no_grad()
@@ -54,21 +55,21 @@ class InitialWeights:
                 )
             wanted.setdefault(shard.key.name, []).append(shard)
         if self._plan.shape is None:
-            _copy(self._own, wanted)
+            _copy(self._target_weights, wanted)
             return
         for path, module in self._skeleton.named_modules():
             names = {name: f"{path}.{name}" if path else name for name in module._parameters}
             if any(name in wanted for name in names.values()):
-                with _materialised(module):
-                    self._initialise(path, module)
+                with _materialize(module):
+                    self._initialize(path, module)
                     _copy(
                         {names[name]: weight for name, weight in module.named_parameters(recurse=False)},
                         wanted,
                     )
 
     @cached_property
-    def _own(self) -> dict[str, torch.Tensor]:
-        """``model.target``: only its constructor knows the weights, so the whole model is made."""
+    def _target_weights(self) -> dict[str, torch.Tensor]:
+        """The weights of ``model.target``: the whole model is built, as only its constructor knows them."""
         module = build_target(self._plan.config.model, self._plan.config.train.seed)
         return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -76,9 +77,12 @@ class InitialWeights:
     def _skeleton(self) -> Any:
         return build_model(self._plan, "cpu", meta=True)
 
-    def _initialise(self, path: str, module: nn.Module) -> None:
-        """As transformers does it: a module first, then those around it, which may change it again (gpt2 scales the
-        projections into the residual stream from outside). What they do to their other parts is without content."""
+    def _initialize(self, path: str, module: nn.Module) -> None:
+        """Initialize a module as transformers does: first the module, then its parents, which may change it.
+
+        gpt2, for example, rescales the projections into the residual stream from outside. The parents' other
+        parts are on meta, so initializing them has no effect.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed(self._plan.config.train.seed, path))
             self._skeleton._init_weights(module)
@@ -88,8 +92,8 @@ class InitialWeights:
 
 
 @contextmanager
-def _materialised(module: nn.Module) -> Iterator[None]:
-    """The module's own parameters have memory inside, and are on meta again after."""
+def _materialize(module: nn.Module) -> Iterator[None]:
+    """Give the module's own parameters memory inside the context."""
     meta = dict(module._parameters)
     for name, parameter in meta.items():
         if parameter is not None:
@@ -107,7 +111,7 @@ def _seed(seed: int, path: str) -> int:
 def _copy(weights: Mapping[str, torch.Tensor], wanted: Mapping[str, Sequence[Shard]]) -> None:
     for name, weight in weights.items():
         for shard in wanted.get(name, ()):
-            place = tuple(
+            index = tuple(
                 slice(low, low + size) for low, size in zip(shard.box.offset, shard.box.shape, strict=True)
             )
-            shard.data.copy_(weight[place])
+            shard.data.copy_(weight[index])

@@ -1,7 +1,4 @@
-"""Initial weights are a function of seed and name alone, and distributed as transformers' own.
-
-pytest tests/models/test_initial.py
-"""
+"""Initial weights depend on seed and name only, and are distributed as transformers' own."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey, flat_shards
 from toolkit.errors import CheckpointError
-from toolkit.families import get
-from toolkit.models import initial
-from toolkit.models.initial import InitialWeights
+from toolkit.families import get_family
+from toolkit.models import initial_weights as initial
+from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import FAMILIES, tiny_plan
@@ -37,8 +34,8 @@ def shard_of(name: str, value: torch.Tensor) -> Shard:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equal_in_any_layout(family: str) -> None:
-    """Cut into flat ranges as ZeRO cuts them, each read alone and in another order."""
+def test_weights_are_equal_in_any_layout(family: str) -> None:
+    """Flat ranges as in ZeRO, read separately and in another order."""
     plan = tiny_plan(family)
     expected = whole(plan)
     ranks = 3
@@ -69,11 +66,11 @@ def digest_elsewhere(rank: int, ranks: int, family: str) -> str:
     return digest(family)
 
 
-def test_equal_in_another_process_with_other_threads() -> None:
+def test_weights_are_equal_in_another_process() -> None:
     assert run_ranks(digest_elsewhere, 1, "gpt2") == [digest("gpt2")]
 
 
-def test_seed_and_name_decide() -> None:
+def test_weights_depend_on_seed_and_name() -> None:
     plan, other = tiny_plan(), tiny_plan(train__seed=4)
     ours, theirs = whole(plan), whole(other)
     assert all(torch.equal(ours[name], again) for name, again in whole(plan).items())
@@ -84,17 +81,17 @@ def test_seed_and_name_decide() -> None:
     )
 
 
-def test_a_deeper_model_keeps_its_first_layers() -> None:
+def test_deeper_model_has_the_same_first_layers() -> None:
     shallow, deep = whole(tiny_plan()), whole(tiny_plan(model__num_hidden_layers=3))
     assert all(torch.equal(weight, deep[name]) for name, weight in shallow.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_distributed_as_transformers_initialises(family: str) -> None:
+def test_distribution_matches_transformers(family: str) -> None:
     plan = tiny_plan(family, model__initializer_range=0.03)
     assert plan.shape is not None
     theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**get(family).hugging_face_config(plan.shape))
+        AutoConfig.for_model(**get_family(family).hugging_face_config(plan.shape))
     )
     weights = whole(plan)
     for name, expected in theirs.state_dict().items():
@@ -111,7 +108,7 @@ def test_distributed_as_transformers_initialises(family: str) -> None:
             assert abs(float(ours.mean())) < tolerance * 0.03, name
 
 
-def test_gpt2_scales_what_enters_the_residual_stream() -> None:
+def test_gpt2_scales_residual_projections() -> None:
     weights = whole(tiny_plan("gpt2", model__num_hidden_layers=8))
     for name, std in (
         ("attn.c_proj", 0.02 / 4),
@@ -122,7 +119,7 @@ def test_gpt2_scales_what_enters_the_residual_stream() -> None:
         assert float(weights[f"transformer.h.3.{name}.weight"].std()) == pytest.approx(std, rel=0.06), name
 
 
-def test_cast_to_what_asks() -> None:
+def test_weights_are_cast_to_the_target_dtype() -> None:
     plan = tiny_plan()
     expected = whole(plan)
     assert all(
@@ -136,7 +133,7 @@ def test_random_state_outside_is_unchanged() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_holds_one_module_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_module_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tiny_plan("mixtral")
     reader = InitialWeights(plan)
     held: list[int] = []
@@ -155,17 +152,17 @@ def test_holds_one_module_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(parameter.is_meta for parameter in reader._skeleton.parameters())
     del held[:]
     reader.read([shard_of("model.norm.weight", torch.empty(64))])
-    assert held == [64], "what nobody asks for is not made"
+    assert held == [64], "unrequested modules are not initialized"
 
 
 @pytest.mark.parametrize(
     "key", [TensorKey(WEIGHT, "model.norm"), TensorKey(EXP_AVG, "model.norm.weight")], ids=str
 )
-def test_what_there_is_not_is_refused(key: TensorKey) -> None:
+def test_unknown_name_is_refused(key: TensorKey) -> None:
     with pytest.raises(CheckpointError, match="nothing of that name"):
         InitialWeights(tiny_plan()).read([Shard(key, (64,), Box.whole((64,)), torch.empty(64))])
 
 
-def test_another_shape_is_refused() -> None:
+def test_wrong_shape_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"\[64\]"):
         InitialWeights(tiny_plan()).read([shard_of("model.norm.weight", torch.empty(32))])

@@ -1,4 +1,4 @@
-"""An engine's state kept in memory, to give to another engine: what a checkpoint does, without files."""
+"""Transfer state from one engine to another in memory, without checkpoint files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.errors import CheckpointError, Problem
 
 
 class MemoryReader:
-    """Implements ``Reader`` over whole tensors."""
+    """A ``Reader`` of whole tensors in memory."""
 
     def __init__(self, state: Mapping[TensorKey, torch.Tensor], scalars: Mapping[str, object]) -> None:
         self._state, self.scalars = dict(state), copy.deepcopy(dict(scalars))
 
     @staticmethod
-    def of(engine: Engine) -> MemoryReader:
-        """A copy of the state of an engine of one rank."""
+    def from_engine(engine: Engine) -> MemoryReader:
+        """Copy the state of an engine with one rank."""
         return MemoryReader(
             {shard.key: shard.data.detach().clone() for shard in engine.shards()}, engine.scalars()
         )
@@ -39,17 +39,17 @@ class MemoryReader:
     @torch.no_grad()
     def read(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
-            held = self._state.get(shard.key)
-            if held is None or tuple(held.shape) != shard.global_shape:
+            whole = self._state.get(shard.key)
+            if whole is None or tuple(whole.shape) != shard.global_shape:
                 raise CheckpointError(
                     Problem(
                         str(shard.key),
                         f"{shard.key} of shape {shard.global_shape}",
-                        "what is read was saved",
+                        "only saved tensors can be read",
                         "save it first",
                     )
                 )
-            place = tuple(
+            index = tuple(
                 slice(low, low + size) for low, size in zip(shard.box.offset, shard.box.shape, strict=True)
             )
-            shard.data.copy_(held[place])
+            shard.data.copy_(whole[index])

@@ -1,11 +1,13 @@
-"""Gradients of parameters that a micro-batch does not use. ZeRO takes it that there are none.
+"""Handle parameters that a micro-batch does not use, which ZeRO assumes not to exist.
 
-Measured on DeepSpeed 0.19.8 with a branch that some micro-batches take: under ZeRO 3, and wherever the optimizer is offloaded, a
-parameter without a gradient is stepped with the one it had in an earlier step (the loss is off by 0.1 after 20 steps), and one
-that the last micro-batch does not use loses what the others gave it. Where ranks use different parameters, ZeRO 1 and 2 add up
-gradients of different parameters, or fail.
+Measured on DeepSpeed 0.19.8 with a branch that only some micro-batches take. Under ZeRO 3 and with an
+offloaded optimizer, a parameter without a gradient is updated with its gradient of an earlier step (the loss
+is off by 0.1 after 20 steps), and a parameter that the last micro-batch does not use loses the gradients of
+the earlier ones. If ranks use different parameters, ZeRO 1 and 2 sum gradients of different parameters, or
+fail.
 
-Models of ``families/`` use all parameters always. Any other model gets all three mends, at the cost of one addition a gradient.
+Models of ``families/`` always use all parameters. For other models these patches cost one addition per
+gradient.
 """
 
 from __future__ import annotations
@@ -18,22 +20,23 @@ import torch
 from torch import nn
 
 
-def reach(loss: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """The same loss, whose backward gives every trainable parameter of ``module`` a gradient, zero if no other.
+def connect_all_parameters(loss: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """Return the loss such that backward gives every trainable parameter a gradient, zero if unused.
 
-    For ZeRO 1 and 2. Under ZeRO 3 a parameter has its shape only while its module runs, and all ranks must run the same
-    modules: a branch that depends on the samples cannot train there.
+    For ZeRO 1 and 2. Under ZeRO 3 a parameter has its shape only while its module runs, and all ranks must
+    run the same modules, so a data-dependent branch cannot be trained.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    reached: torch.Tensor = _Reach.apply(loss, *parameters)
+    reached: torch.Tensor = _ConnectAllParameters.apply(loss, *parameters)
     return reached
 
 
-def in_order(optimizer: Any) -> Callable[[], None]:
-    """Let ZeRO 2 reduce gradients in one fixed order, last parameter first; the returned function is called before a backward.
+def reduce_in_fixed_order(optimizer: Any) -> Callable[[], None]:
+    """Let ZeRO 2 reduce gradients in a fixed order; call the returned function before each backward.
 
-    It reduces them as they come, side by side in buckets, and they come in another order where a branch is not taken: ranks
-    would add up gradients of different parameters. With :func:`reach` each gradient comes, so none waits for ever.
+    By default it reduces gradients in the order in which they become ready, which depends on the branches
+    taken: ranks would sum gradients of different parameters. With :func:`connect_all_parameters` every
+    gradient becomes ready.
     """
     order = [
         (parameter, number) for number, group in enumerate(optimizer.bit16_groups) for parameter in group
@@ -58,7 +61,7 @@ def in_order(optimizer: Any) -> Callable[[], None]:
     return begin
 
 
-class _Reach(torch.autograd.Function):
+class _ConnectAllParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.like = [(parameter.new_zeros(()), parameter.shape) for parameter in parameters]
@@ -66,12 +69,12 @@ class _Reach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # One element each, expanded: nothing is allocated where the parameter has another gradient to add this to.
+        # One element each, expanded: no memory is allocated if the parameter has another gradient.
         return (*gradients, *(zero.expand(shape) for zero, shape in ctx.like))
 
 
-def forget(optimizer: Any) -> None:
-    """Before the first micro-batch of a step: no buffer holds a gradient of an earlier step."""
+def zero_gradient_buffers(optimizer: Any) -> None:
+    """Zero the buffers that hold gradients of an earlier step. Call it before a step's first micro-batch."""
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if flat is None:
         return
@@ -83,9 +86,12 @@ def forget(optimizer: Any) -> None:
 
 
 @contextmanager
-def kept_of_earlier(optimizer: Any, last: bool) -> Iterator[None]:
-    """Around a backward: under ZeRO 3 with the optimizer offloaded, the last one of a step hands over the gradients of the
-    parameters that it used; those of parameters that only earlier micro-batches used follow here."""
+def keep_earlier_gradients(optimizer: Any, last: bool) -> Iterator[None]:
+    """Keep gradients of parameters that only earlier micro-batches used, around each backward.
+
+    Under ZeRO 3 with an offloaded optimizer, the last backward of a step passes on only the gradients of the
+    parameters that it used itself. Those of the other parameters are passed on here.
+    """
     if not (last and getattr(optimizer, "offload_optimizer", False)):
         yield
         return

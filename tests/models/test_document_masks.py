@@ -1,7 +1,4 @@
-"""A document in a window with others has the logits that it has alone: every family, its attention, recomputed blocks, its stages.
-
-pytest tests/models/test_documents.py
-"""
+"""A document in a window with others has the logits that it has alone, in every family."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ import torch
 from torch import nn
 
 from tests.models.broken import Fine
-from tests.models.test_stage import stages
+from tests.models.pipeline_stages import stages
 from toolkit.config.data import Documents
 from toolkit.config.schema import ModelConfig
-from toolkit.engine.documents import visible
+from toolkit.engine.attention_mask import document_causal_mask
 from toolkit.engine.protocol import MicroBatch
 from toolkit.errors import ConfigError
 from toolkit.families import FAMILIES
@@ -42,14 +39,14 @@ def filled(plan: RunPlan) -> nn.Module:
 
 
 def documents(batch: MicroBatch) -> Iterator[tuple[int, slice]]:
-    """Row and place of each document of a micro-batch."""
+    """Row and slice of each document of a micro-batch."""
     for row, places in enumerate(batch["position_ids"]):
         starts = [*torch.nonzero(places == 0).flatten().tolist(), len(places)]
         yield from ((row, slice(first, end)) for first, end in pairwise(starts))
 
 
 def apart(model: Any, logits: torch.Tensor, batch: MicroBatch) -> float:
-    """How far any document's ``logits`` are from those that it has alone."""
+    """The largest difference of any document's ``logits`` from those that it has alone."""
     found = []
     for row, place in documents(batch):
         alone = model(input_ids=batch["input_ids"][row : row + 1, place], use_cache=False).logits
@@ -60,7 +57,7 @@ def apart(model: Any, logits: torch.Tensor, batch: MicroBatch) -> float:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_among_others_is_as_alone(family: str, attention: str) -> None:
+def test_document_in_a_window_matches_the_document_alone(family: str, attention: str) -> None:
     plan = tiny_plan(family, **SEPARATE)
     model, batch = filled(plan), micro_batches(plan, 0)[0]
     model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -74,8 +71,8 @@ def test_a_document_among_others_is_as_alone(family: str, attention: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recomputed_blocks_have_the_same_mask(family: str) -> None:
-    """Gradients of the loss of a micro-batch, against the sum over its documents alone; in evaluation as well."""
+def test_recomputed_blocks_use_the_same_mask(family: str) -> None:
+    """Gradients and evaluation loss equal the sum over the documents alone."""
     plan = tiny_plan(family, train__activation_checkpointing=True, **SEPARATE)
     model, batch, task = filled(plan), micro_batches(plan, 0)[0], text_task(plan)
 
@@ -103,7 +100,7 @@ def test_recomputed_blocks_have_the_same_mask(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_make_the_model_of_documents_too(family: str) -> None:
+def test_pipeline_stages_match_the_model_with_documents(family: str) -> None:
     plan = tiny_plan(family, model__num_hidden_layers=3, **SEPARATE)
     whole, batch = filled(plan), micro_batches(plan, 0)[0]
     positions = batch["position_ids"]
@@ -117,8 +114,8 @@ def test_stages_make_the_model_of_documents_too(family: str) -> None:
         assert float((forgotten - logits).abs().max()) > 1e3 * TOLERANCE
 
 
-def test_a_cache_is_not_taken_for_documents() -> None:
-    """Text is continued token by token, positions running on: as the whole text at once."""
+def test_generation_cache_is_not_mistaken_for_documents() -> None:
+    """Generating token by token with running positions matches the whole text at once."""
     model, ids = filled(tiny_plan()).eval(), torch.arange(12).unsqueeze(0)
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits
@@ -132,8 +129,8 @@ def test_a_cache_is_not_taken_for_documents() -> None:
     assert float((torch.cat(rest, 1) - whole).abs().max()) < TOLERANCE
 
 
-def test_a_query_sees_its_own_document_up_to_itself() -> None:
-    seen = visible(torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]))
+def test_mask_is_causal_within_documents() -> None:
+    seen = document_causal_mask(torch.tensor([[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]))
     assert seen.shape == (2, 1, 5, 5)
     assert seen[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -143,12 +140,14 @@ def test_a_query_sees_its_own_document_up_to_itself() -> None:
         [0, 0, 0, 1, 1],
     ]
     assert torch.equal(seen[1, 0], torch.ones(5, 5, dtype=torch.bool).tril())
-    some = visible(torch.tensor([[0, 1, 0, 0, 1]]), torch.tensor([4, 1]), torch.tensor([3, 4, 0, 1]))
+    some = document_causal_mask(
+        torch.tensor([[0, 1, 0, 0, 1]]), torch.tensor([4, 1]), torch.tensor([3, 4, 0, 1])
+    )
     assert some[0, 0].int().tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
 
 
 class Placed(nn.Module):
-    """Takes positions, and says which it was given."""
+    """Takes positions and records them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,8 +170,8 @@ class AnyName(nn.Module):
         return self.weight * input_ids.float().mean()
 
 
-def test_a_model_of_ones_own_is_told_where_documents_begin() -> None:
-    here = "tests.models.test_documents"
+def test_custom_model_receives_position_ids() -> None:
+    here = "tests.models.test_document_masks"
     plan = tiny_plan(None, model__target=f"{here}.Placed", **SEPARATE)
     model, batch = build_model(plan, "cpu"), micro_batches(plan, 0)[0]
     text_task(plan, 0).loss_sum(model, batch)

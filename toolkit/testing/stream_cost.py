@@ -1,4 +1,4 @@
-"""What a stream costs that does not depend on how much data there are: measured on sources that invent their tokens."""
+"""Measure costs of a data stream that do not depend on the amount of data, with synthetic tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ Ints = npt.NDArray[np.int64]
 
 LENGTH = 2048
 GLOBAL_BATCH, RANKS, MICRO_BATCH = 1024, 128, 8
-WEIGHTS = (
-    (0.7, 0.2, 0.1),
-    (0.4, 0.3, 0.3),
-)  # of the three sources of a mixture, before and after half of the first epoch
+# Weights of the three sources of a mixture, before and after half of the first epoch.
+WEIGHTS = ((0.7, 0.2, 0.1), (0.4, 0.3, 0.3))
 
 
-class Invented:
-    """Any number of tokens, in no memory: each is a hash of its place."""
+class SyntheticTokens:
+    """Any number of tokens without memory: each is a hash of its position."""
 
     token_bytes = 2
     dtype = np.dtype(np.uint16)
@@ -51,30 +49,32 @@ class Invented:
         return [row.tobytes() for row in rows]
 
 
-def invented_stream(samples: int, *, mixed: bool) -> Stream:
-    """Rank 3 of 128, over sources that have ``samples`` in all."""
+def synthetic_stream(samples: int, *, mixed: bool) -> Stream:
+    """The stream of rank 3 of 128, over sources with ``samples`` in all."""
     stages = (RampStage(GLOBAL_BATCH, 0, 0, None),)
     batch = BatchPlan(micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH, data_parallel=RANKS, stages=stages)
     if not mixed:
-        windows = TokenWindows(Invented(samples * LENGTH), LENGTH, 0)
+        windows = TokenWindows(SyntheticTokens(samples * LENGTH), LENGTH, 0)
         return Stream({"train": windows}, None, seed=0, batch=batch, data_rank=3)
     tables = [tuple(Fraction(str(weight)) for weight in weights) for weights in WEIGHTS]
     mixture = Mixture([Phase(0, tables[0]), Phase(samples // 2, tables[1])], 0)
     names = ("code", "maths", "web")
     sources = {
-        name: TokenWindows(Invented(samples // 3 * LENGTH), LENGTH, source_seed(0, name)) for name in names
+        name: TokenWindows(SyntheticTokens(samples // 3 * LENGTH), LENGTH, source_seed(0, name))
+        for name in names
     }
     return Stream(sources, mixture, seed=0, batch=batch, data_rank=3)
 
 
 @dataclass(frozen=True, slots=True)
-class FlatCost:
-    """
+class StreamCost:
+    """The cost of opening a stream.
+
     Attributes:
         first_batch_seconds: from nothing to the micro-batches of the first step: 8 windows of 2,048 tokens.
         resume_seconds: the same at a step in the third epoch.
-        peak_bytes: of Python's and numpy's memory while resuming, the batches read ahead among it.
-        state_bytes: as JSON.
+        peak_bytes: memory of Python and numpy while resuming, including prefetched batches.
+        state_bytes: size of the state as JSON.
     """
 
     samples: int
@@ -85,8 +85,8 @@ class FlatCost:
     state_bytes: int
 
 
-def flat_cost(samples: int, *, mixed: bool, rounds: int = 5) -> FlatCost:
-    """Of an index of ``samples``; seconds are the best of ``rounds``, which other work on the machine disturbs least."""
+def measure_stream_cost(samples: int, *, mixed: bool, rounds: int = 5) -> StreamCost:
+    """Measure an index of ``samples``; seconds are minima over ``rounds``."""
     late = 5 * samples // 2 // GLOBAL_BATCH
     first = min(_seconds(samples, mixed, 0) for _ in range(rounds))
     resume = min(_seconds(samples, mixed, late) for _ in range(rounds))
@@ -94,15 +94,15 @@ def flat_cost(samples: int, *, mixed: bool, rounds: int = 5) -> FlatCost:
     _seconds(samples, mixed, late)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    stream = invented_stream(samples, mixed=mixed)
+    stream = synthetic_stream(samples, mixed=mixed)
     state = {"step": late, "samples": stream.first_sample(late), "fingerprint": stream.fingerprint()}
-    return FlatCost(samples, mixed, first, resume, peak, len(json.dumps(state)))
+    return StreamCost(samples, mixed, first, resume, peak, len(json.dumps(state)))
 
 
 def _seconds(samples: int, mixed: bool, step: int) -> float:
     began = time.perf_counter()
-    stream = invented_stream(samples, mixed=mixed)
-    steps = stream.steps(step)  # held, so that closing waits for its thread
+    stream = synthetic_stream(samples, mixed=mixed)
+    steps = stream.steps(step)  # referenced, so that closing waits for its thread
     (batch,) = next(steps)
     seconds = time.perf_counter() - began
     assert batch.shape == (MICRO_BATCH, LENGTH + 1), f"shape {batch.shape}"

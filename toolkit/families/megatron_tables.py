@@ -1,4 +1,4 @@
-"""What families make their tables of Megatron-core's tensors of. Names are relative to a block until :func:`in_layer`."""
+"""Helpers with which families define Megatron-core tensors, named relative to a block at first."""
 
 from __future__ import annotations
 
@@ -6,38 +6,47 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from toolkit.families.base import ModelShape, Traits
-from toolkit.families.megatron import Cut, MegatronTensor, Part
+from toolkit.families.base import FamilyTraits, ModelShape
+from toolkit.families.megatron import MegatronTensor, TensorCut, TensorPart
 
 
-def same(
-    name: str, canonical: str, shape: tuple[int, ...], cut: Cut = Cut.whole, *, transposed: bool = False
+def rename_tensor(
+    name: str,
+    canonical: str,
+    shape: tuple[int, ...],
+    cut: TensorCut = TensorCut.whole,
+    *,
+    transposed: bool = False,
 ) -> MegatronTensor:
-    """One canonical tensor under another name; ``shape`` is the Megatron-core tensor's."""
+    """One canonical tensor under another name; ``shape`` is that of the Megatron-core tensor."""
     extent = shape[::-1] if transposed else shape
     return MegatronTensor(
-        name, shape, (Part(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut
+        name, shape, (TensorPart(canonical, (0,) * len(shape), extent, (0,) * len(shape), transposed),), cut
     )
 
 
-def stacked(name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: Cut) -> MegatronTensor:
-    """Canonical tensors of ``shape``, each, one below the other."""
+def stack_rows(
+    name: str, canonical: tuple[str, ...], shape: tuple[int, int], cut: TensorCut
+) -> MegatronTensor:
+    """Canonical tensors, each of ``shape``, stacked by rows."""
     rows, columns = shape
-    parts = tuple(Part(one, (0, 0), shape, (index * rows, 0)) for index, one in enumerate(canonical))
+    parts = tuple(TensorPart(name, (0, 0), shape, (index * rows, 0)) for index, name in enumerate(canonical))
     return MegatronTensor(name, (len(canonical) * rows, columns), parts, cut)
 
 
-def expert(name: str, canonical: str, shape: tuple[int, int], cut: Cut, number: int) -> MegatronTensor:
+def expert_tensor(
+    name: str, canonical: str, shape: tuple[int, int], cut: TensorCut, number: int
+) -> MegatronTensor:
     """Expert ``number`` of a canonical tensor ``[E, *shape]``."""
     return MegatronTensor(
-        name, shape, (Part(canonical, (number, 0, 0), (1, *shape), (0, 0)),), cut, expert=number
+        name, shape, (TensorPart(canonical, (number, 0, 0), (1, *shape), (0, 0)),), cut, expert=number
     )
 
 
 def query_groups(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
-    """What linear_qkv is made of, from its first row on: (q, k or v; first row in its own projection; rows; row in linear_qkv).
+    """Yield the parts of linear_qkv: (q, k or v; first row in its projection; rows; row in linear_qkv).
 
-    Group after group, a key-value head each: the queries that attend to it, its key, its value.
+    A group belongs to one key-value head: the queries that attend to it, its key, its value.
     """
     row = 0
     for group in range(shape.num_key_value_heads):
@@ -47,13 +56,16 @@ def query_groups(shape: ModelShape) -> Iterator[tuple[str, int, int, int]]:
             row += rows
 
 
-def in_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
-    """``tensor``, named within a block, as that of block ``layer``; ``prefix`` is the block's in canonical names."""
+def move_to_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
+    """Turn ``tensor``, named within a block, into that of block ``layer``;
+
+    ``prefix`` is the block's canonical name.
+    """
     parts = tuple(replace(part, canonical=prefix + part.canonical) for part in tensor.parts)
     return replace(tensor, name=f"decoder.layers.{layer}.{tensor.name}", parts=parts, layer=layer)
 
 
-def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
+def transformer_config(shape: ModelShape, traits: FamilyTraits) -> dict[str, Any]:
     """See ``Family.megatron_config``."""
     found: dict[str, Any] = {
         "normalization": traits.norm.value,
@@ -72,10 +84,11 @@ def config(shape: ModelShape, traits: Traits) -> dict[str, Any]:
         found |= {
             "num_moe_experts": shape.num_local_experts,
             "moe_router_topk": shape.num_experts_per_tok,
-            "moe_router_pre_softmax": False,  # softmax over the chosen experts: the same as renormalising over them
+            "moe_router_pre_softmax": False,  # softmax over the chosen experts equals renormalizing over them
             "moe_ffn_hidden_size": shape.intermediate_size,
             "moe_router_load_balancing_type": "aux_loss",
-            # Megatron-core divides by the experts a token visits and adds up layers; the run's coefficient is of the layers' mean.
+            # Megatron-core divides by the experts per token and sums over layers; the run's coefficient is
+            # for the mean over layers.
             "moe_aux_loss_coeff": shape.router_aux_loss_coef
             * shape.num_experts_per_tok
             / shape.num_hidden_layers,

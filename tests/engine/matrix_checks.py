@@ -1,0 +1,65 @@
+"""Run cells of the parity matrix and deliberately wrong variants of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+from toolkit.plan.types import Device, RunPlan
+from toolkit.testing.dist import RankPool
+from toolkit.testing.matrix import TOLERANCE, Cell, OptimizerCase, select_cells
+from toolkit.testing.measure import Measured, measure
+from toolkit.testing.verify import ParityVerdict, judge, measure_cell
+
+
+def named(name: str) -> Cell:
+    (cell,) = select_cells((name,))
+    return cell
+
+
+class Oracles:
+    """Runs each oracle (family, sizes, optimizer) once."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self.of = cache(lambda cell, case: measure_cell(cell, case, pool, Device.CPU))
+
+
+def check(cell: Cell, case: OptimizerCase, pool: RankPool, oracles: Oracles) -> None:
+    verdict, cause, differences = judge(
+        cell, measure_cell(cell, case, pool, Device.CPU), oracles.of(cell.oracle(), case)
+    )
+    assert verdict.good, f"{verdict}: {cause}; {differences}"
+    if verdict is ParityVerdict.FLIP:
+        print(cause)
+
+
+def right(plan: RunPlan) -> Any:
+    return nullcontext()
+
+
+@contextmanager
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def wrong_on_rank(
+    rank: int, ranks: int, plan: RunPlan, wrong: Callable[[RunPlan], Any], settings: dict[str, Any]
+) -> Measured:
+    with wrong(plan):
+        return measure(rank, ranks, plan, **settings)
+
+
+def far(cell: Cell, case: OptimizerCase, found: Measured, oracles: Oracles) -> None:
+    """Assert a large difference of the loss itself; that of weights alone would be weaker evidence."""
+    loss = found.trace.distance(oracles.of(cell.oracle(), case).trace).loss
+    print(loss)
+    assert loss > 10 * TOLERANCE.loss, (
+        f"a wrong run passes as correct: {loss:.1e} against {TOLERANCE.loss:.0e}"
+    )
