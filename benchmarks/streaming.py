@@ -278,7 +278,8 @@ def turn_medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
 def measure_flat(python: Path) -> list[dict[str, Any]]:
     """Return ``FlatCost`` of this toolkit's stream, each in its own process."""
     ask = (
-        "import json, sys; from dataclasses import asdict; from toolkit.testing.stream_cost import measure_stream_cost; "
+        "import json, sys; from dataclasses import asdict; "
+        "from toolkit.testing.stream_cost import measure_stream_cost; "
         "print(json.dumps(asdict(measure_stream_cost(int(sys.argv[1]), mixed=sys.argv[2] == 'mixed'))))"
     )
     argvs = [

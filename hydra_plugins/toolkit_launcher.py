@@ -24,10 +24,10 @@ class ToolkitLauncher(Launcher):
     """Hands the points that a sweeper made to whoever carries them out, whole batches at a time."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from toolkit.config.multirun import CarryOut
+        from toolkit.config.multirun import BatchRunner
 
         if not isinstance(
-            task_function, CarryOut
+            task_function, BatchRunner
         ):  # another program, whose task is a function of one configuration
             raise HydraException(
                 "hydra/launcher=toolkit carries out the sweeps of this toolkit's launch/train.py -m and no others"

@@ -1,12 +1,12 @@
-"""Show what would run, without starting it: layout, batches, bytes per rank, DeepSpeed's settings. No GPU, no process group.
+"""Show the plan of a run without starting it: layout, batches, memory per rank, engine settings.
 
     python launch/plan.py +exp=quickstart
     python launch/plan.py +exp=llama_8b_zero3_offload cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
     python launch/plan.py --json +exp=gpt2_125m > plan.json
     python launch/plan.py --help
 
-The words after the file's name are those of launch/train.py; cluster.* describes machines that need not be here. Exit code: 0 it
-can be planned, 2 a mistake, each one named with its rule and remedy.
+The arguments are those of launch/train.py. cluster.* may describe machines other than this one. No GPU is
+needed. Exit codes: 0 if the run can be planned, 2 for errors, which are printed with rule and remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         return show_help(arguments, above=__doc__ or "")
     try:
         with file_errors():
-            show([word for word in arguments if word != "--json"], as_json="--json" in arguments)
+            show([argument for argument in arguments if argument != "--json"], as_json="--json" in arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(overrides: Sequence[str], *, as_json: bool) -> None:
-    """Print the plan of ``overrides``. Raises UserError with every problem."""
+    """Print the plan of ``overrides``. Raises UserError with all problems."""
     from rich.console import Console
 
     from toolkit.cluster.job import plan_job
@@ -43,14 +43,12 @@ def show(overrides: Sequence[str], *, as_json: bool) -> None:
     from toolkit.plan.present import table, to_json
     from toolkit.plan.target import check_target
 
-    plan = plan_job(
-        compose(overrides)
-    )  # nothing was started: the world is what cluster.* says, else this machine
+    plan = plan_job(compose(overrides))  # for the machines of cluster.*, else for this machine
     check_target(plan.config.model)
     if as_json:
         print(json.dumps(to_json(plan), indent=2))
     else:
-        # A file or a pipe has no width; a plan should not be folded at 80 there.
+        # rich would wrap at 80 columns in a file or pipe.
         console = Console(width=None if sys.stdout.isatty() else 140)
         console.print(table(plan))
 

@@ -1,4 +1,4 @@
-"""What an error shows of what a person wrote, and what it does not.
+"""Errors hide secrets, and every command reports unreadable files with rule and remedy.
 
 pytest tests/test_errors.py
 """
@@ -45,36 +45,36 @@ SHOWN = [
 
 
 @pytest.mark.parametrize("word", SECRET)
-def test_a_secret_value_is_not_shown(word: str) -> None:
+def test_secret_values_are_hidden(word: str) -> None:
     assert VALUE not in without_secrets(word)
     assert VALUE not in str(Problem("key", word, f"it is not {word}", f"write +{word}, or leave it out"))
 
 
 @pytest.mark.parametrize("key", ["hf_" + "a" * 34, "sk-" + "b" * 40, "ghp_" + "c" * 36, "AKIA" + "D" * 16])
-def test_a_key_of_a_known_service_is_not_shown(key: str) -> None:
+def test_keys_of_known_services_are_hidden(key: str) -> None:
     assert without_secrets(f"run.name={key} is odd") == "run.name=*** is odd"
 
 
 @pytest.mark.parametrize("text", SHOWN)
-def test_what_is_no_secret_is_shown_whole(text: str) -> None:
+def test_other_values_are_shown_unchanged(text: str) -> None:
     assert without_secrets(text) == text
 
 
 @pytest.mark.parametrize("word", [word for word in SECRET if not word.startswith("data.path")])
-def test_no_error_of_a_command_shows_a_secret(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_commands_hide_secrets(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["+exp=quickstart", word]) == ExitCode.USER
-    said = capsys.readouterr()
-    assert VALUE not in said.out + said.err
-    assert word.lstrip("+").partition("=")[0].rpartition(".")[2] in said.err, "the key itself is named"
+    printed = capsys.readouterr()
+    assert VALUE not in printed.out + printed.err
+    assert word.lstrip("+").partition("=")[0].rpartition(".")[2] in printed.err, "the key is shown"
 
 
-def test_a_secret_is_not_shown_by_the_error_itself() -> None:
+def test_config_error_hides_secrets() -> None:
     with pytest.raises(ConfigError) as caught:
         compose([f"monitor.api_key={VALUE}"])
     assert VALUE not in str(caught.value)
 
 
-def test_every_command_answers_a_file_that_cannot_be_read_with_rule_and_remedy(
+def test_commands_report_unreadable_files_with_rule_and_remedy(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file, long = tmp_path / "file", str(tmp_path / ("a" * 300))
@@ -112,11 +112,11 @@ def test_every_command_answers_a_file_that_cannot_be_read_with_rule_and_remedy(
     for name, (main, cases) in commands.items():
         for words in cases:
             assert main(words) == ExitCode.USER, (name, words)
-            said = capsys.readouterr().err
-            assert "rule:" in said, (name, words, said)
-            assert "remedy:" in said, (name, words, said)
+            printed = capsys.readouterr().err
+            assert "rule:" in printed, (name, words, printed)
+            assert "remedy:" in printed, (name, words, printed)
 
 
-def test_an_error_of_no_file_goes_through() -> None:
+def test_errors_without_a_file_are_not_converted() -> None:
     with pytest.raises(TimeoutError, match="no answer"), file_errors():
         raise TimeoutError("no answer")

@@ -1,4 +1,5 @@
-"""Folders import in one direction, and heavy packages only where they belong.
+"""Folders import in one direction, heavy packages are imported only in their folders, and class names are
+unique.
 
 pytest tests/test_imports.py
 """
@@ -8,13 +9,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Each row may import the rows above it, and itself; places in one row do not import each other.
+# A folder or module may import those in the rows above it, and itself, but not others in its row.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "progress", "files", "paths", "rows"),
     ("config", "layout", "goodput", "checkpoint_folder"),
@@ -29,7 +31,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("launch",),
 )
-# cluster stands beside the chain: it may use plan and rundir, and only launch may use it.
+# cluster is outside of this order: it may import these, and only launch may import it.
 CLUSTER_USES = {
     "logs",
     "errors",
@@ -74,7 +76,7 @@ TORCH_FREE = (
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file names in an import, however deep in it."""
+    """Every module that a file imports, also inside functions."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -86,7 +88,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def place(path: Path) -> str:
+def part_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[0] if parts[0] == "launch" else parts[1]
 
@@ -99,35 +101,44 @@ FILES = sorted(
 )
 
 
-def allowed(of: str) -> set[str]:
-    if of == "cluster":
+def allowed_imports(part: str) -> set[str]:
+    if part == "cluster":
         return CLUSTER_USES
-    row = next(index for index, row in enumerate(ORDER) if of in row)
+    row = next(index for index, row in enumerate(ORDER) if part in row)
     below = {name for row in ORDER[:row] for name in row}
-    return below | {of} | ({"cluster"} if of == "launch" else set())
+    return below | {part} | ({"cluster"} if part == "launch" else set())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    """``toolkit/__init__.py`` has the version and imports nothing."""
-    used = {
-        name.split(".")[1] for name in imports(path) - {"toolkit.__version__"} if name.startswith("toolkit.")
-    }
-    assert used <= allowed(place(path)), (
-        f"{place(path)} must not import {sorted(used - allowed(place(path)))}"
-    )
+def test_folders_import_in_one_direction() -> None:
+    for path in FILES:
+        used = {name.split(".")[1] for name in imports(path) if name.startswith("toolkit.")} - {"__version__"}
+        wrong = used - allowed_imports(part_of(path))
+        assert not wrong, f"{path.relative_to(ROOT)} must not import {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_heavy_packages_stay_in_their_place(path: Path) -> None:
-    where = str(path.relative_to(ROOT))
-    for name in {name.split(".")[0] for name in imports(path)} & ONLY_IN.keys():
-        assert where.startswith(ONLY_IN[name]), f"{where} imports {name}"
+def test_heavy_packages_are_imported_only_in_their_folders() -> None:
+    for path in FILES:
+        file = str(path.relative_to(ROOT))
+        for name in {name.split(".")[0] for name in imports(path)} & ONLY_IN.keys():
+            assert file.startswith(ONLY_IN[name]), f"{file} imports {name}"
 
 
-def test_deciding_is_free_of_torch() -> None:
-    """``--help``, ``plan.py`` and configuration errors answer fast because nothing on their way imports torch."""
-    code = f"import sys, {', '.join(TORCH_FREE)}; print([m for m in ('torch', 'deepspeed', 'transformers', 'wandb') if m in sys.modules])"
+@pytest.mark.xfail(strict=False, reason="other folders still have colliding names")
+def test_public_classes_have_unique_names() -> None:
+    """A class can be found by its name alone."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for folder in ("toolkit", "launch", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files[node.name].append(str(path.relative_to(ROOT)))
+    assert not {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
+def test_planning_does_not_import_torch() -> None:
+    """``--help``, ``plan.py`` and configuration errors are fast because they do not import torch."""
+    heavy = ("torch", "deepspeed", "transformers", "wandb")
+    code = f"import sys, {', '.join(TORCH_FREE)}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

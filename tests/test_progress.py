@@ -1,4 +1,4 @@
-"""One progress display: its arithmetic under a fake clock, plain lines, bars, silence.
+"""The progress display: its arithmetic under a fake clock, plain lines, bars, silence.
 
 pytest tests/test_progress.py
 """
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from toolkit.progress import Pace, Progress, duration, quantity
+from toolkit.progress import Progress, duration, quantity
 
 
 class FakeClock:
@@ -27,25 +27,23 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def test_pace_forgets_a_slow_start() -> None:
-    pace = Pace(0.0, 0.0, window_seconds=10.0)
-    assert pace.per_second() is None
-    pace.record(60.0, 1.0)  # the first step compiles for a minute
-    assert pace.per_second() == pytest.approx(1 / 60)
-    for second in range(1, 21):
-        pace.record(60.0 + second, 1.0 + 5 * second)
-    assert pace.per_second() == pytest.approx(5.0)
+def test_throughput_forgets_a_slow_start(clock: FakeClock) -> None:
+    out = io.StringIO()
+    with (
+        Progress(out, line_seconds=1.0, clock=clock) as progress,
+        progress.task("training", unit="steps") as task,
+    ):
+        clock.now += 60
+        task.advance(1)  # the first step compiles for a minute
+        for _ in range(40):
+            clock.now += 1
+            task.advance(5)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "training: 1 steps  0.0167 steps/s"
+    assert lines[40] == "training: 201 steps  5 steps/s"
 
 
-def test_pace_keeps_bounded_memory() -> None:
-    pace = Pace(0.0, 0.0, window_seconds=10.0)
-    for call in range(100_000):
-        pace.record(call * 1e-3, float(call))
-    assert len(pace._marks) < 60
-    assert pace.per_second() == pytest.approx(1000.0)
-
-
-def test_lines_come_at_a_bounded_rate(clock: FakeClock) -> None:
+def test_lines_are_printed_at_a_bounded_rate(clock: FakeClock) -> None:
     out = io.StringIO()
     with (
         Progress(out, line_seconds=5.0, clock=clock) as progress,
@@ -67,7 +65,7 @@ def test_lines_come_at_a_bounded_rate(clock: FakeClock) -> None:
         (100, "training: 100 steps in 0:10 (10 steps/s), 200 steps in all"),
     ],
 )
-def test_the_last_line_counts_what_this_start_did(done: int, last: str, clock: FakeClock) -> None:
+def test_summary_counts_the_work_of_this_process(done: int, last: str, clock: FakeClock) -> None:
     out = io.StringIO()
     with (
         Progress(out, line_seconds=60.0, clock=clock) as progress,
@@ -78,7 +76,7 @@ def test_the_last_line_counts_what_this_start_did(done: int, last: str, clock: F
     assert out.getvalue().splitlines()[-1] == last
 
 
-def test_work_done_before_is_no_throughput(clock: FakeClock) -> None:
+def test_initial_work_is_not_throughput(clock: FakeClock) -> None:
     out = io.StringIO()
     with (
         Progress(out, line_seconds=1.0, clock=clock) as progress,
@@ -89,14 +87,14 @@ def test_work_done_before_is_no_throughput(clock: FakeClock) -> None:
     assert out.getvalue().splitlines()[0] == "training: 104 steps/110 steps  2 steps/s  eta 0:03"
 
 
-def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_display_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress.silent() as progress, progress.task("reading", total=3) as task:
         task.advance(3)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
 
 
-def test_bars_show_the_same_measures_and_let_go_of_the_terminal() -> None:
+def test_bars_show_measures_and_release_the_terminal() -> None:
     out = io.StringIO()
     progress = Progress(out, terminal=True)
     first, second = (
@@ -106,13 +104,13 @@ def test_bars_show_the_same_measures_and_let_go_of_the_terminal() -> None:
     first.advance(1e6)
     second.advance(2.5e6, note="loss 3.21")
     progress.close()
-    assert progress._display._bars is None  # type: ignore[attr-defined]
+    assert progress._rich is None
     text = out.getvalue()
     assert "saving [1/2]" in text
     assert "1 MB in" in text
     assert "2.5M tokens in" in text
     assert "loss 3.21" in text
-    again = progress.task("exporting", total=1)  # the display starts anew
+    again = progress.task("exporting", total=1)  # the display starts again
     again.advance()
     again.finish()
     again.finish()
@@ -121,9 +119,17 @@ def test_bars_show_the_same_measures_and_let_go_of_the_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(734, "files", "734 files"), (3_480_828, "tokens", "3.48M tokens"), (12_118_641, "B", "12.1 MB"), (0, "B", "0 B"),
-     (0.25, "steps", "0.25 steps"), (1234.5, "steps", "1234 steps"), (123_456, "B", "123 kB"), (5e9, "tokens", "5G tokens")],
-)  # fmt: skip
+    [
+        (734, "files", "734 files"),
+        (3_480_828, "tokens", "3.48M tokens"),
+        (12_118_641, "B", "12.1 MB"),
+        (0, "B", "0 B"),
+        (0.25, "steps", "0.25 steps"),
+        (1234.5, "steps", "1234 steps"),
+        (123_456, "B", "123 kB"),
+        (5e9, "tokens", "5G tokens"),
+    ],
+)
 def test_quantity(value: float, unit: str, text: str) -> None:
     assert quantity(value, unit) == text
 
@@ -135,7 +141,7 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_import_is_light() -> None:
+def test_import_does_not_load_rich_or_torch() -> None:
     code = "import sys, toolkit.progress; print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     assert (
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Mistakes of the user, told as: the value seen, the rule it breaks, the remedy."""
+"""Errors of the user: the value, the rule that it breaks, and the remedy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ MOST_SHOWN = 200  # characters of a path in an error
 
 
 class ExitCode(IntEnum):
-    """How a rank, our parent and every command end. ``torchrun`` and ``deepspeed`` may change what the shell sees,
-    so the truth of a run is its ``status.json``."""
+    """Exit codes of ranks, their parent process and all commands.
+
+    ``torchrun`` and ``deepspeed`` may replace them, so the authoritative result of a run is its
+    ``status.json``.
+    """
 
     DONE = 0
     FAILURE = 1
-    USER = 2  # a mistake in configuration or input: restarting cannot help
-    DIVERGED = (
-        65  # a loss, gradient or weight is infinite or NaN: another start would meet it again (EX_DATAERR)
-    )
-    STOPPED = 75  # a signal came, the state was saved: start again to continue (EX_TEMPFAIL of sysexits.h)
+    USER = 2  # an error in configuration or input; a restart cannot help
+    DIVERGED = 65  # a loss, gradient or weight is infinite or NaN; a restart would repeat it (EX_DATAERR)
+    STOPPED = 75  # stopped by a signal after a save; a restart continues (EX_TEMPFAIL of sysexits.h)
 
 
 class Severity(StrEnum):
@@ -36,10 +37,10 @@ class Problem:
     """One broken rule.
 
     Attributes:
-        key: the configuration key or file at fault, as a user would type it (``parallel.tensor``).
-        seen: the value found, with its key (``parallel.tensor=3``).
-        rule: what must hold, in one sentence.
-        remedy: what to type or do instead, in one sentence.
+        key: the configuration key or file, as a user would type it (``parallel.tensor``).
+        seen: the value with its key (``parallel.tensor=3``).
+        rule: the condition that does not hold, in one sentence.
+        remedy: what to do instead, in one sentence.
     """
 
     key: str
@@ -55,32 +56,35 @@ class Problem:
 _URL = re.compile(r"""([a-z][a-z0-9+.-]*://)([^\s"]*@)?([^\s"?]*)(\?[^\s"]+)?""", re.IGNORECASE)
 
 
-# Names of settings whose values are secrets. Names of secrets themselves (cluster.kubernetes.secrets) are none.
+# Names of settings whose values are secrets. The values of cluster.kubernetes.secrets are names, not secrets.
 _TOKENS = r"(?:access|api|auth|bearer|github|hf|hub|id|refresh|security|session|wandb)[_-]token|\.token"
 _SECRET = (
     r"(?![\w.-]*secrets\.)[\w.-]*(?:api[_-]?key|access[_-]?key(?:[_-]id)?|private[_-]?key|secret(?:[_-]\w+)?|passw(?:or)?d"
     rf"|passphrase|credentials?|authorization|{_TOKENS})"
 )
 _QUOTED = r""""[^"\n]*"|'[^'\n]*'"""
-# name=value to the end of the value, which may have blanks; and {name: value} as in YAML, JSON and Python.
+# name=value, where the value may contain spaces; and {name: value} as in YAML, JSON and Python.
 _SETTING = re.compile(
     rf"""(?<![\w.-])({_SECRET}["']?\s*)(?:(=\s*)({_QUOTED}|[^\n,;}}\])"']+)|(:\s*)({_QUOTED}|[^\s,;}}\])"']+))""",
     re.IGNORECASE,
 )
-# Keys of well-known services by their own form, wherever they stand.
+# Keys of well-known services, recognised by their format.
 _KEY = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA)[A-Za-z0-9_-]{12,}")
 
 
 def without_secrets(text: str) -> str:
-    """``text`` without the users, passwords and queries of URLs in it, values of settings that are named as secrets are
-    (``wandb.api_key=...``), and keys of well-known services: what a person wrote is shown where it is wrong, and kept in logs."""
+    """Remove secrets from ``text``, which may be shown and logged.
+
+    Secrets are users, passwords and queries of URLs, values of settings with names of secrets
+    (``wandb.api_key=...``), and keys of well-known services.
+    """
     text = _URL.sub(lambda url: f"{url[1]}{'***@' if url[2] else ''}{url[3]}{'?***' if url[4] else ''}", text)
     text = _SETTING.sub(lambda setting: f"{setting[1]}{setting[2] or setting[4]}***", text)
     return _KEY.sub("***", text)
 
 
 class UserError(ValueError):
-    """A user's mistake: shown without a traceback, exit code 2. Carries every problem found, not only the first."""
+    """An error of the user, with all problems that were found. Shown without a traceback; exit code 2."""
 
     def __init__(self, *problems: Problem) -> None:
         assert problems, "a UserError names at least one problem"
@@ -88,48 +92,49 @@ class UserError(ValueError):
         super().__init__("\n".join(f"{problem.severity}: {problem}" for problem in problems))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[Problem, ...]]:
-        return (type(self), self.problems)  # so that it crosses process borders whole
+        return (type(self), self.problems)  # pickling keeps the problems
 
 
 class ConfigError(UserError):
-    """An unknown key, a value of the wrong type, or a combination that no engine can carry out."""
+    """An unknown key, a value of the wrong type, or a combination that no engine supports."""
 
 
 class PlanError(UserError):
-    """A described run that breaks rules of its layout, engine or machine."""
+    """A run that breaks rules of its layout, engine or machine."""
 
 
 class InputError(UserError):
-    """A file, folder or data set that is missing or is not what it should be."""
+    """A file, folder or dataset that is missing or invalid."""
 
 
 @contextmanager
 def file_errors(
-    key: str | None = None, remedy: str = "name another file or folder, or let this user read and write it"
+    key: str | None = None, remedy: str = "name another file or folder, or grant this user access to it"
 ) -> Iterator[None]:
-    """Around work on files that the user named: what the operating system refuses becomes an error without a traceback.
+    """Turn an OSError about a file that the user named into an error without a traceback.
 
     Args:
-        key: the setting that named the file; None: the file itself is shown.
+        key: the setting that named the file; None: show only the file.
 
     Raises:
-        InputError: for an OSError of a file. One of no file (a connection, a time-out) goes through as it is.
+        InputError: for an OSError about a file. Other OSErrors (a connection, a time-out) are raised
+            unchanged.
     """
     try:
         yield
     except OSError as error:
         if error.filename is None:
             raise
-        place = (
-            os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
-        )
-        seen = f"{f'{key}: ' if key else ''}{place[:MOST_SHOWN]}{'...' * (len(place) > MOST_SHOWN)}: {error.strerror or error}"
+        name = error.filename
+        path = os.fsdecode(name) if isinstance(name, str | bytes) else str(name)
+        shown = path[:MOST_SHOWN] + "..." * (len(path) > MOST_SHOWN)
+        seen = f"{f'{key}: ' if key else ''}{shown}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "make room there, or name a folder on another disk"
+            remedy = "free space there, or name a folder on another disk"
         raise InputError(
-            Problem(key or place, seen, "files and folders that are named can be read and written", remedy)
+            Problem(key or path, seen, "named files and folders can be read and written", remedy)
         ) from error
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is corrupt, incomplete, or not of this run."""
+    """A checkpoint that is corrupt, incomplete, or of another run."""

@@ -62,7 +62,7 @@ def test_with_its_manifest_every_byte_is_checked(layout: Layout, tmp_path: Path)
 
 REFUSED = {
     "files of an expert axis": TargetConfig(parallel=TargetParallelConfig(expert=2)),
-    "one axis beside data": TargetConfig(parallel=TargetParallelConfig(tensor=2, pipeline=2)),
+    "combines only one of": TargetConfig(parallel=TargetParallelConfig(tensor=2, pipeline=2)),
     "has ZeRO 0 or 1": TargetConfig(zero=Stage.stage2, parallel=TargetParallelConfig(pipeline=2)),
     "each stage has a layer": TargetConfig(parallel=TargetParallelConfig(pipeline=3)),
     "loss scaler": TargetConfig(precision=Precision.fp16),

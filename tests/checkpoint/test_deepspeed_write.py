@@ -200,7 +200,7 @@ AXES = [
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_every_axis(family: str, layout: Layout, runs: Runs, pool: RankPool, tmp_path: Path) -> None:
     if family == "gpt2" and layout.tensor > 1:
-        with pytest.raises(CheckpointError, match="cuts linear layers"):
+        with pytest.raises(CheckpointError, match="splits linear layers"):
             layout.target(runs.of(family).source)
     else:
         check(pool, runs.of(family), layout, family, tmp_path)

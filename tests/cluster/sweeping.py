@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.cluster.machine import Gpu, Machine
 from toolkit.cluster.sweep.points import make_points
-from toolkit.config.multirun import CarryOut, read_sweep, run_sweeper
+from toolkit.config.multirun import BatchRunner, read_sweep, run_sweeper
 
 GIB = 2**30
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
@@ -23,7 +23,7 @@ def batches(*typed: str, folder: Path = Path("sweeps/x")) -> list[list[tuple[str
     run_sweeper(
         read_sweep(["-m", *typed]),
         folder,
-        CarryOut(lambda batch: made.append(list(batch)) or [0.0] * len(batch)),
+        BatchRunner(lambda batch: made.append(list(batch)) or [0.0] * len(batch)),
     )  # type: ignore[func-returns-value]
     return made
 

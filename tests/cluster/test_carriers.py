@@ -20,7 +20,7 @@ from toolkit.cluster.job import Job, JobId, JobState
 from toolkit.cluster.sweep import carriers
 from toolkit.cluster.sweep.carriers import LocalCarrier, QueueCarrier
 from toolkit.cluster.sweep.slots import Slots, need_of
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 from toolkit.errors import InputError, Problem
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -120,7 +120,7 @@ class Queue:
 
     def submit(self, job: Job) -> JobId:
         self.submitted.append(job)
-        return JobId(Where.slurm, str(len(self.submitted)))
+        return JobId(ClusterBackend.slurm, str(len(self.submitted)))
 
     def state(self, id: JobId) -> JobState:
         self.asked += 1

@@ -18,7 +18,7 @@ from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.job import FROZEN, Job, JobId, JobState, make_job, plan_job, take_folder, write_files
 from toolkit.cluster.machine import Machine
 from toolkit.cluster.start import begin, configuration
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 from toolkit.config.compose import compose, from_yaml
 from toolkit.config.keys import flatten
 from toolkit.config.schema import RunConfig
@@ -52,12 +52,12 @@ def test_the_configuration_is_the_same_but_for_cluster_and_run_dir(where: str) -
         "run.dir",
         *(key for key in base if key.startswith("cluster.")),
     }
-    assert frozen["cluster.where"] is Where[where]
+    assert frozen["cluster.where"] is ClusterBackend[where]
 
 
 def test_every_backend_is_one() -> None:
     assert all(
-        callable(getattr(backends.of(Where.slurm), name))
+        callable(getattr(backends.of(ClusterBackend.slurm), name))
         for name in ("render", "argv", "submit", "state", "cancel")
     )
 
@@ -134,7 +134,7 @@ class Stand:
             json.dumps(sorted(path.name for path in job.folder.iterdir())) == '["config.yaml", "words.txt"]'
         )
         self.submitted.append(job)
-        return JobId(Where.slurm, str(len(self.submitted)))
+        return JobId(ClusterBackend.slurm, str(len(self.submitted)))
 
     def state(self, id: JobId) -> JobState:
         return self.now
@@ -150,7 +150,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
 def test_a_run_has_one_job_at_a_time(stand: Stand, tmp_path: Path) -> None:
     job = job_of(*ELSEWHERE["slurm"], here=tmp_path)
     first, id = submission.submit(job)
-    assert (first.number, id) == (1, JobId(Where.slurm, "1"))
+    assert (first.number, id) == (1, JobId(ClusterBackend.slurm, "1"))
     assert from_yaml(first.config_file.read_text()) == first.config
     with pytest.raises(ConfigError, match=r"job 1 \(slurm 1\) is queued"):
         submission.submit(job)
@@ -238,10 +238,10 @@ def test_plain_python_does_not_train_here_what_is_for_elsewhere(frozen: Job) -> 
     with pytest.raises(ConfigError, match=r"launch/submit\.py"):
         configuration(words, Launch())
     assert (
-        configuration(words, Launch(launcher=Launcher.TORCHELASTIC)).cluster.where is Where.slurm
+        configuration(words, Launch(launcher=Launcher.TORCHELASTIC)).cluster.where is ClusterBackend.slurm
     )  # in a script of the user's own
     job = replace(frozen, config=compose(words))
     write_files(job, {"config.yaml": job.yaml})
     assert (
-        configuration([f"{FROZEN}{frozen.config_file}"], Launch()).cluster.where is Where.slurm
+        configuration([f"{FROZEN}{frozen.config_file}"], Launch()).cluster.where is ClusterBackend.slurm
     )  # it has been handed over

@@ -24,7 +24,7 @@ import yaml
 from toolkit.cluster import backends
 from toolkit.cluster.backends import kubernetes
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState, make_job, plan_job
-from toolkit.config.cluster import ClusterConfig, KubernetesConfig, Where
+from toolkit.config.cluster import ClusterBackend, ClusterConfig, KubernetesConfig
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ConfigError, InputError
@@ -48,7 +48,7 @@ def job(
         **{"image": "registry.example/toolkit:1.0", "volumes": {"/workspace": "training"}, **keys}
     )
     cluster = ClusterConfig(
-        where=Where.kubernetes, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, kubernetes=own
+        where=ClusterBackend.kubernetes, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, kubernetes=own
     )
     config = RunConfig(run=RunSection(name="gpt", dir=run_dir), cluster=cluster)
     world = World(
@@ -315,9 +315,9 @@ def test_the_configuration_is_the_same_on_every_backend(tmp_path: Path) -> None:
     """But for cluster and run.dir; and the run directory has the same name."""
     words = ["+exp=quickstart", "optim.lr=0.002", "cluster.gpus_per_node=0", "cluster.cpu_ranks=2"]
     own = {
-        Where.local: [],
-        Where.slurm: ["cluster=slurm", "cluster.slurm.partition=cpu"],
-        Where.kubernetes: [
+        ClusterBackend.local: [],
+        ClusterBackend.slurm: ["cluster=slurm", "cluster.slurm.partition=cpu"],
+        ClusterBackend.kubernetes: [
             "cluster=kubernetes",
             "cluster.kubernetes.image=toolkit",
             "cluster.kubernetes.volumes={/workspace: training}",
@@ -479,8 +479,8 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_job_is_applied_from_its_folder(kubectl: Path) -> None:
     of = replace(ALL, run_dir="/data/run dir; touch pwned")
-    id = backends.of(Where.kubernetes).submit(of)
-    assert id == JobId(Where.kubernetes, f"research/{kubernetes.object_name(of)}")
+    id = backends.of(ClusterBackend.kubernetes).submit(of)
+    assert id == JobId(ClusterBackend.kubernetes, f"research/{kubernetes.object_name(of)}")
     assert (kubectl / "asked").read_text().splitlines() == kubernetes.argv(of)[1:]
     assert kubernetes.argv(of)[-1] == "--filename=/data/run dir; touch pwned/jobs/001/job.yaml"
 
@@ -568,7 +568,7 @@ def test_without_kubectl_the_job_is_not_handed_over(tmp_path: Path, monkeypatch:
 )
 def test_states(found: Mapping[str, Any] | None, state: JobState, kubectl: Path) -> None:
     (kubectl / "answer").write_text(json.dumps(found) if found is not None else "")
-    assert kubernetes.state(JobId(Where.kubernetes, "research/gpt-1")) is state
+    assert kubernetes.state(JobId(ClusterBackend.kubernetes, "research/gpt-1")) is state
     assert (kubectl / "asked").read_text().split() == [
         "--namespace=research",
         "get",
@@ -580,7 +580,7 @@ def test_states(found: Mapping[str, Any] | None, state: JobState, kubectl: Path)
 
 
 def test_a_cancelled_job_takes_its_configuration_with_it(kubectl: Path) -> None:
-    kubernetes.cancel(JobId(Where.kubernetes, "research/gpt-1"))
+    kubernetes.cancel(JobId(ClusterBackend.kubernetes, "research/gpt-1"))
     assert (kubectl / "asked").read_text().split() == [
         "--namespace=research",
         "delete",

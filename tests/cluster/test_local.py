@@ -16,7 +16,7 @@ from toolkit.cluster import submission
 from toolkit.cluster.backends import local
 from toolkit.cluster.job import Job, JobId, JobState, make_job, plan_job
 from toolkit.cluster.machine import Machine
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 from toolkit.config.compose import compose
 from toolkit.errors import InputError
 
@@ -58,7 +58,7 @@ def test_it_runs_on_by_itself_and_ends_when_it_is_cancelled(job: Job) -> None:
 
 
 def test_a_later_process_of_the_same_number_is_another_job() -> None:
-    assert local.state(JobId(Where.local, f"{os.getpid()}:1")) is JobState.ENDED
+    assert local.state(JobId(ClusterBackend.local, f"{os.getpid()}:1")) is JobState.ENDED
 
 
 def test_a_folder_that_cannot_be_made_is_told(job: Job, tmp_path: Path) -> None:

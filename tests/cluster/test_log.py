@@ -12,7 +12,8 @@ from threading import Thread
 import pytest
 
 from toolkit.cluster.log import log_to
-from toolkit.progress import Progress, Tee
+from toolkit.cluster.tee import Tee
+from toolkit.progress import Progress
 
 
 def test_the_stream_gets_all_and_the_log_what_stays() -> None:

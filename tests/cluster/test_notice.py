@@ -16,7 +16,7 @@ import pytest
 from toolkit.cluster import notice
 from toolkit.cluster.notice import Taken, server, watch
 from toolkit.cluster.stop import StopRequest
-from toolkit.config.cluster import Notice
+from toolkit.config.cluster import PreemptionNotice
 
 NOW = 1_505_722_800.0  # 2017-09-18T08:20:00Z
 
@@ -112,7 +112,7 @@ def test_a_notice_is_a_request_to_stop_with_its_own_time(
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there: metadata go past proxies
     stop = StopRequest()
     stop._grace_seconds = 3600
-    watch(Notice.gce, stop.request, poll_seconds=0.02)
+    watch(PreemptionNotice.gce, stop.request, poll_seconds=0.02)
     deadline = time.monotonic() + 10
     while len(metadata.asked) < 3 and time.monotonic() < deadline:  # 404 each time: no notice
         time.sleep(0.01)
@@ -133,7 +133,7 @@ def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(
 ) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", "http://127.0.0.1:9")
     requests: list[str] = []
-    ended = watch(Notice.aws, lambda words, seconds: requests.append(words), poll_seconds=0.01)
+    ended = watch(PreemptionNotice.aws, lambda words, seconds: requests.append(words), poll_seconds=0.01)
     time.sleep(0.5)
     ended.set()
     assert not requests
@@ -144,7 +144,7 @@ def test_a_cloud_that_does_not_answer_is_told_once_and_asked_on(
 def test_nobody_is_asked_without_being_told_to(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_METADATA_URL", metadata.url)
     before = threading.active_count()
-    watch(Notice.none, lambda words, seconds: None, poll_seconds=0.01)
+    watch(PreemptionNotice.none, lambda words, seconds: None, poll_seconds=0.01)
     time.sleep(0.1)
     assert metadata.asked == []
     assert threading.active_count() == before

@@ -18,7 +18,7 @@ import pytest
 
 from toolkit.cluster import pod
 from toolkit.cluster.requeue import Asked, Before
-from toolkit.config.cluster import ClusterConfig, Where
+from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.compose import to_yaml
 from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ExitCode
@@ -62,7 +62,8 @@ def run(
     config.write_text(
         to_yaml(
             RunConfig(
-                run=RunSection(dir=str(tmp_path)), cluster=ClusterConfig(where=Where.kubernetes, nodes=2)
+                run=RunSection(dir=str(tmp_path)),
+                cluster=ClusterConfig(where=ClusterBackend.kubernetes, nodes=2),
             )
         )
     )
@@ -190,7 +191,7 @@ def test_a_pod_waits_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_node_is_launched_by_our_parent_and_several_by_torchrun() -> None:
-    config = RunConfig(cluster=ClusterConfig(where=Where.kubernetes, nodes=4, restarts=5))
+    config = RunConfig(cluster=ClusterConfig(where=ClusterBackend.kubernetes, nodes=4, restarts=5))
     alone = pod.command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
     assert alone == [sys.executable, "-u", str(pod.TRAIN), "--frozen=/c.yaml"]
     assert pod.TRAIN.is_file()

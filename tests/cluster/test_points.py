@@ -27,7 +27,7 @@ from toolkit.cluster.sweep import run
 from toolkit.cluster.sweep.points import make_points, name_of
 from toolkit.cluster.sweep.run import refuse_in_ranks
 from toolkit.config.compose import compose, to_yaml
-from toolkit.config.multirun import CarryOut, quoted, read_sweep, run_sweeper
+from toolkit.config.multirun import BatchRunner, quoted, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, PlanError
 from toolkit.rundir.directory import RunDirectory
 
@@ -89,12 +89,12 @@ def test_the_words_decide_the_sweep_and_its_own_keys_do_not() -> None:
 @pytest.mark.parametrize(
     ("word", "rule", "remedy"),
     [
-        ("hydra/launcher=joblib", "chosen by cluster= alone", "cluster=slurm"),
-        ("run.dir=/tmp/x", "run directory of its own", "sweep.dir=FOLDER"),
+        ("hydra/launcher=joblib", "only cluster= decides", "cluster=slurm"),
+        ("run.dir=/tmp/x", "its own run directory", "sweep.dir=FOLDER"),
         ("sweep.at_onse=2", "sweep has no key at_onse", "sweep.at_once"),
         ("sweep.at_once=0", "at least 1", "sweep.at_once"),
         ("sweep.at_once=many", "a whole number", "sweep.at_once"),
-        ("train.steps", "every word is KEY=VALUE", "train.steps=VALUE"),
+        ("train.steps", "an argument is KEY=VALUE", "train.steps=VALUE"),
         ("quickstart", "+exp=", "+exp=quickstart"),
         ("--frozen=x.yaml", "an option is", "leave it out"),
     ],
@@ -245,7 +245,7 @@ def test_the_memory_of_the_host_counts_on_the_cpu(tmp_path: Path) -> None:
         points(*words, machine=replace(LAPTOP, host_memory_bytes=needed), folder=tmp_path)[0].plan is not None
     )
     [crowded] = points(*words, machine=replace(LAPTOP, host_memory_bytes=needed - 1), folder=tmp_path)
-    assert "keep in host memory fits there" in crowded.reason
+    assert "fits in its memory" in crowded.reason
 
 
 # -- Hydra's seams
@@ -291,7 +291,7 @@ def test_another_sweeper_gets_the_numbers_of_its_points(
         return [abs(tried[-1] - 0.1)]
 
     words = read_sweep(["-m", "+exp=quickstart", "hydra/sweeper=halving"])
-    run_sweeper(words, tmp_path, CarryOut(carry_out))
+    run_sweeper(words, tmp_path, BatchRunner(carry_out))
     assert tried == [0.8, 0.4, 0.2, 0.1, 0.05]
     assert not words.grid
     assert words.swept(("+exp=quickstart", "optim.lr=0.8")) == ("optim.lr=0.8",)

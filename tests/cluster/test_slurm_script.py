@@ -21,7 +21,7 @@ import pytest
 
 from toolkit.cluster.backends import slurm
 from toolkit.cluster.job import Job, JobId, JobState
-from toolkit.config.cluster import ClusterConfig, SlurmConfig, Where
+from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
 from toolkit.config.schema import RunConfig, RunSection
 from toolkit.errors import ConfigError, InputError
 from toolkit.plan.types import Device, World
@@ -40,7 +40,11 @@ def job(
     script: str = "/repo/launch/train.py",
 ) -> Job:
     cluster = ClusterConfig(
-        where=Where.slurm, nodes=nodes, gpus_per_node=gpus, grace_seconds=grace, slurm=slurm or SlurmConfig()
+        where=ClusterBackend.slurm,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        grace_seconds=grace,
+        slurm=slurm or SlurmConfig(),
     )
     config = RunConfig(run=RunSection(name="gpt", dir=run_dir), cluster=cluster)
     world = World(
@@ -368,13 +372,13 @@ def test_where_a_job_stands(
     answer: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _command(tmp_path, "squeue", answer, monkeypatch)
-    assert slurm.state(JobId(Where.slurm, "7")) is state
+    assert slurm.state(JobId(ClusterBackend.slurm, "7")) is state
 
 
 def test_a_slurm_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _command(tmp_path, "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1", monkeypatch)
     with pytest.raises(InputError, match="Unable to contact"):
-        slurm.state(JobId(Where.slurm, "7"))
+        slurm.state(JobId(ClusterBackend.slurm, "7"))
 
 
 def test_no_slurm_here_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -385,7 +389,7 @@ def test_no_slurm_here_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_the_number_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _command(tmp_path, "sbatch", f'printf "%s\\n" "$@" > "{tmp_path}/argv"; echo "4711;cluster"', monkeypatch)
-    assert slurm.submit(job()) == JobId(Where.slurm, "4711")
+    assert slurm.submit(job()) == JobId(ClusterBackend.slurm, "4711")
     assert (tmp_path / "argv").read_text().splitlines() == slurm.argv(job())[1:]
 
 

@@ -1,4 +1,4 @@
-"""What docs/configuration.md tells to type composes.
+"""The commands and examples in docs/configuration.md work.
 
 pytest tests/config/test_guide.py
 """
@@ -30,7 +30,7 @@ def test_commands_compose(command: str) -> None:
     assert not vendor.problems(compose(words))
 
 
-def test_the_example_of_an_experiment_is_one(tmp_path: Path) -> None:
+def test_example_experiment_composes(tmp_path: Path) -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "mine.yaml").write_text(example)
@@ -38,19 +38,19 @@ def test_the_example_of_an_experiment_is_one(tmp_path: Path) -> None:
     assert (config.run.name, config.model.family, config.zero.stage) == ("mine", "gpt2", 3)
 
 
-def test_the_example_of_an_answer_is_one() -> None:
-    (answer,) = re.findall(r"```text\n(error: zero=2\n.*?)\n```", GUIDE, re.DOTALL)
+def test_example_error_is_printed() -> None:
+    (message,) = re.findall(r"```text\n(error: zero=2\n.*?)\n```", GUIDE, re.DOTALL)
     with pytest.raises(ConfigError) as caught:
         compose(["zero=2"])
-    assert str(caught.value) == answer
+    assert str(caught.value) == message
 
 
-def test_the_python_runs() -> None:
+def test_python_example_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     exec(compile(code, "docs/configuration.md", "exec"), {})
 
 
-def test_words_in_the_table_compose() -> None:
+def test_overrides_in_the_table_compose() -> None:
     row = re.findall(r"^\| `.*? \| .*? \| (.*?) \|$", GUIDE, re.MULTILINE)
     words = [word for cell in row for word in re.findall(r"`(.*?)`", cell) if not word.startswith("--")]
     assert len(words) > 7

@@ -1,4 +1,4 @@
-"""Run identity: the same for every layout and every process, another for another model.
+"""Run identity: equal for every layout and process, different for another model.
 
 pytest tests/config/test_identity.py
 """
@@ -14,12 +14,12 @@ import pytest
 
 from toolkit.config import keys
 from toolkit.config.compose import compose, from_yaml, to_yaml
-from toolkit.config.identity import CARRIAGE, SECTIONS, identity, identity_differences
+from toolkit.config.identity import EXECUTION_KEYS, SECTIONS, identity, identity_differences
 from toolkit.config.schema import ModelConfig, OptimConfig, RunConfig
 
 BASE = compose(["+exp=quickstart"])
 
-CARRIED = (
+EXECUTION = (
     "zero=stage3",
     "engine=local",
     "precision=bf16",
@@ -41,7 +41,7 @@ CARRIED = (
     "data.path=/elsewhere",
     "+engine.deepspeed.dump_state=true",
 )
-DECISIVE = (
+TRAINING = (
     "model.hidden_size=128",
     "model=gpt2",
     "optim=sgd",
@@ -51,23 +51,23 @@ DECISIVE = (
 )
 
 
-def test_how_a_run_is_carried_out_is_not_in_it() -> None:
-    config = compose(["+exp=quickstart", *CARRIED])
+def test_execution_keys_do_not_change_the_identity() -> None:
+    config = compose(["+exp=quickstart", *EXECUTION])
     changed = {name for name, value in keys.flatten(config).items() if keys.flatten(BASE).get(name) != value}
-    assert len(changed) > len(CARRIED)
+    assert len(changed) > len(EXECUTION)
     assert identity(config) == identity(BASE)
     assert identity_differences(BASE, config) == []
 
 
-@pytest.mark.parametrize("word", DECISIVE)
-def test_what_decides_samples_and_losses_is(word: str) -> None:
+@pytest.mark.parametrize("word", TRAINING)
+def test_training_keys_change_the_identity(word: str) -> None:
     config = compose(["+exp=quickstart", word])
     assert identity(config) != identity(BASE)
     assert identity_differences(BASE, config)
 
 
-def test_every_decisive_key_changes_it() -> None:
-    """Each key of the five sections, but for carriage, makes another run."""
+def test_every_key_of_the_sections_changes_the_identity() -> None:
+    """Each key of the five sections, except execution keys, changes the identity."""
     seen = {identity(RunConfig())}
     for name, key in keys.table().items():
         section, _, rest = name.partition(".")
@@ -87,19 +87,22 @@ def test_every_decisive_key_changes_it() -> None:
         config = RunConfig()
         setattr(getattr(config, section), rest, value)
         changed = identity(config) not in seen
-        assert changed == (name not in CARRIAGE), name
+        assert changed == (name not in EXECUTION_KEYS), name
         seen.add(identity(config))
 
 
-def test_it_is_the_same_in_every_process_and_order() -> None:
+def test_identity_does_not_depend_on_process_or_order() -> None:
     words = ["+exp=quickstart", "+model.arguments.b=2", "+model.arguments.a=1"]
     config = compose(words)
-    turned = replace(
+    reordered = replace(
         config, model=replace(config.model, arguments=dict(reversed(config.model.arguments.items())))
     )
-    assert list(turned.model.arguments) != list(config.model.arguments)
-    assert identity(turned) == identity(config) == identity(from_yaml(to_yaml(config)))
-    code = f"from toolkit.config.compose import compose; from toolkit.config.identity import identity; print(identity(compose({words})))"
+    assert list(reordered.model.arguments) != list(config.model.arguments)
+    assert identity(reordered) == identity(config) == identity(from_yaml(to_yaml(config)))
+    code = (
+        "from toolkit.config.compose import compose; from toolkit.config.identity import identity; "
+        f"print(identity(compose({words})))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -113,8 +116,8 @@ def test_it_is_the_same_in_every_process_and_order() -> None:
     assert set(identity(config)) <= set("0123456789abcdef")
 
 
-def test_it_stays_what_it_was() -> None:
-    """Run directories bear it: a change here orphans every run that users have."""
+def test_identities_of_existing_runs_do_not_change() -> None:
+    """Run directories are named after it: a change would orphan existing runs."""
     assert identity(RunConfig()) == "44136fa3"
     assert (
         identity(RunConfig(model=ModelConfig(family="llama", hidden_size=64), optim=OptimConfig(lr=1e-3)))
@@ -122,11 +125,11 @@ def test_it_stays_what_it_was() -> None:
     )
 
 
-def test_a_whole_number_is_the_same_number() -> None:
+def test_integers_equal_floats() -> None:
     assert identity(RunConfig(optim=OptimConfig(clip=2))) == identity(RunConfig(optim=OptimConfig(clip=2.0)))
 
 
-def test_a_mixture_is_its_names_weights_and_phases_and_not_their_places() -> None:
+def test_mixture_identity_ignores_paths_and_order() -> None:
     words = [
         "data=mixture",
         "+data.sources.web={path: a, weight: 0.7}",
@@ -142,7 +145,7 @@ def test_a_mixture_is_its_names_weights_and_phases_and_not_their_places() -> Non
         assert identity(compose(other)) != mixed
 
 
-def test_differences_are_named() -> None:
+def test_differences_list_keys_and_values() -> None:
     other = compose(
         ["+exp=quickstart", "model.hidden_size=128", "optim=sgd", "+model.arguments.width=3", "zero=stage0"]
     )

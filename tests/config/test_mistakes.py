@@ -1,4 +1,4 @@
-"""What somebody may type wrongly: each is answered with the key, the value seen, the rule and the remedy.
+"""Typing mistakes are reported with the key, the value, the rule and the remedy.
 
 pytest tests/config/test_mistakes.py
 """
@@ -18,7 +18,7 @@ from toolkit.errors import ConfigError, Problem
 DEEP, MEGA = "+engine.deepspeed.", "+engine.megatron."
 ZERO = "engine.deepspeed.zero_optimization"
 
-# what is typed, the key at fault, what the rule says, what the remedy says
+# argument, key of the problem, part of the rule, part of the remedy
 MISTAKES: tuple[tuple[str, str, str, str], ...] = (
     # keys
     ("model.hidden=64", "model.hidden", "model has no key hidden", "model.hidden_size"),
@@ -29,38 +29,38 @@ MISTAKES: tuple[tuple[str, str, str, str], ...] = (
     ("~train.steps", "train.steps", "cannot be deleted", "leave it out"),
     ("train.steps.x=3", "train.steps.x", "train.steps is a value", "train.steps=VALUE"),
     ("train=5", "train", "a section, not a value", "train.steps"),
-    ("hydra.run.dir=/tmp/x", "hydra.run.dir", "Hydra only composes", "run.dir=FOLDER"),
+    ("hydra.run.dir=/tmp/x", "hydra.run.dir", "only for composition", "run.dir=FOLDER"),
     # groups and experiments
     ("zero=stage4", "zero", "stage0, stage1, stage2, stage3", "zero=stage"),
     ("zero=2", "zero", "stage0, stage1, stage2, stage3", "write zero=stage2"),
     ("engine=horovod", "engine", "deepspeed, local, megatron", "engine=OPTION"),
     ("+model=gpt2", "model", "changed without a plus", "write model=gpt2"),
-    ("~model", "model", "one option of the group", "model=OPTION"),
-    ("model@other=gpt2", "model", "place cannot be changed", "write model=gpt2"),
-    ("exp=quickstart", "exp", "needs a plus", "write +exp=quickstart"),
+    ("~model", "model", "exactly one option of the group", "model=OPTION"),
+    ("model@other=gpt2", "model", "package of a group cannot be changed", "write model=gpt2"),
+    ("exp=quickstart", "exp", "with a plus", "write +exp=quickstart"),
     ("+exp=quikstart", "exp", "the options of exp are", "write +exp=quickstart"),
     ("quickstart", "quickstart", "+exp=", "write +exp=quickstart"),
-    ("data=prepared", "data.path", "leaves this key to you", "data.path=VALUE"),
+    ("data=prepared", "data.path", "requires this key", "data.path=VALUE"),
     ("optim={lr: 1}", "optim", "adamw, muon, sgd", "optim=OPTION"),
-    # words
-    ("train.steps", "train.steps", "every word is KEY=VALUE", "write train.steps=VALUE"),
-    ("=3", "=3", "every word is KEY=VALUE", "key before the ="),
-    ("optim.betas=[0.9", "optim.betas", "is quoted", "quotes"),
-    ("monitor.prompt=def f(x):", "monitor.prompt", "is quoted", "quotes"),
-    ("zero=stage1 train.steps=3", "zero", "a word of its own", "without quotes"),
-    ("optim.lr=1e-3,3e-3", "optim.lr", "several values make a sweep", "launch/train.py -m, or one value"),
-    ("--multirun", "--multirun", "a sweep is what", "launch/train.py -m"),
-    ("sweep.at_once=2", "sweep.at_once", "go with -m", "-m sweep.at_once=2"),
-    ("hydra/sweeper=optuna", "hydra/sweeper", "Hydra only composes", "run.dir=FOLDER"),
+    # arguments
+    ("train.steps", "train.steps", "an argument is KEY=VALUE", "write train.steps=VALUE"),
+    ("=3", "=3", "an argument is KEY=VALUE", "key before the ="),
+    ("optim.betas=[0.9", "optim.betas", "are quoted", "quotes"),
+    ("monitor.prompt=def f(x):", "monitor.prompt", "are quoted", "quotes"),
+    ("zero=stage1 train.steps=3", "zero", "a separate argument", "without quotes"),
+    ("optim.lr=1e-3,3e-3", "optim.lr", "several values need a sweep", "launch/train.py -m, or one value"),
+    ("--multirun", "--multirun", "starts a sweep", "launch/train.py -m"),
+    ("sweep.at_once=2", "sweep.at_once", "need -m", "-m sweep.at_once=2"),
+    ("hydra/sweeper=optuna", "hydra/sweeper", "only for composition", "run.dir=FOLDER"),
     ("--cfg=job", "--cfg=job", "--config-dir=FOLDER", "launch/plan.py"),
-    ("--config-dir=/no/such/folder", "--config-dir", "a folder that exists", "exp/mine.yaml"),
+    ("--config-dir=/no/such/folder", "--config-dir", "an existing folder", "exp/mine.yaml"),
     ("--config-dir", "--config-dir", "followed by a folder", "--config-dir=FOLDER"),
     # values
     ("train.steps=many", "train.steps", "a whole number", "train.steps=100"),
     ("train.steps=1.5", "train.steps", "a whole number", "train.steps=100"),
     ("train.steps=true", "train.steps", "a whole number", "train.steps=100"),
     ("train.steps=null", "train.steps", "a whole number", "train.steps=100"),
-    ("train.steps=???", "train.steps", "not known yet", "train.steps=VALUE"),
+    ("train.steps=???", "train.steps", "a placeholder", "train.steps=VALUE"),
     ("train.steps=${nothing.here}", "train.steps", "nothing.here", "${train.steps}"),
     ("train.steps=${run.name}", "train.steps", "a whole number", "train.steps=100"),
     ("train.steps=0", "train.steps", "at least 1", "train.steps=1"),
@@ -280,9 +280,7 @@ BASE = compose([])
 
 def problems_of(*words: str) -> list[Problem]:
     for engine, prefix in (("deepspeed", DEEP), ("megatron", MEGA)):
-        if all(
-            word.startswith(prefix) for word in words
-        ):  # always composes, which test_all_are_told_at_once does
+        if all(word.startswith(prefix) for word in words):  # skip the composition, which always succeeds
             given = OmegaConf.to_container(
                 OmegaConf.from_dotlist([word.removeprefix(prefix) for word in words])
             )
@@ -296,7 +294,7 @@ def problems_of(*words: str) -> list[Problem]:
 
 
 @pytest.mark.parametrize(("typed", "key", "rule", "remedy"), MISTAKES, ids=[typed for typed, *_ in MISTAKES])
-def test_mistake(typed: str, key: str, rule: str, remedy: str) -> None:
+def test_mistakes_are_reported(typed: str, key: str, rule: str, remedy: str) -> None:
     (problem,) = problems_of(typed)
     assert problem.key == key
     assert typed.lstrip("+~").partition("=")[2] in problem.seen
@@ -304,10 +302,10 @@ def test_mistake(typed: str, key: str, rule: str, remedy: str) -> None:
     assert remedy in problem.remedy
     assert not any(
         "Error" in text or "\n" in text for text in (problem.seen, problem.rule, problem.remedy)
-    ), "no traceback, no class names"
+    ), "neither traceback nor class names"
 
 
-def test_all_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     found = problems_of("trian.steps=3", "optim.lr=fast", "zero=stage9", "--multirun", "exp=quickstart")
     assert [problem.key for problem in found] == ["--multirun", "trian.steps", "optim.lr", "zero", "exp"]
     found = problems_of("train.steps=0", "optim.lr=-1", "model.dropout=2")
@@ -318,7 +316,7 @@ def test_all_are_told_at_once() -> None:
     assert len(found) == 3
 
 
-def test_keys_of_an_engine_that_is_not_selected() -> None:
+def test_keys_of_another_engine_are_refused() -> None:
     (other,) = problems_of("train.steps=3", "+engine.megatron.sequence_parallel=true")
     assert (other.key, other.remedy) == (
         "engine.megatron.sequence_parallel",

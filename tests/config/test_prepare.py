@@ -1,4 +1,4 @@
-"""The configuration of launch/prepare.py: typed, explained, and without what belongs to a run.
+"""The configuration of launch/prepare.py: types, help and mistakes.
 
 pytest tests/config/test_prepare.py
 """
@@ -22,7 +22,7 @@ from toolkit.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# what is typed, the key at fault, what the rule says, what the remedy says
+# argument, key of the problem, part of the rule, part of the remedy
 MISTAKES = (
     ("inputt=x", "inputt", "there is no key", "did you mean input?"),
     ("tokenizer.pth=gpt2", "tokenizer.pth", "tokenizer has no key pth", "tokenizer.path"),
@@ -46,19 +46,19 @@ MISTAKES = (
     ("workers=0", "workers", "at least 1", "workers=1"),
     ("validation=1.0", "validation", "from 0 to below 1", "validation=0.005"),
     ("tokenizer.vocab_size=256", "tokenizer.vocab_size", "at least 257", "tokenizer.vocab_size=257"),
-    ("inspect=data/x", "input", "prepared (input=), inspected", "write one of input=FOLDER"),
+    ("inspect=data/x", "input", "exactly one of input=", "write one of input=FOLDER"),
 )
 
 
 @pytest.mark.parametrize(("typed", "key", "rule", "remedy"), MISTAKES)
-def test_mistakes(typed: str, key: str, rule: str, remedy: str) -> None:
+def test_mistakes_are_reported(typed: str, key: str, rule: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_prepare(["input=books", typed])
     (problem,) = caught.value.problems
     assert (problem.key, rule in problem.rule, remedy in problem.remedy) == (key, True, True), str(problem)
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         compose_prepare(["inputt=x", "workers=two", "format=xml"])
     assert len(caught.value.problems) == 3
@@ -66,7 +66,7 @@ def test_every_mistake_is_told_at_once() -> None:
         compose_prepare([])
 
 
-def test_words_become_types() -> None:
+def test_arguments_become_typed_values() -> None:
     config = compose_prepare(
         ["input='corpus/*.jsonl.zst'", "format=jsonl", "text=007", "validation=0", "tokenizer.path=gpt2"]
     )
@@ -74,7 +74,7 @@ def test_words_become_types() -> None:
     assert (config.validation, config.tokenizer.path, config.workers) == (0.0, "gpt2", None)
 
 
-def test_help_has_every_key_and_what_it_means() -> None:
+def test_help_describes_every_key() -> None:
     text = help_text(root=PREPARE)
     for name in keys.table(PREPARE):
         found = re.search(rf"^    {re.escape(name)}=(.*?)\s\s+(\S.*)$", text, re.MULTILINE)
@@ -84,21 +84,21 @@ def test_help_has_every_key_and_what_it_means() -> None:
     assert help_text(["tokenizer"], PREPARE).count("tokenizer.") >= 4
 
 
-def test_the_command_answers_within_two_seconds() -> None:
-    """Processor time is judged: it waits for nobody. Measured 0.3 s."""
-    before, seconds = _of_ended_commands(), []
+def test_help_takes_less_than_two_seconds() -> None:
+    """Measured 0.3 s. CPU time does not depend on other processes."""
+    before, seconds = _cpu_seconds_of_children(), []
     for _ in range(2):
         command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "--help"]
         assert (
             "input=stdlib"
             in subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
         )
-        now = _of_ended_commands()
+        now = _cpu_seconds_of_children()
         seconds.append(now - before)
         before = now
     assert min(seconds) < 2
 
 
-def _of_ended_commands() -> float:
+def _cpu_seconds_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

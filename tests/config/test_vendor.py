@@ -1,4 +1,4 @@
-"""The engines' keys as read from their source against the engines themselves, which only this file imports.
+"""The schemas of the engines' keys against the engines, which only this module imports.
 
 pytest tests/config/test_vendor.py
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import stat
 import subprocess
 import sys
 from collections import Counter
@@ -22,80 +20,125 @@ import pytest
 from toolkit.config import keys, vendor, vendor_megatron
 from toolkit.config.compose import compose
 from toolkit.config.keys import flatten
-from toolkit.config.vendors import cache
-from toolkit.config.vendors.node import Node
+from toolkit.config.vendors import generate, installed
+from toolkit.config.vendors.key_schema import KeySchema
 from toolkit.plan import deepspeed as plan_deepspeed
 from toolkit.plan.batch import plan_batch
 from toolkit.plan.types import Device, World
 
-SCHEMA = cache.deepspeed_schema()
+SCHEMA = installed.deepspeed_schema()
 assert SCHEMA is not None
 
-# Where in the configuration each of DeepSpeed's models stands.
+# Section of the configuration -> DeepSpeed's pydantic model of it, below the package deepspeed.
 MODELS = {
-    "zero_optimization": "deepspeed.runtime.zero.config.DeepSpeedZeroConfig",
-    "zero_optimization.offload_optimizer": "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig",
-    "zero_optimization.offload_param": "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig",
-    "zero_optimization.zenflow": "deepspeed.runtime.zenflow.zenflow_config.ZenFlowConfig",
-    "zero_optimization.leaf_module": "deepspeed.runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig",
-    "bf16": "deepspeed.runtime.precision_config.DeepSpeedBF16Config",
-    "fp16": "deepspeed.runtime.precision_config.DeepSpeedFP16Config",
-    "comms_logger": "deepspeed.comm.config.CommsLoggerConfig",
-    "tensorboard": "deepspeed.monitor.config.TensorBoardConfig",
-    "wandb": "deepspeed.monitor.config.WandbConfig",
-    "csv_monitor": "deepspeed.monitor.config.CSVConfig",
-    "comet": "deepspeed.monitor.config.CometConfig",
-    "compile": "deepspeed.compile.config.CompileConfig",
-    "hybrid_engine": "deepspeed.runtime.config.HybridEngineConfig",
-    "timers.throughput": "deepspeed.utils.config.DeepSpeedThroughputTimerConfig",
-    "tensor_parallel": "deepspeed.runtime.tensor_parallel.config.TPTrainingConfig",
-    "tensor_parallel.tensor_parallel": "deepspeed.runtime.tensor_parallel.config.TPConfig",
-    "weight_quantization": "deepspeed.inference.config.WeightQuantConfig",
+    "zero_optimization": "runtime.zero.config.DeepSpeedZeroConfig",
+    "zero_optimization.offload_optimizer": "runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig",
+    "zero_optimization.offload_param": "runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig",
+    "zero_optimization.zenflow": "runtime.zenflow.zenflow_config.ZenFlowConfig",
+    "zero_optimization.leaf_module": "runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig",
+    "bf16": "runtime.precision_config.DeepSpeedBF16Config",
+    "fp16": "runtime.precision_config.DeepSpeedFP16Config",
+    "comms_logger": "comm.config.CommsLoggerConfig",
+    "tensorboard": "monitor.config.TensorBoardConfig",
+    "wandb": "monitor.config.WandbConfig",
+    "csv_monitor": "monitor.config.CSVConfig",
+    "comet": "monitor.config.CometConfig",
+    "compile": "compile.config.CompileConfig",
+    "hybrid_engine": "runtime.config.HybridEngineConfig",
+    "timers.throughput": "utils.config.DeepSpeedThroughputTimerConfig",
+    "tensor_parallel": "runtime.tensor_parallel.config.TPTrainingConfig",
+    "tensor_parallel.tensor_parallel": "runtime.tensor_parallel.config.TPConfig",
+    "weight_quantization": "inference.config.WeightQuantConfig",
 }
 SAMPLES = (True, 3, -2, 0.5, 5e8, "cpu", "text", [1], ["a"], {"a": 1}, None)
 
 
-def node_at(path: str) -> Node:
-    node = SCHEMA
-    assert node is not None
+def key_at(path: str) -> KeySchema:
+    key = SCHEMA
+    assert key is not None
     for part in path.split("."):
-        assert node.fields is not None, path
-        node = node.fields[part]
-    return node
+        assert key.fields is not None, path
+        key = key.fields[part]
+    return key
 
 
-@pytest.mark.parametrize("path", MODELS)
-def test_models_are_read_as_they_are(path: str) -> None:
-    """The same names, with aliases; and what our types accept, pydantic accepts too."""
+@pytest.mark.parametrize(
+    ("package", "read"),
+    [(installed.DEEPSPEED, generate.read_deepspeed), (installed.MEGATRON, generate.read_megatron)],
+    ids=["deepspeed", "megatron"],
+)
+def test_schema_files_equal_the_schemas_of_the_installed_packages(package: Any, read: Any) -> None:
+    if package.installed_version != package.schema_version:
+        pytest.skip(f"{package.distribution} {package.installed_version} has no schema file")
+    assert generate.schema_text(read()) == package.schema_file.read_text(encoding="utf-8")
+
+
+def test_another_version_uses_the_newest_schema_and_errors_name_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(installed, "FOLDER", tmp_path)
+    for version, name in (("0.9.10", "old"), ("0.19.8", "stable"), ("0.20.0", "fast")):
+        (tmp_path / f"deepspeed-{version}.json").write_text(json.dumps({"fields": {name: {}}}))
+    monkeypatch.setattr(installed, "version", lambda _: "0.19.8")
+    assert not vendor.problems(compose(["+engine.deepspeed.stable=1"]))
+    assert "0.19.8" not in vendor.problems(compose(["+engine.deepspeed.fastt=1"]))[0].remedy
+    monkeypatch.setattr(installed, "version", lambda _: "0.20.1")
+    assert not vendor.problems(compose(["+engine.deepspeed.fast=1"]))
+    (problem,) = vendor.problems(compose(["+engine.deepspeed.fastt=1"]))
+    assert "did you mean +engine.deepspeed.fast?" in problem.remedy
+    assert "deepspeed 0.20.1 is installed, and keys are checked against 0.20.0" in problem.remedy
+
+
+def test_keys_are_refused_if_the_engine_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    (problem,) = vendor.problems(compose(["+engine.deepspeed.dump_state=true"]))
+    assert problem.remedy == "install it: pip install deepspeed"
+
+
+def test_loading_a_schema_does_not_import_the_engine() -> None:
+    code = (
+        "import sys; from toolkit.config.vendors.installed import deepspeed_schema, megatron_schema; "
+        "deepspeed_schema(), megatron_schema(); "
+        "print([name for name in ('deepspeed', 'megatron', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_schema_accepts_no_more_than_pydantic() -> None:
+    """Keys are the models' names and aliases, and pydantic accepts all values that the schema accepts."""
     from pydantic import TypeAdapter, ValidationError
 
-    module, _, name = MODELS[path].rpartition(".")
-    model = getattr(importlib.import_module(module), name)
-    node = node_at(path)
-    assert node.fields is not None
-    removed = {key for key, inner in node.fields.items() if inner.removed}
-    names = {key for field, info in model.model_fields.items() for key in (field, info.alias) if key}
-    assert set(node.fields) - removed == names
-    for field, info in model.model_fields.items():
-        ours = node.fields[field]
-        assert (ours.deprecated is not None) == bool((info.json_schema_extra or {}).get("deprecated"))
-        if ours.fields is not None:
-            continue
-        default = info.get_default(call_default_factory=True)
-        if isinstance(default, bool | int | float | str | list):
-            plain = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
-            assert ours.wrong(plain) is None, f"{path}.{field}: DeepSpeed's own default {default!r}"
-        if not (ours.types or ours.choices):
-            continue
-        adapter: TypeAdapter[Any] = TypeAdapter(_with_bounds(info))
-        for sample in SAMPLES:
-            if ours.wrong(sample) is None:
-                try:
-                    adapter.validate_python(sample)
-                except ValidationError as error:
-                    raise AssertionError(
-                        f"{path}.{field} takes {sample!r} for us, not for DeepSpeed"
-                    ) from error
+    for path, dotted in MODELS.items():
+        module, _, name = dotted.rpartition(".")
+        model = getattr(importlib.import_module(f"deepspeed.{module}"), name)
+        section = key_at(path)
+        assert section.fields is not None
+        removed = {key for key, inner in section.fields.items() if inner.removed}
+        names = {key for field, info in model.model_fields.items() for key in (field, info.alias) if key}
+        assert set(section.fields) - removed == names
+        for field, info in model.model_fields.items():
+            key = section.fields[field]
+            assert (key.deprecated is not None) == bool((info.json_schema_extra or {}).get("deprecated"))
+            if key.fields is not None:
+                continue
+            default = info.get_default(call_default_factory=True)
+            if isinstance(default, bool | int | float | str | list):
+                plain = (
+                    int(default) if isinstance(default, int) and not isinstance(default, bool) else default
+                )
+                assert key.broken_rule(plain) is None, f"{path}.{field}: DeepSpeed's default {default!r}"
+            if not (key.types or key.choices):
+                continue
+            adapter: TypeAdapter[Any] = TypeAdapter(_with_bounds(info))
+            for sample in SAMPLES:
+                if key.broken_rule(sample) is None:
+                    try:
+                        adapter.validate_python(sample)
+                    except ValidationError as error:
+                        raise AssertionError(f"{path}.{field}: DeepSpeed refuses {sample!r}") from error
 
 
 def _with_bounds(info: Any) -> Any:
@@ -104,32 +147,32 @@ def _with_bounds(info: Any) -> Any:
     return Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
 
 
-class Watched(dict[str, Any]):
-    """A configuration that notes every key that is looked for in it."""
+class RecordingDict(dict[str, Any]):
+    """A configuration that records every key that is read from it."""
 
     def __init__(self, values: Mapping[str, Any], seen: set[str], prefix: str = "") -> None:
         super().__init__(
             {
-                key: Watched(value, seen, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+                key: RecordingDict(value, seen, f"{prefix}{key}.") if isinstance(value, Mapping) else value
                 for key, value in values.items()
             }
         )
         self.seen, self.prefix = seen, prefix
 
-    def note(self, key: object) -> None:
+    def record(self, key: object) -> None:
         if isinstance(key, str):
             self.seen.add(self.prefix + key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        self.note(key)
+        self.record(key)
         return super().get(key, default)
 
     def __getitem__(self, key: Any) -> Any:
-        self.note(key)
+        self.record(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self.note(key)
+        self.record(key)
         return super().__contains__(key)
 
     def keys(self) -> Any:
@@ -138,12 +181,12 @@ class Watched(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
-    def __copy__(self) -> Watched:
+    def __copy__(self) -> RecordingDict:
         return self
 
 
-def test_functions_look_for_the_keys_that_were_read_in_the_source() -> None:
-    """DeepSpeed's own reading, watched: nothing that it looks for is missing from the schema, nothing at the top is invented."""
+def test_schema_has_exactly_the_keys_that_deepspeed_reads() -> None:
+    """DeepSpeedConfig reads no key that the schema lacks, and reads every top-level key of the schema."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     seen: set[str] = set()
@@ -165,28 +208,28 @@ def test_functions_look_for_the_keys_that_were_read_in_the_source() -> None:
         )
     }
     sections["checkpoint"] = {"writer": {}, "parallel_write": {}}
-    DeepSpeedConfig(Watched({"train_batch_size": 1, **sections}, seen))
-    assert len(seen) > 120, "the watch works"
+    DeepSpeedConfig(RecordingDict({"train_batch_size": 1, **sections}, seen))
+    assert len(seen) > 120, "keys are recorded"
     for path in seen:
-        assert_known(path)
+        assert_in_schema(path)
     assert SCHEMA is not None
     assert SCHEMA.fields is not None
     top = {path for path in seen if "." not in path}
-    # These stand in branches that this reading does not take: without a process group, and with bf16 under its new name.
+    # DeepSpeed reads these in branches that do not run here: with a process group, and for bf16's old name.
     assert set(SCHEMA.fields) - top <= {"bfloat16", "sequence_parallel_size"}
 
 
-def assert_known(path: str) -> None:
-    node: Node | None = SCHEMA
+def assert_in_schema(path: str) -> None:
+    key: KeySchema | None = SCHEMA
     for part in path.split("."):
-        assert node is not None
-        if node.open or node.fields is None:
+        assert key is not None
+        if key.open or key.fields is None:
             return
-        assert part in node.fields, path
-        node = node.fields[part]
+        assert part in key.fields, path
+        key = key.fields[part]
 
 
-def test_what_is_in_none_of_deepspeeds_keys_is_refused() -> None:
+def test_unknown_deepspeed_keys_are_refused() -> None:
     assert vendor.problems(compose(["+engine.deepspeed.no_such_key=1"]))
     assert not vendor.problems(
         compose(
@@ -228,11 +271,11 @@ RUNS = (
 )
 
 
-@pytest.mark.parametrize("words", RUNS, ids=" ".join)
-def test_a_key_that_the_plan_derives_is_refused(words: list[str]) -> None:
-    """Whatever the plan would write over is refused, so nothing that somebody wrote is changed silently."""
+@pytest.mark.parametrize("overrides", RUNS, ids=" ".join)
+def test_keys_that_the_plan_overwrites_are_refused(overrides: list[str]) -> None:
+    """No value that the user wrote is replaced silently."""
     for world in WORLDS:
-        config = compose(words)
+        config = compose(overrides)
         derived = flatten(plan_deepspeed.settings(config, world, plan_batch(config, 2), [64]))
         for name, value in derived.items():
             written: Any = "mine"
@@ -245,23 +288,24 @@ def test_a_key_that_the_plan_derives_is_refused(words: list[str]) -> None:
             )
             keys = {problem.key for problem in vendor.problems(config)}
             assert kept or any(f"engine.deepspeed.{name}".startswith(key) for key in keys), (
-                f"{name}={value} is written over"
+                f"{name}={value} is overwritten"
             )
 
 
-def test_a_wrong_key_is_left_out_of_what_is_planned() -> None:
+def test_wrong_keys_are_left_out_of_the_plan() -> None:
     config = compose(
         ["+engine.deepspeed.zero_optimization.reduce_bucket_size=big", "+engine.deepspeed.dump_state=true"]
     )
-    assert vendor.usable(config).engine.deepspeed == {"dump_state": True}
+    usable = vendor.without_wrong_keys(config, vendor.problems(config))
+    assert usable.engine.deepspeed == {"dump_state": True}
     assert config.engine.deepspeed["zero_optimization"] == {"reduce_bucket_size": "big"}
 
 
 # -- Megatron-core
 
 
-def test_megatrons_fields_are_read_as_they_are() -> None:
-    """The names of each dataclass; and what its own defaults are, our types accept."""
+def test_megatron_sections_have_the_fields_of_the_dataclasses() -> None:
+    """The schema has the names of each dataclass and accepts its defaults."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
@@ -277,16 +321,16 @@ def test_megatrons_fields_are_read_as_they_are() -> None:
     for name, kind in classes.items():
         assert set(sections[name]) == {field.name for field in fields(kind)}
         for field in fields(kind):
-            untold = {"suggested_communication_unit_size"}  # an int whose default is None
+            mistyped = {"suggested_communication_unit_size"}  # an int whose default is None
             if isinstance(field.default, bool | int | float | str) or (
-                field.default is None and field.name not in untold
+                field.default is None and field.name not in mistyped
             ):
-                assert sections[name][field.name].wrong(field.default) is None, (
-                    f"{field.name}: its own default {field.default!r}"
+                assert sections[name][field.name].broken_rule(field.default) is None, (
+                    f"{field.name}: default {field.default!r}"
                 )
 
 
-def test_every_field_has_its_answer_and_only_one() -> None:
+def test_every_megatron_field_is_in_exactly_one_table() -> None:
     schema = vendor_megatron.flat_schema()
     assert schema is not None
     tables = (
@@ -298,14 +342,14 @@ def test_every_field_has_its_answer_and_only_one() -> None:
     )
     listed = Counter(name for table in tables for name in table)
     assert set(schema.fields or {}) == set(listed), (
-        "a field of Megatron-core that nobody has decided about, or one that is gone"
+        "a field of Megatron-core is in no table, or a table has a field that no longer exists"
     )
     assert max(listed.values()) == 1
     known = set(keys.table())
     assert set(vendor_megatron.OWN.values()) <= known
 
 
-def test_settings_go_to_the_dataclasses_that_have_them() -> None:
+def test_megatron_settings_go_to_the_dataclasses_that_have_them() -> None:
     config = compose(
         [
             "engine=megatron",
@@ -321,48 +365,3 @@ def test_settings_go_to_the_dataclasses_that_have_them() -> None:
         {"overlap_param_gather": True},
     )
     assert vendor_megatron.megatron_keys(compose([])) == ({}, {}, {})
-
-
-# -- the cache
-
-CODE = """
-import time; began = time.perf_counter()
-from toolkit.config.vendors.cache import deepspeed_schema
-import json, sys
-print(len(json.dumps(deepspeed_schema().to_json())), "deepspeed" in sys.modules)
-"""
-
-
-def read_with(folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
-    )
-    return done.stdout
-
-
-def test_the_cache_changes_nothing(tmp_path: Path) -> None:
-    first = read_with(tmp_path)
-    assert first.split()[1] == "False", "DeepSpeed is not imported"
-    (file,) = (tmp_path / "deepspeed-megatron-toolkit").iterdir()
-    assert file.name.startswith("deepspeed-0.19.")
-    whole = file.read_text()
-    assert Node.from_json(json.loads(whole)) == SCHEMA
-    assert read_with(tmp_path) == first
-    for torn in (whole[:1000], "", "[]", "{}", '{"fields": {"a": 3}}'):
-        file.write_text(torn)
-        assert cache._load(file) is None, torn
-    assert read_with(tmp_path) == first
-    assert file.read_text() == whole, "mended"
-
-
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")  # a file where the folder should be: nobody, root neither, can make it
-    expected = read_with(tmp_path / "other")
-    assert read_with(blocked) == expected
-    assert stat.S_ISREG(blocked.stat().st_mode)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.made import batch_plan, make_folder
-from toolkit.config.data import DataConfig, Documents
+from toolkit.config.data import DataConfig, DocumentMasking
 from toolkit.config.schema import RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest, write_manifest
 from toolkit.data.open import open_data, ready_for
@@ -112,7 +112,7 @@ def test_waste_of_a_source_is_that_of_its_documents(manifest: DataManifest) -> N
 
 def separate(data: Mapping[str, Any]) -> RunConfig:
     return RunConfig(
-        data=DataConfig(documents=Documents.separate, **data), train=TrainConfig(sequence_length=16)
+        data=DataConfig(documents=DocumentMasking.separate, **data), train=TrainConfig(sequence_length=16)
     )
 
 

@@ -34,7 +34,7 @@ from tests.data.texts import (
     write_zst,
 )
 from toolkit.config.data import DataConfig
-from toolkit.config.prepare import DatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
+from toolkit.config.prepare import InputDatasetConfig, InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import read_manifest
@@ -289,7 +289,9 @@ def test_every_form_gives_the_same_documents(
     mixed = DatasetDict(
         {"train": Dataset.from_dict({"text": ["no"]}), "test": Dataset.from_dict({"text": texts})}
     )
-    mixed.save_to_disk(form("saved splits", format=InputFormat.dataset, dataset=DatasetConfig(split="test")))
+    mixed.save_to_disk(
+        form("saved splits", format=InputFormat.dataset, dataset=InputDatasetConfig(split="test"))
+    )
     folder = form("streamed", format=InputFormat.dataset)
     for number in range(3):
         write_jsonl(folder / f"{number}.jsonl", texts[number * 20 : number * 20 + 20])

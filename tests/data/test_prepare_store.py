@@ -132,7 +132,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
         ("s3://other/texts", "no such bucket"),
         ("https://127.0.0.1/texts", "cannot be listed"),
         ("s3://name:secret@corpus/texts", "a URL has no user"),
-        ("ftp://corpus/texts", "a folder is a path, or a URL of a known store"),
+        ("ftp://corpus/texts", "a folder is a path, or a URL of a supported store"),
     ],
 )
 def test_mistakes_name_the_input(bucket: Store, tokenizer: Path, tmp_path: Path, url: str, seen: str) -> None:

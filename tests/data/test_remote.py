@@ -533,6 +533,6 @@ def test_a_secret_in_the_command_goes_nowhere(tmp_path: Path) -> None:
     ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
-    assert "a URL has no user and no password" in ended.stderr
+    assert "a URL has no user, no password" in ended.stderr
     assert "hunter2" not in ended.stdout + ended.stderr
     assert not any(b"hunter2" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.data.made import make_folder
-from toolkit.config.data import DataConfig, Documents
+from toolkit.config.data import DataConfig, DocumentMasking
 from toolkit.config.schema import EvalConfig, ModelConfig, RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest
 from toolkit.data.open import ready_for
@@ -80,7 +80,7 @@ def test_each_problem_has_value_rule_remedy(manifest: DataManifest) -> None:
 
 def test_documents_are_kept_apart_where_a_token_ends_them(manifest: DataManifest) -> None:
     config = run_config(manifest)
-    config.data.documents = Documents.separate
+    config.data.documents = DocumentMasking.separate
     assert data_problems(config, manifest) == []
     silent = replace(manifest, tokenizer=replace(manifest.tokenizer, ends_documents=False))
     (problem,) = data_problems(config, silent)

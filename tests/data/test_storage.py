@@ -274,7 +274,7 @@ def test_what_urls_name() -> None:
     assert place_of("file:///a/b%20c") == Path("/a/b c")
     assert place_of("some/folder") == Path("some/folder")
     assert place_of("s3://bucket/a/") / "./b/c" == "s3://bucket/a/b/c"
-    with pytest.raises(ConfigError, match="data=stdlib is made on this machine"):
+    with pytest.raises(ConfigError, match="data=stdlib is prepared on this machine"):
         DataConfig(path="s3://bucket/a")
 
 

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.data.made import Counting, Ints, batch_plan, documents, make_folder
 from tests.data.test_mixture import mixed
 from toolkit.config.compose import compose
-from toolkit.config.mixture import phases_of
+from toolkit.config.mixture import parse_phases
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream
 from toolkit.data.torch_dataset import SampleDataset, StepDataset
@@ -150,5 +150,5 @@ def test_the_guides_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text = guide.partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "mine" / "exp" / "curriculum.yaml").write_text(text, encoding="utf-8")
     config = compose(["--config-dir=mine", "+exp=curriculum"])
-    assert [phase.from_step for phase in phases_of(config.data.sources, config.data.phases)] == [0, 8000]
+    assert [phase.from_step for phase in parse_phases(config.data.sources, config.data.phases)] == [0, 8000]
     make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU))

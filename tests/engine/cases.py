@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Reader, Shard, TensorInfo, TensorKey
 from toolkit.cluster.machine import this_machine
-from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
+from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.plan import make_plan
@@ -88,8 +88,8 @@ SGD: dict[str, Any] = {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "op
 BF16: dict[str, Any] = {"precision__name": Precision.bf16}
 FP16: dict[str, Any] = {"precision__name": Precision.fp16}
 # torch's AdamW on the CPU: DeepSpeed's is compiled on first use.
-OFFLOAD: dict[str, Any] = {"offload__optimizer": Place.cpu, "optim__kernel": OptimizerKernel.torch}
-OFFLOAD_ALL: dict[str, Any] = {**OFFLOAD, "offload__parameters": Place.cpu}
+OFFLOAD: dict[str, Any] = {"offload__optimizer": OffloadDevice.cpu, "optim__kernel": OptimizerKernel.torch}
+OFFLOAD_ALL: dict[str, Any] = {**OFFLOAD, "offload__parameters": OffloadDevice.cpu}
 CHECKPOINTING: dict[str, Any] = {"train__activation_checkpointing": True}
 TENSOR: dict[str, Any] = {"parallel__tensor": 2}
 CONTEXT: dict[str, Any] = {"parallel__context": 2}

@@ -33,7 +33,7 @@ from tests.engine.cases import (
 from tests.engine.checks import gather_state, ramped
 from toolkit.checkpoint.shard import WEIGHT, TensorKey
 from toolkit.cluster.machine import this_machine
-from toolkit.config.schema import OptimizerKernel, OptimizerName, Place
+from toolkit.config.schema import OffloadDevice, OptimizerKernel, OptimizerName
 from toolkit.engine.deepspeed.engine import DeepSpeedEngine
 from toolkit.engine.protocol import StepResult, StepSettings
 from toolkit.errors import PlanError
@@ -335,7 +335,7 @@ def test_nvme_offload_resumes_bitwise(pool: RankPool, tmp_path: Path) -> None:
         2,
         "gpt2",
         **large,
-        offload__optimizer=Place.nvme,
+        offload__optimizer=OffloadDevice.nvme,
         offload__nvme_path=str(tmp_path / "nvme"),
         optim__kernel=OptimizerKernel.torch,
     )

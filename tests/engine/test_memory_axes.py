@@ -17,11 +17,11 @@ import torch
 
 from tests.engine.cases import quick
 from tests.engine.memory_measures import SIZES, Bytes, storages
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import EngineName, Precision
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.families.base import ModelShape
-from toolkit.plan.activations_megatron import Layout, block_bytes
+from toolkit.plan.activations_megatron import ActivationLayout, block_bytes
 from toolkit.plan.memory import stage_memory
 from toolkit.plan.types import MemoryPlan, RunPlan
 from toolkit.testing.dist import RankPool
@@ -30,7 +30,7 @@ from toolkit.testing.tiny import LENGTH, MICRO_BATCH, micro_batches, tiny_plan
 from toolkit.train.task import text_task
 
 BF16 = {"precision__name": Precision.bf16}
-APART = {"data__documents": Documents.separate}
+APART = {"data__documents": DocumentMasking.separate}
 LAYERS = {"num_layers_in_first_pipeline_stage": 2}
 EXPERTS = {
     "model__hidden_size": 64,
@@ -211,7 +211,7 @@ def test_saved_activations_of_a_block_match_the_formula(name: str, pool: RankPoo
     shallow, deep = pool.run(saved_bytes, plans, ranks=ranks)[0]
     axes, shape = plans[0].axes, plans[0].shape
     assert shape is not None
-    layout = Layout(
+    layout = ActivationLayout(
         tokens=MICRO_BATCH * LENGTH // axes.context,
         sequences=MICRO_BATCH,
         context=axes.context,

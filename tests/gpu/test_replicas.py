@@ -10,7 +10,7 @@ import torch
 from toolkit.cluster.machine import this_machine
 from toolkit.engine.hashing import hash_tensors
 from toolkit.observe.replicas import PendingHashes
-from toolkit.plan.devices import find
+from toolkit.plan.devices import find_gpu
 from toolkit.testing.dist import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +59,6 @@ def test_hashing_runs_at_memory_bandwidth(gpu: RankPool, capsys: pytest.CaptureF
     with capsys.disabled():
         print(f"hashing takes {device / 4 * 1e3:.2f} ms per GiB, and {asked * 1e3:.1f} ms of the host for 64")
     assert answered >= asked
-    known = find(this_machine().gpus[0].product)
+    known = find_gpu(this_machine().gpus[0].product)
     if known is not None:
         assert device < 4 * (4 * GIB / known.bandwidth) + 64 * 50e-6

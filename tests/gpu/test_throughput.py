@@ -13,7 +13,7 @@ from toolkit.cluster.machine import this_machine
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, first_weights
 from toolkit.monitor.throughput import Throughput
-from toolkit.plan.devices import normalise
+from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import train_steps
@@ -43,7 +43,7 @@ def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
 )
 def test_bf16_run_has_plausible_mfu(engine: EngineName, stage: int, gpu: RankPool) -> None:
     """More than 2% although the model is small, and less than 90%, which nothing reaches."""
-    kind = normalise(this_machine().gpus[0].product)
+    kind = normalise_gpu_name(this_machine().gpus[0].product)
     assert kind is not None, f"toolkit/plan/devices.py does not know {this_machine().gpus[0].product}"
     plan = sized(engine, stage)
     plan = replace(plan, world=replace(plan.world, gpu=kind))

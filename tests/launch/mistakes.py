@@ -99,6 +99,6 @@ MISTAKES = (
         "model=custom",
         "model.target=subprocess.getoutput",
         "+model.arguments.cmd=true",
-        shows="Python's own library",
+        shows="Python's standard library",
     ),
 )

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.models.broken import Fine
 from tests.models.pipeline_stages import stages
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import ModelConfig
 from toolkit.engine.attention_mask import document_causal_mask
 from toolkit.engine.protocol import MicroBatch
@@ -26,7 +26,7 @@ from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.task import CustomLoss, text_task
 
 TOLERANCE = 1e-5
-SEPARATE = {"data__documents": Documents.separate}
+SEPARATE = {"data__documents": DocumentMasking.separate}
 
 
 def filled(plan: RunPlan) -> nn.Module:
@@ -181,5 +181,5 @@ def test_custom_model_receives_position_ids() -> None:
         own = replace(ModelConfig(), target=target, arguments=arguments)
         build_target(own, 0)
         with pytest.raises(ConfigError, match="position_ids") as refused:
-            build_target(own, 0, documents=Documents.separate)
+            build_target(own, 0, documents=DocumentMasking.separate)
         assert "data.documents=joined" in refused.value.problems[0].remedy

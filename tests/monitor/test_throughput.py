@@ -17,7 +17,7 @@ from toolkit import rows as rows_of_files
 from toolkit.config.schema import BatchRampConfig, Precision
 from toolkit.monitor.throughput import Course, Spent, Throughput, spent
 from toolkit.plan import make_plan
-from toolkit.plan.flops import hardware_flops, model_flops, without_utilisation
+from toolkit.plan.flops import hardware_flops, model_flops, why_no_utilisation
 from toolkit.plan.types import RunPlan, World
 from toolkit.rows import last_row
 
@@ -86,7 +86,7 @@ def test_without_a_peak_or_a_formula_there_is_no_utilisation(
 ) -> None:
     plan = planned(world, **changes)
     assert row(plan).keys() == {"tokens_per_second", "samples_per_second", "tokens_per_second_per_gpu"} | keys
-    assert reason in (without_utilisation(plan) or "")
+    assert reason in (why_no_utilisation(plan) or "")
 
 
 def test_on_cpus_nothing_is_told_per_gpu() -> None:

@@ -1,4 +1,4 @@
-"""FLOPs of training on one token as other tools count them, each from its own formula.
+"""FLOPs of training on one token by the formulas of other tools.
 
 PYTHONPATH=. python tests/plan/conventions.py        # prints the table of docs/monitoring.md
 """
@@ -20,21 +20,22 @@ def ours(shape: ModelShape, length: int) -> float:
 
 
 def megatron_lm_2024(shape: ModelShape, length: int) -> float:
-    """``num_floating_point_operations`` of Megatron-LM with mcore 0.8: 12 l h^2 ((1 + K/A + s/h) AD/h + f/h * experts * 1.5 if gated
-    + V/2lh); the attention matrix whole, no router."""
+    """``num_floating_point_operations`` of Megatron-LM with mcore 0.8: 12 l h^2 ((1 + K/A + s/h) AD/h + f/h *
+    experts * 1.5 if gated + V/2lh); the attention matrix whole, no router.
+    """
     return _megatron(shape, length, 1.0)
 
 
 def megatron_lm_2025(shape: ModelShape, length: int) -> float:
-    """The same later, with half of the attention matrix."""
+    """A later version, with half of the attention matrix."""
     return _megatron(shape, length, 0.5)
 
 
-def _megatron(shape: ModelShape, length: int, of_the_matrix: float) -> float:
+def _megatron(shape: ModelShape, length: int, attention_share: float) -> float:
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
     width = shape.num_attention_heads * shape.head_dim / hidden
     attention = (
-        1 + shape.num_key_value_heads / shape.num_attention_heads + of_the_matrix * length / hidden
+        1 + shape.num_key_value_heads / shape.num_attention_heads + attention_share * length / hidden
     ) * width
     gated = 1.5 if get_family(shape.family).traits.gated else 1.0
     feed_forward = shape.intermediate_size / hidden * max(1, shape.num_experts_per_tok) * gated
@@ -42,8 +43,10 @@ def _megatron(shape: ModelShape, length: int, of_the_matrix: float) -> float:
 
 
 def palm(shape: ModelShape, length: int) -> float:
-    """6 N + 12 L H Q T (Chowdhery et al., 2204.02311, appendix B): N is every parameter, of which the input embedding is one that
-    multiplies nothing unless it is the output layer's too. Experts that a token does not visit are left out here."""
+    """6 N + 12 L H Q T (Chowdhery et al., 2204.02311, appendix B): N is every parameter, of which the input
+    embedding is one that multiplies nothing unless it is the output layer's too. Experts that a token does
+    not visit are left out here.
+    """
     return (
         6 * _numel(shape) + 12 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * length
     )
@@ -56,7 +59,7 @@ def nanogpt(shape: ModelShape, length: int) -> float:
 
 
 def llm_foundry(shape: ModelShape, length: int) -> float:
-    """``scripts/train/benchmarking``: 3 (2 N + 4 L d T): all parameters, and a matrix as wide as the model."""
+    """``scripts/train/benchmarking``: 3 (2 N + 4 L d T): all parameters, attention as wide as the model."""
     return 3 * (2 * _numel(shape) + 4 * shape.num_hidden_layers * shape.hidden_size * length)
 
 
@@ -66,7 +69,7 @@ def six_n(shape: ModelShape, length: int) -> float:
 
 
 def _numel(shape: ModelShape) -> int:
-    """Parameters, less the experts that a token does not visit."""
+    """Parameters without the experts that a token does not visit."""
     idle = (
         (shape.num_local_experts - shape.num_experts_per_tok)
         * 3
@@ -95,7 +98,7 @@ def flops(convention: str, name: str) -> float:
 
 
 def cell(convention: str, name: str) -> str:
-    """GFLOPs a token, and the difference to ours."""
+    """GFLOPs per token, and the difference to this toolkit."""
     found = flops(convention, name)
     ours = flops("this toolkit", name)
     return f"{found / 1e9:.3f}" + (f" ({found / ours - 1:+.2%})" if found != ours else "")

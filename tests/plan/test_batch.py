@@ -1,4 +1,4 @@
-"""Batches: the identity, and the ramp against a slow loop.
+"""Global batches: divisibility, and the batch size ramp against a slow reference loop.
 
 pytest tests/plan/test_batch.py
 """
@@ -17,7 +17,7 @@ from toolkit.plan.types import GlobalBatch
 
 
 def slow_sizes(train: TrainConfig, steps: int) -> list[int]:
-    """The rule as one would say it: look at what is consumed, take the batch of that part of the ramp."""
+    """Reference: the size of each batch from the number of consumed samples."""
     ramp, sizes, consumed = train.batch_ramp, [], 0
     for _ in range(steps):
         if ramp.start is None:
@@ -42,7 +42,7 @@ def ramps(draw: st.DrawFn) -> TrainConfig:
 
 @given(ramps())
 @settings(max_examples=150, deadline=None)
-def test_the_ramp_is_the_slow_loop(train: TrainConfig) -> None:
+def test_ramp_equals_the_slow_loop(train: TrainConfig) -> None:
     stages = ramp_stages(train)
     plan = plan_batch(
         run_config(
@@ -62,7 +62,7 @@ def test_the_ramp_is_the_slow_loop(train: TrainConfig) -> None:
 
 @given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_the_identity_holds_or_is_refused_with_a_batch_that_works(
+def test_indivisible_batches_are_refused_with_a_divisible_one(
     micro: int, ranks: int, accumulation: int
 ) -> None:
     size = micro * ranks * accumulation
@@ -80,7 +80,7 @@ def test_the_identity_holds_or_is_refused_with_a_batch_that_works(
                 )
 
 
-def test_without_a_micro_batch_there_is_no_accumulation() -> None:
+def test_default_micro_batch_needs_no_accumulation() -> None:
     plan = plan_batch(run_config(train__global_batch=24, train__micro_batch=None), 8)
     assert (plan.micro_batch, plan.at(0).accumulation) == (3, 1)
 
@@ -97,15 +97,15 @@ def test_without_a_micro_batch_there_is_no_accumulation() -> None:
         BatchRampConfig(start=3, increment=5, samples=10),
     ],
 )
-def test_a_ramp_that_is_none_is_refused(ramp: BatchRampConfig) -> None:
+def test_invalid_ramps_are_refused(ramp: BatchRampConfig) -> None:
     with pytest.raises(PlanError) as caught:
         plan_batch(run_config(train__batch_ramp=ramp, train__micro_batch=2), 2)
     assert caught.value.problems[0].key == "train.batch_ramp"
     assert caught.value.problems[0].remedy
 
 
-def test_a_jump_over_a_part_leaves_its_size_out() -> None:
-    """Parts of 5 samples and batches of 10 and more: each step passes a part, the sizes between are never seen."""
+def test_ramp_skips_sizes_of_parts_within_one_step() -> None:
+    """With parts of 5 samples and batches of 10 and more, each step passes at least one part."""
     stages = ramp_stages(
         TrainConfig(global_batch=40, batch_ramp=BatchRampConfig(start=10, increment=10, samples=15))
     )
@@ -114,8 +114,8 @@ def test_a_jump_over_a_part_leaves_its_size_out() -> None:
 
 @given(ramp=st.integers(1, 60), step=st.integers(0, 40))
 @settings(max_examples=60, deadline=None)
-def test_a_resumed_ramp_is_the_ramp(ramp: int, step: int) -> None:
-    """A run that continues from a checkpoint has the batches that it would have had."""
+def test_resumed_ramp_continues_unchanged(ramp: int, step: int) -> None:
+    """A run that resumes from a checkpoint has the same batches as without the interruption."""
     train = TrainConfig(global_batch=16, batch_ramp=BatchRampConfig(start=4, increment=4, samples=ramp))
     batch = plan_batch(
         run_config(train__global_batch=16, train__batch_ramp=train.batch_ramp, train__micro_batch=1), 1

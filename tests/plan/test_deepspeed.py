@@ -1,4 +1,4 @@
-"""The dictionary that DeepSpeed gets.
+"""The dictionary for DeepSpeed.
 
 pytest tests/plan/test_deepspeed.py
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.plan.cases import CPU, h100s, run_config
-from toolkit.config.schema import OptimizerKernel, OptimizerName, Place, Precision
+from toolkit.config.schema import OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.plan import make_plan
 from toolkit.plan.deepspeed import kernel, merge
 from toolkit.plan.types import World
@@ -23,7 +23,7 @@ def settings(world: World = CPU, **changes: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def test_all_of_it_for_a_small_run() -> None:
+def test_complete_settings_of_a_small_run() -> None:
     assert settings(zero__stage=2) == {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -53,11 +53,11 @@ def test_all_of_it_for_a_small_run() -> None:
     }
 
 
-def test_clipping_is_written_when_it_is_off() -> None:
+def test_disabled_clipping_is_written() -> None:
     assert settings(optim__clip=0.0)["gradient_clipping"] == 0.0
 
 
-def test_fp16_scales_the_loss_as_the_run_says() -> None:
+def test_fp16_loss_scaling_follows_the_run() -> None:
     fp16 = settings(
         world=h100s(2),
         precision__name=Precision.fp16,
@@ -78,25 +78,25 @@ def test_fp16_scales_the_loss_as_the_run_says() -> None:
 @pytest.mark.parametrize(
     ("stage", "place", "expected"),
     [
-        (1, Place.none, None),
-        (2, Place.none, {"grad_accum_dtype": "fp32"}),
-        (2, Place.cpu, None),
-        (3, Place.cpu, {"grad_accum_dtype": "fp32"}),
+        (1, OffloadDevice.none, None),
+        (2, OffloadDevice.none, {"grad_accum_dtype": "fp32"}),
+        (2, OffloadDevice.cpu, None),
+        (3, OffloadDevice.cpu, {"grad_accum_dtype": "fp32"}),
     ],
 )
-def test_bf16_gradients_are_summed_in_fp32_where_only_a_partition_is_kept(
-    stage: int, place: Place, expected: object
+def test_bf16_gradients_accumulate_in_fp32_if_they_are_partitioned(
+    stage: int, place: OffloadDevice, expected: object
 ) -> None:
     found = settings(precision__name=Precision.bf16, zero__stage=stage, offload__optimizer=place)
     assert found["bf16"] == {"enabled": True}
     assert found.get("data_types") == expected
 
 
-def test_offload_to_nvme() -> None:
+def test_nvme_offload_settings() -> None:
     zero = settings(
         zero__stage=3,
-        offload__optimizer=Place.nvme,
-        offload__parameters=Place.nvme,
+        offload__optimizer=OffloadDevice.nvme,
+        offload__parameters=OffloadDevice.nvme,
         offload__nvme_path="/disk",
     )["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "nvme", "pin_memory": False, "nvme_path": "/disk"}
@@ -108,7 +108,7 @@ def test_offload_to_nvme() -> None:
     }
 
 
-def test_optimizers() -> None:
+def test_optimizer_settings() -> None:
     sgd = settings(optim__name=OptimizerName.sgd, optim__momentum=0.9)
     assert sgd["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4, "momentum": 0.9, "weight_decay": 0.1}}
     assert sgd["zero_allow_untested_optimizer"]
@@ -121,14 +121,16 @@ def test_optimizers() -> None:
 @pytest.mark.parametrize(
     ("world", "place", "expected"),
     [
-        (CPU, Place.none, OptimizerKernel.torch),
-        (CPU, Place.cpu, OptimizerKernel.torch),
-        (h100s(2), Place.none, OptimizerKernel.fused),
-        (h100s(2), Place.cpu, OptimizerKernel.cpu),
-        (replace(h100s(2), has_compiler=False), Place.cpu, OptimizerKernel.torch),
+        (CPU, OffloadDevice.none, OptimizerKernel.torch),
+        (CPU, OffloadDevice.cpu, OptimizerKernel.torch),
+        (h100s(2), OffloadDevice.none, OptimizerKernel.fused),
+        (h100s(2), OffloadDevice.cpu, OptimizerKernel.cpu),
+        (replace(h100s(2), has_compiler=False), OffloadDevice.cpu, OptimizerKernel.torch),
     ],
 )
-def test_which_adamw_runs(world: World, place: Place, expected: OptimizerKernel) -> None:
+def test_adamw_kernel_depends_on_device_and_offload(
+    world: World, place: OffloadDevice, expected: OptimizerKernel
+) -> None:
     assert kernel(run_config(offload__optimizer=place), world) is expected
     assert (
         kernel(run_config(offload__optimizer=place, optim__kernel=OptimizerKernel.torch), world)
@@ -136,17 +138,19 @@ def test_which_adamw_runs(world: World, place: Place, expected: OptimizerKernel)
     )
 
 
-def test_the_kernels_as_deepspeed_names_them() -> None:
+def test_kernel_settings() -> None:
     fused = settings(world=h100s(2), zero__stage=2)["optimizer"]["params"]
     assert fused["fused"]
     assert fused["torch_adam"]
     assert (
         "torch_adam"
-        not in settings(world=h100s(2), zero__stage=2, offload__optimizer=Place.cpu)["optimizer"]["params"]
+        not in settings(world=h100s(2), zero__stage=2, offload__optimizer=OffloadDevice.cpu)["optimizer"][
+            "params"
+        ]
     )
 
 
-def test_the_users_own_keys_go_between_defaults_and_what_is_derived() -> None:
+def test_user_keys_override_defaults_but_not_derived_keys() -> None:
     own = {
         "zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True},
         "wall_clock_breakdown": True,
@@ -163,7 +167,7 @@ def test_the_users_own_keys_go_between_defaults_and_what_is_derived() -> None:
     }
 
 
-def test_merging_goes_key_by_key() -> None:
+def test_merge_is_recursive() -> None:
     assert merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": {"f": 5}}) == {
         "a": {"b": 4, "c": 2},
         "d": 3,

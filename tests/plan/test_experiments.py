@@ -1,4 +1,4 @@
-"""Each experiment can be started by its own command on the hardware that its file names.
+"""Each experiment runs with the command and on the hardware in its file.
 
 pytest tests/plan/test_experiments.py
 """
@@ -19,14 +19,12 @@ from toolkit.plan.types import Device, RunPlan, World
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "exp").glob("*.yaml"))
 HARDWARE = re.compile(r"# Hardware: (\d+) nodes? of (\d+) (.+)\.")
-EXPECTED = {
-    "mixtral_8x7b": {"model.router_aux_loss_coef"}
-}  # keys of warnings that are of the experiment's nature
+EXPECTED = {"mixtral_8x7b": {"model.router_aux_loss_coef"}}  # expected keys of warnings
 
 
 def world_of(text: str) -> World:
     found = HARDWARE.search(text)
-    assert found is not None, "the file names its hardware"
+    assert found is not None, "the file has a line with its hardware"
     nodes, per_node, kind = int(found[1]), int(found[2]), found[3]
     on_cpu = kind == "CPU ranks"
     assert on_cpu or kind in GPUS
@@ -47,10 +45,10 @@ def planned(file: Path, *more: str) -> RunPlan:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_plain_command_fits_the_hardware(file: Path) -> None:
+def test_experiments_fit_their_hardware(file: Path) -> None:
     text = file.read_text()
     command = next(line for line in text.splitlines() if "launch/train.py" in line)
-    assert command.endswith(f"launch/train.py +exp={file.stem}"), "nothing has to be added to it"
+    assert command.endswith(f"launch/train.py +exp={file.stem}"), "the command has no further overrides"
     plan = planned(file)
     assert {warning.key for warning in plan.warnings} == EXPECTED.get(file.stem, set())
     nodes, per_node = (
@@ -61,14 +59,14 @@ def test_the_plain_command_fits_the_hardware(file: Path) -> None:
     assert per_node is None or int(per_node[1]) == world.ranks_per_node
 
 
-def test_in_fp32_without_zero_the_large_ones_would_not_fit() -> None:
-    """The control."""
+def test_fp32_without_zero_does_not_fit() -> None:
+    """Control: memory is checked."""
     file = next(file for file in FILES if file.stem == "mixtral_8x7b")
     with pytest.raises(PlanError, match="fit on its device"):
         planned(file, "precision=fp32", "zero=stage0")
 
 
-def test_the_remedy_for_a_batch_that_does_not_divide_works() -> None:
+def test_remedy_for_an_indivisible_batch_works() -> None:
     world = World(
         ranks=64, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True
     )

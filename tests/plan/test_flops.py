@@ -1,4 +1,4 @@
-"""What is recomputed, in each way that a plan has; other tools' ways of counting beside ours, on one model, as the guide has them.
+"""Recomputed FLOPs of each kind of plan, and FLOPs by other tools' conventions, as in the guide.
 
 pytest tests/plan/test_flops.py
 """
@@ -18,7 +18,7 @@ from toolkit.config.schema import EngineName, Precision
 from toolkit.families import PUBLISHED, get_family
 from toolkit.families.base import ForwardFlops
 from toolkit.plan import make_plan
-from toolkit.plan.flops import hardware_flops, model_flops, peak_flops, without_utilisation
+from toolkit.plan.flops import hardware_flops, model_flops, peak_flops, why_no_utilisation
 from toolkit.plan.types import RunPlan, World
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
@@ -29,11 +29,11 @@ def planned(world: World = CPU, **changes: Any) -> RunPlan:
     return make_plan(run_config(**changes), world)
 
 
-def again(plan: RunPlan) -> float:
-    done, counts = hardware_flops(plan), model_flops(plan)
-    assert done is not None
-    assert counts is not None
-    return done - counts
+def recomputed(plan: RunPlan) -> float:
+    hardware, model = hardware_flops(plan), model_flops(plan)
+    assert hardware is not None
+    assert model is not None
+    return hardware - model
 
 
 def forward(plan: RunPlan) -> ForwardFlops:
@@ -41,37 +41,37 @@ def forward(plan: RunPlan) -> ForwardFlops:
     return get_family(plan.shape.family).forward_flops(plan.shape, plan.config.train.sequence_length)
 
 
-def test_nothing_is_recomputed_unless_it_is_asked_for() -> None:
+def test_nothing_is_recomputed_by_default() -> None:
     for changes in ({}, MEGATRON, {"zero__stage": 3}):
-        assert again(planned(**changes)) == 0
+        assert recomputed(planned(**changes)) == 0
 
 
-def test_torch_recomputes_all_of_a_block_but_its_last_matrix() -> None:
+def test_torch_recomputes_a_block_without_its_last_matrix() -> None:
     plan = planned(train__activation_checkpointing=True)
     parts = forward(plan)
-    assert again(plan) == pytest.approx(parts.projections + parts.scores + parts.up, rel=1e-12)
-    assert again(planned(train__activation_checkpointing=True, zero__stage=3)) == pytest.approx(
+    assert recomputed(plan) == pytest.approx(parts.projections + parts.scores + parts.up, rel=1e-12)
+    assert recomputed(planned(train__activation_checkpointing=True, zero__stage=3)) == pytest.approx(
         parts.blocks, rel=1e-12
     )
 
 
-def test_megatron_recomputes_what_it_is_told_to() -> None:
+def test_megatron_recomputes_the_configured_modules() -> None:
     def megatron(world: World = CPU, **keys: Any) -> RunPlan:
         return planned(world, **MEGATRON, engine__megatron=keys, model__num_hidden_layers=8)
 
     parts = forward(megatron())
     whole = planned(**MEGATRON, train__activation_checkpointing=True, model__num_hidden_layers=8)
-    assert again(whole) == pytest.approx(parts.blocks, rel=1e-12)
+    assert recomputed(whole) == pytest.approx(parts.blocks, rel=1e-12)
     uniform = megatron(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
-    assert again(uniform) == pytest.approx(parts.blocks, rel=1e-12)
+    assert recomputed(uniform) == pytest.approx(parts.blocks, rel=1e-12)
     block = megatron(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
-    assert again(block) == pytest.approx(parts.blocks * 3 / 8, rel=1e-12)
-    assert again(megatron(recompute_granularity="selective")) == pytest.approx(parts.scores, rel=1e-12)
+    assert recomputed(block) == pytest.approx(parts.blocks * 3 / 8, rel=1e-12)
+    assert recomputed(megatron(recompute_granularity="selective")) == pytest.approx(parts.scores, rel=1e-12)
     modules = megatron(recompute_granularity="selective", recompute_modules=["mlp", "layernorm"])
-    assert again(modules) == pytest.approx(parts.up + parts.down, rel=1e-12)
+    assert recomputed(modules) == pytest.approx(parts.up + parts.down, rel=1e-12)
 
 
-def test_each_stage_of_a_pipeline_recomputes_its_first_blocks() -> None:
+def test_each_pipeline_stage_recomputes_its_first_blocks() -> None:
     keys = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     plan = planned(
         replace(CPU, ranks=4, ranks_per_node=4),
@@ -80,7 +80,7 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks() -> None:
         model__num_hidden_layers=8,
         parallel__pipeline=2,
     )
-    assert again(plan) == pytest.approx(forward(plan).blocks * 2 / 8, rel=1e-12)
+    assert recomputed(plan) == pytest.approx(forward(plan).blocks * 2 / 8, rel=1e-12)
     virtual = planned(
         replace(CPU, ranks=4, ranks_per_node=4),
         **MEGATRON,
@@ -88,13 +88,13 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks() -> None:
         parallel__pipeline=2,
         engine__megatron={**keys, "virtual_pipeline_model_parallel_size": 2},
     )
-    assert again(virtual) == pytest.approx(forward(plan).blocks * 4 / 8, rel=1e-12)
+    assert recomputed(virtual) == pytest.approx(forward(plan).blocks * 4 / 8, rel=1e-12)
 
 
-def test_a_peak_is_of_a_known_gpu_in_16_bits() -> None:
+def test_peak_needs_a_known_gpu_and_16_bits() -> None:
     bf16 = {"precision__name": Precision.bf16, "zero__stage": 1}
     assert peak_flops(planned(h100s(4), **bf16)) == 989.4e12
-    assert without_utilisation(planned(h100s(4), **bf16)) is None
+    assert why_no_utilisation(planned(h100s(4), **bf16)) is None
     for world, changes, reason in (
         (h100s(4), {}, "precision=fp32"),
         (replace(h100s(4), gpu=None), bf16, "cluster.gpu"),
@@ -102,15 +102,15 @@ def test_a_peak_is_of_a_known_gpu_in_16_bits() -> None:
     ):
         plan = planned(world, **changes)
         assert peak_flops(plan) is None
-        assert reason in (without_utilisation(plan) or "")
+        assert reason in (why_no_utilisation(plan) or "")
 
 
 # ---- other tools
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_guide_has_other_tools_conventions_in_numbers(name: str) -> None:
-    """Each line of its table: GFLOPs a token of training, and its difference to ours."""
+def test_guide_lists_flops_by_other_conventions(name: str) -> None:
+    """Each row of its table has GFLOPs per training token and the difference to this toolkit."""
     table = {
         match[1]: match[2]
         for match in re.finditer(r"^\| ([^|]+?) \| (.+) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -122,7 +122,7 @@ def test_the_guide_has_other_tools_conventions_in_numbers(name: str) -> None:
         )
 
 
-def test_our_count_is_the_plans() -> None:
+def test_plan_uses_the_same_count() -> None:
     for name, model in MODELS.items():
         config = run_config(model=PUBLISHED[model], train__sequence_length=LENGTH[name])
         assert model_flops(make_plan(config, CPU)) == pytest.approx(flops("this toolkit", name), rel=1e-12)

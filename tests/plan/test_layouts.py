@@ -1,4 +1,4 @@
-"""Layouts that no run can have, as somebody types them: each is refused before anything starts, with the rule and a remedy.
+"""Invalid layouts, as typed by a user, are refused before anything starts, with the rule and a remedy.
 
 pytest tests/plan/test_layouts.py
 """
@@ -28,7 +28,7 @@ FOUR, SIX, EIGHT = (replace(CPU, ranks=ranks, ranks_per_node=ranks) for ranks in
 OWN = "+engine.megatron."
 VPP = f"{OWN}virtual_pipeline_model_parallel_size=2"
 
-# what is typed (besides engine=...), the world, the key at fault, a word of the rule or the remedy
+# overrides (without engine=...), the world, the key of the problem, a part of the rule or the remedy
 MEGATRON: tuple[tuple[str, World, str, str], ...] = (
     ("parallel.tensor=3", CPU, "parallel", "divisible by tensor x pipeline x context"),
     ("parallel.tensor=3", SIX, "parallel.tensor", "model.num_attention_heads is divisible"),
@@ -84,23 +84,24 @@ MEGATRON: tuple[tuple[str, World, str, str], ...] = (
         "train.global_batch=16",
     ),
     (
-        f"parallel.pipeline=2 model.num_hidden_layers=4 train.micro_batch=2 {VPP} train.batch_ramp.start=6 train.batch_ramp.increment=2 "
-        "train.batch_ramp.samples=100",
+        f"parallel.pipeline=2 model.num_hidden_layers=4 train.micro_batch=2 {VPP} "
+        "train.batch_ramp.start=6 train.batch_ramp.increment=2 train.batch_ramp.samples=100",
         CPU,
         "engine.megatron.virtual_pipeline_model_parallel_size",
         "a step has 3",
     ),
     (
-        f"parallel.pipeline=2 model.num_hidden_layers=4 train.micro_batch=2 {VPP} {OWN}microbatch_group_size_per_vp_stage=1",
+        f"parallel.pipeline=2 model.num_hidden_layers=4 train.micro_batch=2 {VPP} "
+        f"{OWN}microbatch_group_size_per_vp_stage=1",
         CPU,
         "engine.megatron.virtual_pipeline_model_parallel_size",
-        "2 at a time",
+        "2 micro-batches at a time",
     ),
     (
         f"{OWN}microbatch_group_size_per_vp_stage=2",
         CPU,
         "engine.megatron.microbatch_group_size_per_vp_stage",
-        "there are none",
+        "there are no virtual stages",
     ),
     ("parallel.context=2 train.sequence_length=30", CPU, "train.sequence_length", "train.sequence_length=32"),
     (f"{OWN}sequence_parallel=true", CPU, "engine.megatron.sequence_parallel", "parallel.tensor=2"),
@@ -215,7 +216,7 @@ def chosen(groups: tuple[str, ...]) -> RunConfig:
 
 
 def config_of(words: list[str]) -> RunConfig:
-    """As ``compose(words)``, which takes a tenth of a second: the groups are composed once, and keys set in a copy."""
+    """As ``compose(words)``, but faster: groups are composed once, and keys are set in a copy."""
     config = copy.deepcopy(chosen(tuple(sorted(word for word in words if "." not in word.partition("=")[0]))))
     for word in words:
         path, _, value = word.lstrip("+").partition("=")
@@ -239,23 +240,19 @@ def refused(words: list[str], world: World) -> list[Problem]:
     return [problem for problem in caught.value.problems if problem.severity is Severity.ERROR]
 
 
-def test_there_are_thirty() -> None:
-    assert len(ALL) >= 30
-
-
 @pytest.mark.parametrize(
     ("engine", "typed", "world", "key", "word"),
     ALL,
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_layout_that_cannot_be(engine: str, typed: str, world: World, key: str, word: str) -> None:
+def test_invalid_layouts_are_refused(engine: str, typed: str, world: World, key: str, word: str) -> None:
     found = refused([f"engine={engine}", *typed.split()], world)
-    answers = [
+    matches = [
         problem
         for problem in found
         if problem.key == key and word in f"{problem.seen} {problem.rule} {problem.remedy}"
     ]
-    assert answers, "\n".join(map(str, found))
+    assert matches, "\n".join(map(str, found))
     for problem in found:
         assert problem.seen
         assert problem.rule
@@ -272,12 +269,13 @@ def test_a_layout_that_cannot_be(engine: str, typed: str, world: World, key: str
         "model=mixtral parallel.expert=2 parallel.pipeline=2",
         "parallel.tensor=2 model.vocab_size=4097",
         "parallel.tensor=4",
-        f"parallel.tensor=2 {OWN}recompute_granularity=selective +engine.megatron.recompute_modules=[core_attn]",
+        f"parallel.tensor=2 {OWN}recompute_granularity=selective "
+        f"+engine.megatron.recompute_modules=[core_attn]",
         "zero=stage2 precision=bf16",
         "model=gpt2 parallel.tensor=2 parallel.pipeline=2 model.dropout=0.1",
     ],
 )
-def test_the_control_layouts_that_can_be(typed: str) -> None:
+def test_valid_layouts_are_planned(typed: str) -> None:
     plan = make_plan(config_of(["engine=megatron", *typed.split()]), FOUR)
     assert plan.megatron is not None
     assert plan.memory is not None
@@ -296,7 +294,7 @@ def test_the_control_layouts_that_can_be(typed: str) -> None:
         ),
     ],
 )
-def test_training_refuses_before_it_starts(typed: str, word: str, tmp_path: Path) -> None:
+def test_train_refuses_invalid_layouts_before_it_starts(typed: str, word: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "launch/train.py", "+exp=quickstart", *typed.split()],
         capture_output=True,

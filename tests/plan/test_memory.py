@@ -1,8 +1,8 @@
-"""Bytes per rank: textbook cases, and the formulas against partitions laid out one element at a time.
+"""Bytes per rank: textbook cases, and the formulas against partitions laid out element by element.
 
     pytest tests/plan/test_memory.py
 
-That DeepSpeed allocates the same is measured in tests/engine.
+tests/engine compares the figures with what DeepSpeed allocates.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
-from toolkit.config.schema import EngineName, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.schema import EngineName, OffloadDevice, OptimizerName, Precision, RunConfig
 from toolkit.families import PUBLISHED, get_family
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.batch import plan_batch
-from toolkit.plan.memory import Group, plan_memory
+from toolkit.plan.memory import OptimizerGroup, plan_memory
 from toolkit.plan.types import Device, MemoryPlan
 
 GB = 1e9
@@ -40,14 +40,14 @@ def memory_of(config: RunConfig, ranks: int, parameters: list[ParameterSpec] | N
     )
 
 
-def test_seven_billion_parameters_in_fp32_with_adam() -> None:
-    """28 + 28 + 56 GB: the example of every introduction to ZeRO."""
+def test_seven_billion_parameters_in_fp32_with_adam_need_112_gb() -> None:
+    """28 + 28 + 56 GB, as in introductions to ZeRO."""
     seven = [ParameterSpec("weight", (7_000, 1_000_000))]
     memory = memory_of(run_config(engine__name=EngineName.local), 1, seven)
     assert (memory.parameters / GB, memory.gradients / GB, memory.optimizer / GB) == (28, 28, 56)
 
 
-def test_the_local_engine_in_16_bits_keeps_masters_and_fp32_sums() -> None:
+def test_local_engine_in_16_bits_keeps_master_weights_and_fp32_gradients() -> None:
     one = [ParameterSpec("weight", (1_000, 1_000))]
     memory = memory_of(run_config(engine__name=EngineName.local, precision__name=Precision.bf16), 1, one)
     assert (memory.parameters, memory.gradients, memory.optimizer) == (2e6, 6e6, 12e6)
@@ -67,9 +67,10 @@ def test_gpt3_in_fp32_has_700_gb_of_weights() -> None:
 
 
 def test_zero_paper_figure_1() -> None:
-    """Rajbhandari et al., 1910.02054, figure 1: 7.5 B parameters, 64 ranks, 16 bits, Adam: 31.4, 16.6 and 1.9 GB. Stage 0 in
-    16 bits, 120 GB there, is refused here. bf16 gradients are summed in fp32 under stages 2 and 3 unless DeepSpeed's own
-    accumulation is taken, as here."""
+    """Rajbhandari et al., 1910.02054, figure 1: 7.5 B parameters, 64 ranks, 16 bits, Adam: 31.4, 16.6 and 1.9
+    GB. Stage 0 in 16 bits, 120 GB there, is refused here. bf16 gradients are summed in fp32 under stages 2
+    and 3 unless DeepSpeed's own accumulation is taken, as here.
+    """
     specs = [ParameterSpec("weight", (7_500, 1_000_000))]
     totals = [
         memory_of(
@@ -86,7 +87,7 @@ def test_zero_paper_figure_1() -> None:
         for stage in (1, 3)
     ]
     assert [round(total, 1) for total in totals] == [31.4, 1.9]
-    # Stage 2 keeps whole the parameters that touch its partition, so it needs parameters of a real size.
+    # Stage 2 keeps full parameters that overlap its partition, so it needs parameters of realistic size.
     layers = [ParameterSpec(f"weight{index}", (7_500, 1000)) for index in range(1000)]
     stage2 = memory_of(
         run_config(
@@ -100,9 +101,9 @@ def test_zero_paper_figure_1() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
-def test_partitions_are_those_of_a_flat_buffer(sizes: list[int], ranks: int) -> None:
-    """Laid out element by element: who owns each element, and which parameters an owner touches."""
-    group = Group(tuple(sizes), 8, ranks)
+def test_partitions_equal_those_of_a_flat_buffer(sizes: list[int], ranks: int) -> None:
+    """Compare with a buffer laid out element by element, and with the parameters in each rank's range."""
+    group = OptimizerGroup(tuple(sizes), 8, ranks)
     length = group.partition
     owners = [index for index, size in enumerate(sizes) for _ in range(size)]
     assert length * ranks >= len(owners)
@@ -115,8 +116,8 @@ def test_partitions_are_those_of_a_flat_buffer(sizes: list[int], ranks: int) -> 
     assert group.touched == expected
 
 
-# Bytes a parameter measured on DeepSpeed 0.19.8 (llama: hidden 96, feed-forward 250, 3 layers, 4/2 heads, vocabulary 1501; Adam):
-# stage, precision, offload, ranks -> parameters, gradients, master and moments
+# Bytes a parameter measured on DeepSpeed 0.19.8 (llama: hidden 96, feed-forward 250, 3 layers, 4/2 heads,
+# vocabulary 1501; Adam): stage, precision, offload, ranks -> parameters, gradients, master and moments
 MEASURED = [
     (0, "fp32", "none", 2, 4.0, 4.0, 8.0),
     (1, "fp32", "none", 2, 4.0, 4.0, 6.0),
@@ -134,7 +135,7 @@ MEASURED_MODEL = replace(SMALL, hidden_size=96, intermediate_size=250, num_hidde
 @pytest.mark.parametrize(
     ("stage", "precision", "offload", "ranks", "parameters", "gradients", "optimizer"), MEASURED
 )
-def test_what_was_measured(
+def test_states_equal_deepspeeds_measured_allocations(
     stage: int,
     precision: str,
     offload: str,
@@ -148,7 +149,7 @@ def test_what_was_measured(
         zero__stage=stage,
         precision__name=Precision(precision),
         data__vocab_size=1501,
-        offload__optimizer=Place(offload),
+        offload__optimizer=OffloadDevice(offload),
     )
     memory = make_plan(config, replace(CPU, ranks=ranks, ranks_per_node=ranks)).memory
     assert memory is not None
@@ -162,20 +163,26 @@ def test_offload_moves_states_to_the_host() -> None:
     common = {"model": MEASURED_MODEL, "data__vocab_size": 1501, "precision__name": Precision.bf16}
     whole = memory_of(run_config(zero__stage=3, **common), 2)
     away = memory_of(
-        run_config(zero__stage=3, offload__optimizer=Place.cpu, offload__parameters=Place.cpu, **common), 2
+        run_config(
+            zero__stage=3,
+            offload__optimizer=OffloadDevice.cpu,
+            offload__parameters=OffloadDevice.cpu,
+            **common,
+        ),
+        2,
     )
     assert away.optimizer == away.gradients == 0
     assert (
         away.parameters == whole.parameters - numel
-    )  # half the weights in 2 bytes; the gathered small ones stay
+    )  # half the 16-bit weights; gathered small parameters stay
     assert away.host / numel == pytest.approx(
         (12 + 4 + 2 + 2) / 2, rel=0.01
     )  # states, fp32 gradients, gradients, weights
-    nvme = memory_of(run_config(zero__stage=3, offload__optimizer=Place.nvme, **common), 2)
+    nvme = memory_of(run_config(zero__stage=3, offload__optimizer=OffloadDevice.nvme, **common), 2)
     assert nvme.nvme / numel == pytest.approx(16 / 2, rel=0.01)
 
 
-def test_sgd_has_what_momentum_needs() -> None:
+def test_sgd_has_state_only_with_momentum() -> None:
     plain = memory_of(run_config(optim__name=OptimizerName.sgd), 2)
     heavy = memory_of(run_config(optim__name=OptimizerName.sgd, optim__momentum=0.9), 2)
     assert plain.optimizer == 0
@@ -195,7 +202,7 @@ def test_muon_has_one_moment_for_matrices() -> None:
     assert adam.optimizer - muon.optimizer == 4 * matrices // 2
 
 
-def test_sharding_by_rank_count_up_to_a_thousand() -> None:
+def test_states_shrink_with_the_number_of_ranks() -> None:
     model = PUBLISHED["llama-3-8b"]
     last = None
     for ranks in (8, 64, 1024):

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_null_is_filled_and_planned(folder: Path) -> None:
+def test_null_sizes_are_filled(folder: Path) -> None:
     config = resolve(run_config(model=ModelConfig(pretrained=str(folder), dropout=0.1)))
     assert config.model.family == "llama"
     assert config.model.rope_theta == 77.0
@@ -43,7 +43,7 @@ def test_what_is_null_is_filled_and_planned(folder: Path) -> None:
     assert resolve(config) == config
 
 
-def test_written_sizes_that_differ_are_refused_together(folder: Path) -> None:
+def test_different_sizes_are_refused_together(folder: Path) -> None:
     model = ModelConfig(pretrained=str(folder), hidden_size=64, vocab_size=512, num_hidden_layers=3)
     with pytest.raises(PlanError) as caught:
         resolve(run_config(model=model))
@@ -63,7 +63,7 @@ def test_written_sizes_that_differ_are_refused_together(folder: Path) -> None:
         ("{}", "None"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, text: str | None, word: str) -> None:
+def test_folders_without_a_model_are_refused(tmp_path: Path, text: str | None, word: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=word) as caught:
@@ -71,7 +71,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, text: str | None, 
     assert caught.value.problems[0].key == "model.pretrained"
 
 
-def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub() -> None:
+def test_missing_paths_are_not_searched_on_the_hub() -> None:
     with pytest.raises(InputError, match="no such folder"):
         resolve(run_config(model=ModelConfig(pretrained="./not/here")))
 
@@ -79,18 +79,18 @@ def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub() -> None:
 def test_a_hub_id_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked = []
+    requests = []
 
     def download(name: str, file: str) -> str:
-        asked.append((name, file))
+        requests.append((name, file))
         return str(folder / "config.json")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert resolve(run_config(model=ModelConfig(pretrained="someone/model"))).model.hidden_size == 32
-    assert asked == [("someone/model", "config.json")]
+    assert requests == [("someone/model", "config.json")]
 
 
-def test_no_answer_from_the_hub_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failures_are_input_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def download(name: str, file: str) -> Any:
@@ -104,7 +104,7 @@ def test_no_answer_from_the_hub_is_an_input_error(monkeypatch: pytest.MonkeyPatc
 MIXTRAL = replace(SMALL, family="mixtral", num_local_experts=4, num_experts_per_tok=2)
 ODD_EXPERTS = replace(MIXTRAL, head_dim=8, intermediate_size=46)
 MEGATRON = {"engine__name": EngineName.megatron}
-# model, changes, ranks: each is refused, and for a model of one's own most remedies name other sizes.
+# model, changes, ranks: each is refused, and for a random model most remedies suggest other sizes.
 MISFITS: list[tuple[ModelConfig, dict[str, Any], int]] = [
     (SMALL, {"parallel__tensor": 3}, 3),
     (SMALL, {"parallel__pipeline": 3}, 3),
@@ -127,7 +127,7 @@ MISFITS: list[tuple[ModelConfig, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("model", "changes", "ranks"), MISFITS)
-def test_remedies_for_a_pretrained_model_name_no_other_sizes(
+def test_remedies_for_a_pretrained_model_suggest_no_other_sizes(
     model: ModelConfig, changes: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
     family = get_family(str(model.family))
@@ -145,10 +145,10 @@ def test_remedies_for_a_pretrained_model_name_no_other_sizes(
         make_plan(run_config(model=model, **batch), world)
     assert any(
         re.search(r"model\.(?!target|pretrained)\w+=", problem.remedy) for problem in own.value.problems
-    ), "the control"
+    ), "control: other models get such remedies"
 
 
-def test_a_tokenizer_that_does_not_fit_a_pretrained_model(tmp_path: Path) -> None:
+def test_remedy_for_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
     manifest: Any = SimpleNamespace(tokenizer=SimpleNamespace(size=600))
     config = run_config(data__name="prepared")
     found = vocabulary_problem(config, manifest, "data/mine", 512)
@@ -160,6 +160,6 @@ def test_a_tokenizer_that_does_not_fit_a_pretrained_model(tmp_path: Path) -> Non
     assert found.remedy == "prepare the data with the tokenizer of org/model"
 
 
-def test_without_pretrained_nothing_changes() -> None:
+def test_resolve_without_pretrained_returns_the_same_object() -> None:
     config = run_config()
     assert resolve(config) is config

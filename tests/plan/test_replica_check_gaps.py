@@ -1,4 +1,4 @@
-"""What no comparison of copies can see is said with the plan.
+"""The plan lists the errors that comparing replicas cannot detect.
 
 pytest tests/plan/test_replica_check_gaps.py
 """
@@ -13,29 +13,29 @@ from toolkit.testing.tiny import tiny_plan
 
 
 @pytest.mark.parametrize(
-    ("cell", "said"),
+    ("cell", "expected"),
     [
-        (deepspeed("llama", 3, data=2), "weights: each data rank has a range of its own"),
+        (deepspeed("llama", 3, data=2), "weights: each data rank has its own range"),
         (deepspeed("llama", 1, data=2), "optimizer state: each data rank"),
         (megatron("llama", data=2, zero=1), "optimizer state: each data rank"),
-        (deepspeed("llama", 2, data=2), "mended before a comparison"),
-        (megatron("llama", tensor=2), "what the tensor axis cuts"),
-        (deepspeed("llama", 1, pipeline=2), "what stages have for themselves"),
+        (deepspeed("llama", 2, data=2), "overwrites before a comparison"),
+        (megatron("llama", tensor=2), "tensor-parallel shards"),
+        (deepspeed("llama", 1, pipeline=2), "parameters of a single pipeline stage"),
         (megatron("mixtral", data=2, expert=2), "experts: there is one copy"),
     ],
     ids=lambda value: value.name if isinstance(value, Cell) else "",
 )
-def test_what_a_layout_cannot_see(cell: Cell, said: str) -> None:
-    assert said in "; ".join(replica_check_gaps(cell.plan(OptimizerCase.ADAM)))
+def test_layouts_list_their_gaps(cell: Cell, expected: str) -> None:
+    assert expected in "; ".join(replica_check_gaps(cell.plan(OptimizerCase.ADAM)))
 
 
-def test_where_all_is_held_by_all_little_is_left() -> None:
+def test_replicated_layouts_have_few_gaps() -> None:
     for cell in (megatron("llama", data=2), deepspeed("llama", 0, data=2)):
         assert replica_check_gaps(cell.plan(OptimizerCase.ADAM)) == [
-            "gradients and activations, which are not kept",
+            "gradients and activations, which are freed in each step",
             "buffers that are not trained",
         ]
-    assert replica_check_gaps(tiny_plan()) == ["one rank: there are no copies"]
+    assert replica_check_gaps(tiny_plan()) == ["one rank: there are no replicas"]
     assert replica_check_gaps(tiny_plan(ranks=2, monitor__replicas_every=0)) == [
         "anything: monitor.replicas_every=0"
     ]

@@ -1,4 +1,4 @@
-"""Every rule answers its mistake with the value seen, the rule and a remedy.
+"""Every rule reports its problem with the value, the rule and a remedy.
 
 pytest tests/plan/test_rules.py
 """
@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from tests.plan.cases import CPU, SMALL, h100s, run_config
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import (
     BatchRampConfig,
     CheckpointConfig,
     EngineName,
     EvalConfig,
     LrScaling,
+    OffloadDevice,
     OptimizerKernel,
     OptimizerName,
-    Place,
     Precision,
     ScheduleConfig,
     ScheduleName,
@@ -47,11 +47,11 @@ def problems_of(changes: Mapping[str, Any], world: World = CPU) -> list[Problem]
         return list(error.problems)
 
 
-def test_the_basis_of_all_cases_has_no_problem() -> None:
+def test_the_base_configuration_has_no_problem() -> None:
     assert problems_of({}) == []
 
 
-# changes, world, key at fault, a word of the rule or remedy
+# changes, world, key of the problem, a part of the rule or remedy
 MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     (
         {"monitor__price_per_gpu_hour": 2.0},
@@ -109,7 +109,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"parallel__pipeline": 4}, h100s(8), "parallel.pipeline", "model.num_hidden_layers"),
     ({"parallel__pipeline": 2, "zero__stage": 2}, h100s(8), "zero.stage", "stages 0 and 1"),
     (
-        {"parallel__pipeline": 2, "zero__stage": 1, "offload__optimizer": Place.cpu},
+        {"parallel__pipeline": 2, "zero__stage": 1, "offload__optimizer": OffloadDevice.cpu},
         h100s(8),
         "offload.optimizer",
         "zero=stage3",
@@ -118,7 +118,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         {"parallel__context": 2, "model": replace(MIXTRAL, router_aux_loss_coef=0.01)},
         h100s(8),
         "model.router_aux_loss_coef",
-        "its piece of each",
+        "routes a part of each",
     ),
     (
         {"parallel__pipeline": 2, "model": replace(MIXTRAL, router_aux_loss_coef=0.01)},
@@ -135,7 +135,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         },
         h100s(8),
         "optim.name",
-        "group by group",
+        "by parameter group",
     ),
     (
         {
@@ -164,8 +164,8 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         "train.sequence_length",
         "train.sequence_length=32",
     ),
-    ({"parallel__tensor": 2, "model": GPT2}, CPU, "parallel.tensor", "c_attn.weight is none"),
-    ({"parallel__tensor": 2, "model": MIXTRAL}, CPU, "parallel.tensor", "mlp.gate.weight is none"),
+    ({"parallel__tensor": 2, "model": GPT2}, CPU, "parallel.tensor", "c_attn.weight is not in one"),
+    ({"parallel__tensor": 2, "model": MIXTRAL}, CPU, "parallel.tensor", "mlp.gate.weight is not in one"),
     (
         {
             "parallel__tensor": 2,
@@ -181,7 +181,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         {
             "parallel__tensor": 2,
             "zero__stage": 3,
-            "offload__optimizer": Place.nvme,
+            "offload__optimizer": OffloadDevice.nvme,
             "offload__nvme_path": "/n",
         },
         CPU,
@@ -196,7 +196,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         },
         CPU,
         "engine.deepspeed.zero_optimization.zero_hpz_partition_size",
-        "neighbouring",
+        "adjacent",
     ),
     (
         {
@@ -279,40 +279,40 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
     ({"precision__name": Precision.bf16}, CPU, "zero.stage", "zero=stage1"),
     ({"precision__name": Precision.fp16}, h100s(2), "zero.stage", "zero=stage1"),
     ({"precision__name": Precision.bf16, "zero__stage": 1}, V100, "precision.name", "precision=fp16"),
-    ({"precision__name": Precision.fp16, "zero__stage": 1}, CPU, "precision.name", "slowly"),
+    ({"precision__name": Precision.fp16, "zero__stage": 1}, CPU, "precision.name", "slow on CPUs"),
     ({"model": PUBLISHED["gpt2"], "zero__stage": 1}, h100s(2), "precision.name", "precision=bf16"),
     ({"precision__name": Precision.bf16, "zero__stage": 1}, CPU, "zero.stage", "zero=stage2"),
-    ({"offload__parameters": Place.cpu, "zero__stage": 2}, CPU, "offload.parameters", "zero=stage3"),
-    ({"offload__optimizer": Place.cpu}, CPU, "offload.optimizer", "zero=stage1"),
+    ({"offload__parameters": OffloadDevice.cpu, "zero__stage": 2}, CPU, "offload.parameters", "zero=stage3"),
+    ({"offload__optimizer": OffloadDevice.cpu}, CPU, "offload.optimizer", "zero=stage1"),
     (
-        {"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 2},
+        {"offload__optimizer": OffloadDevice.nvme, "offload__nvme_path": "/n", "zero__stage": 2},
         CPU,
         "offload.optimizer",
-        "without saying so",
+        "silently",
     ),
-    ({"offload__optimizer": Place.nvme, "zero__stage": 3}, CPU, "offload.nvme_path", "/local_nvme"),
+    ({"offload__optimizer": OffloadDevice.nvme, "zero__stage": 3}, CPU, "offload.nvme_path", "/local_nvme"),
     (
-        {"offload__optimizer": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
+        {"offload__optimizer": OffloadDevice.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
         replace(CPU, has_libaio=False),
         "offload.optimizer",
         "libaio-dev",
     ),
     (
-        {"offload__parameters": Place.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
+        {"offload__parameters": OffloadDevice.nvme, "offload__nvme_path": "/n", "zero__stage": 3},
         replace(CPU, has_compiler=False),
         "offload.nvme_path",
         "g++",
     ),
     ({"offload__nvme_path": "/n"}, CPU, "offload.nvme_path", "offload=nvme"),
     (
-        {"offload__optimizer": Place.cpu, "engine__name": EngineName.local},
+        {"offload__optimizer": OffloadDevice.cpu, "engine__name": EngineName.local},
         replace(CPU, ranks=1),
         "offload.optimizer",
         "engine=deepspeed",
     ),
     ({"optim__kernel": OptimizerKernel.cpu}, CPU, "optim.kernel", "offload=cpu_optimizer"),
     (
-        {"optim__kernel": OptimizerKernel.cpu, "offload__optimizer": Place.cpu, "zero__stage": 2},
+        {"optim__kernel": OptimizerKernel.cpu, "offload__optimizer": OffloadDevice.cpu, "zero__stage": 2},
         replace(CPU, has_compiler=False),
         "optim.kernel",
         "g++",
@@ -343,7 +343,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
             "optim__name": OptimizerName.muon,
             "optim__momentum": 0.9,
             "zero__stage": 3,
-            "offload__optimizer": Place.nvme,
+            "offload__optimizer": OffloadDevice.nvme,
             "offload__nvme_path": "/n",
         },
         CPU,
@@ -383,7 +383,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         "checkpoint.keep_every",
         "checkpoint.keep_every=120",
     ),
-    ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "one place"),
+    ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "another run's state"),
     ({"model__target": "mine.Model"}, CPU, "model.target", "one source"),
     ({"model__target": "Model", "model__family": None}, CPU, "model.target", "dotted path"),
     (
@@ -446,7 +446,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
             "data__name": "prepared",
             "zero__stage": 2,
             "precision__name": Precision.bf16,
-            "offload__optimizer": Place.cpu,
+            "offload__optimizer": OffloadDevice.cpu,
         },
         replace(h100s(2), host_memory_bytes=64 * 10**9),
         "offload.optimizer",
@@ -464,21 +464,21 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
 @pytest.mark.parametrize(
     ("changes", "world", "key", "word"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_mistake_is_answered(changes: dict[str, Any], world: World, key: str, word: str) -> None:
+def test_mistakes_are_reported(changes: dict[str, Any], world: World, key: str, word: str) -> None:
     found = problems_of(changes, world)
-    answers = [
+    matches = [
         problem
         for problem in found
         if problem.key == key and word in f"{problem.rule} {problem.remedy} {problem.seen}"
     ]
-    assert len(answers) == 1, "\n".join(map(str, found)) or "no problem at all"
+    assert len(matches) == 1, "\n".join(map(str, found)) or "no problem at all"
     for problem in found:
         assert problem.seen
         assert problem.rule
         assert problem.remedy
 
 
-# Every silently wrong combination that a user's own keys can reach: refused here if it depends on the run, else as derived or removed.
+# All silently wrong DeepSpeed keys: refused by a rule if that depends on the run, else as derived or removed.
 SILENT_VALUES: dict[str, Any] = {
     **{key: True for key, *_ in SILENT},
     "zero_optimization.zero_hpz_partition_size": 2,
@@ -508,11 +508,13 @@ SILENT_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", SILENT_VALUES)
-def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
+def test_silently_wrong_keys_are_refused(key: str) -> None:
     keys: Any = SILENT_VALUES[key]
     for part in reversed(key.split(".")):
         keys = {part: keys}
-    found = problems_of({"engine__deepspeed": keys, "zero__stage": 2, "offload__optimizer": Place.cpu})
+    found = problems_of(
+        {"engine__deepspeed": keys, "zero__stage": 2, "offload__optimizer": OffloadDevice.cpu}
+    )
     keyed = [problem for problem in found if f"engine.deepspeed.{key}".startswith(problem.key)]
     assert len(keyed) == len(found) == 1, "\n".join(map(str, found))
     assert found[0].severity is Severity.ERROR
@@ -523,7 +525,7 @@ def test_a_silently_wrong_key_of_the_users_own_is_refused(key: str) -> None:
     ("precision", "allowed"),
     [(Precision.fp32, {"fp32"}), (Precision.bf16, {"fp32", "bf16"}), (Precision.fp16, {"fp32", "fp16"})],
 )
-def test_gradients_are_not_rounded_to_less_than_the_runs_precision(
+def test_gradients_are_not_rounded_to_another_precision(
     key: str, precision: Precision, allowed: set[str]
 ) -> None:
     def refused(dtype: str) -> bool:
@@ -541,20 +543,20 @@ def test_gradients_are_not_rounded_to_less_than_the_runs_precision(
 
 
 @pytest.mark.parametrize("name", ["cp_comm_type", "fp8_multi_head_attention", "cuda_graph_impl"])
-def test_what_torchs_attention_does_not_do_is_refused_with_documents_apart(name: str) -> None:
+def test_transformer_engine_attention_is_refused_with_separate_documents(name: str) -> None:
     own = {name: {"cp_comm_type": "p2p", "cuda_graph_impl": "local"}.get(name, True)}
     changes = {"engine__name": EngineName.megatron, "engine__megatron": own}
-    found = problems_of({**changes, "data__documents": Documents.separate}, h100s(2, 2))
+    found = problems_of({**changes, "data__documents": DocumentMasking.separate}, h100s(2, 2))
     assert [problem.key for problem in found if "documents" in problem.rule] == [f"engine.megatron.{name}"]
     assert not [problem for problem in problems_of(changes, h100s(2, 2)) if "documents" in problem.rule]
 
 
-def test_images_have_no_documents() -> None:
-    found = problems_of({"data__name": "arrays", "data__documents": Documents.separate})
+def test_images_with_separate_documents_are_refused() -> None:
+    found = problems_of({"data__name": "arrays", "data__documents": DocumentMasking.separate})
     assert "data.documents" in [problem.key for problem in found]
 
 
-def test_keys_that_only_tune_pass() -> None:
+def test_tuning_keys_are_accepted() -> None:
     keys = {
         "zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True},
         "wall_clock_breakdown": True,
@@ -570,12 +572,12 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> list[str]:
     ]
 
 
-def test_a_key_that_the_plan_derives_is_refused_whatever_it_says() -> None:
-    """Else the plan would override what somebody wrote."""
+def test_keys_that_the_plan_derives_are_refused() -> None:
+    """Otherwise the plan would override the value of the user."""
     config = run_config(
         zero__stage=3,
-        offload__optimizer=Place.cpu,
-        offload__parameters=Place.cpu,
+        offload__optimizer=OffloadDevice.cpu,
+        offload__parameters=OffloadDevice.cpu,
         precision__name=Precision.fp16,
     )
     batch = plan_batch(config, 2)
@@ -592,7 +594,7 @@ def test_a_key_that_the_plan_derives_is_refused_whatever_it_says() -> None:
         assert parents & {problem.key for problem in problems}, path
 
 
-def test_all_problems_come_at_once_errors_first() -> None:
+def test_all_problems_are_reported_with_errors_first() -> None:
     found = problems_of(
         {
             "train__global_batch": 9,
@@ -610,7 +612,7 @@ def test_all_problems_come_at_once_errors_first() -> None:
     assert [problem.severity for problem in found] == [Severity.ERROR] * 3 + [Severity.WARNING]
 
 
-def test_nothing_the_user_wrote_is_rewritten() -> None:
+def test_planning_does_not_change_the_configuration() -> None:
     config, same = (
         run_config(train__micro_batch=None, schedule__warmup=200),
         run_config(train__micro_batch=None, schedule__warmup=200),

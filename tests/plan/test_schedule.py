@@ -23,20 +23,20 @@ def rates(name: str, steps: int = 100, lr: float = 1.0, **values: Any) -> list[f
     return [rate(config, step) for step in range(steps)]
 
 
-def test_constant_warms_up_and_stays() -> None:
+def test_constant_stays_at_the_peak_after_warmup() -> None:
     found = rates("constant", warmup=4)
     assert found[:4] == [0.25, 0.5, 0.75, 1.0]
     assert set(found[4:]) == {1.0}
 
 
-def test_linear_falls_by_equal_steps_to_the_end() -> None:
+def test_linear_decays_in_equal_steps() -> None:
     found = rates("linear", warmup=20, min_lr=0.2)
     assert found[20] == 1.0
     assert all(a - b == pytest.approx(0.8 / 80) for a, b in pairwise(found[20:]))
     assert found[-1] == pytest.approx(0.2 + 0.8 / 80)
 
 
-def test_cosine_is_half_way_in_the_middle_and_stays_at_the_end_of_its_decay() -> None:
+def test_cosine_is_half_way_in_the_middle_of_its_decay() -> None:
     found = rates("cosine", warmup=10, decay=40, min_lr=0.1)
     assert found[30] == pytest.approx(0.55)
     assert found[20] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
@@ -44,7 +44,7 @@ def test_cosine_is_half_way_in_the_middle_and_stays_at_the_end_of_its_decay() ->
     assert all(a >= b for a, b in pairwise(found[10:]))
 
 
-def test_wsd_is_stable_until_its_last_steps() -> None:
+def test_wsd_is_constant_until_its_decay() -> None:
     found = rates("wsd", warmup=10, decay=20)
     assert set(found[9:81]) == {1.0}
     assert found[90] == pytest.approx(0.5)
@@ -54,7 +54,7 @@ def test_wsd_is_stable_until_its_last_steps() -> None:
 @pytest.mark.parametrize(
     ("scaling", "factor"), [(LrScaling.none, 1.0), (LrScaling.linear, 4.0), (LrScaling.sqrt, 2.0)]
 )
-def test_the_peak_grows_with_the_batch(scaling: LrScaling, factor: float) -> None:
+def test_peak_scales_with_the_global_batch(scaling: LrScaling, factor: float) -> None:
     config = run_config(
         optim__lr=1e-3,
         optim__lr_scaling=scaling,
@@ -65,7 +65,7 @@ def test_the_peak_grows_with_the_batch(scaling: LrScaling, factor: float) -> Non
     assert rate(config, 50) == pytest.approx(factor * 1e-3)
 
 
-def test_a_plan_gives_the_rate_of_any_step_by_itself() -> None:
+def test_rates_do_not_depend_on_the_order_of_calls() -> None:
     plan = make_plan(run_config(schedule__warmup=10), CPU)
     forward = [learning_rate(plan, step) for step in range(100)]
     assert [learning_rate(plan, step) for step in reversed(range(100))] == forward[::-1]

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: every parameter once (tied ones on both ends), no stage empty, as equal as contiguous blocks allow.
+"""Pipeline stages: every parameter once (tied parameters at both ends), no empty stage, best balance.
 
 pytest tests/plan/test_stages.py
 """
@@ -17,15 +17,15 @@ from toolkit.testing.tiny import tiny_plan
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("layers", "count"), [(2, 2), (3, 2), (5, 2), (4, 4), (7, 3)])
-def test_every_family_is_covered(family: str, layers: int, count: int) -> None:
+def test_stages_cover_every_family(family: str, layers: int, count: int) -> None:
     plan = tiny_plan(family, model__num_hidden_layers=layers)
     assert plan.shape is not None
     tied = set(FAMILIES[family].tied_weights(plan.shape).values())
     stages = split(plan.parameters, count, tied)
     assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
     assert all(len(stage.layers) for stage in stages)
-    held = [spec.name for stage in stages for spec in stage.parameters]
-    assert sorted(held) == sorted([spec.name for spec in plan.parameters] + sorted(tied))
+    names = [spec.name for stage in stages for spec in stage.parameters]
+    assert sorted(names) == sorted([spec.name for spec in plan.parameters] + sorted(tied))
     assert all(
         spec.layer is None or spec.layer in stage.layers for stage in stages for spec in stage.parameters
     )
@@ -44,8 +44,8 @@ def model(embedding: int, blocks: list[int], head: int) -> list[ParameterSpec]:
     ("embedding", "blocks", "head"),
     [(0, [10] * 7, 0), (25, [10] * 6, 25), (100, [10] * 5, 0), (3, [9, 1, 1, 1, 9, 4], 7)],
 )
-def test_no_other_split_is_more_equal(embedding: int, blocks: list[int], head: int, count: int) -> None:
-    """Against all of them."""
+def test_split_is_the_most_balanced(embedding: int, blocks: list[int], head: int, count: int) -> None:
+    """Compare with all splits."""
 
     def unevenness(bounds: tuple[int, ...]) -> int:
         sizes = [sum(blocks[low:high]) for low, high in pairwise((0, *bounds, len(blocks)))]

@@ -22,7 +22,7 @@ from tests.train.tiny_run import STEPS, WORLD, TinyRun, equal_tensors, read_json
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import RunConfig
 from toolkit.data.manifest import read_manifest
 from toolkit.data.order import stream as stream_module
@@ -127,7 +127,7 @@ def test_separate_documents_change_losses_in_training_and_evaluation(
     for number in range(200):
         (texts / f"{number}.py").write_text(f"x{number} = {number * number}\n")
     ensure(tmp_path / "data", 257, root=texts)
-    settings = {"data__documents": Documents.separate, "optim__lr": 1e-2}
+    settings = {"data__documents": DocumentMasking.separate, "optim__lr": 1e-2}
     separate = TinyRun(tmp_path / "separate", tmp_path / "data", **settings)
     assert re.search(
         r"documents of train are separate: of 1\d\d documents \d\d\.\d% are cut \(0\.0% are longer",

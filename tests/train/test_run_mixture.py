@@ -101,17 +101,17 @@ def test_overrides_define_a_mixture(folders: dict[str, str]) -> None:
 
 
 CONFIGURATION_MISTAKES = {
-    "+data.sources.web.weight=-1": "a weight is a number from 0 on",
-    "+data.sources.web.weight=none": "a weight is a number from 0 on",
-    "+data.sources.web.weights=1": "a source has a path and may have a weight",
+    "+data.sources.web.weight=-1": "a weight is a number of at least 0",
+    "+data.sources.web.weight=none": "a weight is a number of at least 0",
+    "+data.sources.web.weights=1": "a source has a path and optionally a weight",
     "+data.sources.web.weight=1e-9": "at least one sample in a million",
     "+data.sources.x=7": "a source has a path",
     "+data.sources.web.path=s3://me:secret@bucket/web": r"web\.path=s3://\*\*\*@bucket/web",
     "data.phases=[{from_step: 5, weights: {code: 1}}]": "missing: web",
     "data.phases=[{from_step: 5, weights: {code: 1, web: 1, x: 1}}]": "unknown: x",
     "data.phases=[{from_step: 5, weights: {code: 0, web: 0}}]": "all weights are 0",
-    "data.phases=[{from_step: -5, weights: {code: 1, web: 1}}]": "a whole number from 0 on",
-    "data.phases=[{from: 5}]": "a whole number from 0 on",
+    "data.phases=[{from_step: -5, weights: {code: 1, web: 1}}]": "a whole number of at least 0",
+    "data.phases=[{from: 5}]": "a whole number of at least 0",
     "data.phases=[{from_step: 5, weights: {code: 1, web: 1}}, {from_step: 5, weights: {code: 1, web: 1}}]": (
         "in the order of their steps"
     ),

@@ -190,8 +190,8 @@ def test_text_settings_are_refused_with_images(tiles: Path) -> None:
     plan = image_plan(tiles)
     assert to_json(plan)["batch"]["images_per_step"] == 8
     for section, name, value, shows in (
-        ("model", "target", None, "images go to a module of your own"),
-        ("monitor", "prompt", "once", "continues no text"),
+        ("model", "target", None, "images need a module of your own"),
+        ("monitor", "prompt", "once", "cannot continue a text"),
     ):
         config = image_plan(tiles).config
         setattr(getattr(config, section), name, value)

@@ -13,7 +13,7 @@ from toolkit.cluster.machine import Machine, this_machine
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import EngineName
 from toolkit.errors import ConfigError, Problem
-from toolkit.plan.devices import normalise
+from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import Device, RunPlan, World
 
 HANDOVER = "--handover="  # our parent gives each rank the frozen start as a file
@@ -124,7 +124,7 @@ def detect_world(cluster: ClusterConfig, launch: Launch, machine: Machine | None
         gpus = 0 if cluster.gpus_per_node == 0 else len(machine.gpus)
         per_node, ranks = launch.ranks_per_node, launch.ranks
         here = True
-    own_gpu = here or cluster.gpu is None or normalise(cluster.gpu) == _kind(machine)
+    own_gpu = here or cluster.gpu is None or normalise_gpu_name(cluster.gpu) == _kind(machine)
     return World(
         ranks=ranks,
         ranks_per_node=per_node,
@@ -243,7 +243,9 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: Machine) ->
             f"leave out cluster.{name}, or start {value} with the launcher's options",
         )
         for name, value, real in written
-        if value is not None and value != real and not (name == "gpu" and normalise(str(value)) == real)
+        if value is not None
+        and value != real
+        and not (name == "gpu" and normalise_gpu_name(str(value)) == real)
     ]
     if cluster.gpus_per_node and not machine.gpus:
         problems.append(_no_gpus(cluster.gpus_per_node))
@@ -278,7 +280,7 @@ def _differences(cluster: ClusterConfig, machine: Machine) -> list[Problem]:
         on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
         here = _kind(machine) if on_gpus else None
         if not on_gpus or (
-            here is not None and normalise(cluster.gpu) != here
+            here is not None and normalise_gpu_name(cluster.gpu) != here
         ):  # a GPU of unknown kind may be called anything
             problems.append(
                 Problem(
@@ -302,7 +304,7 @@ def _no_gpus(wanted: int, here: int = 0) -> Problem:
 
 def _kind(machine: Machine) -> str | None:
     """None where there is no GPU, an unknown one, or two kinds."""
-    kinds = {normalise(gpu.product) for gpu in machine.gpus}
+    kinds = {normalise_gpu_name(gpu.product) for gpu in machine.gpus}
     return kinds.pop() if len(kinds) == 1 else None
 
 

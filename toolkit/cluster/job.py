@@ -20,11 +20,11 @@ from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
 from toolkit.cluster.machine import Machine
-from toolkit.config.cluster import ClusterConfig, Where
+from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
-from toolkit.plan.devices import normalise
+from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import Device, RunPlan, World
 
 FROZEN = "--frozen="  # launch/train.py takes a whole configuration from a file
@@ -86,7 +86,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobId:
-    where: Where
+    where: ClusterBackend
     id: str  # as the backend's own commands take it
 
 
@@ -119,7 +119,7 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
     Raises:
         ConfigError: it is not described.
     """
-    if cluster.where is Where.local:
+    if cluster.where is ClusterBackend.local:
         return detect_world(cluster, Launch(), machine)
     if cluster.gpus_per_node is None:
         raise ConfigError(
@@ -136,7 +136,7 @@ def planned_world(cluster: ClusterConfig, machine: Machine | None = None) -> Wor
         ranks=per_node * (cluster.nodes or 1),
         ranks_per_node=per_node,
         device=Device.CUDA if on_gpus else Device.CPU,
-        gpu=(normalise(cluster.gpu) or cluster.gpu) if on_gpus and cluster.gpu is not None else None,
+        gpu=(normalise_gpu_name(cluster.gpu) or cluster.gpu) if on_gpus and cluster.gpu is not None else None,
         # What the nodes have besides is found when the job starts there.
         has_libaio=True,
         has_compiler=True,
@@ -171,7 +171,7 @@ def make_job(plan: RunPlan, script: str | Path, *, name: str | None = None, here
         ConfigError: a name or path that no list of jobs can show.
     """
     run_dir = plan.run_dir
-    if plan.config.cluster.where is not Where.kubernetes:
+    if plan.config.cluster.where is not ClusterBackend.kubernetes:
         run_dir = str((here or Path.cwd()) / run_dir)
     name = name or Path(run_dir).name
     for key, text in (("run.name", name), ("run.dir", run_dir)):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from toolkit.progress import Tee
+from toolkit.cluster.tee import Tee
 
 
 def log_to(path: Path) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from toolkit.config.cluster import Notice
+from toolkit.config.cluster import PreemptionNotice
 
 POLL_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
@@ -34,9 +34,9 @@ GCE_SECONDS = 30.0
 LEAST_SECONDS = 5.0  # also where the moment that was told is over: the machine still runs
 TOKEN_SECONDS = 21600
 BASES = {
-    Notice.gce: "http://metadata.google.internal",
-    Notice.aws: "http://169.254.169.254",
-    Notice.azure: "http://169.254.169.254",
+    PreemptionNotice.gce: "http://metadata.google.internal",
+    PreemptionNotice.aws: "http://169.254.169.254",
+    PreemptionNotice.azure: "http://169.254.169.254",
 }
 LEAVES = (
     "Preempt",
@@ -98,10 +98,10 @@ def azure(get: Get, now: float) -> Taken | None:
     return None
 
 
-CLOUDS: Mapping[Notice, Callable[[Get, float], Taken | None]] = {
-    Notice.gce: gce,
-    Notice.aws: aws,
-    Notice.azure: azure,
+CLOUDS: Mapping[PreemptionNotice, Callable[[Get, float], Taken | None]] = {
+    PreemptionNotice.gce: gce,
+    PreemptionNotice.aws: aws,
+    PreemptionNotice.azure: azure,
 }
 
 
@@ -128,7 +128,7 @@ def server(base: str) -> Get:
 
 
 def watch(
-    cloud: Notice, request: Callable[[str, float], object], poll_seconds: float = POLL_SECONDS
+    cloud: PreemptionNotice, request: Callable[[str, float], object], poll_seconds: float = POLL_SECONDS
 ) -> threading.Event:
     """From now on and in a thread: a notice is a request to stop. Nothing is asked where ``cloud`` is none.
 
@@ -139,7 +139,7 @@ def watch(
         Set, it ends the asking.
     """
     ended = threading.Event()
-    if cloud is Notice.none:
+    if cloud is PreemptionNotice.none:
         return ended
     get, ask = server(os.environ.get("TOOLKIT_METADATA_URL", BASES[cloud]).rstrip("/")), CLOUDS[cloud]
 

@@ -14,7 +14,7 @@ from toolkit.cluster.environment import Launch, Launcher, check_startable, detec
 from toolkit.cluster.job import FROZEN
 from toolkit.cluster.machine import Machine
 from toolkit.cluster.stop import own_beginning
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem, Severity
 from toolkit.files import write_whole
@@ -129,7 +129,7 @@ def configuration(words: Sequence[str], launch: Launch) -> RunConfig:
     if not frozen:
         config = resolve(compose(words))
         where = config.cluster.where
-        if where is not Where.local and launch.launcher is Launcher.NONE:
+        if where is not ClusterBackend.local and launch.launcher is Launcher.NONE:
             raise ConfigError(
                 Problem(
                     "cluster",

@@ -27,7 +27,7 @@ from toolkit.cluster.job import (
     write_files,
 )
 from toolkit.cluster.requeue import Before, at_submission
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 from toolkit.errors import ConfigError, Problem
 from toolkit.files import write_whole
 from toolkit.rundir.directory import RunDirectory
@@ -100,7 +100,7 @@ def read_record(folder: Path) -> Record | None:
         return None
     found = json.loads(file.read_text(encoding="utf-8"))
     return Record(
-        JobId(Where(found["id"]["where"]), found["id"]["id"]),
+        JobId(ClusterBackend(found["id"]["where"]), found["id"]["id"]),
         found["name"],
         found["submitted"],
         Before(**found["before"]),

@@ -1,1 +1,1 @@
-"""What a user may write, typed; and how it is composed. No torch, no engine."""
+"""The typed schema of a run, and its composition from groups, files and overrides."""

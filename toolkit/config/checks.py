@@ -1,4 +1,4 @@
-"""What ``__post_init__`` of the schemas asks of one value."""
+"""Checks of single values for ``__post_init__`` of the schemas. All raise ConfigError."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from toolkit.errors import ConfigError, Problem
 
 
 def check(holds: bool, key: str, value: object, rule: str, remedy: str) -> None:
-    """Raises ConfigError unless it holds."""
+    """Raise ConfigError unless ``holds``."""
     if not holds:
         raise ConfigError(Problem(key=key, seen=f"{key}={value}", rule=rule, remedy=remedy))
 
 
 def at_most(section: str, most: float, **values: float | None) -> None:
-    """Keys of ``section`` that are null or at most ``most``."""
+    """Check that keys of ``section`` are null or at most ``most``."""
     for name, value in values.items():
         key = f"{section}.{name}"
         check(
@@ -25,7 +25,7 @@ def at_most(section: str, most: float, **values: float | None) -> None:
 
 
 def at_least(section: str, least: float, **values: float | None) -> None:
-    """Keys of ``section`` ("": of none) that are null or at least ``least``."""
+    """Check that keys of ``section`` (empty for the top level) are null or at least ``least``."""
     for name, value in values.items():
         key = f"{section}.{name}" if section else name
         check(

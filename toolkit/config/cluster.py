@@ -1,5 +1,7 @@
-"""Every key of where a run's jobs are carried out, and how they are started again: ``cluster.*``. The string under a field is its
-documentation."""
+"""The section ``cluster`` of the schema: where jobs run and how they restart.
+
+The string below a field is its help text.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ from typing import Any
 from toolkit.config.checks import at_least
 
 
-class Where(Enum):
-    """Where a run's jobs are carried out; chosen by ``cluster=``."""
+class ClusterBackend(Enum):
+    """Where the jobs of a run are executed; selected with ``cluster=``."""
 
     local = "local"
     slurm = "slurm"
     kubernetes = "kubernetes"
 
 
-class Notice(Enum):
-    """Who is asked whether a machine will be taken away."""
+class PreemptionNotice(Enum):
+    """The cloud whose metadata service announces the preemption of a machine."""
 
     none = "none"
     gce = "gce"
@@ -30,29 +32,29 @@ class Notice(Enum):
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
     account: str | None = None
-    """--account of sbatch: who pays."""
+    """--account of sbatch: the account that is charged."""
     partition: str | None = None
     """--partition: which machines."""
     qos: str | None = None
     """--qos: quality of service, which decides quotas and preemption."""
     time: str | None = None
-    """Limit of one job: "DAYS-HH:MM:SS". A run that needs longer is requeued."""
+    """Time limit of one job: "DAYS-HH:MM:SS". A run that needs longer is requeued."""
     priority: int | None = None
-    """--priority: higher is sooner, where the site lets users say so."""
+    """--priority: higher is sooner, if the site allows users to set it."""
     constraint: str | None = None
     """--constraint: features that the nodes must have."""
     exclude: str | None = None
-    """Nodes that are not to be used: "node[3,7-9]"."""
+    """Nodes that must not be used: "node[3,7-9]"."""
     reservation: str | None = None
     """--reservation."""
     cpus_per_task: int | None = None
-    """Cores of a node for all its ranks. Null: the site's own default."""
+    """Cores of a node for all its ranks. Null: the default of the site."""
     memory: str | None = None
-    """--mem, of a node: "200G"; "0": all of it. Null: the site's own default."""
+    """--mem, per node: "200G"; "0": all memory. Null: the default of the site."""
     requeue: bool = True
-    """A job that was preempted, stopped at its time limit or lost a node goes on in the same job."""
+    """Requeue a job that was preempted, reached its time limit or lost a node."""
     setup: list[str] = field(default_factory=list)
-    """Lines of the job's script before the training: modules, environments."""
+    """Lines of the job script before the training command: modules, environments."""
     options: dict[str, str] = field(default_factory=dict)
     """More options of sbatch: {mail-type: END}."""
 
@@ -60,70 +62,77 @@ class SlurmConfig:
 @dataclass(kw_only=True, slots=True)
 class KubernetesConfig:
     image: str | None = None
-    """Image with this toolkit as its entry point, as Dockerfile makes it. Needed for cluster=kubernetes."""
+    """Image with this toolkit as its entry point, as built by Dockerfile. Required for cluster=kubernetes."""
     namespace: str = "default"
-    """Where the job's objects are made."""
+    """Namespace of the job's objects."""
     queue: str | None = None
-    """Kueue's LocalQueue: all pods of a job start together or none does."""
+    """LocalQueue of Kueue: the pods of a job start all together."""
     priority_class: str | None = None
-    """Name of the PriorityClass of Kubernetes, or with a queue of Kueue's WorkloadPriorityClass."""
+    """Name of the PriorityClass of Kubernetes, or of Kueue's WorkloadPriorityClass if there is a queue."""
     shared_memory_gib: int = 16
-    """Of /dev/shm, which NCCL and data workers use."""
+    """Size of /dev/shm, which NCCL and data workers use, in GiB."""
     rdma: dict[str, int] = field(default_factory=dict)
     """Network devices of a pod by resource name: {rdma/hca_shared_devices: 8}."""
     secrets: dict[str, str] = field(default_factory=dict)
     """Environment variables from Secrets, by reference: {WANDB_API_KEY: wandb/api-key}."""
     volumes: dict[str, str] = field(default_factory=dict)
-    """PersistentVolumeClaims by where they are mounted: {/workspace: training}. The run directory has to lie on one."""
+    """PersistentVolumeClaims by mount path: {/workspace: training}. The run directory must be on one of them.
+    """
     service_account: str | None = None
     """ServiceAccount of the pods. Null: the namespace's default, without its token."""
     node_selector: dict[str, str] = field(default_factory=dict)
     """Labels that the nodes must have."""
     cpus: int | None = None
-    """Cores of a pod. Null: not asked for."""
+    """Cores of a pod. Null: no request."""
     memory_gib: int | None = None
-    """Host memory of a pod. Null: not asked for."""
+    """Host memory of a pod, in GiB. Null: no request."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of the pods: {NCCL_DEBUG: WARN}. Secrets belong to cluster.kubernetes.secrets."""
     image_pull_secrets: list[str] = field(default_factory=list)
-    """Names of the Secrets with which nodes fetch the image: [registry]."""
+    """Names of the Secrets with which nodes pull the image: [registry]."""
     ttl_seconds: int | None = None
-    """Seconds after its end when Kubernetes removes the JobSet and its pods. Null: never."""
+    """Seconds after which Kubernetes removes a finished JobSet and its pods. Null: never."""
     annotations: dict[str, str] = field(default_factory=dict)
     """More annotations of the JobSet and its pods: {prometheus.io/scrape: "false"}."""
     topology: str | None = None
-    """Label of nodes whose value all pods of a job must share: topology.kubernetes.io/zone. With a queue, Kueue looks for the place
-    (podset-required-topology); without one, the pods have an affinity for each other."""
+    """Node label whose value all pods of a job must share: topology.kubernetes.io/zone. With a queue, Kueue
+    finds the nodes (podset-required-topology); without a queue, the pods have an affinity to each other.
+    """
     affinity: dict[str, Any] = field(default_factory=dict)
-    """The field ``affinity`` of the pods, as Kubernetes writes it: {nodeAffinity: {...}}."""
+    """The field ``affinity`` of the pods, in Kubernetes' format: {nodeAffinity: {...}}."""
     tolerations: list[Any] = field(default_factory=list)
     """More tolerations of the pods: [{key: dedicated, operator: Equal, value: train, effect: NoSchedule}]."""
     extra_volumes: dict[str, Any] = field(default_factory=dict)
-    """Volumes that are not PersistentVolumeClaims, by where they are mounted: {/scratch: {hostPath: {path: /mnt/nvme}}}."""
+    """Volumes that are not PersistentVolumeClaims, by mount path: {/scratch: {hostPath: {path: /mnt/nvme}}}.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig:
-    where: Where = Where.local
-    """local, slurm or kubernetes. Written by choosing cluster=NAME."""
+    where: ClusterBackend = ClusterBackend.local
+    """local, slurm or kubernetes. Set by choosing cluster=NAME."""
     nodes: int | None = None
-    """Machines. Null: what the launcher started, or this one."""
+    """Number of machines. Null: as many as the launcher started, or this one."""
     gpus_per_node: int | None = None
-    """GPUs a machine; 0: train on CPU. Null: what is here."""
+    """GPUs per machine; 0: train on CPU. Null: the GPUs of this machine."""
     cpu_ranks: int = 1
-    """Ranks a machine where there is no GPU."""
+    """Ranks per machine if there is no GPU."""
     gpu: str | None = None
-    """Kind of GPU, for memory and speed in the plan: h100, h200, a100-80gb ... Null: what is here, else unknown."""
+    """Kind of GPU, for memory and speed in the plan: h100, h200, a100-80gb ... Null: that of this machine,
+    else unknown.
+    """
     grace_seconds: int = 60
-    """Time between a signal and the end, in which a stopping run saves."""
+    """Time between a signal and the end of the job, in which a stopping run saves."""
     restarts: int = 3
-    """How often a job that failed goes on from its newest checkpoint by itself; only attempts without progress count. A mistake in
-    configuration is never started again."""
-    notice: Notice = Notice.none
-    """Ask this cloud every five seconds whether it takes a machine of the run away (spot, preemptible): gce, aws or azure. Then the run
-    is saved and stops. none: nobody is asked; a signal does the same."""
+    """How often a failed job restarts from its newest checkpoint; only attempts without progress count.
+    Errors in the configuration are never retried.
+    """
+    notice: PreemptionNotice = PreemptionNotice.none
+    """Ask this cloud every five seconds whether it preempts a machine of the run (spot, preemptible): gce,
+    aws or azure. If so, the run saves and stops. none: do not ask; a signal does the same.
+    """
     preflight: bool = False
-    """Look at every machine with launch/doctor.py before the first step."""
+    """Check every machine with launch/doctor.py before the first step."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 

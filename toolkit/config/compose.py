@@ -1,6 +1,7 @@
-"""Groups, experiments and overrides become one typed configuration; and a :class:`RunConfig` becomes text and back, exactly.
+"""Compose groups, experiments and overrides into a typed configuration; convert it to YAML and back.
 
-Hydra composes and nothing else: no output folder, no logging, no decorator. Nothing of it, and no ``DictConfig``, leaves this folder.
+Hydra is used only for composition, without output folders, logging or decorators. Neither its classes nor
+``DictConfig`` are used outside this folder.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.overrides import Words, read, schema, unknown_key, wrong_value
+from toolkit.config.overrides import ParsedOverrides, read, schema, unknown_key, wrong_value
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig, check_together
-from toolkit.config.roots import PREPARE, RESHARD, RUN, SWEEP, Root
+from toolkit.config.roots import PREPARE, RESHARD, RUN, SWEEP, ConfigRoot
 from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepConfig, SweepSection
 from toolkit.errors import ConfigError, Problem
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
-    """The configuration that ``overrides`` describe: ``["+exp=quickstart", "zero=stage3", "--config-dir=mine"]``.
+    """The configuration for overrides like ``["+exp=quickstart", "zero=stage3", "--config-dir=mine"]``.
 
     Raises:
-        ConfigError: with every mistake that can be told apart, each with the value seen, the rule and the remedy.
+        ConfigError: with every mistake that was found, each with the value, the rule and the remedy.
     """
     config = _typed(_composed(read(overrides), RUN))
     assert isinstance(config, RunConfig)
@@ -42,49 +43,49 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 
 
 def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
-    """The same for ``launch/prepare.py``."""
+    """As :func:`compose`, for ``launch/prepare.py``."""
     config = _typed(_composed(read(overrides, PREPARE), PREPARE), PREPARE)
     assert isinstance(config, PrepareConfig)
     return config
 
 
 def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
-    """The same for ``launch/reshard.py``; what was written where nothing uses it is a mistake too."""
-    words = read(overrides, RESHARD)
-    config = _typed(_composed(words, RESHARD), RESHARD)
+    """As :func:`compose`, for ``launch/reshard.py``. Keys that the action does not use are errors too."""
+    parsed = read(overrides, RESHARD)
+    config = _typed(_composed(parsed, RESHARD), RESHARD)
     assert isinstance(config, ReshardConfig)
-    check_together(config, words.overrides)
+    check_together(config, parsed.overrides)
     return config
 
 
 def compose_sweep(overrides: Sequence[str]) -> SweepSection:
-    """The words ``sweep.*`` of a sweep."""
+    """As :func:`compose`, for the keys ``sweep.*`` of a sweep."""
     config = _typed(_composed(read(overrides, SWEEP), SWEEP), SWEEP)
     assert isinstance(config, SweepConfig)
     return config.sweep
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole configuration as text; :func:`from_yaml` gives an equal one. It is valid for OmegaConf: ``${`` is escaped."""
+    """The configuration as YAML for :func:`from_yaml`. ``${`` is escaped for OmegaConf."""
     return yaml.safe_dump(_as_yaml(config), sort_keys=False, width=140)
 
 
 def from_yaml(text: str) -> RunConfig:
-    """The inverse of :func:`to_yaml`; what the text leaves out has its default.
+    """The inverse of :func:`to_yaml`. Missing keys have their defaults.
 
-    The text may come from a run directory of somebody else, so it is data: nothing in it is evaluated. An interpolation such as
-    ``${oc.env:NAME}``, which would put this machine's environment into a value, is refused.
+    The text may come from another user's run directory, so nothing in it is evaluated. Interpolations such as
+    ``${oc.env:NAME}``, which would read this machine's environment, are refused.
 
     Raises:
-        ConfigError: the text is no YAML, or has unknown keys, wrong values or interpolations.
+        ConfigError: the text is not YAML, or has unknown keys, wrong values or interpolations.
     """
     try:
-        written = yaml.load(
-            text, _DataLoader
-        )  # as safe_dump writes it: OmegaConf's own reader takes the text 1e3 for a number
+        written = yaml.load(text, _DataLoader)  # OmegaConf's loader would read the text 1e3 as a number
         if not isinstance(written, dict):
             raise ConfigError(
-                Problem("config.yaml", text[:80], "a configuration is sections with keys", "restore the file")
+                Problem(
+                    "config.yaml", text[:80], "a configuration has sections with keys", "restore the file"
+                )
             )
         mistakes = [*_interpolations(written), *_unknown(written)]
         if mistakes:
@@ -93,13 +94,13 @@ def from_yaml(text: str) -> RunConfig:
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(_answer(error)) from error
+        raise ConfigError(_problem_of(error)) from error
     assert isinstance(config, DictConfig)
     return _typed(config)
 
 
 class _DataLoader(yaml.SafeLoader):
-    """Without references to earlier nodes: ``to_yaml`` writes none, and a few lines of them make a gigabyte."""
+    """A loader that refuses aliases: a few lines of nested aliases expand to a gigabyte."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -110,9 +111,8 @@ class _DataLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-_INTERPOLATION = re.compile(
-    r"(?<!\\)(?:\\\\)*\$\{"
-)  # what OmegaConf evaluates: after an even number of backslashes
+# OmegaConf evaluates ${ after an even number of backslashes.
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
@@ -127,34 +127,34 @@ def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
         yield Problem(
             name,
             f"{name}={value}",
-            "the configuration of a run is data: ${...} in it is not evaluated",
-            "write the value itself, or \\${ for the characters themselves",
+            "${...} is not evaluated in the configuration of a run",
+            "write the value, or \\${ for the literal characters",
         )
 
 
 # -- composing
 
 
-def _composed(words: Words, root: Root) -> DictConfig:
-    config = _hydra(words, words.overrides, root)
-    if not words.changes:
+def _composed(parsed: ParsedOverrides, root: ConfigRoot) -> DictConfig:
+    config = _hydra(parsed, parsed.overrides, root)
+    if not parsed.changes:
         return config
-    # What an experiment's file sets below an open key may be changed without a plus; nothing else.
-    absent = [text for text in words.changes if not _present(config, text.partition("=")[0])]
+    # Below an open key, only settings from an experiment's file may be changed without a plus.
+    absent = [text for text in parsed.changes if not _present(config, text.partition("=")[0])]
     if absent:
         raise ConfigError(*(_needs_plus(text, root) for text in absent))
-    return _hydra(words, words.overrides + words.changes, root)
+    return _hydra(parsed, parsed.overrides + parsed.changes, root)
 
 
 @cache
-def register(root: Root) -> None:
-    """Tell Hydra of the schema, which the root's file in conf/ begins with."""
+def register(root: ConfigRoot) -> None:
+    """Register the schema with Hydra. The defaults list of the root's file in conf/ begins with it."""
     ConfigStore.instance().store(name=root.schema, node=root.kind, provider="toolkit")
 
 
-def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
+def _hydra(parsed: ParsedOverrides, overrides: list[str], root: ConfigRoot) -> DictConfig:
     register(root)
-    own = [f"file://{folder}" for folder in words.search[1:]]
+    own = [f"file://{folder}" for folder in parsed.search[1:]]
     try:
         with initialize_config_dir(str(search.ROOT), version_base="1.3"):
             config = hydra_compose(
@@ -165,20 +165,25 @@ def _hydra(words: Words, overrides: list[str], root: Root) -> DictConfig:
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_answer(error, root)) from error
-    _check_given(words, config, overrides, root)
+        raise ConfigError(_problem_of(error, root)) from error
+    _check_required(parsed, config, overrides, root)
     with open_dict(config):
         del config["hydra"]
     return config
 
 
-def _check_given(words: Words, config: DictConfig, overrides: Sequence[str], root: Root) -> None:
-    """``KEY: ???`` in a chosen file leaves the key to the user. Merged over a default it would vanish, so the files are asked."""
+def _check_required(
+    parsed: ParsedOverrides, config: DictConfig, overrides: Sequence[str], root: ConfigRoot
+) -> None:
+    """Check that keys with ``KEY: ???`` in a selected file have a value.
+
+    Merging a default would hide the ``???``, so the files themselves are searched.
+    """
     defaults = keys.table(root)
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     problems = []
     for group, choice in config.hydra.runtime.choices.items():
-        for path in (folder / group / f"{choice}.yaml" for folder in words.search):
+        for path in (folder / group / f"{choice}.yaml" for folder in parsed.search):
             if not path.is_file() or "???" not in (text := path.read_text(encoding="utf-8")):
                 continue
             prefix = "" if text.startswith("# @package _global_") else group + "."
@@ -186,7 +191,7 @@ def _check_given(words: Words, config: DictConfig, overrides: Sequence[str], roo
                 name for name, value in keys.flatten(yaml.safe_load(text), prefix).items() if value == "???"
             )
             problems += [
-                _not_given(name, f"{group}={choice}")
+                _missing_key(name, f"{group}={choice}")
                 for name in left
                 if name not in given
                 and name in defaults
@@ -196,9 +201,9 @@ def _check_given(words: Words, config: DictConfig, overrides: Sequence[str], roo
         raise ConfigError(*problems)
 
 
-def _not_given(name: str, by: str) -> Problem:
+def _missing_key(name: str, option: str) -> Problem:
     return Problem(
-        name, f"{by} without {name}", "the chosen option leaves this key to you", f"write {by} {name}=VALUE"
+        name, f"{option} without {name}", "the option requires this key", f"write {option} {name}=VALUE"
     )
 
 
@@ -208,13 +213,13 @@ def _present(config: DictConfig, name: str) -> bool:
     return isinstance(inner, DictConfig) and last in inner
 
 
-def _needs_plus(text: str, root: Root) -> Problem:
+def _needs_plus(text: str, root: ConfigRoot) -> Problem:
     name = text.partition("=")[0]
     above = next(above for above in root.open if name.startswith(above + "."))
     return Problem(
         name,
         text,
-        f"what stands below {above} is not of the schema, so it is added with a plus",
+        f"keys below {above} are not in the schema, so they are added with a plus",
         f"write +{text}",
     )
 
@@ -222,7 +227,7 @@ def _needs_plus(text: str, root: Root) -> Problem:
 # -- from OmegaConf's tree to dataclasses
 
 
-def _typed(config: DictConfig, root: Root = RUN) -> Any:
+def _typed(config: DictConfig, root: ConfigRoot = RUN) -> Any:
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     problems = [*_unknown(written, root), *_unresolved(config, written, root)]
@@ -230,22 +235,22 @@ def _typed(config: DictConfig, root: Root = RUN) -> Any:
         raise ConfigError(*problems)
     sections: dict[str, Any] = {}
     for field in fields(root.kind):
-        try:  # section by section, so that the mistakes of all are told
+        try:  # section by section, to report the mistakes of all sections
             value = config[field.name]
             sections[field.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except ConfigError as error:
             problems += error.problems
         except OmegaConfBaseException as error:
-            problems.append(_answer(error, root))
+            problems.append(_problem_of(error, root))
     if problems:
         raise ConfigError(*problems)
     return root.kind(**sections)
 
 
 def _unknown(
-    written: Mapping[Any, Any], root: Root = RUN, kind: type | None = None, prefix: str = ""
+    written: Mapping[Any, Any], root: ConfigRoot = RUN, kind: type | None = None, prefix: str = ""
 ) -> Iterator[Problem]:
-    """Keys that the schema lacks. Hydra adds what a file or a plus brings in, whatever the types say."""
+    """Keys that are not in the schema. Hydra adds keys from files and with a plus without checking them."""
     hints = get_type_hints(kind or root.kind)
     for name, inner in written.items():
         hint = hints.get(str(name))
@@ -256,13 +261,11 @@ def _unknown(
             yield from _unknown(inner, root, hint, f"{prefix}{name}.")
 
 
-def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: Root) -> Iterator[Problem]:
-    """Values that are missing, or that refer to a key that is not there or has a value of another type."""
+def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: ConfigRoot) -> Iterator[Problem]:
+    """Values that are missing, or that refer to a key that does not exist or has another type."""
     for name, value in keys.flatten(written).items():
         if value == "???":
-            yield Problem(
-                name, f"{name}=???", "??? stands for a value that is not known yet", f"write {name}=VALUE"
-            )
+            yield Problem(name, f"{name}=???", "??? is a placeholder for a value", f"write {name}=VALUE")
         elif "${" in str(value):
             try:
                 found = OmegaConf.select(config, name)
@@ -276,7 +279,7 @@ def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: Root) -> I
                     name,
                     f"{name}={value}",
                     f"${{KEY}} stands for the value of another key, by its full name ({why})",
-                    "write ${train.steps}, or \\${ for the characters themselves",
+                    "write ${train.steps}, or \\${ for the literal characters",
                 )
 
 
@@ -304,26 +307,26 @@ def _escaped(text: str) -> str:
     return "${".join(parts)
 
 
-# -- what remains: mistakes in files, and between words
+# -- errors in files, and between overrides
 
 
 def _no_yaml(error: yaml.YAMLError) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     where = f"{mark.name}, line {mark.line + 1}" if mark is not None else "a configuration file"
     why = getattr(error, "problem", None) or error
-    return ConfigError(Problem(where, where, f"a configuration file is YAML ({why})", "mend that line"))
+    return ConfigError(Problem(where, where, f"a configuration file is YAML ({why})", "correct that line"))
 
 
-def _answer(error: Exception, root: Root = RUN) -> Problem:
-    """The problem behind an exception of Hydra or OmegaConf."""
+def _problem_of(error: Exception, root: ConfigRoot = RUN) -> Problem:
+    """The problem that an exception of Hydra or OmegaConf reports."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    place = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
+    location = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
     name = getattr(cause, "full_key", None) or ""
     text = str(cause or error).splitlines()[0]
     if name == "exp" or name.startswith("exp.") or "@exp." in text:
         return Problem(
             name or "exp",
-            place + text.removeprefix(place),
+            location + text.removeprefix(location),
             "an experiment's file sets keys of the whole configuration",
             "begin the file with the line: # @package _global_",
         )
@@ -333,12 +336,12 @@ def _answer(error: Exception, root: Root = RUN) -> Problem:
         and name not in keys.sections(root)
         and not keys.is_open(name, root)
     ):
-        return unknown_key(name, place + name, root=root)
+        return unknown_key(name, location + name, root=root)
     if name:
-        return wrong_value(name, f"{place}{name}: {text}", root)
+        return wrong_value(name, f"{location}{name}: {text}", root)
     if text.startswith("Could not delete"):
         return Problem(
-            text.split("'")[1], text, "only what an experiment's file sets can be deleted", "leave it out"
+            text.split("'")[1], text, "only keys from an experiment's file can be deleted", "leave it out"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")

@@ -1,4 +1,4 @@
-"""The section ``data`` of the schema: which samples a run is trained on, and where they lie."""
+"""The section ``data`` of the schema: the samples of a run and their location."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from toolkit.config.urls import is_url, shown, url_problem
 from toolkit.errors import ConfigError
 
 
-class Documents(Enum):
-    """What attention makes of documents that lie in one window."""
+class DocumentMasking(Enum):
+    """Whether tokens attend to other documents in the same window."""
 
     joined = "joined"
     separate = "separate"
@@ -23,27 +23,40 @@ class Documents(Enum):
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig:
     path: str | None = None
-    """dataset: a folder, a file or pattern ('corpus/*.jsonl.gz', in quotes), a folder by save_to_disk, or an id on the Hugging Face hub."""
+    """dataset: a folder, a file or pattern ('corpus/*.jsonl.gz', in quotes), a save_to_disk folder, or a
+    Hugging Face hub id.
+    """
     name: str | None = None
-    """dataset: its configuration, where it has several."""
+    """dataset: its configuration, if it has several."""
     split: str = "train"
-    """dataset: the split that is trained on, whole."""
+    """dataset: the split to train on."""
     revision: str | None = None
-    """dataset: branch, tag or commit of a dataset on the hub. Null: its main branch as it is when the run starts."""
+    """dataset: branch, tag or commit of a dataset on the hub. Null: its main branch at the start of the run.
+    """
     text: list[str] = field(default_factory=lambda: ["text"])
-    """dataset: the column that holds a document's text, or several, [title,body], joined by an empty line; null is left out."""
+    """dataset: the column with a document's text, or several, [title,body], joined by an empty line; null
+    values are skipped.
+    """
     tokenizer: str | None = None
-    """dataset: a tokenizer.json, its folder, a data folder that has one, or a hub id that transformers' AutoTokenizer opens."""
+    """dataset: a tokenizer.json, its folder, a data folder with a tokenizer, or a hub id for transformers'
+    AutoTokenizer.
+    """
     trust_remote_code: bool = False
-    """dataset: Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is refused."""
+    """dataset: allow Python code of a tokenizer to run on this machine. If false, such a tokenizer is
+    refused.
+    """
     end_of_text: str | None = None
-    """dataset: the token that ends every document. Null: the tokenizer's own eos token."""
+    """dataset: the token that ends every document. Null: the tokenizer's eos token."""
     validation: float = 0.0
-    """dataset: share of the documents that training leaves out, by each document's own hash: the evaluation set named validation."""
+    """dataset: share of the documents reserved for the evaluation set named validation, chosen by each
+    document's hash.
+    """
     streaming: bool = False
-    """dataset: fetch it piece by piece while training, in its own order and not shuffled; every rank reads the whole stream."""
+    """dataset: fetch the data during training, in its own order and not shuffled; every rank reads the whole
+    stream.
+    """
     workers: int = 2
-    """dataset: tokenizer processes of each rank. The samples do not depend on it."""
+    """dataset: tokenizer processes per rank. They do not change the samples."""
 
     def __post_init__(self) -> None:
         at_least("data.dataset", 1, workers=self.workers)
@@ -59,24 +72,27 @@ class DatasetConfig:
 @dataclass(kw_only=True, slots=True)
 class DataCacheConfig:
     folder: str | None = None
-    """Where blocks of data in a store are kept on this machine, for all its ranks: a local disk, or a folder under /dev/shm for memory.
-    Null: none, and exactly the windows that are needed are fetched."""
+    """Cache folder for data in an object store, shared by the ranks of a machine: on a local disk, or under
+    /dev/shm for memory. Null: no cache, and only the needed windows are fetched.
+    """
     gib: float = 16.0
-    """The most that is kept, in GiB; the oldest blocks go first. A folder has one size: another one empties it."""
+    """Size limit of the cache in GiB; the oldest blocks are removed first. Changing the limit empties the
+    folder.
+    """
 
     def __post_init__(self) -> None:
         check(
             self.folder is None or not is_url(self.folder),
             "data.cache.folder",
             shown(self.folder or ""),
-            "a cache lies on this machine",
+            "a cache is a folder on this machine",
             "write data.cache.folder=FOLDER",
         )
         check(
             self.gib > 0,
             "data.cache.gib",
             self.gib,
-            "a cache has some size",
+            "the size of a cache is positive",
             "write data.cache.gib=16, or data.cache.folder=null",
         )
 
@@ -84,27 +100,37 @@ class DataCacheConfig:
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     name: str = "stdlib"
-    """stdlib (the running Python's own source files, made ready on first use), prepared (a folder by launch/prepare.py), mixture
-    (several of these), dataset (straight from a local or hub dataset, tokenised while training) or arrays (labelled images in a
-    folder of records)."""
+    """stdlib (the source files of Python's standard library, prepared on first use), prepared (a folder from
+    launch/prepare.py), mixture (several of these), dataset (a local or hub dataset, tokenised during
+    training) or arrays (labelled images in a folder of records).
+    """
     path: str = "data/stdlib"
-    """Folder with train and validation shards, tokenizer and manifest; prepared: also a URL, s3://, gs://, az:// or http(s)://."""
+    """Folder with train and validation shards, tokenizer and manifest; prepared: also a URL, s3://, gs://,
+    az:// or http(s)://.
+    """
     vocab_size: int = 4096
     """stdlib: size of the byte-level BPE tokenizer that is trained on the text."""
     shuffle_seed: int = 0
-    """Seed of the sample order; apart from train.seed, so that two runs can differ in weights and share their order."""
-    documents: Documents = Documents.joined
-    """joined: tokens see all that is before them in their window; separate: only their own document, and positions begin anew in it."""
+    """Seed of the sample order, independent of train.seed: two runs can have different weights and the same
+    order.
+    """
+    documents: DocumentMasking = DocumentMasking.joined
+    """joined: tokens attend to all earlier tokens of their window; separate: only to their own document, and
+    positions restart in each document.
+    """
     special_tokens: SpecialTokens = SpecialTokens.refuse
-    """dataset: what the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it
-    that token, text makes it ordinary text, refuse stops with an error that names the document. A prepared folder was made with
-    special_tokens of launch/prepare.py."""
+    """dataset: how to tokenise the string of a special token (<|user|>) in a document: parse makes it that
+    token, text makes it ordinary text, refuse stops with an error that names the document. For a prepared
+    folder, special_tokens of launch/prepare.py decided it.
+    """
 
     sources: dict[str, Any] = field(default_factory=dict)
-    """mixture: NAME: {path: FOLDER, weight: 0.7} of each source, given as +data.sources.NAME.path=FOLDER +data.sources.NAME.weight=0.7.
-    Only the ratios of weights matter; without one it is 1."""
+    """mixture: NAME: {path: FOLDER, weight: 0.7} for each source, given as +data.sources.NAME.path=FOLDER
+    +data.sources.NAME.weight=0.7. Only the ratios of weights matter; the default is 1."""
     phases: list[Any] = field(default_factory=list)
-    """mixture: other weights from a step on, [{from_step: 1000, weights: {NAME: 0.5, ...}}, ...]; 0 lets a source rest."""
+    """mixture: other weights from a step on, [{from_step: 1000, weights: {NAME: 0.5, ...}}, ...]; 0 pauses a
+    source.
+    """
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     cache: DataCacheConfig = field(default_factory=DataCacheConfig)
 
@@ -122,12 +148,12 @@ class DataConfig:
             self.name != "stdlib" or not is_url(self.path),
             "data.path",
             self.path,
-            "data=stdlib is made on this machine",
-            "write data.path=FOLDER, or data=prepared for data in a store",
+            "data=stdlib is prepared on this machine",
+            "write data.path=FOLDER, or data=prepared for data in an object store",
         )
         at_least("data", 257, vocab_size=self.vocab_size)
 
     @property
     def images(self) -> bool:
-        """Samples are labelled images, not text."""
+        """Whether samples are labelled images instead of text."""
         return self.name == "arrays"

@@ -1,4 +1,4 @@
-"""The text of ``--help``: everything that can be written, from the schema's own source and the files in conf/."""
+"""The text of ``--help``, generated from the source of the schema and the files in conf/."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ import yaml
 from toolkit.config import keys, search
 from toolkit.config.compose import compose
 from toolkit.config.overrides import EXPERIMENT, unknown_key
-from toolkit.config.roots import RUN, SWEEP, Root
+from toolkit.config.roots import RUN, SWEEP, ConfigRoot
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
-Train a language model. One description of the run, carried out by the engine and in the layout that you name; stop it, change the
-layout, start it again: it goes on.
+Train a language model. One run description works with every engine and layout. A run can be stopped, and
+resumed in another layout.
 
 START
-  deepspeed --num_gpus 2 launch/train.py +exp=quickstart          DeepSpeed's launcher (two ranks, also without a GPU)
+  deepspeed --num_gpus 2 launch/train.py +exp=quickstart          DeepSpeed's launcher (also without GPUs)
   torchrun --nproc_per_node 2 launch/train.py +exp=quickstart     torch's launcher
   python launch/train.py +exp=quickstart cluster.cpu_ranks=2      no launcher: this process starts the ranks
-  python launch/train.py -m +exp=quickstart zero=stage1,stage2    a sweep: every combination of values is a run of its own
+  python launch/train.py -m +exp=quickstart zero=stage1,stage2    a sweep: one run per combination of values
   python launch/plan.py +exp=quickstart cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
-                                                                  what would run there: layout, settings, bytes; starts nothing
-WORDS
-  GROUP=OPTION               choose a file of a group: zero=stage3
-  KEY=VALUE                  change one key: train.steps=20  optim.betas=[0.9,0.99]  'monitor.prompt="def main():"'
-  +exp=NAME                  add an experiment: the differences from the defaults that make it
-  +engine.deepspeed.a.b=V    a key of DeepSpeed's own: +engine.deepspeed.zero_optimization.overlap_comm=false
-  --config-dir=FOLDER        look for groups and experiments in a folder of your own too: FOLDER/exp/mine.yaml
-  --help WORD                this text for one section, group or key: --help optim
+                                                                  show layout and memory; starts nothing
+ARGUMENTS
+  GROUP=OPTION               choose an option of a group: zero=stage3
+  KEY=VALUE                  change a key: train.steps=20  optim.betas=[0.9,0.99]  'monitor.prompt="def f():"'
+  +exp=NAME                  add an experiment, a file with differences from the defaults
+  +engine.deepspeed.a.b=V    set a key of DeepSpeed: +engine.deepspeed.zero_optimization.overlap_comm=false
+  --config-dir=FOLDER        also search groups and experiments in your own folder: FOLDER/exp/mine.yaml
+  --help NAME                this text for one section, group or key: --help optim
 """
 
 
-def show_help(words: Sequence[str], above: str = "", root: Root = RUN) -> ExitCode:
-    """Print the help on ``words``, below the text ``above``; or the mistake among them."""
+def show_help(arguments: Sequence[str], above: str = "", root: ConfigRoot = RUN) -> ExitCode:
+    """Print the help on ``arguments`` below the text ``above``, or an error if one of them is unknown."""
     try:
-        text = help_text(words, root)
+        text = help_text(arguments, root)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -54,22 +54,24 @@ def show_help(words: Sequence[str], above: str = "", root: Root = RUN) -> ExitCo
     return ExitCode.DONE
 
 
-def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
-    """All of it, or what belongs to ``words``: sections, groups and keys. Options and overrides among them are passed over.
+def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
+    """The help on the sections, groups and keys in ``arguments``; without any, the whole help.
+
+    Overrides are ignored.
 
     Raises:
-        ConfigError: a word is none of them.
+        ConfigError: an argument is not a section, group or key.
     """
-    topics = [word for word in words if not word.startswith(("-", "+")) and "=" not in word]
+    topics = [name for name in arguments if not name.startswith(("-", "+")) and "=" not in name]
     folders = search.folders(None)
     groups = search.groups(folders) if root.groups is None else root.groups
     if not topics:
         sections = (_section(name, root) for name in ["", *keys.sections(root)])
-        all_keys = ["KEYS (with the value they have when nothing is chosen)", *sections]
+        all_keys = ["KEYS (with their defaults)", *sections]
         parts = [INTRODUCTION, _experiments(folders)] if root.groups is None else []
         if groups:
             parts += [
-                "GROUPS (the default is marked *)",
+                "GROUPS (defaults are marked *)",
                 *(_group(folders, name, root) for name in _ordered(groups, root)),
             ]
         of_sweeps = ["KEYS OF A SWEEP (with -m)", _section("sweep", SWEEP)] if root is RUN else []
@@ -77,7 +79,7 @@ def help_text(words: Sequence[str] = (), root: Root = RUN) -> str:
     return "\n".join(_topic(topic, folders, groups, root) for topic in topics)
 
 
-def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Root) -> str:
+def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: ConfigRoot) -> str:
     parts = []
     if topic == EXPERIMENT and root.groups is None:
         parts.append(_experiments(folders))
@@ -109,7 +111,7 @@ def _experiments(folders: Sequence[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _group(folders: Sequence[Path], group: str, root: Root) -> str:
+def _group(folders: Sequence[Path], group: str, root: ConfigRoot) -> str:
     if group == EXPERIMENT:
         return ""
     chosen = _defaults(root).get(group)
@@ -120,20 +122,20 @@ def _group(folders: Sequence[Path], group: str, root: Root) -> str:
     return "\n".join(lines)
 
 
-def _ordered(groups: Sequence[str], root: Root) -> list[str]:
-    """As in the defaults list; others after them."""
+def _ordered(groups: Sequence[str], root: ConfigRoot) -> list[str]:
+    """The groups in the order of the defaults list, then the others."""
     first = list(_defaults(root))
     return [*(name for name in first if name in groups), *(name for name in groups if name not in first)]
 
 
-def _defaults(root: Root) -> dict[str, str | None]:
-    """Group -> the option that the command's file in conf/ chooses."""
+def _defaults(root: ConfigRoot) -> dict[str, str | None]:
+    """Group -> the default option, according to the command's file in conf/."""
     entries = yaml.safe_load((search.ROOT / f"{root.file}.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str]:
-    """The first two lines of the comment that a file begins with. In experiments these are its command and what it is."""
+    """The first two lines of a file's leading comment. In experiments the first line is the command."""
     path = next(path for folder in folders if (path := folder / group / f"{option}.yaml").is_file())
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -148,8 +150,8 @@ def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str
 # -- keys
 
 
-def _section(section: str, root: Root) -> str:
-    """The keys that stand right in ``section``, not those of sections within it."""
+def _section(section: str, root: ConfigRoot) -> str:
+    """The keys directly in ``section``, without nested sections."""
     lines = [f"  {section}"] if section else []
     for name, key in keys.table(root).items():
         if key.section == section:
@@ -157,9 +159,9 @@ def _section(section: str, root: Root) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _key(name: str, root: Root) -> list[str]:
+def _key(name: str, root: ConfigRoot) -> list[str]:
     value = _values(root).get(name, keys.table(root)[name].default)
-    return _labelled(f"    {name}={_show(value)}", _documents(root)[name], 44)
+    return _labelled(f"    {name}={_show(value)}", _descriptions(root)[name], 44)
 
 
 def _show(value: Any) -> str:
@@ -173,14 +175,14 @@ def _show(value: Any) -> str:
 
 
 @cache
-def _values(root: Root) -> dict[str, Any]:
-    """What the defaults list sets besides the schema."""
+def _values(root: ConfigRoot) -> dict[str, Any]:
+    """The values of all keys after the defaults list is applied."""
     return keys.flatten(compose([])) if root is RUN else {}
 
 
 @cache
-def _documents(root: Root) -> dict[str, str]:
-    """The string under each field of the schema, by the key's full name."""
+def _descriptions(root: ConfigRoot) -> dict[str, str]:
+    """The string below each field of the schema, by the full name of the key."""
     return dict(_walk(root.kind, ""))
 
 
@@ -194,13 +196,13 @@ def _walk(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
         else:
             yield (
                 f"{prefix}{field.name}",
-                " ".join(_texts(kind.__module__)[kind.__name__][field.name].split()),
+                " ".join(_field_strings(kind.__module__)[kind.__name__][field.name].split()),
             )
 
 
 @cache
-def _texts(module: str) -> dict[str, dict[str, str]]:
-    """By class and field."""
+def _field_strings(module: str) -> dict[str, dict[str, str]]:
+    """The strings below the fields of the classes in ``module``, by class and field."""
     return {
         node.name: {
             field.target.id: inspect.cleandoc(text.value.value)
@@ -230,7 +232,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _labelled(label: str, text: str, column: int) -> list[str]:
-    """``label``, and ``text`` from ``column`` on; below it where the label is too long."""
+    """``label`` followed by ``text`` in ``column``, or on the next line if the label is too long."""
     lines = _wrapped(text, column)
     if len(label) >= column or not lines:
         return [label, *lines]

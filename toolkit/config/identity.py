@@ -1,7 +1,8 @@
-"""Run identity: what decides the samples and the losses, as eight hex digits.
+"""Run identity: eight hex digits of the keys that determine the samples and losses.
 
-In it: ``model``, ``data``, ``optim``, ``schedule`` and ``train``, but for the keys of ``CARRIAGE``, which say how or how long the same
-run is carried out. Two layouts of one run, or a longer one, share an identity and so a run directory; another model never does.
+These are ``model``, ``data``, ``optim``, ``schedule`` and ``train`` without the keys in ``EXECUTION_KEYS``,
+which decide only how, or for how long, the same run is executed. Different layouts of a run, or a longer one,
+share an identity and so a run directory.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from toolkit.config.schema import RunConfig
 
 SECTIONS = ("model", "data", "optim", "schedule", "train")
 
-CARRIAGE = frozenset(
+EXECUTION_KEYS = frozenset(
     {
         "train.steps",  # a longer run continues a shorter one
         "train.micro_batch",  # the loss is divided by the units of the global batch, however that is cut
         "train.activation_checkpointing",  # recomputes the same activations
-        "train.on_nonfinite",  # whether the run ends at a step that is skipped in any case
+        "train.on_nonfinite",  # a non-finite step is skipped in any case
         "optim.kernel",  # the same update by another implementation
         "data.cache.folder",
-        "data.cache.gib",  # the same bytes from nearer by
-        # Where the data lies on this machine. Which data it is, the stream's fingerprint says: resuming with other samples is
-        # refused by it, and a moved folder resumes.
+        "data.cache.gib",
+        # Paths of the data on this machine. The stream's fingerprint identifies the data, so that a run with
+        # a moved folder resumes, and resuming with other samples is refused.
         "data.path",
         "data.sources.*.path",
         "data.dataset.path",
         "data.dataset.tokenizer",
         "data.dataset.workers",  # processes
-        "data.dataset.trust_remote_code",  # the tokenizer is known by its hash
-        "data.special_tokens",  # refuse and text give the same tokens; parse is part of the stream's fingerprint
+        "data.dataset.trust_remote_code",  # the tokenizer is identified by its hash
+        "data.special_tokens",  # refuse and text give equal tokens; parse is part of the stream's fingerprint
     }
 )
 
@@ -43,7 +44,8 @@ CARRIAGE = frozenset(
 def identity(config: RunConfig) -> str:
     """Eight hex digits, equal in every process and for every order of keys.
 
-    Values at their default are left out, so that a key that a later version adds leaves the identity of older runs as it is.
+    Default values are left out, so that a key added in a later version does not change the identity of older
+    runs.
     """
     keys = table()
     decisive = {
@@ -55,9 +57,9 @@ def identity(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def carried(name: str) -> bool:
-    """Whether the key ``name`` says how a run is carried out."""
-    return any(fnmatchcase(name, pattern) for pattern in CARRIAGE)
+def is_execution_key(name: str) -> bool:
+    """Whether the key ``name`` decides only how a run is executed."""
+    return any(fnmatchcase(name, pattern) for pattern in EXECUTION_KEYS)
 
 
 def identity_differences(a: RunConfig, b: RunConfig) -> list[str]:
@@ -75,11 +77,14 @@ def _decisive(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section in SECTIONS:
         found |= flatten(getattr(config, section), section + ".")
-    return {name: _plain(name, value) for name, value in found.items() if not carried(name)}
+    return {name: _plain(name, value) for name, value in found.items() if not is_execution_key(name)}
 
 
 def _plain(name: str, value: Any) -> Any:
-    """As JSON has it; an int where the schema says float is that float, however the configuration was made."""
+    """``value`` as a JSON value.
+
+    An int for a key of type float becomes a float, whatever created the configuration.
+    """
     key = table().get(name)
     if isinstance(value, int) and key is not None and key.kinds == (float,):
         return float(value)

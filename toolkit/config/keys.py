@@ -1,4 +1,4 @@
-"""The schema as a flat table: every key that can be written, by its dotted name."""
+"""The schema as a flat table of keys by dotted name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from toolkit.config.roots import RUN, Root
+from toolkit.config.roots import RUN, ConfigRoot
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """One key. ``kinds`` are the types its value may have, without None; ``nullable`` says whether null may be written."""
+class ConfigKey:
+    """One key of the schema.
+
+    ``kinds`` are the accepted types without None; ``nullable`` is whether null is accepted.
+    """
 
     name: str
     kinds: tuple[Any, ...]
@@ -36,20 +39,20 @@ class Key:
 
 
 @cache
-def table(root: Root = RUN) -> Mapping[str, Key]:
-    """Every key of the schema, in its order. Keys below ``root.open`` are not in it."""
-    found: dict[str, Key] = {}
+def table(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
+    """Every key of the schema, in order. Keys below ``root.open`` are not part of the schema."""
+    found: dict[str, ConfigKey] = {}
     _collect(root.kind, "", found)
     return found
 
 
 @cache
-def sections(root: Root = RUN) -> tuple[str, ...]:
-    """Every name that holds keys: ``train``, ``train.batch_ramp``, ..."""
+def sections(root: ConfigRoot = RUN) -> tuple[str, ...]:
+    """Names of all sections: ``train``, ``train.batch_ramp``, ..."""
     return tuple(dict.fromkeys(key.section for key in table(root).values() if key.section))
 
 
-def _collect(kind: type, prefix: str, found: dict[str, Key]) -> None:
+def _collect(kind: type, prefix: str, found: dict[str, ConfigKey]) -> None:
     hints = get_type_hints(kind)
     for field in fields(kind):
         name, hint = prefix + field.name, hints[field.name]
@@ -62,7 +65,7 @@ def _collect(kind: type, prefix: str, found: dict[str, Key]) -> None:
             if type(None) in get_args(hint)
             else (hint,)
         )
-        found[name] = Key(name, alternatives, type(None) in get_args(hint), _default(field))
+        found[name] = ConfigKey(name, alternatives, type(None) in get_args(hint), _default(field))
 
 
 def _default(field: Field[Any]) -> Any:
@@ -71,13 +74,13 @@ def _default(field: Field[Any]) -> Any:
     return field.default
 
 
-def is_open(name: str, root: Root = RUN) -> bool:
-    """Whether ``name`` lies below a key that holds settings which are not the schema's."""
+def is_open(name: str, root: ConfigRoot = RUN) -> bool:
+    """Whether ``name`` is below a key whose content is not part of the schema."""
     return any(name.startswith(above + ".") for above in root.open)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """``{'train.steps': 100, ...}`` of a configuration, a section, or nested dictionaries. An empty dictionary is a value."""
+    """Flatten a configuration, a section or dictionaries: ``{'train.steps': 100}``. ``{}`` is a value."""
     if is_dataclass(value):
         items = [(field.name, getattr(value, field.name)) for field in fields(value)]
     elif isinstance(value, Mapping) and (value or not prefix):
@@ -90,8 +93,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nearest(name: str, root: Root = RUN) -> str | None:
-    """The key or section that somebody who wrote ``name`` most likely meant; None where nothing is near."""
+def nearest(name: str, root: ConfigRoot = RUN) -> str | None:
+    """The key or section that ``name`` most likely means; None if no name is similar."""
     names = [*table(root), *sections(root)]
     last = name.rpartition(".")[2]
     same_leaf = [known for known in names if known.rpartition(".")[2] == last]

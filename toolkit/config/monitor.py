@@ -1,4 +1,4 @@
-"""Every key of what a run tells of itself: ``monitor.*``. The string under a field is its documentation."""
+"""The section ``monitor`` of the schema. The string below a field is its help text."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ class WandbMode(Enum):
 @dataclass(kw_only=True, slots=True)
 class MonitorConfig:
     every: int = 10
-    """Steps between two rows on the console; metrics.jsonl has every step."""
+    """Steps between two rows on the console. metrics.jsonl has every step."""
     wandb: WandbMode = WandbMode.offline
     """offline, online or disabled."""
     project: str = "toolkit"
     """W&B project."""
     entity: str | None = None
-    """W&B user or team. Null: your own default."""
+    """W&B user or team. Null: your default."""
     group: str | None = None
-    """W&B group: runs of one sweep, say. Null: the run's id, under which the runs of its nodes are together."""
+    """W&B group, for example of a sweep. Null: the id of the run, which groups the W&B runs of its nodes."""
     tags: list[str] = field(default_factory=list)
     """W&B tags."""
     prompt: str | None = None
-    """After the last step, continue this text and show the result; null: do not."""
+    """Text to continue with the model after the last step. Null: none."""
     ledger: bool = True
-    """Tell for each step where its time went, on all ranks: ledger.jsonl."""
+    """Write the time breakdown of each step on all ranks to ledger.jsonl."""
     probe: bool = True
-    """Before the first step, measure latency and bandwidth of the collectives of each axis (about a second)."""
+    """Before the first step, measure latency and bandwidth of the collectives of each axis (about a second).
+    """
     system_seconds: float = 10.0
-    """Time between two samples of the GPUs and the host of each node; 0: none."""
+    """Seconds between two samples of the GPUs and the host of each node; 0: none."""
     replicas_every: int = 100
-    """Steps between two comparisons of what ranks should hold equal copies of; 0: none."""
+    """Steps between two comparisons of the replicas of weights and states; 0: never."""
     hang_seconds: int = 600
-    """Without progress for so long (a step, a batch of an evaluation, a save) the run is reported as hanging, with every rank's stack,
-    and ends; 0: never. It has to be longer than a save in the foreground. Before the first step of a start it is ten minutes at least."""
+    """Seconds without progress (a step, a batch of an evaluation, a save) after which a run is reported as
+    hanging, with the stacks of all ranks, and ends; 0: never. It must be longer than a foreground save.
+    Before the first step of an attempt it is at least ten minutes.
+    """
     profile_step: int | None = None
     """First step of a trace by torch.profiler, in the attempt's folder. Null: none."""
     profile_steps: int = 3
     """Steps of the trace."""
     price_per_gpu_hour: float | None = None
-    """What one GPU costs an hour, in whatever currency, for the cost of the run. Null: not told."""
+    """Price of one GPU per hour, in any currency, for the cost of the run. Null: no cost is reported."""
 
     def __post_init__(self) -> None:
         at_least(

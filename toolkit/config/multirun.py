@@ -1,7 +1,7 @@
-"""Hydra's sweepers, outside the ranks: what a user typed after ``-m`` becomes batches of points, each of them words for ``compose``.
+"""Run Hydra's sweepers: turn the arguments after ``-m`` into batches of points, lists of overrides.
 
-The sweeper is Hydra's own, or another one that is installed (``hydra/sweeper=optuna``). The launcher is hydra_plugins/toolkit_launcher.py,
-always: where points are carried out is chosen by ``cluster=``.
+The sweeper is Hydra's basic sweeper or another installed one (``hydra/sweeper=optuna``). The launcher is
+always hydra_plugins/toolkit_launcher.py; ``cluster=`` decides where points run.
 """
 
 from __future__ import annotations
@@ -31,23 +31,21 @@ from toolkit.config.roots import RUN
 from toolkit.config.sweep import SweepSection
 from toolkit.errors import ConfigError, Problem
 
-SWEEPERS = (
-    "hydra/sweeper",
-    "hydra.sweeper",
-)  # what may be said of Hydra itself; the first has folders below it, the second keys
+SWEEPERS = ("hydra/sweeper", "hydra.sweeper")  # Hydra's own group and section that may be overridden
 LAUNCHER = "hydra/launcher"
-OWN = ("run.dir", "monitor.group")  # which a sweep gives its points
+OWN = ("run.dir", "monitor.group")  # keys that the sweep sets for its points
 
 
 @dataclass(frozen=True, slots=True)
-class SweepWords:
-    """
+class SweepArguments:
+    """The arguments of a sweep, by purpose.
+
     Attributes:
-        options: ``--config-dir=FOLDER``, absolute, if it was given.
-        words: of the points, as typed: with several values where they are swept over.
+        options: ``--config-dir=FOLDER`` with an absolute path, if given.
+        words: overrides of the points as typed, some with several values.
         fixed: keys of ``words`` with one value, as typed before the ``=``.
-        hydra: about Hydra's sweeper.
-        sweep: the keys ``sweep.*``.
+        hydra: overrides of Hydra's sweeper.
+        sweep: the section ``sweep``.
     """
 
     options: tuple[str, ...]
@@ -58,12 +56,15 @@ class SweepWords:
 
     @property
     def id(self) -> str:
-        """Eight hex digits of what decides the points: the same words go on with the same sweep."""
+        """Eight hex digits of the arguments that determine the points.
+
+        The same arguments continue the same sweep.
+        """
         return hashlib.sha256("\0".join([*self.options, *self.words, *self.hydra]).encode()).hexdigest()[:8]
 
     @property
     def name(self) -> str:
-        """For people: the run's name or experiment, where all points have the same."""
+        """The name or experiment that all points have in common, else ``sweep``."""
         given = dict(
             word.lstrip("+").split("=", 1)
             for word in self.words
@@ -74,18 +75,18 @@ class SweepWords:
 
     @property
     def grid(self) -> bool:
-        """Whether all points are known from the words, without trying any."""
+        """Whether the arguments alone determine all points."""
         return not any(
             word.startswith(SWEEPERS[0] + "=") and word != f"{SWEEPERS[0]}=basic" for word in self.hydra
         )
 
     def swept(self, point: Sequence[str]) -> tuple[str, ...]:
-        """The words of a point in which points differ."""
+        """The overrides of ``point`` that are not the same in all points."""
         return tuple(word for word in point if word.partition("=")[0] not in self.fixed)
 
 
 def quoted(text: str | Path) -> str:
-    """As a value in Hydra's grammar, whatever is in it."""
+    """``text`` as a quoted value in Hydra's grammar."""
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
@@ -93,11 +94,11 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return not set(overrides.MULTIRUN).isdisjoint(arguments)
 
 
-def read_sweep(arguments: Sequence[str]) -> SweepWords:
-    """What was typed, told apart. The values of points are checked when they are composed.
+def read_sweep(arguments: Sequence[str]) -> SweepArguments:
+    """Parse the arguments of a sweep. Values of points are checked when the points are composed.
 
     Raises:
-        ConfigError: a word that cannot be read, that Hydra's part may not have, or that a sweep gives its points itself.
+        ConfigError: an argument cannot be parsed, is not allowed for Hydra, or is a key that the sweep sets.
     """
     folders, rest = _folders([argument for argument in arguments if argument not in overrides.MULTIRUN])
     problems: list[Problem] = []
@@ -111,7 +112,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
                     Problem(
                         name,
                         word,
-                        "where points are carried out is chosen by cluster= alone",
+                        "only cluster= decides where points run",
                         "leave it out, or write cluster=slurm",
                     )
                 )
@@ -124,15 +125,14 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
                 Problem(
                     name,
                     word,
-                    "each point has a run directory of its own, in the sweep's folder",
+                    "each point has its own run directory in the sweep's folder",
                     "write sweep.dir=FOLDER",
                 )
             )
         elif (override := _parsed(word, folders, problems)) is not None:
             words.append(word)
-            (fixed.discard if override.is_sweep_override() else fixed.add)(
-                override.get_key_element()
-            )  # the last one counts
+            # The last override of a key wins.
+            (fixed.discard if override.is_sweep_override() else fixed.add)(override.get_key_element())
     try:
         sweep = compose_sweep(of_sweep)
     except ConfigError as error:
@@ -140,11 +140,11 @@ def read_sweep(arguments: Sequence[str]) -> SweepWords:
     if problems:
         raise ConfigError(*problems)
     options = tuple(f"{overrides.CONFIG_DIR[0]}={folder}" for folder in folders[1:])
-    return SweepWords(options, tuple(words), frozenset(fixed), tuple(of_hydra), sweep)
+    return SweepArguments(options, tuple(words), frozenset(fixed), tuple(of_hydra), sweep)
 
 
 def _folders(arguments: Sequence[str]) -> tuple[tuple[Path, ...], list[str]]:
-    """Where groups are found, and the words without the options that begin with a dash."""
+    """The folders with groups, and the arguments without options that begin with a dash."""
     plain, own, problems = overrides.options(arguments)
     if problems:
         raise ConfigError(*problems)
@@ -163,9 +163,12 @@ def _parsed(word: str, folders: Sequence[Path], problems: list[Problem]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class CarryOut:
-    """What the launcher does with a batch of points: one number a point, to be compared; None: there is none and nobody needs it;
-    an exception: the point failed, and the sweeper is told so."""
+class BatchRunner:
+    """Runs a batch of points for the launcher.
+
+    The result has one entry per point: its metric, None if there is no metric and the sweeper does not need
+    one, or an exception if the point failed, which the sweeper gets.
+    """
 
     batch: Callable[[Sequence[tuple[str, ...]]], Sequence[float | Exception | None]]
 
@@ -174,8 +177,10 @@ class CarryOut:
 
 
 class _Loader:
-    """Hydra's own, but a sweeper's trial of its points says nothing: the launcher composes each of them once, and leaves out what is
-    refused."""
+    """Hydra's config loader without the sweeper's check of its points.
+
+    The launcher composes each point itself and skips refused points.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -187,24 +192,24 @@ class _Loader:
         return master_config
 
 
-def run_sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> None:
-    """Let the sweeper make points, batch by batch, until it has enough.
+def run_sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> None:
+    """Let the sweeper generate batches of points until it stops.
 
     Args:
-        folder: where a sweeper leaves its own files.
+        folder: folder for the sweeper's own files.
 
     Raises:
-        ConfigError: no such sweeper, or a key that it has not.
-        Exception: whatever ``carry_out`` raises.
+        ConfigError: the sweeper does not exist, or does not have a key.
+        Exception: any exception of ``run_batch``.
     """
-    sweeper = _sweeper(words, folder, carry_out)
+    sweeper = _sweeper(words, folder, run_batch)
     try:
         sweeper.sweep(arguments=list(words.words))
     except HydraException as error:
         raise ConfigError(_refused(words, error)) from error
 
 
-def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
+def _sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> Any:
     _register()
     register(RUN)
     own = [*words.hydra, f"{LAUNCHER}=toolkit", f"hydra.sweep.dir={quoted(folder)}"]
@@ -217,19 +222,21 @@ def _sweeper(words: SweepWords, folder: Path, carry_out: CarryOut) -> Any:
             )
             with open_dict(config):
                 for section in [name for name in config if name != "hydra"]:
-                    del config[section]  # of the defaults, which are not what points are
+                    del config[section]  # defaults, which are not the points' configuration
             loader = cast(ConfigLoader, _Loader(hydra.config_loader))
             context = HydraContext(config_loader=loader, callbacks=Callbacks())
             return Plugins.instance().instantiate_sweeper(
-                config=config, hydra_context=context, task_function=carry_out
+                config=config, hydra_context=context, task_function=run_batch
             )
     except (HydraException, OmegaConfBaseException, ImportError) as error:
         raise ConfigError(_refused(words, error)) from error
 
 
 def _register() -> None:
-    """Hydra finds the launcher by itself where it was installed. An installation from before it, or of the package alone, lacks it; it lies
-    beside conf/."""
+    """Register the launcher, which is in a folder next to conf/.
+
+    Hydra finds it only if that folder was installed.
+    """
     plugins, root = Plugins.instance(), str(search.ROOT.parent)
     if root not in sys.path:
         sys.path.append(root)
@@ -238,11 +245,12 @@ def _register() -> None:
     plugins.register(ToolkitLauncher)
 
 
-def _refused(words: SweepWords, error: Exception) -> Problem:
+def _refused(words: SweepArguments, error: Exception) -> Problem:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Problem(
         SWEEPERS[0],
         " ".join(words.hydra) or " ".join(words.words),
-        f"the sweeper takes these words ({' '.join(lines[:2])})",
-        "correct hydra/sweeper= and hydra.sweeper.*, or leave them out for a grid; other sweepers are packages to install",
+        f"the sweeper accepts these arguments ({' '.join(lines[:2])})",
+        "correct hydra/sweeper= and hydra.sweeper.*, or leave them out for a grid; other sweepers are "
+        "separate packages",
     )

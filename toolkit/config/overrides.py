@@ -1,4 +1,4 @@
-"""What a user typed, checked word by word before anything is composed, so that every mistake is told at once."""
+"""Check each command-line argument before the composition, so that all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.roots import RUN, Root
+from toolkit.config.roots import RUN, ConfigRoot
 from toolkit.errors import ConfigError, Problem
 
 CONFIG_DIR = ("--config-dir", "-cd")
@@ -25,10 +25,11 @@ EXPERIMENT = "exp"
 
 
 @dataclass(slots=True)
-class Words:
-    """Checked overrides, ready for Hydra, and the folders in which it finds groups.
+class ParsedOverrides:
+    """Checked overrides for Hydra, and the folders with groups.
 
-    ``changes`` are settings below an open key that were written without a plus: right only where an experiment's file sets them.
+    ``changes`` are settings below an open key without a plus, which are valid only if an experiment's file
+    sets them.
     """
 
     search: tuple[Path, ...]
@@ -36,43 +37,43 @@ class Words:
     changes: list[str] = field(default_factory=list)
 
 
-def read(arguments: Sequence[str], root: Root = RUN) -> Words:
+def read(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedOverrides:
     """Check every argument.
 
     Raises:
-        ConfigError: with a problem for each word that cannot be meant.
+        ConfigError: with a problem for each invalid argument.
     """
     plain, own, problems = options(arguments)
-    words = Words(search.folders(own))
-    checker = _Checker(words.search, root)
+    parsed = ParsedOverrides(search.folders(own))
+    checker = _Checker(parsed.search, root)
     for typed in plain:
         text = _long(typed, root)
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            problems.append(unreadable(text, error, words.search if EXPERIMENT in checker.groups else ()))
+            problems.append(unreadable(text, error, parsed.search if EXPERIMENT in checker.groups else ()))
             continue
         found = list(checker.check(override))
         problems += found
         if found:
             continue
         if override.type is OverrideType.CHANGE and keys.is_open(override.key_or_group, root):
-            words.changes.append(text)
+            parsed.changes.append(text)
         else:
-            words.overrides.append(_for_hydra(override, root))
+            parsed.overrides.append(_for_hydra(override, root))
     if problems:
         raise ConfigError(*problems)
-    return words
+    return parsed
 
 
-def _long(text: str, root: Root) -> str:
-    """``target.path=PATH`` for ``target=PATH``: OmegaConf gives a name keys or a value, not both."""
+def _long(text: str, root: ConfigRoot) -> str:
+    """``target.path=PATH`` for ``target=PATH``. In OmegaConf a name is either a section or a value."""
     name, equals, value = text.partition("=")
     return f"{dict(root.short).get(name, name)}={value}" if equals else text
 
 
 def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
-    """Arguments without the options that begin with a dash; the user's own folder; problems."""
+    """Arguments without options that begin with a dash, the user's configuration folder, and problems."""
     plain: list[str] = []
     problems: list[Problem] = []
     own: Path | None = None
@@ -95,8 +96,8 @@ def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Prob
                 Problem(
                     argument,
                     argument,
-                    "a sweep is what python launch/train.py -m starts",
-                    "leave it out, or write python launch/train.py -m with the same words",
+                    "only python launch/train.py -m starts a sweep",
+                    "leave it out, or write python launch/train.py -m with the same arguments",
                 )
             )
         else:
@@ -105,17 +106,17 @@ def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Prob
                     argument,
                     argument,
                     "an option is --help or --config-dir=FOLDER; everything else is KEY=VALUE",
-                    "leave it out; launch/plan.py with the same words shows what would run",
+                    "leave it out; launch/plan.py with the same arguments shows what would run",
                 )
             )
     return plain, own, problems
 
 
-def _for_hydra(override: Override, root: Root) -> str:
-    """The override in the words that make Hydra do what was meant.
+def _for_hydra(override: Override, root: ConfigRoot) -> str:
+    """The override as Hydra needs it.
 
-    A setting below an open key may be there already, from an experiment's file: it is added or changed. Where the schema says
-    text, ``007`` and ``1e3`` are text and not the numbers 7 and 1000.
+    A setting below an open key may exist already, from an experiment's file, so it is added or changed. For a
+    key of type text, ``007`` and ``1e3`` are text and not the numbers 7 and 1000.
     """
     assert override.input_line is not None
     text = override.input_line
@@ -131,13 +132,13 @@ def _for_hydra(override: Override, root: Root) -> str:
 
 
 @cache
-def schema(root: Root = RUN) -> DictConfig:
-    """The schema as OmegaConf's types, at its defaults. To be copied or merged from, not changed."""
+def schema(root: ConfigRoot = RUN) -> DictConfig:
+    """The schema with its defaults as an OmegaConf object. Callers must copy it before they modify it."""
     return OmegaConf.structured(root.kind)
 
 
 class _Checker:
-    def __init__(self, folders: Sequence[Path], root: Root) -> None:
+    def __init__(self, folders: Sequence[Path], root: ConfigRoot) -> None:
         self.folders = folders
         self.root = root
         self.groups = search.groups(folders) if root.groups is None else root.groups
@@ -146,36 +147,40 @@ class _Checker:
         name, text = override.key_or_group, override.input_line or ""
         if not name:
             yield Problem(
-                text, text, "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME", "write the key before the ="
+                text,
+                text,
+                "an argument is KEY=VALUE, GROUP=OPTION or +exp=NAME",
+                "write the key before the =",
             )
         elif override.is_sweep_override():
             value = text.partition("=")[2]
             yield Problem(
                 name,
                 text,
-                "several values make a sweep, which starts with -m",
-                f"write python launch/train.py -m, or one value; a list is written {name}=[{value}], text with commas in quotes",
+                "several values need a sweep, which is started with -m",
+                f"write python launch/train.py -m, or one value; write a list as {name}=[{value}], text with "
+                f"commas in quotes",
             )
         elif override.package is not None:
             yield Problem(
                 name,
                 text,
-                "a group's place cannot be changed",
+                "the package of a group cannot be changed",
                 f"write {text.replace('@' + override.package, '')}",
             )
         elif name.startswith("sweep.") and self.root is RUN:
             yield Problem(
                 name,
                 text,
-                "the keys of a sweep go with -m",
+                "the keys of a sweep need -m",
                 f"write python launch/train.py -m {text}, or leave it out",
             )
         elif name == "hydra" or name.startswith(("hydra.", "hydra/")):
             yield Problem(
                 name,
                 text,
-                "Hydra only composes here; it makes no folders and no logs",
-                "write run.dir=FOLDER for where a run goes, or --config-dir=FOLDER for your own files",
+                "Hydra is used only for composition, without folders and logs",
+                "write run.dir=FOLDER for the run directory, or --config-dir=FOLDER for your own files",
             )
         elif name in self.groups:
             yield from self._group(override)
@@ -189,7 +194,7 @@ class _Checker:
             yield Problem(
                 name,
                 text,
-                f"a run has one option of the group {name}",
+                f"a run has exactly one option of the group {name}",
                 f"write {name}=OPTION, one of {', '.join(choices)}",
             )
             return
@@ -205,17 +210,12 @@ class _Checker:
                 f"write {plus}{name}={near}" if near else f"write {plus}{name}=OPTION with one of them",
             )
         elif name == EXPERIMENT and override.type is not OverrideType.ADD:
-            yield Problem(
-                name,
-                text,
-                "an experiment is added to the configuration, so it needs a plus",
-                f"write +exp={choice}",
-            )
+            yield Problem(name, text, "an experiment is added with a plus", f"write +exp={choice}")
         elif name != EXPERIMENT and override.type is not OverrideType.CHANGE:
             yield Problem(
                 name,
                 text,
-                f"the group {name} has an option already, which is changed without a plus",
+                f"the option of the group {name} is changed without a plus",
                 f"write {name}={choice}",
             )
 
@@ -231,7 +231,7 @@ class _Checker:
                 "a key of the schema cannot be deleted",
                 f"write {name}=null"
                 if known and known.nullable
-                else f"leave it out: {name} then has its default",
+                else f"leave it out: then {name} has its default",
             )
         elif override.type is OverrideType.ADD and name not in self.root.open:
             yield Problem(
@@ -244,7 +244,7 @@ class _Checker:
             yield from self._value(override)
 
     def _value(self, override: Override) -> Iterator[Problem]:
-        """Try the value on an empty section: the schema's types decide."""
+        """Assign the value to a default section, which checks its type."""
         name, text = override.key_or_group, override.input_line or ""
         section, _, inside = name.partition(".")
         config = schema(self.root)[section].copy() if inside else schema(self.root).copy()
@@ -256,7 +256,10 @@ class _Checker:
 
 
 def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
-    """``text`` is no KEY=VALUE; ``folders`` are where experiments are looked for, if there are any."""
+    """The problem of an argument that cannot be parsed.
+
+    ``folders`` are searched for experiments of that name.
+    """
     if "=" not in text and text in search.options(folders, EXPERIMENT):
         return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
     name = text.partition("=")[0]
@@ -264,29 +267,29 @@ def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -
         return Problem(
             name,
             text,
-            "every word is KEY=VALUE, GROUP=OPTION or +exp=NAME",
+            "an argument is KEY=VALUE, GROUP=OPTION or +exp=NAME",
             f"write {text}=VALUE; --help lists the keys",
         )
     why = str(error).splitlines()[0].strip()
     if re.search(r"\s[\w.+~]+=", text):
         return Problem(
-            name, text, "each KEY=VALUE is a word of its own", f"write {text} without quotes around it"
+            name, text, "each KEY=VALUE is a separate argument", f"write {text} without quotes around it"
         )
     return Problem(
         name,
         text,
-        f"a value with blanks, quotes, brackets or commas is quoted ({why})",
-        f"write '{name}=\"...\"', the outer quotes for the shell",
+        f"values with spaces, quotes, brackets or commas are quoted ({why})",
+        f"write '{name}=\"...\"', with outer quotes for the shell",
     )
 
 
-def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = RUN) -> Problem:
-    """``name`` is no key: say what it may have meant."""
+def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRoot = RUN) -> Problem:
+    """The problem of an unknown key, with a suggestion."""
     above = name.rpartition(".")[0]
     while above and above not in keys.table(root) and above not in keys.sections(root):
         above = above.rpartition(".")[0]
     if above in keys.table(root):
-        return Problem(name, seen, f"{above} is a value, with nothing below it", f"write {above}=VALUE")
+        return Problem(name, seen, f"{above} is a value and has no keys", f"write {above}=VALUE")
     near = keys.nearest(name, root)
     if near is None and "." not in name:
         near = search.nearest_option(name, groups)
@@ -302,24 +305,21 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: Root = R
         name,
         seen,
         where,
-        f"did you mean {near}? --help lists all" if near else "--help lists every key and group",
+        f"did you mean {near}? --help lists all" if near else "--help lists all keys and groups",
     )
 
 
-def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
-    """``seen`` gives a value that the type of ``name`` does not take."""
+def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
+    """The problem of a value that the type of ``name`` does not accept."""
     key = keys.table(root).get(name)
     if key is None and keys.is_open(name, root):
         return Problem(
-            name, seen, "a setting below an open key is one value or {a: 1, ...}", f"write +{name}=VALUE"
+            name, seen, "a setting below an open key is a value or {a: 1, ...}", f"write +{name}=VALUE"
         )
     if key is None:
         inside = [known for known in keys.table(root) if known.startswith(name + ".")]
         return Problem(
-            name,
-            seen,
-            f"{name} is a section, not a value",
-            f"set its keys one by one: {', '.join(inside[:4])}, ...",
+            name, seen, f"{name} is a section, not a value", f"set its keys: {', '.join(inside[:4])}, ..."
         )
     null = ", or null" if key.nullable else ""
     kind = _kind(key)
@@ -327,7 +327,7 @@ def wrong_value(name: str, seen: str, root: Root = RUN) -> Problem:
     return Problem(name, seen, f"{name} is {kind}{null}", f"write {name}={example}")
 
 
-def _kind(key: keys.Key) -> str:
+def _kind(key: keys.ConfigKey) -> str:
     if key.choices:
         return f"one of {', '.join(key.choices)}"
     names = {
@@ -342,7 +342,7 @@ def _kind(key: keys.Key) -> str:
     return " or ".join(names.get(kind, "a dictionary") for kind in key.kinds)
 
 
-def _example(key: keys.Key) -> str:
+def _example(key: keys.ConfigKey) -> str:
     examples = {int: "8", float: "0.1", bool: "true", str: "text"}
     if isinstance(key.default, list):
         return "[" + ",".join(str(item) for item in key.default) + "]"

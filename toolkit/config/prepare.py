@@ -1,7 +1,7 @@
-"""Every key of ``launch/prepare.py``. The string under a field is its documentation; ``--help`` shows it.
+"""The schema of ``launch/prepare.py``. The string below a field is its help text.
 
-Keys that decide the bytes of the data are its recipe, kept in the manifest; the others say how they are made or shown. What
-involves two keys, or what lies on disk, is checked in ``toolkit/data/prepare/plan.py``.
+Keys that determine the bytes of the data are stored in the manifest as its recipe.
+``toolkit/data/prepare/plan.py`` checks what involves two keys or files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from toolkit.config.special_tokens import SpecialTokens
 
 
 class InputFormat(Enum):
-    """How documents lie in the input."""
+    """File format of the input."""
 
     auto = "auto"
     text = "text"
@@ -28,7 +28,7 @@ class InputFormat(Enum):
 
 
 class OnBadRow(Enum):
-    """What becomes of a row that has no document: broken JSON, no such field, a field that is no text."""
+    """What to do with a row without a document: invalid JSON, a missing field, a field that is not text."""
 
     refuse = "refuse"
     skip = "skip"
@@ -37,15 +37,19 @@ class OnBadRow(Enum):
 @dataclass(kw_only=True, slots=True)
 class TokenizerConfig:
     path: str | None = None
-    """A folder or hub id that transformers' AutoTokenizer opens, or a tokenizer.json. Null: train one on the input."""
+    """A folder or hub id for transformers' AutoTokenizer, or a tokenizer.json. Null: train a tokenizer on the
+    input.
+    """
     trust_remote_code: bool = False
-    """Python code that comes with a tokenizer may run on this machine. Without it such a tokenizer is refused."""
+    """Allow Python code of a tokenizer to run on this machine. If false, such a tokenizer is refused."""
     end_of_text: str | None = None
-    """The token that ends every document. Null: the tokenizer's own eos token."""
+    """The token that ends every document. Null: the tokenizer's eos token."""
     vocab_size: int = 4096
-    """Size of the byte-level BPE tokenizer that is trained where there is no tokenizer.path."""
+    """Size of the byte-level BPE tokenizer that is trained if there is no tokenizer.path."""
     sample_mib: int = 64
-    """Text to train it on, in MiB, taken evenly over the input; the whole input where that is smaller."""
+    """MiB of text to train the tokenizer on, sampled evenly from the input; all of it if the input is
+    smaller.
+    """
 
     def __post_init__(self) -> None:
         at_least("tokenizer", 257, vocab_size=self.vocab_size)
@@ -53,64 +57,72 @@ class TokenizerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DatasetConfig:
+class InputDatasetConfig:
     name: str | None = None
-    """Configuration of the dataset, where it has several."""
+    """Configuration of the dataset, if it has several."""
     split: str = "train"
-    """Split of the dataset that is read."""
+    """Split of the dataset to read."""
     revision: str | None = None
     """Branch, tag or commit of a dataset on the hub. Null: its main branch."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PrepareConfig:
-    """What to make ready, or to inspect."""
+    """What to prepare, import or inspect."""
 
     input: str | None = None
-    """A file, a folder, a pattern ('corpus/**/*.jsonl.zst', in quotes), a folder in a store (s3://bucket/corpus), a dataset's folder or hub
-    id, or stdlib: the embedded text."""
+    """A file, a folder, a pattern ('corpus/**/*.jsonl.zst', in quotes), a folder in an object store
+    (s3://bucket/corpus), a dataset's folder or hub id, or stdlib: the source of Python's standard library.
+    """
     format: InputFormat = InputFormat.auto
-    """text (a file is a document), lines (a line is one), jsonl, json (an array, or JSON lines), csv and tsv (with a line of names),
-    parquet, dataset (by the package datasets), or auto: by the files' endings. All but parquet may be compressed (.gz, .zst, .bz2, .xz)
-    and in archives (.zip, .tar, .tar.gz and so on). Other files are refused."""
+    """text (a file is a document), lines (a line is a document), jsonl, json (an array, or JSON lines), csv
+    and tsv (with a header), parquet, dataset (read by the package datasets), or auto: by file extension. All
+    but parquet may be compressed (.gz, .zst, .bz2, .xz) and in archives (.zip, .tar, .tar.gz and so on).
+    Other files are refused.
+    """
     text: str = "text"
-    """Name of the field that holds a document's text, in all formats but text and lines; meta.body is the field body of the field
-    meta."""
+    """Name of the field with a document's text, in all formats but text and lines; meta.body is the field
+    body of the field meta.
+    """
     on_bad_row: OnBadRow = OnBadRow.refuse
-    """What a row becomes that is broken, lacks the field, or has no text in it: refuse stops with an error that names it (start again
-    to continue after you corrected it), skip leaves it out and counts it."""
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """What to do with a row that is invalid, lacks the field, or has no text: refuse stops with an error that
+    names the row (correct it and start again to continue), skip leaves it out and counts it.
+    """
+    dataset: InputDatasetConfig = field(default_factory=InputDatasetConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     special_tokens: SpecialTokens = SpecialTokens.refuse
-    """What the string of one of the tokenizer's special tokens (<|user|>) becomes where a document contains it: parse makes it that
-    token, text makes it ordinary text, refuse stops with an error that names the document."""
+    """How to tokenise the string of a special token (<|user|>) in a document: parse makes it that token, text
+    makes it ordinary text, refuse stops with an error that names the document.
+    """
     output: str | None = None
-    """Folder of the prepared data. Null: data/NAME, after the input's name."""
+    """Folder of the prepared data. Null: data/NAME, with the input's name."""
     validation: float = 0.005
-    """Share of the documents that goes to the validation split, chosen by each document's own hash; 0: none."""
+    """Share of the documents in the validation split, chosen by each document's hash; 0: none."""
     deduplicate: bool = False
-    """Keep one of equal documents."""
+    """Keep only one of several equal documents."""
     seed: int = 0
     """Seed of the order in which documents are written."""
     shard_mib: int = 2048
-    """Aimed size of one shard."""
+    """Target size of a shard, in MiB."""
     licence: str = "not stated"
     """Licence of the text, for the manifest."""
     workers: int | None = None
-    """Processes. Null: as many as there are cores. The bytes do not depend on it."""
+    """Number of processes. Null: the number of cores. It does not change the output."""
     memory_mib: int = 256
-    """Tokens that one worker holds while it sorts them into shards. The bytes do not depend on it."""
+    """MiB of tokens that a worker buffers while it sorts them into shards. It does not change the output."""
     import_path: str | None = None
-    """Megatron's .bin and .idx files that others made: a folder, one pair (with or without its ending), or a pattern. A manifest and
-    tokenizer.path, which made the tokens, are put beside them; nothing is tokenised. ``import=PATH`` is short for it."""
+    """Existing .bin and .idx files in Megatron's format: a folder, one pair (with or without extension), or a
+    pattern. A manifest and tokenizer.path, which created the tokens, are added to the folder; nothing is
+    tokenised. Short form: ``import=PATH``.
+    """
     import_validation: str | None = None
-    """import: which of such files are the validation split, in the same folder. Null: none."""
+    """import: the files in the same folder that are the validation split. Null: none."""
     inspect: str | None = None
-    """A folder of prepared data, or its URL: verify every byte of it and show what it is. Makes nothing."""
+    """A folder of prepared data, or its URL: verify every byte and describe the data. Writes nothing."""
     sequence_length: int = 2048
-    """inspect: the window for which the waste of cutting documents is told."""
+    """inspect: the window for which the share of cut documents is reported."""
     samples: int = 3
-    """inspect: how many documents are shown as text."""
+    """inspect: number of documents to show as text."""
 
     def __post_init__(self) -> None:
         check(
@@ -137,20 +149,20 @@ class PrepareConfig:
             len(given) == 1,
             "input",
             seen,
-            "something is prepared (input=), inspected (inspect=) or imported (import=)",
-            "write one of input=FOLDER, inspect=FOLDER and import=FOLDER; --help shows all",
+            "exactly one of input=, inspect= and import= is given",
+            "write one of input=FOLDER, inspect=FOLDER and import=FOLDER; --help shows all keys",
         )
         check(
             self.import_path is None or self.output is None,
             "output",
             self.output,
-            "imported files are trained on where they lie",
+            "imported files stay in their folder",
             "leave out output",
         )
         check(
             self.import_path is not None or self.import_validation is None,
             "import_validation",
             self.import_validation,
-            "it belongs to import=",
+            "it needs import=",
             "write import=PATH too",
         )

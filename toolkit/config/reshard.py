@@ -1,6 +1,7 @@
 """Every key of ``launch/reshard.py``. The string under a field is its documentation; ``--help`` shows it.
 
-Which keys count for which action and format is said here, in two tables: a key that was written where nothing uses it is refused.
+Which keys count for which action and format is said here, in two tables: a key that was written where nothing
+uses it is refused.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class TargetParallelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TargetOptimConfig:
-    """What DeepSpeed and Megatron-core take over from a checkpoint, whatever the run says. Null: as the source says."""
+    """What DeepSpeed and Megatron-core take over from a checkpoint, whatever the run says. Null: as the
+    source says.
+    """
 
     lr: float | None = None
     """The learning rate."""
@@ -78,9 +81,12 @@ class TargetOptimConfig:
 @dataclass(kw_only=True, slots=True)
 class TargetConfig:
     path: str | None = None
-    """Folder that is made; with action=diff, the checkpoint to compare with. ``target=PATH`` is short for it."""
+    """Folder that is made; with action=diff, the checkpoint to compare with. ``target=PATH`` is short for it.
+    """
     format: Format = Format.native
-    """native (this toolkit's, of no layout), deepspeed, universal (DeepSpeed's), megatron (torch_dist), huggingface."""
+    """native (this toolkit's, of no layout), deepspeed, universal (DeepSpeed's), megatron (torch_dist),
+    huggingface.
+    """
     parallel: TargetParallelConfig = field(default_factory=TargetParallelConfig)
     optim: TargetOptimConfig = field(default_factory=TargetOptimConfig)
     zero: Stage = Stage.stage1
@@ -88,7 +94,8 @@ class TargetConfig:
     precision: Precision | None = None
     """Of the weights; 16 bits have fp32 master weights beside them. Null: as the source's weights."""
     optimizer: bool | None = None
-    """Whether the optimizer's state is written. Null: where the source has it; in huggingface, only if asked."""
+    """Whether the optimizer's state is written. Null: where the source has it; in huggingface, only if asked.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,18 +103,25 @@ class ReshardConfig:
     """One conversion, or one look at a checkpoint."""
 
     source: str | None = None
-    """A checkpoint in any format, or what points to one: a run's folder, or a folder with a tracker file (latest, ...)."""
+    """A checkpoint in any format, or what points to one: a run's folder, or a folder with a tracker file
+    (latest, ...).
+    """
     action: Action = Action.convert
-    """convert; plan (bytes, reads, memory, time: moves nothing); inspect (what source is); verify (look at every byte of source); diff
-    (source against target, tensor by tensor)."""
+    """convert; plan (bytes, reads, memory, time: moves nothing); inspect (what source is); verify (look at
+    every byte of source); diff (source against target, tensor by tensor).
+    """
     target: TargetConfig = field(default_factory=TargetConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     workers: int = 2
     """Threads that read, check and write at once."""
     examine: bool = True
-    """convert: refuse values that no sound run has: not finite, negative averages of squares, weights that are not their masters cast."""
+    """convert: refuse values that no sound run has: not finite, negative averages of squares, weights that
+    are not their masters cast.
+    """
     rate: float | None = None
-    """plan: gigabytes a second that can be copied there, for the estimate of time. Null: measured by copying 64 MiB, once."""
+    """plan: gigabytes a second that can be copied there, for the estimate of time. Null: measured by copying
+    64 MiB, once.
+    """
 
     def __post_init__(self) -> None:
         at_least("", 1, workers=self.workers)
@@ -205,7 +219,8 @@ def _idle(config: ReshardConfig, text: str) -> Iterator[Problem]:
             yield Problem(
                 name,
                 f"{text} with target.format={form.name}",
-                f"{form.name} takes {', '.join(f'target.{key}' for key in counting) or 'no key beside target.path'}",
+                f"{form.name} takes "
+                f"{', '.join(f'target.{key}' for key in counting) or 'no key beside target.path'}",
                 "leave it out: it decides nothing of what is written",
             )
 

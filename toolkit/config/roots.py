@@ -1,4 +1,4 @@
-"""What a command's configuration is made of: the schema, the file in conf/ that it begins with, and which groups belong to it."""
+"""The configuration of each command: its schema, its file in conf/ and its groups."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from toolkit.config.sweep import SweepConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class ConfigRoot:
     """
     Attributes:
-        kind: dataclass of the whole configuration.
+        kind: dataclass of the configuration.
         file: ``conf/<file>.yaml``, whose defaults list begins with ``schema``.
-        groups: folders of conf/ that are groups of it; None: all of them, experiments too.
-        open: keys below which settings are not the schema's: the engines' own, and the arguments of a user's module.
-        short: sections that may be given a value, which is that of one of their keys: (section, key).
+        groups: folders of conf/ that are its groups; None: all folders, including experiments.
+        open: keys whose content is not part of the schema, such as engine keys and arguments of a user's
+            module.
+        short: (section, key): a value for the section is assigned to the key.
     """
 
     kind: type
@@ -30,7 +31,7 @@ class Root:
     short: tuple[tuple[str, str], ...] = ()
 
 
-RUN = Root(
+RUN = ConfigRoot(
     RunConfig,
     "config",
     "run_schema",
@@ -42,14 +43,16 @@ RUN = Root(
         "data.sources",
         "cluster.slurm.options",
         *(
-            f"cluster.kubernetes.{one.name}"
-            for one in fields(KubernetesConfig)
-            if one.default_factory is dict
+            f"cluster.kubernetes.{field.name}"
+            for field in fields(KubernetesConfig)
+            if field.default_factory is dict
         ),
     ),
 )
-PREPARE = Root(PrepareConfig, "prepare", "prepare_schema", groups=(), short=(("import", "import_path"),))
-RESHARD = Root(
+PREPARE = ConfigRoot(
+    PrepareConfig, "prepare", "prepare_schema", groups=(), short=(("import", "import_path"),)
+)
+RESHARD = ConfigRoot(
     ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),)
 )
-SWEEP = Root(SweepConfig, "sweep", "sweep_schema", groups=())
+SWEEP = ConfigRoot(SweepConfig, "sweep", "sweep_schema", groups=())

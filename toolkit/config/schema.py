@@ -1,8 +1,10 @@
-"""Every key a run can be described with; those of data, cluster and monitor are in files beside. The string under a field is its
-documentation; ``--help`` shows it.
+"""The schema of a run.
 
-Dataclasses have ``slots``, so that an unknown key is an error, and are not frozen, so that OmegaConf can override them.
-``__post_init__`` checks one value at a time; whatever involves two keys is a rule in ``toolkit/plan/rules.py``.
+The sections data, cluster and monitor are in their own modules. The string below a field is its help text.
+
+Dataclasses have ``slots``, so that an unknown key is an error, and are not frozen, so that OmegaConf can
+override them. ``__post_init__`` checks single values. Checks of several keys are rules in
+``toolkit/plan/rules.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ class EngineName(Enum):
     megatron = "megatron"
 
 
-class Place(Enum):
-    """Where a kind of state lives between its uses."""
+class OffloadDevice(Enum):
+    """Where a kind of state is stored between its uses."""
 
     none = "none"
     cpu = "cpu"
@@ -51,7 +53,7 @@ class OptimizerKernel(Enum):
     fused = "fused"
 
 
-# In this form because a class statement cannot have a member called "continue".
+# A class statement cannot have a member called "continue".
 OnNonfinite = Enum("OnNonfinite", {"stop": "stop", "continue": "continue"})
 
 
@@ -71,12 +73,13 @@ class ScheduleName(Enum):
 @dataclass(kw_only=True, slots=True)
 class RunSection:
     name: str = "run"
-    """A name for people; part of the default run directory."""
+    """Name of the run; part of the default run directory."""
     dir: str | None = None
-    """Where everything of this run goes. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
+    """Folder for all files of the run. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
     fork: str | None = None
-    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The fork goes on at the
-    step and at the sample at which its parent stopped, whatever its own global batch is."""
+    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The
+    fork continues at the step and the sample at which its parent stopped, also with another global batch.
+    """
 
     def __post_init__(self) -> None:
         ok = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name)
@@ -84,7 +87,7 @@ class RunSection:
             ok,
             "run.name",
             self.name,
-            "a run's name is made of letters, digits, '.', '_' and '-'",
+            "a run's name has only letters, digits, '.', '_' and '-'",
             "write run.name=my-run",
         )
 
@@ -92,38 +95,48 @@ class RunSection:
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     family: str | None = None
-    """The architecture: one of those that files of this group show (model=llama). Null with model.target or model.pretrained."""
+    """The architecture, as in the options of this group (model=llama). Null with model.target or
+    model.pretrained.
+    """
     target: str | None = None
-    """A dotted path to any torch.nn.Module whose forward(input_ids, labels) returns a mean loss: my.package.Model."""
+    """Dotted path to a torch.nn.Module whose forward(input_ids, labels) returns a mean loss:
+    my.package.Model.
+    """
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of model.target, each given as +model.arguments.NAME=VALUE."""
     pretrained: str | None = None
-    """A folder or hub id in Hugging Face's format: its configuration and weights are the start. Use model=pretrained."""
+    """A folder or hub id in Hugging Face's format with the configuration and initial weights. Use
+    model=pretrained.
+    """
     hidden_size: int | None = None
     """Width of the residual stream."""
     intermediate_size: int | None = None
-    """Width of the feed-forward layer (of one expert, where there are experts). Null: 4 x hidden_size in gpt2."""
+    """Width of the feed-forward layer, or of one expert. Null: 4 x hidden_size in gpt2."""
     num_hidden_layers: int | None = None
     """Number of transformer blocks."""
     num_attention_heads: int | None = None
     """Query heads; divides hidden_size unless head_dim is given."""
     num_key_value_heads: int | None = None
-    """Key and value heads (grouped-query attention); divides num_attention_heads. Null: as many as query heads."""
+    """Key and value heads (grouped-query attention); divides num_attention_heads. Null: as many as query
+    heads.
+    """
     head_dim: int | None = None
     """Width of one head. Null: hidden_size / num_attention_heads."""
     vocab_size: int | None = None
     """Rows of the embedding; at least the tokenizer's size."""
     max_position_embeddings: int | None = None
-    """The longest sequence; a table of that size in gpt2, a promise elsewhere."""
+    """Maximum sequence length; the size of the position embedding in gpt2."""
     tie_word_embeddings: bool | None = None
     """The output layer shares the embedding's weights."""
     num_local_experts: int | None = None
-    """Experts a layer, in a family that has them: mixtral."""
+    """Experts per layer, in families with experts (mixtral)."""
     num_experts_per_tok: int | None = None
-    """Experts that each token visits, in a family that has them."""
+    """Experts per token, in families with experts."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of a family with experts: that of Switch Transformers, averaged over the layers, on every engine.
-    It is computed a micro-batch at a time, so losses depend on train.micro_batch where it is not 0."""
+    """Weight of the load-balancing loss of families with experts: that of Switch Transformers, averaged over
+    the layers, in every engine. It is computed per micro-batch, so losses depend on train.micro_batch if it
+    is not 0.
+    """
     rope_theta: float | None = None
     """Base of the rotary position embedding."""
     norm_eps: float | None = None
@@ -131,7 +144,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     dropout: float = 0.0
-    """Probability, in [0, 1), for embeddings, attention and residuals where the family has them."""
+    """Dropout probability in [0, 1) of embeddings, attention and residuals, as far as the family has them."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -149,7 +162,8 @@ class ModelConfig:
         at_least(
             "model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok
         )
-        # Far above every model that was published. What planning costs grows with these, and the sizes may come from a file of others.
+        # Far above every published model. The cost of planning grows with these sizes, which may come from
+        # untrusted files.
         at_most(
             "model",
             4096,
@@ -179,7 +193,7 @@ class ModelConfig:
             0 <= self.dropout < 1,
             "model.dropout",
             self.dropout,
-            "a probability lies in [0, 1)",
+            "a probability is in [0, 1)",
             "write model.dropout=0.1",
         )
 
@@ -189,21 +203,23 @@ class EngineConfig:
     name: EngineName = EngineName.deepspeed
     """local (plain torch, one process), deepspeed or megatron."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's own keys, each given as +engine.deepspeed.a.b=v; what the plan derives is refused here."""
+    """DeepSpeed's own keys, given as +engine.deepspeed.a.b=v. Keys that the plan derives are refused."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Megatron-core's own settings, each given as +engine.megatron.x=v; what the plan derives is refused here."""
+    """Megatron-core's own settings, given as +engine.megatron.x=v. Settings that the plan derives are
+    refused.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
     tensor: int = 1
-    """Ranks that share each matrix. Stays within a node."""
+    """Tensor-parallel ranks, which share each matrix, within a node."""
     pipeline: int = 1
-    """Stages that the layers are cut into."""
+    """Pipeline stages, among which the layers are divided."""
     context: int = 1
-    """Ranks that share each sequence."""
+    """Context-parallel ranks, which share each sequence."""
     expert: int = 1
-    """Ranks that the experts are spread over; regroups data ranks."""
+    """Expert-parallel ranks, among which the experts are divided; regroups data ranks."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -233,18 +249,18 @@ class ZeroConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OffloadConfig:
-    optimizer: Place = Place.none
-    """Where optimizer states live: none (on the device), cpu or nvme."""
-    parameters: Place = Place.none
-    """Where parameters live between uses (ZeRO-3 only): none, cpu or nvme."""
+    optimizer: OffloadDevice = OffloadDevice.none
+    """Where optimizer states are stored: none (on the device), cpu or nvme."""
+    parameters: OffloadDevice = OffloadDevice.none
+    """Where parameters are stored between uses (ZeRO 3 only): none, cpu or nvme."""
     nvme_path: str | None = None
-    """A folder on a local NVMe disk, for the places that say nvme."""
+    """A folder on a local NVMe disk, for offload to nvme."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     name: Precision = Precision.fp32
-    """Precision of weights in forward and backward; master weights and moments are fp32 always."""
+    """Precision of weights in forward and backward; master weights and moments are always fp32."""
     initial_scale_power: int = 16
     """fp16: the loss scale starts at 2 to this power."""
     scale_window: int = 1000
@@ -260,28 +276,33 @@ class BatchRampConfig:
     start: int | None = None
     """Sequences in the first global batch. Null: no ramp."""
     increment: int | None = None
-    """The global batch grows by this many sequences at a time, up to train.global_batch."""
+    """Sequences by which the global batch grows at a time, up to train.global_batch."""
     samples: int | None = None
-    """Consumed samples over which it grows to train.global_batch."""
+    """Consumed samples after which the batch has reached train.global_batch."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
     steps: int = 100
-    """Optimizer steps of the whole run; a longer run continues a shorter one."""
+    """Optimizer steps of the run. A larger number continues a finished run."""
     global_batch: int = 8
-    """Sequences that one optimizer step sees, over all ranks."""
+    """Sequences of one optimizer step, over all ranks."""
     micro_batch: int | None = None
-    """Sequences that one rank passes through the model at once. Null: global_batch / data ranks, without accumulation."""
+    """Sequences of one forward pass of a rank. Null: global_batch / data ranks, without gradient
+    accumulation.
+    """
     sequence_length: int = 128
-    """Tokens of one sequence."""
+    """Tokens per sequence."""
     seed: int = 0
     """Seed of initial weights and dropout."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more compute."""
+    """Recompute the activations of each block in the backward pass: less memory, about a third more compute.
+    """
     on_nonfinite: OnNonfinite = OnNonfinite.stop
-    """If a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code 65) or continue. Every
-    engine skips a step whose gradient norm is not finite, and weights that are not finite are never saved."""
+    """What to do if a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code
+    65) or continue. Every engine skips steps with a non-finite gradient norm, and non-finite weights are
+    never saved.
+    """
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
     def __post_init__(self) -> None:
@@ -293,11 +314,11 @@ class TrainConfig:
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
     every: int = 0
-    """Evaluate after each this many steps, and at the end; 0: never."""
+    """Steps between two evaluations, which also run at the end; 0: never."""
     batches: int = 8
-    """Global batches of an evaluation, always the same ones."""
+    """Global batches of an evaluation, always the same."""
     sets: list[str] = field(default_factory=lambda: ["validation"])
-    """Names of the splits of the data folder to evaluate on."""
+    """Splits of the data folder to evaluate on."""
 
     def __post_init__(self) -> None:
         at_least("eval", 0, every=self.every)
@@ -307,26 +328,28 @@ class EvalConfig:
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     name: OptimizerName = OptimizerName.adamw
-    """adamw, sgd or muon (matrices by Muon, the rest by AdamW)."""
+    """adamw, sgd or muon (Muon for matrices, AdamW for the other parameters)."""
     kernel: OptimizerKernel = OptimizerKernel.auto
     """auto, torch, cpu (DeepSpeed's vectorised CPU Adam) or fused (one CUDA kernel)."""
     lr: float = 3e-4
-    """Peak learning rate, at the batch that lr_scaling refers to."""
+    """Peak learning rate, at the batch size lr_reference_batch if lr_scaling is set."""
     weight_decay: float = 0.1
-    """Never applied to one-dimensional tensors. AdamW and Muon shrink weights apart from the gradient (decoupled, by lr x weight_decay);
-    SGD adds weight_decay x weight to the gradient, so that it enters the momentum. On every engine, after clipping."""
+    """Weight decay, never applied to one-dimensional tensors. It is decoupled in AdamW and Muon (weights
+    shrink by lr x weight_decay); SGD adds weight_decay x weight to the gradient, before momentum. In every
+    engine, after clipping.
+    """
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Adam's averaging factors of gradient and squared gradient."""
+    """Adam's decay rates of the averages of the gradient and the squared gradient."""
     eps: float = 1e-8
     """Adam's epsilon."""
     momentum: float = 0.0
     """Momentum of sgd and muon."""
     clip: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Maximum global gradient norm; 0: no clipping."""
     lr_scaling: LrScaling = LrScaling.none
-    """How lr grows with the global batch: none, linear or sqrt of global_batch / lr_reference_batch."""
+    """How lr scales with the global batch: none, linear or sqrt of global_batch / lr_reference_batch."""
     lr_reference_batch: int | None = None
-    """The global batch at which lr holds, for lr_scaling."""
+    """The global batch for which lr was chosen, for lr_scaling."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -351,7 +374,9 @@ class ScheduleConfig:
     warmup: int = 0
     """Steps of linear warm-up from 0."""
     decay: int | None = None
-    """Steps of decay: after warm-up for linear and cosine (null: to the end of the run), the last ones for wsd."""
+    """Steps of decay: after warm-up for linear and cosine (null: to the end of the run), the last steps for
+    wsd.
+    """
     min_lr: float = 0.0
     """The learning rate after decay."""
 
@@ -363,17 +388,17 @@ class ScheduleConfig:
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every: str = "500"
-    """Cadence, in steps (500) or wall time (30min, 2h); 'never' saves at the end only."""
+    """Interval in steps (500) or wall time (30min, 2h); 'never' saves only at the end."""
     keep_last: int = 2
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Besides these, every checkpoint at a multiple of this many steps stays; 0: none."""
+    """Also keep every checkpoint at a multiple of this many steps; 0: none."""
     background: bool = False
-    """Copy the state to host memory and write while training goes on."""
+    """Copy the state to host memory and write it while training continues."""
     at_end: bool = True
     """Save after the last step."""
     export: bool = False
-    """After the last step, also write the weights as a Hugging Face folder: <run.dir>/export."""
+    """After the last step, also export the weights in Hugging Face's format to <run.dir>/export."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint", 1, keep_last=self.keep_last)
@@ -383,14 +408,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """Exactly one is set, or neither: never."""
+    """An interval between checkpoints: at most one is set, and neither means never."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
 def parse_cadence(text: str) -> Cadence:
-    """``500`` -> steps; ``90s``, ``30min``, ``2h`` -> seconds; ``never``. Raises ConfigError."""
+    """Parse ``500`` (steps), ``90s``, ``30min``, ``2h`` (seconds) or ``never``. Raises ConfigError."""
     text = str(text).strip()
     if text == "never":
         return Cadence()
@@ -413,19 +438,23 @@ def parse_cadence(text: str) -> Cadence:
 @dataclass(kw_only=True, slots=True)
 class DebugConfig:
     threads: int | None = None
-    """CPU threads a rank for tensor arithmetic. Null: cores / ranks of the machine."""
+    """CPU threads of a rank for tensor operations. Null: cores / ranks of the machine."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels."""
+    """Use torch's deterministic kernels."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """One run. Identity (samples and losses): model, data, optim, schedule, train without train.steps. The rest is carriage."""
+    """One run. config/identity.py lists the keys that determine samples and losses; the others decide how it
+    is executed.
+    """
 
     run: RunSection = field(default_factory=RunSection)
     resume: str = "auto"
-    """auto: continue from the newest checkpoint of the run directory, if any, and stop with an error if its files disagree on which that
-    is; never: refuse to pass over a checkpoint that could be continued, else train from the beginning; or the path of a checkpoint."""
+    """auto: resume from the newest checkpoint of the run directory, if any, and stop with an error if its
+    files disagree on which that is; never: train from the beginning, and refuse if there is a checkpoint to
+    resume; or the path of a checkpoint.
+    """
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

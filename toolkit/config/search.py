@@ -1,4 +1,4 @@
-"""Where groups and experiments are found: ``conf/`` beside the package, and a folder of the user's own."""
+"""Find groups and experiments in ``conf/``, next to the package, and in a folder of the user."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ROOT = Path(__file__).resolve().parents[2] / "conf"
 
 
 def folders(own: Path | None) -> tuple[Path, ...]:
-    """The folders to search, first match first.
+    """The folders to search, in order.
 
     Raises:
-        ConfigError: a folder is not there, or a file of the user's has the name of one of ours, which would hide it.
+        ConfigError: a folder does not exist, or a user's file has the name of a file in ``conf/``.
     """
     if not ROOT.is_dir():
         raise ConfigError(
             Problem(
                 "conf",
                 f"there is no {ROOT}",
-                "the groups lie in conf/ beside the package",
+                "conf/ is next to the package",
                 "install from the repository: pip install -e .",
             )
         )
@@ -33,8 +33,8 @@ def folders(own: Path | None) -> tuple[Path, ...]:
             Problem(
                 "--config-dir",
                 f"--config-dir={own}",
-                "--config-dir names a folder that exists",
-                "make it, with groups in it as in conf/: exp/mine.yaml",
+                "--config-dir is an existing folder",
+                "create it, with groups as in conf/: exp/mine.yaml",
             )
         )
     hidden = [name for path in own.rglob("*.yaml") if (ROOT / (name := path.relative_to(own))).exists()]
@@ -44,7 +44,7 @@ def folders(own: Path | None) -> tuple[Path, ...]:
                 Problem(
                     "--config-dir",
                     f"{own / name}, and {ROOT / name}",
-                    "one name stands for one file",
+                    "file names are unique",
                     "give the file another name",
                 )
                 for name in sorted(hidden)
@@ -54,7 +54,7 @@ def folders(own: Path | None) -> tuple[Path, ...]:
 
 
 def groups(search: Sequence[Path]) -> tuple[str, ...]:
-    """Names of the groups: folders with YAML files in them."""
+    """Names of the groups: folders with YAML files."""
     found = (
         folder.name
         for root in search
@@ -65,7 +65,7 @@ def groups(search: Sequence[Path]) -> tuple[str, ...]:
 
 
 def options(search: Sequence[Path], group: str) -> tuple[str, ...]:
-    """What can be chosen in a group: ``stage0`` ... ; files in folders within it as ``folder/name``."""
+    """The options of a group: ``stage0``, ...; files in nested folders are ``folder/name``."""
     found = (
         path.relative_to(root / group).with_suffix("")
         for root in search
@@ -75,6 +75,6 @@ def options(search: Sequence[Path], group: str) -> tuple[str, ...]:
 
 
 def nearest_option(choice: str, among: Sequence[str]) -> str | None:
-    """The option that ``choice`` most likely means, also where it is its end: ``2`` for ``stage2``."""
+    """The option that ``choice`` most likely means; ``2`` means ``stage2``. None if no option is similar."""
     ending = [option for option in among if choice and option.endswith(choice)]
     return next(iter(ending or difflib.get_close_matches(choice, among, 1, 0.5)), None)

@@ -1,4 +1,4 @@
-"""The key ``data.special_tokens`` of a run, and ``special_tokens`` of launch/prepare.py."""
+"""The key ``data.special_tokens`` of a run and ``special_tokens`` of launch/prepare.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from enum import Enum
 
 
 class SpecialTokens(Enum):
-    """What the string of one of the tokenizer's special tokens (``<|user|>``) becomes where a document contains it.
+    """How to tokenise the string of a special token (``<|user|>``) in a document.
 
-    refuse: an error that names the document. text: tokens of ordinary text. parse: the special token itself.
+    refuse: raise an error that names the document. text: tokenise it as ordinary text. parse: the special
+    token.
     """
 
     refuse = "refuse"

@@ -1,4 +1,4 @@
-"""Every key of a sweep: ``python launch/train.py -m ... sweep.KEY=VALUE``. The string under a field is its documentation."""
+"""The schema of a sweep, ``sweep.KEY=VALUE``. The string below a field is its help text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from toolkit.config.checks import at_least
 @dataclass(kw_only=True, slots=True)
 class SweepSection:
     dir: str | None = None
-    """Where the points' run directories and the sweep's table go. Null: sweeps/<name>-<8 hex digits of the sweep's words>."""
+    """Folder of the points' run directories and the sweep's table. Null: sweeps/<name>-<8 hex digits of the
+    arguments>.
+    """
     at_once: int | None = None
-    """Points under way at a time, at most. Null: as many as there is room for on this machine, or all of them on a cluster."""
+    """Maximum number of points that run at a time. Null: as many as fit on this machine, or all of them on a
+    cluster.
+    """
     metric: str | None = None
-    """What points are compared by: the last loss of an evaluation set (validation), or the median over the steps of a column of
-    metrics.jsonl (tokens_per_second). Null: the last loss of the first evaluation set, or of training where there is none."""
+    """Metric that compares points: the last loss of an evaluation set (validation), or the median over the
+    steps of a column of metrics.jsonl (tokens_per_second). Null: the last loss of the first evaluation set,
+    or else of training.
+    """
     maximize: bool = False
-    """The larger number is the better one."""
+    """Whether a larger metric is better."""
     dry_run: bool = False
-    """Show the points, with what is refused and why, and start nothing."""
+    """Show the points and the reasons for refused points, and start nothing."""
 
     def __post_init__(self) -> None:
         at_least("sweep", 1, at_once=self.at_once)

@@ -1,7 +1,8 @@
-"""Folders that are URLs: which may be written, and what may be shown of one.
+"""Check URLs of folders, and hide their secret parts.
 
-Credentials come from the environment or the instance, never from a URL: what a user writes is kept in the run's folder, printed and
-logged. So a URL with a user, a password or a query (a signature) is refused, and no text that shows one shows these parts.
+Credentials come from the environment or the instance, never from a URL, because configurations are stored,
+printed and logged. URLs with a user, a password or a query (a signature) are refused, and these parts are
+never shown.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the instance's role",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the instance's account",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or the instance's identity",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or the "
+    "instance's identity",
 }
 
 
@@ -24,41 +26,44 @@ def is_url(path: str | Path) -> bool:
 
 
 def credentials_remedy(url: str) -> str:
-    """Where credentials for ``url`` come from."""
+    """A remedy that names the environment variables with the credentials for ``url``."""
     known = _CREDENTIALS.get(url.partition("://")[0])
     if known is None:
-        return "serve the folder without a login, or copy it to a store that has one"
+        return "serve the folder without a login, or copy it to an object store with credentials"
     return f"give credentials in the environment: {known}"
 
 
 def shown(url: str) -> str:
-    """``url`` without what may be secret in it."""
+    """``url`` without its possibly secret parts."""
     scheme, _, rest = url.partition("://")
     rest = rest.partition("?")[0].partition("#")[0]
-    # A password may hold a slash: everything before the last @ goes.
+    # A password may contain a slash, so everything before the last @ is removed.
     return f"{scheme}://***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}://{rest}"
 
 
 def url_problem(key: str, path: str) -> Problem | None:
-    """What is wrong with ``path``, the value of ``key``, as a URL. A path of this machine is always right here."""
+    """The problem of ``path``, the value of ``key``, as a URL. Local paths have none."""
     if not is_url(path):
         return None
     seen, scheme = f"{key}={shown(path)}", path.partition("://")[0]
     if "@" in path:
-        rule = "a URL has no user and no password (and no @ elsewhere): it is kept and printed with the run's configuration"
+        rule = (
+            "a URL has no user, no password and no @: it is stored and printed with the run's configuration"
+        )
         return Problem(key, seen, rule, credentials_remedy(path))
     if "?" in path or "#" in path:
-        rule = "the URL of a folder has no query and no fragment: a signature in it would be kept and printed"
+        rule = (
+            "the URL of a folder has no query and no fragment: a signature in it would be stored and printed"
+        )
         return Problem(key, f"{seen}?***", rule, credentials_remedy(path))
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
-        return Problem(key, seen, "a folder is a path, or a URL of a known store", f"write one of: {known}")
+        return Problem(
+            key, seen, "a folder is a path, or a URL of a supported store", f"write one of: {known}"
+        )
     parts = urlsplit(path)
     if (not parts.netloc) != (scheme == "file") or (scheme == "file" and parts.path in ("", "/")):
         return Problem(
-            key,
-            seen,
-            "a URL names the place and the folder in it",
-            "write s3://BUCKET/FOLDER or file:///FOLDER",
+            key, seen, "a URL has a bucket and a folder", "write s3://BUCKET/FOLDER or file:///FOLDER"
         )
     return None

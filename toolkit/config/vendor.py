@@ -1,23 +1,23 @@
-"""The engines' own keys, ``+engine.deepspeed.a.b=v`` and ``+engine.megatron.x=v``: refused where they are unknown, removed, of the
-wrong type, or derived.
+"""Check the engines' own keys, ``+engine.deepspeed.a.b=v`` and ``+engine.megatron.x=v``.
 
-DeepSpeed ignores unknown top-level keys silently, so every key is checked against the schema of the installed version, which
-``vendors/`` reads from its source. A key that the plan derives is refused by naming the run's own key: one thing is said in one place.
-What is derived, and why, stands in ``vendor_deepspeed.py`` and ``vendor_megatron.py``.
+DeepSpeed ignores unknown top-level keys silently. Every key is therefore checked against a schema generated
+from the engine (``vendors/``). Keys that are unknown, removed or of the wrong type are refused, and so are
+keys that the plan derives: the error names the run's own key. ``vendor_deepspeed.py`` and
+``vendor_megatron.py`` list the derived keys.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toolkit.config import vendor_deepspeed, vendor_megatron
 from toolkit.config.keys import flatten
 from toolkit.config.schema import EngineName, RunConfig
-from toolkit.config.vendors.cache import deepspeed_schema
-from toolkit.config.vendors.node import Node
+from toolkit.config.vendors import installed
+from toolkit.config.vendors.key_schema import KeySchema
 from toolkit.errors import Problem
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -28,17 +28,21 @@ class Vendor:
     """An engine with keys of its own.
 
     Attributes:
-        schema: its keys; None where it is not installed.
-        own: its key -> the run's own key with the same meaning and values.
-        derived: a key or section that is not given here -> (why, what to do).
-        instead: a removed key -> what does its work now; without an entry, nothing does.
-        dtype_keys: keys whose values its functions check, which the schema does not see.
+        title: name of the engine in errors.
+        install: command that installs it.
+        package: the installed package.
+        schema: returns the engine's keys; None if the engine is not installed.
+        own: engine key -> the run's key with the same meaning and values.
+        derived: engine key or section that the plan derives -> (reason, remedy).
+        instead: removed engine key -> remedy. A removed key without an entry has no replacement.
+        dtype_keys: keys whose values the engine checks in functions, which the schema does not show.
     """
 
     engine: EngineName
     title: str
     install: str
-    schema: Callable[[], Node | None]
+    package: installed.EnginePackage
+    schema: Callable[[], KeySchema | None]
     own: Mapping[str, str]
     derived: Mapping[str, tuple[str, str]]
     instead: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +56,23 @@ class Vendor:
         keys: dict[str, Any] = getattr(config.engine, self.engine.value)
         return keys
 
-    def not_selected(self, config: RunConfig) -> Iterator[Problem]:
+    def problems(self, config: RunConfig) -> Iterator[Problem]:
+        """Every problem of this engine's keys in ``config``."""
+        given = self.given(config)
+        if self.engine is not config.engine.name:
+            yield from self._not_selected(config)
+        elif given:
+            schema = self.schema()
+            if schema is None:
+                name, value = next(iter(flatten(given).items()))
+                rule = (
+                    f"{self.title}'s keys are checked against the installed {self.title}, and there is none"
+                )
+                yield self.problem(name, value, rule, f"install it: {self.install}")
+            else:
+                yield from self.check(given, schema)
+
+    def _not_selected(self, config: RunConfig) -> Iterator[Problem]:
         for name, value in flatten(self.given(config)).items() if self.given(config) else ():
             key = f"{self.root}.{name}"
             yield Problem(
@@ -62,7 +82,7 @@ class Vendor:
                 f"leave it out, or write engine={self.engine.value}",
             )
 
-    def check(self, given: Mapping[Any, Any], schema: Node, above: str = "") -> Iterator[Problem]:
+    def check(self, given: Mapping[Any, Any], schema: KeySchema, above: str = "") -> Iterator[Problem]:
         for part, value in given.items():
             name = f"{above}{part}"
             node = (schema.fields or {}).get(str(part))
@@ -78,14 +98,14 @@ class Vendor:
                 yield self.problem(
                     name,
                     value,
-                    f"{self.title} has it no longer: {_first_sentence(node.removed)}",
+                    f"{self.title} no longer has it: {_first_sentence(node.removed)}",
                     self.instead.get(name, "leave it out"),
                 )
             elif node.deprecated is not None or node.internal:
                 why = (
                     f"{self.title} sets it itself"
                     if node.internal
-                    else f"{self.title} calls it deprecated and reads {node.deprecated}"
+                    else f"{self.title} has deprecated it and reads {node.deprecated}"
                 )
                 remedy = (
                     "leave it out"
@@ -99,21 +119,21 @@ class Vendor:
                 )
             elif node.fields is not None and isinstance(value, Mapping):
                 yield from self.check(value, node, name + ".")
-            elif (rule := node.wrong(value)) is not None:
+            elif (rule := node.broken_rule(value)) is not None:
                 below = f": {', '.join(list(node.fields)[:3])}, ..." if node.fields else ""
                 yield self.problem(
                     name, value, f"{name} is {rule}{below}", f"write +{self.root}.{name}{node.example()}"
                 )
 
     def problem(self, name: str, value: Any, rule: str, remedy: str) -> Problem:
-        """Of a section, what was typed: its values, not the section."""
+        """A problem of ``name``. If it is a section, the error shows the values that were typed."""
         seen = "; ".join(
             f"{self.root}.{leaf}={show(inner)}" for leaf, inner in flatten(value, name + ".").items()
         )
         return Problem(f"{self.root}.{name}", seen, rule, remedy)
 
     def _derived(self, name: str, entry: str, value: Any) -> Problem:
-        """``name`` is what was written; ``entry`` the row of ``own`` or ``derived`` that covers it."""
+        """A problem of the key ``name``, which the row ``entry`` of ``own`` or ``derived`` covers."""
         own = self.own.get(name) or self.own.get(entry)
         if own is not None:
             return self.problem(name, value, f"the plan derives it from {own}", f"write {own}={show(value)}")
@@ -121,7 +141,7 @@ class Vendor:
             return self.problem(name, value, self.derived[name][0], f"write zero=stage{value}")
         return self.problem(name, value, *self.derived.get(name, self.derived[entry]))
 
-    def _unknown(self, name: str, value: Any, schema: Node, above: str) -> Problem:
+    def _unknown(self, name: str, value: Any, schema: KeySchema, above: str) -> Problem:
         known = [key for key, node in (schema.fields or {}).items() if node.removed is None]
         part = name.removeprefix(above)
         near = next(iter(difflib.get_close_matches(part, known, 1, 0.6)), None)
@@ -135,15 +155,17 @@ class Vendor:
             remedy = (
                 self.derived[meant][1] if meant in self.derived else f"did you mean +{self.root}.{meant}?"
             )
-        return self.problem(name, value, f"{where} no key {part}, and would not do what it says", remedy)
+        note = self.package.version_note()
+        return self.problem(name, value, f"{where} no key {part}", f"{remedy}; {note}" if note else remedy)
 
 
-# The schemas are looked up when they are asked for: reading them costs a tenth of a second.
+# The schemas are loaded only if a run has keys of the engine.
 DEEPSPEED = Vendor(
     engine=EngineName.deepspeed,
     title="DeepSpeed",
     install="pip install deepspeed",
-    schema=lambda: deepspeed_schema(),
+    package=installed.DEEPSPEED,
+    schema=installed.deepspeed_schema,
     own=vendor_deepspeed.OWN,
     derived=vendor_deepspeed.DERIVED,
     instead=vendor_deepspeed.INSTEAD,
@@ -153,6 +175,7 @@ MEGATRON = Vendor(
     engine=EngineName.megatron,
     title="Megatron-core",
     install="pip install 'megatron-core==0.16.*'",
+    package=installed.MEGATRON,
     schema=vendor_megatron.flat_schema,
     own=vendor_megatron.OWN,
     derived=vendor_megatron.DERIVED,
@@ -161,35 +184,16 @@ VENDORS = (DEEPSPEED, MEGATRON)
 
 
 def problems(config: RunConfig) -> list[Problem]:
-    """Every problem of ``engine.deepspeed.*`` and ``engine.megatron.*``, in the order in which the keys stand."""
-    found: list[Problem] = []
-    for vendor in VENDORS:
-        given = vendor.given(config)
-        if vendor.engine is not config.engine.name:
-            found += vendor.not_selected(config)
-        elif given:
-            schema = vendor.schema()
-            if schema is None:
-                name, value = next(iter(flatten(given).items()))
-                found.append(
-                    vendor.problem(
-                        name,
-                        value,
-                        f"{vendor.title}'s keys are checked against the installed {vendor.title}, "
-                        "and there is none",
-                        f"install it: {vendor.install}",
-                    )
-                )
-            else:
-                found += vendor.check(given, schema)
+    """Every problem of ``engine.deepspeed.*`` and ``engine.megatron.*``, in the order of the keys."""
+    found = [problem for vendor in VENDORS for problem in vendor.problems(config)]
     if config.engine.name is EngineName.deepspeed:
-        found += [DEEPSPEED.problem(*answer) for answer in vendor_deepspeed.muon(config)]
+        found += [DEEPSPEED.problem(*row) for row in vendor_deepspeed.muon_problems(config)]
     return found
 
 
-def usable(config: RunConfig) -> RunConfig:
-    """``config`` without the sections of own keys that have problems: what remains can be planned, and its problems told too."""
-    wrong = {problem.key for problem in problems(config)}
+def without_wrong_keys(config: RunConfig, found: Sequence[Problem]) -> RunConfig:
+    """``config`` without the engine sections named in ``found``, so that the rest can be planned."""
+    wrong = {problem.key for problem in found}
     if not wrong:
         return config
     engine: Any = config.engine
@@ -197,17 +201,17 @@ def usable(config: RunConfig) -> RunConfig:
         parts = {
             key.removeprefix(f"{vendor.root}.").split(".")[0] for key in wrong if key.startswith(vendor.root)
         }
-        kept = {
+        right = {
             part: value
             for part, value in vendor.given(config).items()
             if part not in parts and vendor.schema() is not None
         }
-        engine = replace(engine, **{vendor.engine.value: kept})
+        engine = replace(engine, **{vendor.engine.value: right})
     return replace(config, engine=engine)
 
 
 def show(value: Any) -> str:
-    """As it would be typed."""
+    """``value`` as a user would type it."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)

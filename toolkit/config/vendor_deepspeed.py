@@ -1,4 +1,4 @@
-"""DeepSpeed's own keys, ``+engine.deepspeed.a.b=v``: which the plan derives, and what does the work of those that are gone."""
+"""Tables of DeepSpeed's keys that the plan derives, and of replacements for removed keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = {
     "wandb.project": "monitor.project",
 }
 
-# DeepSpeed's key or section -> (why it is not given here, what to do).
+# Reasons and remedies of DERIVED below.
 _PRECISION = (
     "the plan derives it from precision.name",
     "write precision=fp32, precision=bf16 or precision=fp16",
@@ -53,11 +53,12 @@ _SCALER = (
 )
 _KERNEL = ("the plan derives it from optim.name and optim.kernel", "write optim.name or optim.kernel")
 _WHOLE_MODULES = (
-    "DeepSpeed gathers modules whole then, and its step fails on CPUs; on GPUs that is not measured",
+    "DeepSpeed then gathers whole modules, and its step fails on CPUs; it was not measured on GPUs",
     "leave it out",
 )
 _DIVISION = ("gradients are divided once, by the units of the global batch", "leave it out")
 
+# DeepSpeed key or section -> (why it is not set here, remedy)
 DERIVED = {
     "gradient_accumulation_steps": (
         "the plan derives it: global batch / (micro-batch x data ranks)",
@@ -79,15 +80,12 @@ DERIVED = {
     "zero_optimization.cpu_offload_param": _OFFLOAD,
     "zero_optimization.cpu_offload_use_pin_memory": _OFFLOAD,
     "zero_optimization.offload_optimizer.pin_memory": (
-        "the plan pins memory where there is a GPU",
+        "the plan pins memory if there is a GPU",
         "leave it out",
     ),
-    "zero_optimization.offload_param.pin_memory": (
-        "the plan pins memory where there is a GPU",
-        "leave it out",
-    ),
+    "zero_optimization.offload_param.pin_memory": ("the plan pins memory if there is a GPU", "leave it out"),
     "zero_optimization.round_robin_gradients": (
-        "round-robin partitions scramble which parameter a saved state belongs to",
+        "round-robin partitions lose which parameter a saved state belongs to",
         "leave it out",
     ),
     "zero_optimization.stage3_module_granularity_threshold": _WHOLE_MODULES,
@@ -99,7 +97,7 @@ DERIVED = {
     "fp16.enabled": _PRECISION,
     "data_types.param_dtype": _PRECISION,
     "torch_autocast": (
-        "autocast changes the precision behind the plan's back",
+        "autocast would change the precision that the plan assumes",
         "write precision=bf16 or precision=fp16",
     ),
     "fp16.loss_scale": _SCALER,
@@ -108,10 +106,10 @@ DERIVED = {
     "fp16.fp16_master_weights_and_grads": _MASTER,
     "bf16.bf16_master_weights_and_grads": _MASTER,
     "bf16.bf16_optimizer_states": _MASTER,
-    "expert_parallel": ("the expert axis is the plan's", "write parallel.expert instead"),
-    "pipeline": ("the pipeline is the plan's", "write parallel.pipeline instead"),
-    "tensor_parallel": ("the tensor axis is the plan's", "write parallel.tensor instead"),
-    "use_data_before_expert_parallelism": ("expert ranks are neighbours, as in every engine", "leave it out"),
+    "expert_parallel": ("the plan derives the expert axis", "write parallel.expert instead"),
+    "pipeline": ("the plan derives the pipeline", "write parallel.pipeline instead"),
+    "tensor_parallel": ("the plan derives the tensor axis", "write parallel.tensor instead"),
+    "use_data_before_expert_parallelism": ("expert ranks are adjacent in every engine", "leave it out"),
     "tensorboard": _MONITOR,
     "wandb": _MONITOR,
     "csv_monitor": _MONITOR,
@@ -131,7 +129,7 @@ DERIVED = {
     ),
 }
 
-# Their values are checked by DeepSpeed's functions, which the schema does not see.
+# DeepSpeed checks the values of these keys in functions, which the schema does not show.
 DTYPE_KEYS = (
     "communication_data_type",
     "seq_parallel_communication_data_type",
@@ -139,17 +137,18 @@ DTYPE_KEYS = (
     "data_types.buffer_dtype",
 )
 
-# A removed key -> what does its work now; without an entry, nothing does.
+# Removed key -> remedy. A removed key without an entry has no replacement.
 INSTEAD = {
     "elasticity": "leave it out: a checkpoint resumes with any number of ranks",
     "nebula": "write checkpoint.background=true",
     "amp": "write precision=bf16 or precision=fp16",
-    "zero_optimization.mics_shard_size": "write +engine.deepspeed.zero_optimization.zero_hpz_partition_size=N",
+    "zero_optimization.mics_shard_size": "write "
+    "+engine.deepspeed.zero_optimization.zero_hpz_partition_size=N",
 }
 
 
-def muon(config: RunConfig) -> Iterator[tuple[str, Any, str, str]]:
-    """Name, value, rule and remedy of what does not go with Muon."""
+def muon_problems(config: RunConfig) -> Iterator[tuple[str, Any, str, str]]:
+    """Yield (key, value, rule, remedy) of keys that do not work with Muon."""
     zero = config.engine.deepspeed.get("zero_optimization")
     if (
         config.optim.name is OptimizerName.muon

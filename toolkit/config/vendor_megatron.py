@@ -1,8 +1,8 @@
-"""Megatron-core's own settings, ``+engine.megatron.KEY=v``: which a user may give, and why the others are not given here.
+"""Tables of Megatron-core's settings, ``+engine.megatron.KEY=v``: which may be set, and why others may not.
 
-A key is a field of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig of megatron-core 0.16. Every field stands in
-exactly one of the tables below; a test compares them with the dataclasses, so that somebody decides about what a later version adds.
-Settings of an engine are carriage: none of them may change what is trained.
+A key is a field of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig of megatron-core 0.16.
+Every field is in exactly one of the tables below. A test compares the tables with the dataclasses, so that
+fields of a later version cannot be missed. No setting of an engine may change what is trained.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from toolkit.config.keys import flatten
 from toolkit.config.schema import RunConfig
-from toolkit.config.vendors.cache import megatron_schema
-from toolkit.config.vendors.node import Node
+from toolkit.config.vendors.installed import megatron_schema
+from toolkit.config.vendors.key_schema import KeySchema
 
-# May be given; rules_megatron.py says which values fit the run.
+# May be set; rules_megatron.py checks whether the values fit the run.
 TUNABLE = frozenset(
     {
         "sequence_parallel",
@@ -37,7 +37,7 @@ TUNABLE = frozenset(
     }
 )
 
-# May be given where there is a GPU.
+# May be set if there is a GPU.
 GPU_ONLY = frozenset(
     {
         "pipeline_model_parallel_comm_backend",
@@ -62,7 +62,8 @@ GPU_ONLY = frozenset(
     }
 )
 
-# May be given where Transformer Engine is installed, which needs a GPU. Its absence would be silent: the local layers ignore them.
+# May be set if Transformer Engine is installed, which needs a GPU. Megatron-core's local layers ignore these
+# silently.
 TRANSFORMER_ENGINE = frozenset(
     {
         "hierarchical_context_parallel_sizes",
@@ -146,7 +147,8 @@ OWN = {
 }
 
 _FAMILY = (
-    "the family decides it: with another value this engine would train another model than the others do",
+    "the family decides it: with another value this engine would train a different model from the other "
+    "engines",
     "choose the architecture by model.family",
 )
 _PRECISION = (
@@ -162,7 +164,8 @@ _SCALER = (
     "write precision.initial_scale_power or precision.scale_window",
 )
 _OFFLOAD = (
-    "Megatron-core offloads its optimizer on a GPU only, into an optimizer whose states this toolkit does not save",
+    "Megatron-core offloads its optimizer on a GPU only, into an optimizer whose states this toolkit does "
+    "not save",
     "write engine=deepspeed zero=stage2 offload=cpu_optimizer",
 )
 _ZERO = (
@@ -177,14 +180,14 @@ _RATE = (
     "the learning rate is a function of the samples consumed, the same for every parameter",
     "write optim.lr and schedule.name",
 )
-_MUON = ("Muon is DeepSpeed's", "write engine=deepspeed optim=muon")
+_MUON = ("only DeepSpeed has Muon", "write engine=deepspeed optim=muon")
 _WEIGHTS = (
-    "first weights are a function of train.seed and a parameter's name, the same in every engine",
+    "initial weights are a function of train.seed and a parameter's name, the same in every engine",
     "write train.seed",
 )
 _INTERNAL = ("the engine sets it itself", "leave it out")
 _UNUSED = ("it has no effect in what this toolkit runs", "leave it out")
-_IGNORED = ("Megatron-core ignores it or calls it deprecated", "leave it out")
+_IGNORED = ("Megatron-core ignores it or has deprecated it", "leave it out")
 _INFERENCE = ("it is for inference, and this run trains", "leave it out")
 _GRADIENTS = (
     "gradients are summed and reduced in fp32 and divided once, by the units of the global batch",
@@ -199,20 +202,20 @@ _STAGES = (
     "write +engine.megatron.num_layers_in_first_pipeline_stage or ...num_layers_in_last_pipeline_stage",
 )
 _MESSAGES = (
-    "the plan derives it: with interleaved stages the wrong order of messages gives wrong results silently",
+    "the plan derives it: with interleaved stages a wrong order of messages silently gives wrong results",
     "leave it out",
 )
 _LENGTHS = ("every sequence has train.sequence_length tokens", "write train.sequence_length")
 _QUANTISED = (
-    "weights are kept in the precision of the run, so that a checkpoint resumes in every layout",
+    "weights have the precision of the run, so that a checkpoint resumes in every layout",
     "leave it out",
 )
 _ENTROPY = ("the fused cross-entropy rounds gradients to bf16 (silently, in fp32 runs too)", "leave it out")
-_EXPERTS = ("experts are kept one by one, which the name maps of checkpoints need", "leave it out")
-_SCHEDULE = ("it needs a forward step of another kind than this engine's", "leave it out")
+_EXPERTS = ("each expert has its own tensors, which the name maps of checkpoints need", "leave it out")
+_SCHEDULE = ("it needs a different kind of forward step", "leave it out")
 _MONITOR = ("metrics are this toolkit's own: metrics.jsonl and monitor.wandb", "leave it out")
 
-# -> (why it is not given here, what to do)
+# (why a field is not set here, remedy) and the fields
 _GROUPS: tuple[tuple[tuple[str, str], tuple[str, ...]], ...] = (
     (
         _FAMILY,
@@ -459,15 +462,15 @@ DERIVED: dict[str, tuple[str, str]] = {
     "adam_beta1": ("the plan derives it from optim.betas", "write optim.betas=[0.9,0.95]"),
     "adam_beta2": ("the plan derives it from optim.betas", "write optim.betas=[0.9,0.95]"),
     "expert_tensor_parallel_size": (
-        "experts are cut along the tensor axis as every matrix is",
+        "experts are split along the tensor axis like every matrix",
         "write parallel.tensor",
     ),
     **{name: answer for answer, names in _GROUPS for name in names},
 }
 
 
-def sections() -> dict[str, Mapping[str, Node]] | None:
-    """The fields of each dataclass: transformer, ddp and optimizer; None where Megatron-core is not installed."""
+def sections() -> dict[str, Mapping[str, KeySchema]] | None:
+    """Fields of the dataclasses transformer, ddp and optimizer; None if Megatron-core is not installed."""
     found = megatron_schema()
     if found is None:
         return None
@@ -475,30 +478,30 @@ def sections() -> dict[str, Mapping[str, Node]] | None:
     return {name: section.fields or {} for name, section in found.fields.items()}
 
 
-def flat_schema() -> Node | None:
-    """All fields as one section, as the user writes them."""
+def flat_schema() -> KeySchema | None:
+    """The fields of all three dataclasses as one section, as the user writes them."""
     found = sections()
     return (
         None
         if found is None
-        else Node(
+        else KeySchema(
             fields={name: node for section in reversed(found.values()) for name, node in section.items()}
         )
     )
 
 
 def megatron_keys(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The user's own settings for TransformerConfig, DistributedDataParallelConfig and OptimizerConfig; a name of several goes to each.
+    """The user's settings for TransformerConfig, DistributedDataParallelConfig and OptimizerConfig.
 
-    ``config`` is ``vendor.usable``: without keys that nobody knows.
+    A name that several dataclasses have goes to each. ``config`` has passed ``vendor.without_wrong_keys``.
     """
     given = config.engine.megatron
     if not given:
         return {}, {}, {}
     found = sections()
-    assert found is not None, "vendor.usable leaves no keys where Megatron-core is not installed"
+    assert found is not None, "without_wrong_keys leaves no keys if Megatron-core is not installed"
     unknown = [name for name in flatten(given) if not any(name in fields for fields in found.values())]
-    assert not unknown, f"vendor.usable leaves no unknown keys: {unknown}"
+    assert not unknown, f"without_wrong_keys leaves no unknown keys: {unknown}"
     transformer, ddp, optimizer = (
         {name: value for name, value in given.items() if name in fields} for fields in found.values()
     )

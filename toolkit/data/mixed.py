@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from toolkit.config.mixture import SourceSetting, phases_of, sources_of
+from toolkit.config.mixture import SourceSetting, parse_phases, parse_sources
 from toolkit.config.schema import RunConfig
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.order.mixture import Mixture, Phase
@@ -24,13 +24,13 @@ from toolkit.progress import Progress
 
 def mixture_of(config: RunConfig, batch: BatchPlan) -> Mixture:
     """Of ``data.sources``, sorted by name, and ``data.phases``, whose steps become samples through the batch plan."""
-    phases = phases_of(config.data.sources, config.data.phases)
+    phases = parse_phases(config.data.sources, config.data.phases)
     table = [Phase(batch.at(phase.from_step).first_sample, tuple(phase.weights.values())) for phase in phases]
     return Mixture(table, config.data.shuffle_seed)
 
 
 def _ready(config: RunConfig, vocab_size: int | None, progress: Progress) -> str:
-    sources, problems = sources_of(config.data.sources), list[Problem]()
+    sources, problems = parse_sources(config.data.sources), list[Problem]()
     manifests: dict[str, DataManifest] = {}
     for name, source in sources.items():
         try:
@@ -107,7 +107,7 @@ def _problems(
 
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
     """``folder`` is of the first source; the others are not in it."""
-    sources, seed = sources_of(config.data.sources), config.data.shuffle_seed
+    sources, seed = parse_sources(config.data.sources), config.data.shuffle_seed
     manifests = {name: read_manifest(source.path) for name, source in sources.items()}
     kept = cache_of(config.data.cache)
     training = {

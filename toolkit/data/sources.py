@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from toolkit.config.data import DataConfig, Documents
-from toolkit.config.mixture import sources_of
+from toolkit.config.data import DataConfig, DocumentMasking
+from toolkit.config.mixture import parse_sources
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import DataManifest, read_manifest
@@ -32,7 +32,7 @@ def ready(data: DataConfig, progress: Progress) -> DataManifest:
 
 def text_folder(data: DataConfig) -> str:
     """The folder whose tokenizer made a run's text: of a mixture any source's, since all have one."""
-    return sources_of(data.sources)[min(data.sources)].path if data.sources else data.path
+    return parse_sources(data.sources)[min(data.sources)].path if data.sources else data.path
 
 
 def special_tokens_of(data: DataConfig, folder: str | Path) -> SpecialTokens:
@@ -87,7 +87,7 @@ def vocabulary_problem(
 
 def documents_problem(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
     """Of the folder ``path`` that ``key`` names: windows are tokens alone, so documents end where a token says so."""
-    if config.data.documents is Documents.joined or manifest.tokenizer.ends_documents:
+    if config.data.documents is DocumentMasking.joined or manifest.tokenizer.ends_documents:
         return None
     return Problem(
         "data.documents",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.target import check_target
@@ -19,7 +19,9 @@ from toolkit.plan.target import check_target
 TARGET_RULE = "model.target is a class derived from torch.nn.Module, or a function annotated to return one"
 
 
-def build_target(model: ModelConfig, seed: int, *, documents: Documents = Documents.joined) -> nn.Module:
+def build_target(
+    model: ModelConfig, seed: int, *, documents: DocumentMasking = DocumentMasking.joined
+) -> nn.Module:
     """Build the module on the CPU with the weights that its constructor draws under ``seed``.
 
     The random state outside does not change. With ``data.documents=separate`` the module's forward must
@@ -47,7 +49,7 @@ def build_target(model: ModelConfig, seed: int, *, documents: Documents = Docume
         seen = f"it returns a {type(module).__name__}"
         raise _problem(model, seen, TARGET_RULE, "return the type in the annotation")
     _check(module, model)
-    if documents is Documents.separate:
+    if documents is DocumentMasking.separate:
         _check_takes_positions(module, model)
     return module
 

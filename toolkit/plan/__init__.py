@@ -1,4 +1,7 @@
-"""Deciding: a run description and a world in, a frozen plan out. Pure; no torch, no engine."""
+"""Turn a run description and a world into a frozen plan.
+
+Pure functions; neither torch nor an engine is imported.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ if TYPE_CHECKING:
 
 
 def make_plan(config: RunConfig, world: World) -> RunPlan:
-    """``toolkit.plan.make.make_plan``. Imported when called: every part of the toolkit imports ``toolkit.plan.types``, few plan."""
-    from toolkit.plan.make import make_plan as decide
+    """See ``toolkit.plan.make.make_plan``, which is imported when called: most modules need only
+    ``toolkit.plan.types``.
+    """
+    from toolkit.plan import make
 
-    return decide(config, world)
+    return make.make_plan(config, world)
 
 
 __all__ = ["make_plan"]

@@ -1,52 +1,71 @@
-"""Bytes of activations that backward needs, in Megatron-core's blocks (0.16, local layer spec with torch's attention).
+"""Bytes of activations that the backward pass needs in Megatron-core's blocks.
 
-As plan/activations.py, tensor by tensor after Korthikanti et al., 2205.05198, sections 4.2 and 5, with what differs here:
+They are those of version 0.16 with the local layer spec and torch's attention.
 
-- the tensor axis divides what is inside attention and feed-forward; with sequence parallelism also what lies between them: norms, the
-  residual stream, and the inputs of column-parallel layers, which are gathered again in backward
-- values stay in the output of the fused query-key-value projection, which is kept whole
-- a gated feed-forward keeps gate and up in one tensor, the activated gate, a copy of up (up + 0), and their product: five of width f
-- the vocabulary is divided too, and the cross-entropy overwrites its fp32 logits
-- context ranks gather keys and values and keep them with a mask, a row of the whole sequence for each of their positions; where a mask
-  keeps documents apart every rank does, for each sequence; with a mask keys and values are kept as wide as queries
-- a pipeline stage keeps several micro-batches: stage i of p has p - i of them in flight; with v virtual stages
-  2 (p - i - 1) + (v - 1) p + 1 of its chunks
+Counted like plan/activations.py, after Korthikanti et al., 2205.05198, sections 4.2 and 5. The differences
+are:
 
-Norms: torch's fused kernels on GPUs keep input, output and a number a token; on CPUs RMSNorm is a formula of tensors.
-A test compares blocks with what autograd saves, on the CPU.
+- Tensor parallelism divides the tensors inside attention and feed-forward. Sequence parallelism also divides
+the
+  tensors between them: norms, the residual stream, and the inputs of column-parallel layers, which backward
+      gathers again.
+- Values stay in the output of the fused query-key-value projection, which is saved whole. - A gated
+feed-forward saves gate and up in one tensor, the activated gate, a copy of up (up + 0), and their product. -
+The vocabulary is divided too, and the cross-entropy overwrites its fp32 logits. - Context ranks gather keys
+and values and save them with a mask: one row of the full sequence per local position. With
+  separate documents every rank has such a mask for each sequence. With a mask, keys and values are as wide as
+  queries.
+- A pipeline stage stores several micro-batches: stage i of p has p - i in flight; with v virtual stages it
+has
+  2 (p - i - 1) + (v - 1) p + 1 of its chunks in flight.
+
+Norms: torch's fused GPU kernels save input, output and one number per token; on CPUs RMSNorm is elementwise
+operations. A test compares blocks with what autograd saves, on the CPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.families import get_family
-from toolkit.families.base import ModelShape, NormKind
+from toolkit.families.base import FamilyTraits, ModelShape, NormKind
 
 FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What of a micro-batch one rank sees. ``spread``: tensor ranks that share what lies between blocks: with sequence parallelism all."""
+class ActivationLayout:
+    """How a micro-batch is laid out on one rank.
 
-    tokens: int  # of its part of the sequences of a micro-batch
+    Attributes:
+        traits: of the model's family.
+        tokens: number of tokens on this rank, over all sequences.
+        sequences: sequences of the micro-batch.
+        context: context-parallel ranks.
+        tensor: tensor-parallel ranks.
+        spread: ranks that share the tensors between blocks: ``tensor`` with sequence parallelism, else 1.
+        element: bytes of an element.
+        fused_norms: whether norms run as fused kernels.
+        documents: whether a mask separates documents.
+    """
+
+    traits: FamilyTraits
+    tokens: int
     sequences: int
     context: int
     tensor: int
     spread: int
     element: int
     fused_norms: bool
-    documents: bool = False  # kept apart by a mask
+    documents: bool = False
 
     @property
     def positions(self) -> int:
         return self.tokens // self.sequences
 
 
-def block_bytes(shape: ModelShape, layout: Layout, recomputed: frozenset[str] = frozenset()) -> int:
-    """Of one block for one micro-batch, without what the submodules ``recomputed`` would keep."""
-    traits, element = get_family(shape.family).traits, layout.element
+def block_bytes(shape: ModelShape, layout: ActivationLayout, recomputed: frozenset[str] = frozenset()) -> int:
+    """Bytes of one block for one micro-batch, without the tensors of the submodules in ``recomputed``."""
+    traits, element = layout.traits, layout.element
     norms = 2 * _norm(shape.hidden_size, layout, traits.norm)
     if "layernorm" in recomputed:
         norms -= 2 * element * shape.hidden_size
@@ -59,67 +78,68 @@ def block_bytes(shape: ModelShape, layout: Layout, recomputed: frozenset[str] = 
     return layout.tokens * (norms // layout.spread + inside) + layout.positions * (rotations + mask)
 
 
-def boundary_bytes(shape: ModelShape, layout: Layout) -> int:
-    """The residual stream between two blocks."""
+def boundary_bytes(shape: ModelShape, layout: ActivationLayout) -> int:
+    """Bytes of the residual stream between two blocks."""
     return layout.tokens * layout.element * shape.hidden_size // layout.spread
 
 
-def head_bytes(shape: ModelShape, layout: Layout, vocabulary: int) -> int:
-    """Final norm, logits and cross-entropy of one micro-batch; ``vocabulary``: rows on this rank."""
+def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int) -> int:
+    """Bytes of final norm, logits and cross-entropy of a micro-batch; ``vocabulary``: rows on this rank."""
     logits = FP32 + (layout.element if layout.element != FP32 else 0)
     return layout.tokens * (
-        _norm(shape.hidden_size, layout, get_family(shape.family).traits.norm) // layout.spread
-        + vocabulary * logits
+        _norm(shape.hidden_size, layout, layout.traits.norm) // layout.spread + vocabulary * logits
     )
 
 
 def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
-    """Forward passes of chunks whose activations stage ``stage`` keeps at its fullest."""
+    """The maximum number of chunks' forward passes whose activations stage ``stage`` stores at a time."""
     if chunks == 1:
         return min(stages - stage, micro_batches)
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
 
 
-def _norm(width: int, layout: Layout, kind: NormKind) -> int:
-    """Bytes a token. On CPUs RMSNorm keeps its input and the normalised input in fp32."""
+def _norm(width: int, layout: ActivationLayout, kind: NormKind) -> int:
+    """Bytes per token. On CPUs RMSNorm saves its input and the normalised input in fp32."""
     if kind is NormKind.layer or layout.fused_norms:
         return 2 * layout.element * width + 2 * FP32
     return (2 * FP32 + layout.element) * width + FP32
 
 
-def _attention(shape: ModelShape, layout: Layout, recomputed: frozenset[str]) -> int:
-    """Bytes a token, before the tensor axis divides them."""
-    traits, element = get_family(shape.family).traits, layout.element
+def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozenset[str]) -> int:
+    """Bytes per token, before tensor parallelism divides them."""
+    traits, element = layout.traits, layout.element
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     if layout.context > 1:
-        kept = element * (
-            2 * queries + 2 * queries * layout.context
-        )  # queries and output; all ranks' keys and values
-    elif (
-        layout.documents and keys < queries
-    ):  # copies of keys and values; norms of keys in their own precision keep the fused projection
+        # queries and output, and the keys and values of all context ranks
+        saved = element * (2 * queries + 2 * queries * layout.context)
+    elif layout.documents and keys < queries:
+        # expanded copies of keys and values; norms of keys in the run's precision also save the fused
+        # projection
         projection = queries + 2 * keys if traits.qk_norm and (element == FP32 or layout.fused_norms) else 0
-        kept = element * (4 * queries + projection)
+        saved = element * (4 * queries + projection)
     elif traits.rotary:
-        kept = element * (
+        saved = element * (
             3 * queries + 3 * keys
         )  # rotated queries and keys, the fused projection, the output
     else:
-        kept = element * (2 * queries + 2 * keys)
+        saved = element * (2 * queries + 2 * keys)
     if "core_attn" not in recomputed:
-        kept += FP32 * shape.num_attention_heads
+        saved += FP32 * shape.num_attention_heads
     if traits.qk_norm:
-        kept += FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
+        saved += FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
         if layout.fused_norms:
-            kept += element * (queries + keys)
-        else:  # in fp32 the keys that are normalised lie in the fused projection
-            kept += 2 * FP32 * (queries + keys) - (FP32 * keys if element == FP32 else 0)
-    return kept
+            saved += element * (queries + keys)
+        else:  # in fp32 the norm's input is part of the fused projection
+            saved += 2 * FP32 * (queries + keys) - (FP32 * keys if element == FP32 else 0)
+    return saved
 
 
-def _feed_forward(shape: ModelShape, layout: Layout, *, gated: bool) -> int:
-    """Bytes a token. With experts, of all tokens that the tensor ranks gather for them: their input, and one more of width f, before
-    the router's weight; the router keeps probabilities and places."""
+def _feed_forward(shape: ModelShape, layout: ActivationLayout, *, gated: bool) -> int:
+    """Bytes per token.
+
+    Experts process the tokens that all tensor ranks gather. They also save their input and their output
+    before the router's weight; the router saves probabilities and indices.
+    """
     width = layout.element * shape.intermediate_size
     if not shape.num_local_experts:
         return (5 if gated else 2) * width // layout.tensor

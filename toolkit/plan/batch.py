@@ -1,4 +1,4 @@
-"""Which samples each optimizer step sees: ``global_batch = micro_batch * data_parallel * accumulation``."""
+"""The samples of each optimizer step: ``global_batch = micro_batch * data_parallel * accumulation``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def plan_batch(config: RunConfig, data_parallel: int) -> BatchPlan:
     """Micro-batch, accumulation and ramp for ``data_parallel`` ranks.
 
     Raises:
-        PlanError: the batch identity cannot hold, or the ramp is not one.
+        PlanError: the global batch is not divisible, or the ramp is invalid.
     """
     train = config.train
     problems = _ramp_problems(train)
@@ -52,47 +52,49 @@ def plan_batch(config: RunConfig, data_parallel: int) -> BatchPlan:
 def continue_batch(
     batch: BatchPlan, train: TrainConfig, before: Sequence[RampStage], step: int, sample: int
 ) -> BatchPlan:
-    """``batch`` for a run whose first ``step`` steps another run took: step ``step`` begins at ``sample``, where that run stopped.
+    """``batch`` for a run that continues at ``step`` from another run, after ``sample`` consumed samples.
 
     Args:
-        before: the stages of the run that took those steps. Empty: they are unknown, and are taken to have been of one size.
-        sample: the number of samples that those steps consumed.
+        before: the stages of the other run. If empty they are unknown, and all its batches are assumed to
+            have one size.
+        sample: the number of samples consumed before ``step``.
     """
     if not before:
         before = [RampStage(size=sample // max(1, step), first_step=0, first_sample=0, steps=None)]
     every = [*(stage for stage in before if stage.first_step < step), *ramp_stages(train, step, sample)]
-    kept = every[:1] + [stage for last, stage in pairwise(every) if stage.size != last.size]
-    steps = [following.first_step - stage.first_step for stage, following in pairwise(kept)]
+    merged = every[:1] + [stage for last, stage in pairwise(every) if stage.size != last.size]
+    steps = [following.first_step - stage.first_step for stage, following in pairwise(merged)]
     return replace(
         batch,
         stages=tuple(
-            replace(stage, steps=length) for stage, length in zip(kept, [*steps, None], strict=True)
+            replace(stage, steps=length) for stage, length in zip(merged, [*steps, None], strict=True)
         ),
     )
 
 
 def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[RampStage, ...]:
-    """The batch grows by ``increment`` each time another equal part of ``samples`` is consumed.
+    """The stages of the batch size ramp.
 
-    A step that begins with ``c`` consumed samples has ``start + increment * min(n, c * n // samples)`` sequences, where ``n`` is
-    the number of increments: the rule of Megatron-LM's ``--rampup-batch-size`` in whole numbers. A step is never cut, so a size
-    whose part was already overrun is left out.
+    The batch grows by ``increment`` after each equal part of ``samples``.
+
+    A step that begins after ``c`` consumed samples has ``start + increment * min(n, c * n // samples)``
+    sequences, where ``n`` is the number of increments. This is the rule of Megatron-LM's
+    ``--rampup-batch-size`` in integers. A size is skipped if one step consumes its whole part.
 
     Args:
-        step: the first step that the stages cover. It begins after ``sample`` consumed samples.
+        step: the first step of the stages. It begins after ``sample`` consumed samples.
     """
     ramp, final = train.batch_ramp, train.global_batch
     if ramp.start is None:
         return (RampStage(size=final, first_step=step, first_sample=sample, steps=None),)
-    assert ramp.increment, "a ramp that passed its rules is whole"
-    assert ramp.samples, "a ramp that passed its rules is whole"
+    assert ramp.increment, "_ramp_problems found no problem"
+    assert ramp.samples, "_ramp_problems found no problem"
     increments = (final - ramp.start) // ramp.increment
     stages: list[RampStage] = []
     for index in range(increments):
         size = ramp.start + index * ramp.increment
-        boundary = -(
-            -(index + 1) * ramp.samples // increments
-        )  # the first count of consumed samples that has a larger batch
+        # the smallest number of consumed samples with a larger batch
+        boundary = -(-(index + 1) * ramp.samples // increments)
         steps = max(0, -(-(boundary - sample) // size))
         if steps:
             stages.append(RampStage(size=size, first_step=step, first_sample=sample, steps=steps))
@@ -107,7 +109,8 @@ def _ramp_problems(train: TrainConfig) -> list[Problem]:
     given = {name: getattr(ramp, name) for name in ("start", "increment", "samples")}
     if all(value is None for value in given.values()):
         return []
-    example = "write train.batch_ramp.start=8 train.batch_ramp.increment=8 train.batch_ramp.samples=10000, or none of the three"
+    keys = "train.batch_ramp.start=8 train.batch_ramp.increment=8 train.batch_ramp.samples=10000"
+    example = f"write {keys}, or none of the three"
     missing = [name for name, value in given.items() if value is None]
     if missing:
         return [
@@ -153,7 +156,8 @@ def _identity(train: TrainConfig, size: int, micro: int, data_parallel: int) -> 
         if not below
         else f"train.global_batch={below} or train.global_batch={above}"
     )
-    seen = f"train.global_batch={train.global_batch}, train.micro_batch={train.micro_batch}, {data_parallel} data ranks"
+    batches = f"train.global_batch={train.global_batch}, train.micro_batch={train.micro_batch}"
+    seen = f"{batches}, {data_parallel} data ranks"
     rule = "train.global_batch = train.micro_batch x data ranks x a whole number of accumulation steps"
     return Problem(
         "train.global_batch", seen, rule, f"write {sizes}, or change train.micro_batch or the number of ranks"

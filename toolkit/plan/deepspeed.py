@@ -1,7 +1,7 @@
-"""The plan as DeepSpeed 0.19 reads it: the exact dictionary that ``deepspeed.initialize`` gets.
+"""The plan for DeepSpeed 0.19: the exact dictionary that ``deepspeed.initialize`` gets.
 
-Three layers, each written once: tunable defaults, then the user's own ``engine.deepspeed`` keys, then what the plan derives. The
-rules refuse a user's key that the plan derives, so the last layer never overrides what somebody wrote.
+There are three layers: tunable defaults, the user's ``engine.deepspeed`` keys, and keys that the plan
+derives. Rules refuse user keys that the plan derives, so the last layer never overrides a user's value.
 """
 
 from __future__ import annotations
@@ -10,25 +10,35 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.schema import OptimConfig, OptimizerKernel, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.schema import (
+    OffloadDevice,
+    OptimConfig,
+    OptimizerKernel,
+    OptimizerName,
+    Precision,
+    RunConfig,
+)
 from toolkit.plan.types import BatchPlan, Device, World
 
-NEVER = 2**31 - 1  # steps_per_print has no "off"; progress and metrics are this toolkit's
+NEVER = 2**31 - 1  # steps_per_print cannot be turned off
 BUCKET = 500_000_000  # elements: DeepSpeed's default reduce_bucket_size and allgather_bucket_size
 SWAP_BUFFER = 100_000_000  # elements: DeepSpeed's default offload_param.buffer_size
 
-# How the tensor axis cuts the families with separate projections. A tied output layer stays whole, as its embedding does.
+# How AutoTP splits families with separate projections. A tied output layer stays whole, like its embedding.
 TENSOR_SPECS: tuple[Mapping[str, Any], ...] = (
     {"patterns": [r".*\.(q|k|v|gate|up)_proj\.weight$"], "partition_type": "column"},
     {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
     {"patterns": [r"lm_head\.weight$"], "partition_type": "column", "gather_output": True},
-    # Whole, and applied to the heads of a rank: each rank has a part of its gradient.
+    # Replicated, but applied to the heads of a rank only: each rank computes a part of the gradient.
     {"patterns": [r".*\.[qk]_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True},
 )
 
 
 def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
-    """``sizes``: elements of each parameter; empty for ``model.target``."""
+    """The dictionary for ``deepspeed.initialize``.
+
+    ``sizes`` are the elements of each parameter; empty for ``model.target``.
+    """
     return merge(
         merge(_defaults(config, batch.data_parallel, sizes), config.engine.deepspeed),
         _derived(config, world, batch),
@@ -41,8 +51,9 @@ def cut_by_tensor(name: str) -> bool:
 
 
 def tensor_dim(name: str) -> int | None:
-    """Of the parameter of this canonical name, the dim that AutoTP cuts; None: every tensor rank has all of it. A bias is cut with the
-    output of its layer."""
+    """Of the parameter of this canonical name, the dim that AutoTP cuts; None: every tensor rank has all of
+    it. A bias is cut with the output of its layer.
+    """
     bias = name.endswith(".bias")
     weight = name.removesuffix(".bias") + ".weight" if bias else name
     kind = next(
@@ -59,34 +70,38 @@ def tensor_dim(name: str) -> int | None:
 
 
 def kernel(config: RunConfig, world: World) -> OptimizerKernel:
-    """Which AdamW runs.
+    """The AdamW implementation of the run.
 
-    Where states are on the CPU of a GPU machine, DeepSpeed's vectorised CPU Adam (compiled on first use) is several times
-    faster than torch's and hides in the transfer, so it is taken if there is a compiler. On GPUs torch's own fused kernel
-    needs no compilation, unlike DeepSpeed's FusedAdam (two minutes on first use). On a CPU-only machine torch.
+    With states offloaded to the CPU of a GPU machine, DeepSpeed's vectorised CPU Adam (compiled on first use)
+    is several times faster than torch's and overlaps with the transfer, so it is used if there is a compiler.
+    On GPUs torch's fused kernel needs no compilation, unlike DeepSpeed's FusedAdam (two minutes on first
+    use). CPU-only machines use torch.
     """
     if config.optim.kernel is not OptimizerKernel.auto:
         return config.optim.kernel
     if config.optim.name is not OptimizerName.adamw or world.device is Device.CPU:
         return OptimizerKernel.torch
-    if config.offload.optimizer is Place.none:
+    if config.offload.optimizer is OffloadDevice.none:
         return OptimizerKernel.fused
     return OptimizerKernel.cpu if world.has_compiler else OptimizerKernel.torch
 
 
 def accumulates_in_fp32(config: RunConfig) -> bool:
-    """Whether the plan asks for fp32 sums of bf16 gradients: where DeepSpeed then keeps just the rank's own partition of them.
+    """Whether bf16 gradients accumulate in fp32: only if DeepSpeed then stores just the rank's partition.
 
-    Stage 3 always does, stage 2 unless the optimizer is offloaded. Elsewhere it would hold all gradients in fp32 on the device
-    (6 N bytes under stage 1), so DeepSpeed's own way stays, a sum in bf16, and a rule warns if there is one.
+    Stage 3 always does, stage 2 unless the optimizer is offloaded. Otherwise DeepSpeed would store all
+    gradients in fp32 on the device (6 N bytes under stage 1), so gradients are accumulated in bf16, and a
+    rule warns about it.
     """
     if config.precision.name is not Precision.bf16:
         return False
-    return config.zero.stage == 3 or (config.zero.stage == 2 and config.offload.optimizer is Place.none)
+    return config.zero.stage == 3 or (
+        config.zero.stage == 2 and config.offload.optimizer is OffloadDevice.none
+    )
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``above`` over ``below``, key by key through nested dictionaries. Neither is changed."""
+    """Merge nested dictionaries; values of ``above`` win. The arguments are not modified."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -97,15 +112,14 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(config: RunConfig, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
-    """What a user may tune."""
-    found: dict[str, Any] = {
-        "timers": {"throughput": {"enabled": False}}
-    }  # it waits for the device at every forward
+    """Keys that the user may override."""
+    # The throughput timer synchronises the device in every forward pass.
+    found: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
     if config.zero.stage and sizes:
-        # The buckets are allocated whole, 2 GB in fp32: a small model needs no more than itself. Even, for alignment.
+        # Buckets are allocated at full size, 2 GB in fp32; a small model needs less. Even, for alignment.
         size = min(BUCKET, sum(sizes) + sum(sizes) % 2)
         found["zero_optimization"] = {"reduce_bucket_size": size, "allgather_bucket_size": size}
-        if config.offload.parameters is Place.nvme:
+        if config.offload.parameters is OffloadDevice.nvme:
             # DeepSpeed asserts that every partition fits into a swap buffer.
             largest = -(-max(sizes) // ranks)
             found["zero_optimization"]["offload_param"] = {"buffer_size": max(SWAP_BUFFER, largest)}
@@ -134,20 +148,23 @@ def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any
             "loss_scale": 0,  # dynamic
             "initial_scale_power": config.precision.initial_scale_power,
             "loss_scale_window": config.precision.scale_window,
-            "hysteresis": 1,  # every overflow halves the scale, as torch's GradScaler does; DeepSpeed would forgive one
+            "hysteresis": 1,  # every overflow halves the scale, as in torch's GradScaler
             "min_loss_scale": 1,
         }
     return found
 
 
 def _axes(config: RunConfig) -> dict[str, Any]:
-    """Of the tensor axis, how AutoTP cuts which linear layers; of the context axis, that its ranks are not of the batch. Of the
-    expert axis DeepSpeed reads nothing here: ``engine/deepspeed/expert_parallel.py`` makes its groups and marks the parameters."""
+    """Keys of tensor and context parallelism.
+
+    Expert parallelism has no keys: ``engine/deepspeed/expert_parallel.py`` creates its groups and marks the
+    parameters.
+    """
     found: dict[str, Any] = {}
     if config.parallel.tensor > 1:
         found["tensor_parallel"] = {
             "autotp_size": config.parallel.tensor,
-            # The objective needs whole logits; AutoTP would keep a tied vocabulary cut, with a loss of its own.
+            # The loss needs full logits; AutoTP would shard a tied vocabulary and compute its own loss.
             "vocab_parallel_lm_head": False,
             "partition_config": {
                 "use_default_specs": False,
@@ -161,13 +178,13 @@ def _axes(config: RunConfig) -> dict[str, Any]:
 
 def _zero(config: RunConfig, world: World) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": config.zero.stage, "round_robin_gradients": False}
-    for key, place in (
+    for key, device in (
         ("offload_optimizer", config.offload.optimizer),
         ("offload_param", config.offload.parameters),
     ):
-        if place is not Place.none:
-            zero[key] = {"device": place.value, "pin_memory": world.device is Device.CUDA}
-            if place is Place.nvme:
+        if device is not OffloadDevice.none:
+            zero[key] = {"device": device.value, "pin_memory": world.device is Device.CUDA}
+            if device is OffloadDevice.nvme:
                 zero[key]["nvme_path"] = config.offload.nvme_path
     if config.optim.name is OptimizerName.muon and config.zero.stage == 3:
         zero["reduce_scatter"] = False  # DeepSpeed refuses to start Muon under stage 3 otherwise
@@ -175,7 +192,7 @@ def _zero(config: RunConfig, world: World) -> dict[str, Any]:
 
 
 def _optimizer(optim: OptimConfig, chosen: OptimizerKernel) -> dict[str, Any]:
-    """The decay of each parameter group stands in the group; here is the default of those that have none."""
+    """``weight_decay`` is the default for parameter groups without their own."""
     adam: dict[str, Any] = {
         "lr": optim.lr,
         "betas": list(optim.betas),
@@ -188,7 +205,8 @@ def _optimizer(optim: OptimConfig, chosen: OptimizerKernel) -> dict[str, Any]:
             "params": {"lr": optim.lr, "momentum": optim.momentum, "weight_decay": optim.weight_decay},
         }
     if optim.name is OptimizerName.muon:
-        # torch_adam: the AdamW for what is no matrix; DeepSpeed would compile its own, even on a CPU.
+        # torch_adam: AdamW for parameters that are not matrices; DeepSpeed would compile its own, even on a
+        # CPU.
         return {"type": "Muon", "params": {**adam, "momentum": optim.momentum, "torch_adam": True}}
     if chosen is OptimizerKernel.cpu:
         return {"type": "AdamW", "params": adam}  # DeepSpeedCPUAdam, by zero_optimization.offload_optimizer

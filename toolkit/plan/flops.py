@@ -1,13 +1,13 @@
-"""What a run computes, and what of it counts.
+"""Model FLOPs and hardware FLOPs of a run, for MFU and HFU.
 
-Model FLOPs are what the model needs: the forward pass of ``Family.forward_flops``, and twice as much for the backward pass, which makes the
-gradients of a matrix and of what it is multiplied with. What an engine computes again, or in vain, does not count. They are what model
-FLOP/s utilisation (MFU) is of; the name, the factor 3 and the attention matrix counted whole are PaLM's (Chowdhery et al., 2204.02311,
-section 4.1 and appendix B).
+Model FLOPs are the FLOPs of the forward pass (``Family.forward_flops``) and twice as many for the backward
+pass, which computes the gradients of each matrix and of its input. Recomputation does not count. Model FLOP/s
+utilisation (MFU) is based on them. The definition is PaLM's, with the full attention matrix (Chowdhery et
+al., 2204.02311, section 4.1 and appendix B).
 
-Hardware FLOPs add what the plan has computed again (Korthikanti et al., 2205.05198, section 5); of them is HFU. What a kernel does inside
-itself is left out of both: flash attention multiplies queries and keys once more in the backward pass (seven products where six count) and
-skips what a causal mask hides (almost half of each).
+Hardware FLOPs also count recomputation (Korthikanti et al., 2205.05198, section 5). HFU is based on them.
+Both ignore what happens inside a kernel: flash attention repeats one of six products in the backward pass,
+and skips the masked half of a causal attention matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from toolkit.config.schema import EngineName, Precision, RunConfig
 from toolkit.families import get_family
 from toolkit.families.base import ForwardFlops, ModelShape
-from toolkit.plan.devices import find
+from toolkit.plan.devices import find_gpu
 from toolkit.plan.megatron import virtual_stages
 from toolkit.plan.memory_megatron import stage_chunks, stage_layers
 from toolkit.plan.types import Device, RunPlan
@@ -24,16 +24,16 @@ FORWARD_AND_BACKWARD = 3
 
 
 def model_flops(plan: RunPlan) -> float | None:
-    """Of training on one token; None for ``model.target``, whose inside is not known."""
+    """FLOPs of training on one token; None for ``model.target``, whose architecture is not known."""
     return None if plan.shape is None else FORWARD_AND_BACKWARD * _forward(plan, plan.shape).total
 
 
 def hardware_flops(plan: RunPlan) -> float | None:
-    """As :func:`model_flops`, with what is computed again."""
+    """As :func:`model_flops`, with recomputation."""
     if plan.shape is None:
         return None
     forward = _forward(plan, plan.shape)
-    return FORWARD_AND_BACKWARD * forward.total + recomputed(plan.config, plan.shape, forward)
+    return FORWARD_AND_BACKWARD * forward.total + recomputed_flops(plan.config, plan.shape, forward)
 
 
 def flops_per_step(plan: RunPlan) -> float | None:
@@ -42,29 +42,29 @@ def flops_per_step(plan: RunPlan) -> float | None:
     return None if flops is None else flops * plan.units_per_step
 
 
-def recomputed(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """FLOPs per token that the backward pass spends on what the forward pass has computed before."""
+def recomputed_flops(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
+    """FLOPs per token that the backward pass spends on recomputing activations."""
     if config.engine.name is EngineName.megatron:
         return _recomputed_by_megatron(config, shape, forward)
     return _recomputed_by_torch(config, shape, forward) if config.train.activation_checkpointing else 0.0
 
 
 def peak_flops(plan: RunPlan) -> float | None:
-    """FLOP/s that one rank's GPU could do at most in the run's precision, without sparsity, for a utilisation; None: there is none."""
-    gpu = find(plan.world.gpu)
-    return gpu.peak_flops if gpu is not None and without_utilisation(plan) is None else None
+    """Peak dense FLOP/s of one rank's GPU in the run's precision; None if utilisation is not reported."""
+    gpu = find_gpu(plan.world.gpu)
+    return gpu.peak_flops if gpu is not None and why_no_utilisation(plan) is None else None
 
 
-def without_utilisation(plan: RunPlan) -> str | None:
-    """Why there is no utilisation; None where there is one."""
+def why_no_utilisation(plan: RunPlan) -> str | None:
+    """Why utilisation is not reported; None if it is."""
     if plan.shape is None:
-        return "what a model.target computes is not known"
+        return "the FLOPs of a model.target are not known"
     if plan.world.device is not Device.CUDA:
         return "it runs on CPUs"
-    if find(plan.world.gpu) is None:
-        return "the GPU is none that toolkit/plan/devices.py knows (cluster.gpu=NAME says which of them is meant)"
+    if find_gpu(plan.world.gpu) is None:
+        return "the GPU is not in toolkit/plan/devices.py (cluster.gpu=NAME selects one of its GPUs)"
     if plan.config.precision.name is Precision.fp32:
-        return "the peaks of GPUs are those of their 16-bit matrix units, which precision=fp32 does not use"
+        return "the peak of a GPU is that of its 16-bit matrix units, which precision=fp32 does not use"
     return None
 
 
@@ -73,20 +73,23 @@ def _forward(plan: RunPlan, shape: ModelShape) -> ForwardFlops:
 
 
 def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """``torch.utils.checkpoint`` of each block. It ends as soon as all that the backward pass needs is there again, and that is before
-    the last matrix: only its inputs are kept. Its product is needed, or made all the same, with experts, whose outputs are weighted; with
-    dropout; and under ZeRO 3, where DeepSpeed's own linear layer notes its inputs after it has multiplied them."""
+    """FLOPs that ``torch.utils.checkpoint`` recomputes for each block.
+
+    Recomputation stops once all saved tensors exist again, which is before the last matrix product of a
+    block. That product is computed too with experts, whose outputs are weighted, with dropout, and under ZeRO
+    3, where DeepSpeed's linear layer saves its inputs after the product.
+    """
     traits = get_family(shape.family).traits
-    whole = (
+    whole_block = (
         traits.experts
         or (traits.hidden_dropout and shape.dropout > 0)
         or (traits.linear and config.zero.stage == 3)
     )
-    return forward.blocks if whole else forward.blocks - forward.down
+    return forward.blocks if whole_block else forward.blocks - forward.down
 
 
 def _recomputed_by_megatron(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """Megatron-core computes again, whole, what it was told to: blocks, or modules of all blocks."""
+    """FLOPs of the blocks, or submodules of all blocks, that Megatron-core is configured to recompute."""
     given = config.engine.megatron
     granularity = "full" if config.train.activation_checkpointing else given.get("recompute_granularity")
     if granularity == "full":

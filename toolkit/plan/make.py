@@ -1,4 +1,4 @@
-"""``make_plan``: everything about a run is decided here, once, or refused with every reason."""
+"""``make_plan`` decides everything about a run once, or refuses it with all reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolkit.config.identity import identity
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
 from toolkit.families import get_family
-from toolkit.families.base import ModelShape, ParameterSpec
+from toolkit.families.base import Family, ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import deepspeed, megatron, rules
 from toolkit.plan.batch import plan_batch
@@ -20,37 +20,40 @@ from toolkit.plan.types import BatchPlan, RunPlan, World
 
 
 def make_plan(config: RunConfig, world: World) -> RunPlan:
-    """The plan of ``config`` (with ``model.pretrained`` resolved: plan/pretrained.py) on ``world``. Pure.
+    """Plan ``config`` on ``world``.
+
+    ``model.pretrained`` must be resolved (plan/pretrained.py). Reads no files.
 
     Raises:
         PlanError: with every problem found, errors first.
     """
     problems: list[Problem] = []
-    shape = _shape(config, problems)
-    parameters = get_family(shape.family).parameters(shape) if shape is not None else ()
+    family, shape = _shape(config, problems)
+    parameters = family.parameters(shape) if family is not None and shape is not None else ()
     axes = _axes(config, world, problems)
     batch = _batch(config, axes, problems)
-    settings = of_megatron = memory = None
+    engine_problems = vendor.problems(config)
+    usable = vendor.without_wrong_keys(config, engine_problems)
+    deepspeed_settings = megatron_settings = memory = None
     if batch is not None:
         if config.engine.name is EngineName.deepspeed:
-            settings = deepspeed.settings(
-                vendor.usable(config), world, batch, _sizes(shape, parameters, axes)
-            )
-        if shape is not None and axes is not None and config.engine.name is EngineName.megatron:
-            of_megatron = megatron.settings(vendor.usable(config), world, axes, shape)
+            sizes = _sizes(shape, parameters, axes)
+            deepspeed_settings = deepspeed.settings(usable, world, batch, sizes)
         if shape is not None and axes is not None:
-            memory = plan_memory(
-                vendor.usable(config), shape, parameters, axes, batch, world.device, settings
-            )
+            if config.engine.name is EngineName.megatron:
+                megatron_settings = megatron.settings(usable, world, axes, shape)
+            memory = plan_memory(usable, shape, parameters, axes, batch, world.device, deepspeed_settings)
     problems += rules.check(
         RuleContext(
             config=config,
             world=world,
+            family=family,
             shape=shape,
             parameters=parameters,
             axes=axes,
             batch=batch,
             memory=memory,
+            engine_problems=tuple(engine_problems),
         )
     )
     errors = [problem for problem in problems if problem.severity is Severity.ERROR]
@@ -70,44 +73,46 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
         shape=shape,
         parameters=parameters,
         memory=memory,
-        deepspeed=settings,
-        megatron=of_megatron,
+        deepspeed=deepspeed_settings,
+        megatron=megatron_settings,
         warnings=tuple(warnings),
     )
 
 
 def _sizes(shape: ModelShape | None, parameters: tuple[ParameterSpec, ...], axes: Axes | None) -> list[int]:
-    """Elements of each parameter on a rank of the fullest stage; none for ``model.target``."""
+    """Elements of each parameter on a rank of the largest stage; empty for ``model.target``."""
     if shape is None or axes is None:
         return []
-    held = [[spec.numel for spec in specs] for _, specs in rank_parameters(shape, parameters, axes)]
-    return max(held, key=sum)
+    stages = [[spec.numel for spec in specs] for _, specs in rank_parameters(shape, parameters, axes)]
+    return max(stages, key=sum)
 
 
-def _shape(config: RunConfig, problems: list[Problem]) -> ModelShape | None:
+def _shape(config: RunConfig, problems: list[Problem]) -> tuple[Family | None, ModelShape | None]:
     model = config.model
     if model.target is not None:
-        return None
+        return None, None
     if model.family is None:
         problems.append(
             Problem(
                 "model.family",
                 "model.family is null, and so are model.target and model.pretrained",
-                "a model is a family with its sizes, any module, or a pretrained model",
+                "a model is a family with sizes, a module of your own, or a pretrained model",
                 "choose model=..., or write model.target=my.package.Model or model.pretrained=FOLDER",
             )
         )
-        return None
+        return None, None
+    family = None
     try:
-        return get_family(model.family).resolve_shape(model)
+        family = get_family(model.family)
+        return family, family.resolve_shape(model)
     except PlanError as error:
-        # A pretrained model keeps its sizes, so no other ones are suggested.
-        other = "take another model, or train it as a module of your own: model.target=my.package.Model"
+        # The sizes of a pretrained model are fixed, so no other sizes are suggested.
+        other = "choose another model, or train it as a module of your own: model.target=my.package.Model"
         problems += [
             problem if model.pretrained is None else replace(problem, remedy=other)
             for problem in error.problems
         ]
-        return None
+        return family, None
 
 
 def _axes(config: RunConfig, world: World, problems: list[Problem]) -> Axes | None:
@@ -119,7 +124,8 @@ def _axes(config: RunConfig, world: World, problems: list[Problem]) -> Axes | No
                 "parallel",
                 f"{world.ranks} ranks, parallel.tensor={parallel.tensor}, "
                 f"parallel.pipeline={parallel.pipeline}, parallel.context={parallel.context}",
-                "the number of ranks is divisible by tensor x pipeline x context; the rest are data ranks",
+                "the number of ranks is divisible by tensor x pipeline x context; the quotient is the number "
+                "of data ranks",
                 f"start {-(-world.ranks // model_ranks) * model_ranks} ranks, or change parallel.*",
             )
         )

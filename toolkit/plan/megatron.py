@@ -1,8 +1,8 @@
-"""The plan as Megatron-core 0.16 reads it: arguments of its dataclasses, in plain types.
+"""The plan for Megatron-core 0.16: arguments of its dataclasses, in plain types.
 
-Three layers, each written once: tunable defaults, then the user's own ``engine.megatron`` keys, then what the plan derives. The
-rules refuse a user's key that the plan derives, so the last layer never overrides what somebody wrote. Callables and dtypes
-stand here by name; ``engine/megatron/model.py`` puts the objects in.
+There are three layers: tunable defaults, the user's ``engine.megatron`` keys, and keys that the plan derives.
+Rules refuse user keys that the plan derives, so the last layer never overrides a user's value. Callables and
+dtypes are given by name; ``engine/megatron/model.py`` replaces them by objects.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from toolkit.plan.types import Device, World
 
 DTYPES = {Precision.fp32: "float32", Precision.bf16: "bfloat16", Precision.fp16: "float16"}
 # Arguments of GPTModel rather than fields of TransformerConfig.
-OF_MODEL = ("position_embedding_type", "rotary_base")
+GPT_MODEL_ARGUMENTS = ("position_embedding_type", "rotary_base")
 
 
 def settings(config: RunConfig, world: World, axes: Axes, shape: ModelShape) -> dict[str, dict[str, Any]]:
-    """Sections ``transformer``, ``ddp``, ``optimizer`` (fields of TransformerConfig, DistributedDataParallelConfig and
-    OptimizerConfig) and ``model`` (arguments of GPTModel)."""
+    """Sections ``transformer``, ``ddp``, ``optimizer`` (fields of TransformerConfig,
+    DistributedDataParallelConfig and OptimizerConfig) and ``model`` (arguments of GPTModel).
+    """
     transformer, ddp, optimizer = megatron_keys(config)
     family = get_family(shape.family).megatron_config(shape)
     return {
@@ -40,25 +41,30 @@ def settings(config: RunConfig, world: World, axes: Axes, shape: ModelShape) -> 
 
 
 def padded_vocabulary(size: int, tensor: int) -> int:
-    """Rows of the embedding: each tensor rank holds as many. The padded ones are zero, and masked where logits are compared."""
+    """Rows of the embedding, padded to a multiple of ``tensor``.
+
+    Padded rows are zero, and masked in the logits.
+    """
     return -(-size // tensor) * tensor
 
 
 def sequence_parallel(config: RunConfig) -> bool:
-    """Norms and dropout on a part of the sequence a tensor rank (Korthikanti et al., 2205.05198): less memory for the same
-    communication, so it is the default wherever it fits."""
+    """Whether tensor ranks share norms and dropout along the sequence (Korthikanti et al., 2205.05198).
+
+    This needs less memory for the same communication, so it is the default if the sequence is divisible.
+    """
     tensor = config.parallel.tensor
     local = config.train.sequence_length // config.parallel.context
     return bool(config.engine.megatron.get("sequence_parallel", tensor > 1 and local % tensor == 0))
 
 
 def virtual_stages(config: RunConfig) -> int:
-    """Model chunks a pipeline rank holds (Narayanan et al., 2104.04473, section 2.2)."""
+    """Model chunks per pipeline rank (Narayanan et al., 2104.04473, section 2.2)."""
     return int(config.engine.megatron.get("virtual_pipeline_model_parallel_size") or 1)
 
 
 def _transformer_defaults(config: RunConfig) -> dict[str, Any]:
-    """What a user may tune."""
+    """Keys that the user may override."""
     found: dict[str, Any] = {"sequence_parallel": sequence_parallel(config)}
     if config.parallel.expert > 1:
         found["moe_token_dispatcher_type"] = "alltoall"
@@ -72,7 +78,7 @@ def _transformer(
 ) -> dict[str, Any]:
     precision = config.precision.name
     found: dict[str, Any] = {
-        **{key: value for key, value in family.items() if key not in OF_MODEL},
+        **{key: value for key, value in family.items() if key not in GPT_MODEL_ARGUMENTS},
         "num_layers": shape.num_hidden_layers,
         "hidden_size": shape.hidden_size,
         "ffn_hidden_size": shape.intermediate_size,
@@ -90,13 +96,14 @@ def _transformer(
         "calculate_per_token_loss": False,
     }
     if virtual_stages(config) > 1:
-        # Batched messages of two chunks cross where two ranks are each other's neighbour on both sides: silently wrong results.
+        # With two stages, batched messages of two chunks between the same pair of ranks silently give wrong
+        # results.
         found |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return found
 
 
 def _ddp_defaults(config: RunConfig, world: World) -> dict[str, Any]:
-    """Communication hides behind computation where the device can do both at once."""
+    """Overlap communication with computation on devices that can do both at once."""
     sharded = config.zero.stage > 0
     overlaps = world.device is Device.CUDA
     return {"overlap_grad_reduce": overlaps, "overlap_param_gather": overlaps and sharded}
@@ -134,5 +141,5 @@ def _model(axes: Axes, shape: ModelShape, family: Mapping[str, Any]) -> dict[str
         "vocab_size": padded_vocabulary(shape.vocab_size, axes.tensor),
         "max_sequence_length": shape.max_position_embeddings,
         "share_embeddings_and_output_weights": shape.tie_word_embeddings,
-        **{key: family[key] for key in OF_MODEL},
+        **{key: family[key] for key in GPT_MODEL_ARGUMENTS},
     }

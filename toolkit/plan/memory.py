@@ -1,37 +1,44 @@
-"""Bytes a rank holds, tensor by tensor, as DeepSpeed 0.19.8 and the local engine allocate them.
+"""Bytes of parameters, gradients and optimizer states on a rank under DeepSpeed 0.19.8 and the local engine.
 
-What each figure counts, so that it can be measured:
+Each figure is defined so that it can be measured:
 
-    parameters   the weights that forward uses: flat buffers with their padding; under ZeRO 3 this rank's partition, and the
-                 whole of each persistent parameter (numel <= stage3_param_persistence_threshold), which stays gathered
-    gradients    the most that gradient tensors hold at the end of any micro-batch's backward, before it reduces them
+    parameters   the weights that forward uses: flat buffers with padding; under ZeRO 3 this rank's partition,
+        and all of
+                 each persistent parameter (numel <= stage3_param_persistence_threshold), which stays gathered
+    gradients    peak of the gradient tensors at the end of a micro-batch's backward pass, before the
+    reduction
     optimizer    master weights and the optimizer's tensors of parameter shape, after the first step
-    host, nvme   what of these three lives there, and the copies that offload keeps besides
-    buffers      reduction buckets, and the parameters that ZeRO 3 has gathered at a time: bounds, not exact
+    host, nvme   the offloaded part of these three, and the extra copies that offload needs
+    buffers      reduction buckets, and the parameters that ZeRO 3 has gathered at a time: upper bounds
     activations  plan/activations.py
 
-Notation: N parameters, d data ranks, e bytes an element in the run's precision (4, or 2). ZeRO 1 and 2 flatten each optimizer
-group and pad it to a multiple of 2d: P is the sum of the groups' partitions. ZeRO 3 pads each parameter to a multiple of d: P is
-the sum of the parameters' partitions. Adam has moments M = 8 bytes an element, SGD 4 with momentum and 0 without.
+Notation: N parameters, d data ranks, e bytes per element in the run's precision (4 or 2). ZeRO 1 and 2
+flatten each optimizer group and pad it to a multiple of 2d: P is the sum of the groups' partitions. ZeRO 3
+pads each parameter to a multiple of d: P is the sum of the parameters' partitions. Adam has moments of M = 8
+bytes per element, SGD 4 with momentum and 0 without.
 
                         parameters   gradients         optimizer      on the host
     stage 0, fp32       4 N          4 N               M N
-    stage 0, 16 bits    2 N          (2 + 4) N         (4 + M) N      (local engine only, which sums in fp32)
+    stage 0, 16 bits    2 N          (2 + 4) N         (4 + M) N      (local engine only; it accumulates in
+    fp32)
     stage 1             e N          e N               (4 + M) P
     stage 2             e N          e T, or 4 P (1)   (4 + M) P
     stage 3             e P + pers.  e P, or 4 P (2)   (4 + M) P
-    stages 1, 2 with the optimizer on the CPU: the optimizer and e P, 4 P of gradients, and under stage 2 e T more while
-    micro-batches add up; on the device stage 1 keeps its gradients.
-    stage 3 with the optimizer on the CPU: the optimizer, 4 P and the gradients.
+    On the host, stages 1 and 2 with the optimizer on the CPU have the optimizer, e P, and 4 P of gradients,
+    and stage 2 has e T more during gradient accumulation. On the device, stage 1 keeps its gradients. Stage 3
+    with the optimizer on the CPU has the optimizer, 4 P and the gradients on the host.
 
-    T: the parameters that touch the rank's partition, whole. (1) bf16 accumulates in fp32. (2) likewise.
+    T: full size of the parameters that overlap the rank's partition. (1), (2): if bf16 gradients accumulate
+        in fp32.
 
-Two things surprise: in fp32, ZeRO 1 to 3 keep weights *and* a master copy of them; and accumulating in fp32 under stage 1 (a
-DeepSpeed key of the user's) makes DeepSpeed take another optimizer, BF16_Optimizer, with (2 + 4) N bytes of gradients.
+Two facts are surprising. In fp32, ZeRO 1 to 3 store the weights *and* a master copy. Accumulating in fp32
+under stage 1 (a DeepSpeed key of the user) makes DeepSpeed use BF16_Optimizer, with (2 + 4) N bytes of
+gradients.
 
-Sources: Rajbhandari et al., 1910.02054, section 3.1, for what the stages shard; DeepSpeed 0.19.8 for how: runtime/zero/
-stage_1_and_2.py (__init__, copy_grads_in_partition, async_accumulate_grad_in_cpu_via_gpu), runtime/zero/stage3.py
-(_create_fp32_partitions, _setup_for_real_optimizer), runtime/bf16_optimizer.py. All confirmed by measurement at 1 and 2 ranks.
+Sources: Rajbhandari et al., 1910.02054, section 3.1; DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py
+(__init__, copy_grads_in_partition, async_accumulate_grad_in_cpu_via_gpu), runtime/zero/stage3.py
+(_create_fp32_partitions, _setup_for_real_optimizer), runtime/bf16_optimizer.py. All figures were measured at
+1 and 2 ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +48,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from toolkit.config.data import Documents
-from toolkit.config.schema import EngineName, OptimConfig, OptimizerName, Place, Precision, RunConfig
+from toolkit.config.data import DocumentMasking
+from toolkit.config.schema import EngineName, OffloadDevice, OptimConfig, OptimizerName, Precision, RunConfig
 from toolkit.families.base import ModelShape, ParameterSpec, uses_muon
 from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron
@@ -61,12 +68,12 @@ def element_bytes(precision: Precision) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One parameter group of the optimizer, in the order in which DeepSpeed flattens it. ``ranks`` share it: for experts fewer."""
+class OptimizerGroup:
+    """One parameter group of the optimizer, in the order in which DeepSpeed flattens it."""
 
     sizes: tuple[int, ...]  # elements of each parameter
-    state_bytes: int  # the optimizer's tensors, bytes an element
-    ranks: int
+    state_bytes: int  # of the optimizer's tensors, per element
+    ranks: int  # that share the group; fewer for experts
     muon: bool = False
 
     @property
@@ -75,12 +82,12 @@ class Group:
 
     @property
     def partition(self) -> int:
-        """Elements of one rank's range of the flat group: padded to 2 x ranks, for 4-byte alignment of 16-bit elements."""
+        """Elements of one rank's range of the flat group, which is padded to a multiple of 2 x ranks."""
         return _padded(self.numel, 2 * self.ranks) // self.ranks
 
     @property
     def touched(self) -> list[int]:
-        """For each rank, the elements of the parameters that lie, whole or in part, in its range."""
+        """For each rank, the total elements of the parameters that overlap its range."""
         length = self.partition
         change = [0] * (self.ranks + 1)
         offset = 0
@@ -93,15 +100,20 @@ class Group:
 
 def optimizer_groups(
     parameters: Iterable[ParameterSpec], optim: OptimConfig, ranks: int, expert: int = 1
-) -> tuple[Group, ...]:
-    """With and without decay; Muon splits each again into matrices and the rest, as DeepSpeed tells them apart by name, and so does
-    an expert axis of ``expert`` ranks, whose parameters are shared by fewer."""
+) -> tuple[OptimizerGroup, ...]:
+    """Parameter groups with and without weight decay, as DeepSpeed flattens them.
+
+    Muon splits each group into matrices and other parameters, by name. Expert parallelism over ``expert``
+    ranks splits off experts, which fewer ranks share.
+    """
     sizes: dict[tuple[bool, bool, bool], list[int]] = {}
     for spec in parameters:
         muon = optim.name is OptimizerName.muon and uses_muon(spec.name, len(spec.shape))
         sizes.setdefault((spec.decays, muon, expert > 1 and is_expert_parameter(spec)), []).append(spec.numel)
     return tuple(
-        Group(tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon)
+        OptimizerGroup(
+            tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon
+        )
         for (_, muon, apart), numels in sizes.items()
     )
 
@@ -114,17 +126,17 @@ def _state_bytes(optim: OptimConfig, muon: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What the formulas look at."""
+    """Inputs of the formulas."""
 
     parameters: Sequence[ParameterSpec]
-    groups: tuple[Group, ...]
+    groups: tuple[OptimizerGroup, ...]
     ranks: int
     element: int
-    accumulates: bool  # several micro-batches a step
+    accumulates: bool  # several micro-batches per step
     fp32_accumulation: bool
     precision: Precision
-    optimizer_place: Place
-    parameter_place: Place
+    optimizer_device: OffloadDevice
+    parameter_device: OffloadDevice
     settings: Mapping[str, Any]  # zero_optimization as DeepSpeed gets it
 
     @property
@@ -133,7 +145,7 @@ class _Run:
 
     @property
     def offloaded(self) -> bool:
-        return self.optimizer_place is not Place.none
+        return self.optimizer_device is not OffloadDevice.none
 
 
 def plan_memory(
@@ -145,7 +157,10 @@ def plan_memory(
     device: Device,
     settings: Mapping[str, Any] | None,
 ) -> MemoryPlan:
-    """Bytes on the fullest rank. ``settings`` is the dictionary DeepSpeed gets, None for the other engines."""
+    """Bytes on the rank with the most memory.
+
+    ``settings`` is DeepSpeed's dictionary, None for the other engines.
+    """
     stages = stage_memory(config, shape, parameters, axes, batch, device, settings)
     return max(stages, key=lambda memory: memory.device_total)
 
@@ -159,15 +174,15 @@ def stage_memory(
     device: Device,
     settings: Mapping[str, Any] | None,
 ) -> list[MemoryPlan]:
-    """Of a rank of each pipeline stage; without a pipeline there is one."""
+    """Memory of one rank of each pipeline stage; without a pipeline there is one stage."""
     if config.engine.name is EngineName.megatron:
         return memory_megatron.stage_memory(config, shape, axes, batch, device)
     settings = settings or {}
-    ranks = axes.data * axes.context  # that hold the same weights
+    ranks = axes.data * axes.context  # with the same weights
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     found = []
-    held = rank_parameters(shape, parameters, axes)
-    for number, (layers, own) in enumerate(held):
+    pipeline = rank_parameters(shape, parameters, axes)
+    for number, (layers, own) in enumerate(pipeline):
         run = _Run(
             parameters=own,
             groups=optimizer_groups(own, config.optim, ranks, axes.expert),
@@ -176,8 +191,8 @@ def stage_memory(
             accumulates=micro_batches > 1,
             fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") == "fp32",
             precision=config.precision.name,
-            optimizer_place=config.offload.optimizer,
-            parameter_place=config.offload.parameters,
+            optimizer_device=config.offload.optimizer,
+            parameter_device=config.offload.parameters,
             settings=settings.get("zero_optimization", {}),
         )
         states = STAGES[config.zero.stage if config.engine.name is EngineName.deepspeed else 0](run)
@@ -188,11 +203,11 @@ def stage_memory(
             element=run.element,
             checkpointing=config.train.activation_checkpointing,
             layers=layers,
-            in_flight=min(len(held) - number, micro_batches),
-            head=number == len(held) - 1,
+            in_flight=min(len(pipeline) - number, micro_batches),
+            head=number == len(pipeline) - 1,
             tensor=axes.tensor,
             seen=config.train.sequence_length * axes.context
-            if config.data.documents is Documents.separate
+            if config.data.documents is DocumentMasking.separate
             else 0,
         )
         found.append(
@@ -210,7 +225,9 @@ def stage_memory(
 
 
 @dataclass(frozen=True, slots=True)
-class States:
+class StateBytes:
+    """Bytes of each kind of state on a rank. ``host`` and ``nvme`` are what is offloaded there."""
+
     parameters: int
     gradients: int
     optimizer: int
@@ -219,23 +236,25 @@ class States:
     buffers: int = 0
 
 
-def stage0(run: _Run) -> States:
-    """Plain data parallel, and the local engine: everything on every rank. In fp32 the weight is its own master; in 16 bits (the
-    local engine only) a micro-batch's gradients are added to fp32 ones."""
+def stage0(run: _Run) -> StateBytes:
+    """Plain data parallelism and the local engine: everything is replicated.
+
+    fp32 weights are their own master copy. In 16 bits (local engine only) gradients accumulate in fp32.
+    """
     master = 0 if run.element == FP32 else FP32
     optimizer = sum(group.numel * (group.state_bytes + master) for group in run.groups)
-    return States(run.numel * run.element, run.numel * (run.element + master), optimizer)
+    return StateBytes(run.numel * run.element, run.numel * (run.element + master), optimizer)
 
 
-def stage1(run: _Run) -> States:
+def stage1(run: _Run) -> StateBytes:
     return _stage12(run, partitioned_gradients=False)
 
 
-def stage2(run: _Run) -> States:
+def stage2(run: _Run) -> StateBytes:
     return _stage12(run, partitioned_gradients=True)
 
 
-def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
+def _stage12(run: _Run, *, partitioned_gradients: bool) -> StateBytes:
     partitions = [group.partition for group in run.groups]
     total = sum(partitions)
     whole = sum(group.partition * group.ranks for group in run.groups)
@@ -244,13 +263,13 @@ def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
         _moments12(group, size, run) for group, size in zip(run.groups, partitions, strict=True)
     )
     touched = max(map(sum, zip(*(_by_rank(group, run.ranks) for group in run.groups), strict=True)))
-    # Buckets of gradients on their way; overlap_comm doubles them.
+    # overlap_comm doubles the reduction buckets.
     bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
     buffers = bucket * run.element * (2 if run.settings.get("overlap_comm") else 1)
     separate = run.fp32_accumulation and run.element != FP32
     if not partitioned_gradients and separate and not run.offloaded and run.precision is Precision.bf16:
-        # BF16_Optimizer: gradients in bf16, zeroed and kept, and all of them again in fp32; it reduces in place.
-        return States(weights, run.numel * run.element + whole * FP32, optimizer)
+        # BF16_Optimizer keeps bf16 gradients and a copy of all of them in fp32, and reduces in place.
+        return StateBytes(weights, run.numel * run.element + whole * FP32, optimizer)
     if run.offloaded:
         host = optimizer + total * FP32 + total * run.element
         if not partitioned_gradients:
@@ -260,33 +279,33 @@ def _stage12(run: _Run, *, partitioned_gradients: bool) -> States:
         else:
             gradients = 0
             host += touched * run.element if run.accumulates else 0
-        return States(weights, gradients, 0, host=host, buffers=buffers)
+        return StateBytes(weights, gradients, 0, host=host, buffers=buffers)
     if not partitioned_gradients:
         gradients = run.numel * (FP32 if separate else run.element)
     elif separate:
         gradients = total * FP32
     else:
         gradients = touched * run.element
-    return States(weights, gradients, optimizer, buffers=buffers)
+    return StateBytes(weights, gradients, optimizer, buffers=buffers)
 
 
-def _by_rank(group: Group, ranks: int) -> list[int]:
-    """What each of all ranks touches of a group that perhaps fewer share."""
+def _by_rank(group: OptimizerGroup, ranks: int) -> list[int]:
+    """``group.touched`` for all ``ranks``, of which several may have the same range."""
     return [size for size in group.touched for _ in range(ranks // group.ranks)]
 
 
-def _moments12(group: Group, partition: int, run: _Run) -> int:
-    """Muon keeps the momentum of whole parameters, in its gradients' precision."""
+def _moments12(group: OptimizerGroup, partition: int, run: _Run) -> int:
+    """Bytes of moments of a group. Muon stores the momentum of full parameters in the gradients' dtype."""
     if group.muon and not run.offloaded:
         return max(group.touched) * run.element
     return partition * group.state_bytes
 
 
-def stage3(run: _Run) -> States:
+def stage3(run: _Run) -> StateBytes:
     partitions = [sum(-(-size // run.ranks) for size in group.sizes) for group in run.groups]
     total = sum(partitions)
     threshold = int(_either(run.settings, "param_persistence_threshold", PERSISTENCE))
-    # One rank gathers without copying.
+    # A single rank gathers without copying.
     persistent = (
         0
         if run.ranks == 1
@@ -299,34 +318,37 @@ def stage3(run: _Run) -> States:
     weights = (total + _secondary(run)) * run.element
     bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
     buffers = (
-        bucket + (_live(run) if run.ranks > 1 or run.parameter_place is not Place.none else 0)
+        bucket + (_live(run) if run.ranks > 1 or run.parameter_device is not OffloadDevice.none else 0)
     ) * run.element
     host = nvme = 0
-    if run.optimizer_place is Place.cpu:
+    if run.optimizer_device is OffloadDevice.cpu:
         host += optimizer + total * FP32 + gradients
         optimizer = gradients = 0
-    elif run.optimizer_place is Place.nvme:
+    elif run.optimizer_device is OffloadDevice.nvme:
         host += gradients
         nvme += optimizer + total * FP32
         optimizer = gradients = 0
-    if run.parameter_place is Place.cpu:
+    if run.parameter_device is OffloadDevice.cpu:
         host, weights = host + weights, 0
-    elif run.parameter_place is Place.nvme:
+    elif run.parameter_device is OffloadDevice.nvme:
         nvme, weights = nvme + weights, 0
-    return States(
+    return StateBytes(
         weights + persistent * run.element, gradients, optimizer, host=host, nvme=nvme, buffers=buffers
     )
 
 
 def _secondary(run: _Run) -> int:
-    """Elements of ZeRO++'s hpZ: from a parameter's first use in a step to the step's end, a rank holds its part of a second copy that
-    ``zero_hpz_partition_size`` ranks share."""
+    """Elements of ZeRO++'s secondary partition (hpZ).
+
+    From the first use of a parameter to the end of the step, a rank stores its part of a second copy of the
+    parameter, which ``zero_hpz_partition_size`` ranks share.
+    """
     size = int(run.settings.get("zero_hpz_partition_size", 1))
     return sum(_padded(spec.numel, run.ranks) // size for spec in run.parameters) if size > 1 else 0
 
 
 def _live(run: _Run) -> int:
-    """Elements gathered at a time: one block (or the largest parameter outside blocks) and what is fetched ahead of it."""
+    """Elements gathered at a time: one block, or the largest other parameter, and prefetched parameters."""
     blocks: dict[int, int] = {}
     largest = 0
     for spec in run.parameters:
@@ -339,7 +361,7 @@ def _live(run: _Run) -> int:
 
 
 def _either(settings: Mapping[str, Any], name: str, default: int) -> Any:
-    """DeepSpeed reads these ZeRO-3 keys with and without their prefix."""
+    """The value of a ZeRO 3 key, which DeepSpeed reads with and without its prefix."""
     return settings.get(f"stage3_{name}", settings.get(name, default))
 
 
@@ -347,4 +369,4 @@ def _padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-STAGES: dict[int, Callable[[_Run], States]] = {0: stage0, 1: stage1, 2: stage2, 3: stage3}
+STAGES: dict[int, Callable[[_Run], StateBytes]] = {0: stage0, 1: stage1, 2: stage2, 3: stage3}

@@ -1,14 +1,19 @@
-"""Bytes of states a rank holds under Megatron-core 0.16, tensor by tensor, as its buffers and optimizers allocate them.
+"""Bytes of parameters, gradients and optimizer states on a rank under Megatron-core 0.16.
 
-    parameters   without the distributed optimizer each parameter by itself; with it a flat buffer of each model chunk, in which a
-                 parameter begins at a multiple of 64 elements and a bucket ends at a multiple of lcm(ranks, 128)
-    gradients    a flat fp32 buffer of the same length, whole on every rank, in every precision; what backward makes besides is added to
-                 it parameter by parameter and freed
-    optimizer    in 16 bits an fp32 copy of the weights (in fp32 they are their own masters), and the optimizer's tensors; with the
-                 distributed optimizer only this rank's range of each bucket
+    parameters   without the distributed optimizer one tensor per parameter; with it one flat buffer per model
+    chunk, in
+                 which parameters begin at multiples of 64 elements and buckets end at multiples of lcm(ranks,
+                 128)
+    gradients    a flat fp32 buffer of the same length, replicated on every rank, in every precision; backward
+    adds each
+                 parameter's gradient to it and frees the gradient
+    optimizer    an fp32 copy of 16-bit weights (fp32 weights are their own master copy) and the optimizer's
+    tensors; with
+                 the distributed optimizer only this rank's range of each bucket
 
-Adam has moments M = 8 bytes an element, SGD 4 with momentum and 0 without. n elements on the rank (what the tensor, pipeline and expert
-axes leave), N of them with padding, d ranks that share the range: data x context, for experts that by expert; e bytes an element.
+Adam has moments of M = 8 bytes per element, SGD 4 with momentum and 0 without. The rank has n elements after
+tensor, pipeline and expert parallelism, and N elements with padding. The range is shared by d ranks: data x
+context, for experts data x context / expert.
 
                               parameters   gradients   optimizer
     stage 0, fp32             4 n          4 n         M n
@@ -16,11 +21,13 @@ axes leave), N of them with padding, d ranks that share the range: data x contex
     stages 1 and 2, fp32      4 N          4 N         M N / d
     stages 1 and 2, 16 bits   2 N          4 N         (4 + M) N / d
 
-With tied embeddings and several stages the last one has a copy of the embedding, with gradient and optimizer state of its own.
+With tied embeddings and several stages, the last stage has its own copy of the embedding, its gradient and
+its state.
 
-Sources: megatron/core/distributed/param_and_grad_buffer.py (_ParamAndGradBuffer.__init__), distributed_data_parallel.py,
-optimizer/distrib_optimizer.py (_build_model_and_main_param_groups), transformer/transformer_block.py (get_num_layers_to_build),
-models/common/language_module/language_module.py (setup_embeddings_and_output_layer).
+Sources: megatron/core/distributed/param_and_grad_buffer.py (_ParamAndGradBuffer.__init__),
+distributed_data_parallel.py, optimizer/distrib_optimizer.py (_build_model_and_main_param_groups),
+transformer/transformer_block.py (get_num_layers_to_build), models/common/language_module/language_module.py
+(setup_embeddings_and_output_layer).
 """
 
 from __future__ import annotations
@@ -29,27 +36,37 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import OptimConfig, OptimizerName, Precision, RunConfig
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import EMBEDDING, MegatronTensor, TensorCut
 from toolkit.layout.axes import Axes
-from toolkit.plan.activations_megatron import Layout, block_bytes, boundary_bytes, head_bytes, in_flight
+from toolkit.plan.activations_megatron import (
+    ActivationLayout,
+    block_bytes,
+    boundary_bytes,
+    head_bytes,
+    in_flight,
+)
 from toolkit.plan.megatron import padded_vocabulary, sequence_parallel, virtual_stages
 from toolkit.plan.types import BatchPlan, Device, MemoryPlan
 
 FP32 = 4
-START, END = 64, 128  # elements: where a parameter begins, where a bucket ends
+START, END = 64, 128  # alignment in elements of the start of a parameter and the end of a bucket
 
 
 def stage_memory(
     config: RunConfig, shape: ModelShape, axes: Axes, batch: BatchPlan, device: Device
 ) -> list[MemoryPlan]:
-    """Of a rank of each pipeline stage. Transfers work in place, so there are no buffers but what sequence parallelism gathers."""
+    """Memory of one rank of each pipeline stage.
+
+    The only buffers are those that sequence parallelism gathers into.
+    """
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     spread = axes.tensor if sequence_parallel(config) else 1
-    layout = Layout(
+    layout = ActivationLayout(
+        traits=get_family(shape.family).traits,
         tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context),
         sequences=batch.micro_batch,
         context=axes.context,
@@ -57,7 +74,7 @@ def stage_memory(
         spread=spread,
         element=FP32 if config.precision.name is Precision.fp32 else 2,
         fused_norms=device is Device.CUDA,
-        documents=config.data.documents is Documents.separate,
+        documents=config.data.documents is DocumentMasking.separate,
     )
     gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
@@ -85,8 +102,8 @@ def stage_memory(
     return found
 
 
-def _blocks(config: RunConfig, shape: ModelShape, layout: Layout, layers: int, passes: int) -> int:
-    """Activations of ``passes`` forward passes through ``layers`` blocks each."""
+def _blocks(config: RunConfig, shape: ModelShape, layout: ActivationLayout, layers: int, passes: int) -> int:
+    """Bytes of activations of ``passes`` forward passes through ``layers`` blocks each."""
     given = config.engine.megatron
     whole, boundary = block_bytes(shape, layout), boundary_bytes(shape, layout)
     whole_blocks = config.train.activation_checkpointing
@@ -102,15 +119,15 @@ def _blocks(config: RunConfig, shape: ModelShape, layout: Layout, layers: int, p
         )
     if granularity != "full":
         return passes * layers * whole
-    if method == "block":  # the first ``size`` of a chunk are recomputed, one by one
+    if method == "block":  # the first ``size`` blocks of a chunk are recomputed, one at a time
         again = min(size, layers)
         return passes * (again * boundary + (layers - again) * whole) + whole
     return passes * -(-layers // size) * boundary + min(size, layers) * whole
 
 
 @dataclass(frozen=True, slots=True)
-class StageStates:
-    """Bytes on each rank of one pipeline stage; ``layers`` is how many blocks it has."""
+class StageStateBytes:
+    """Bytes on each rank of one pipeline stage; ``layers`` is its number of blocks."""
 
     layers: int
     parameters: int
@@ -119,7 +136,10 @@ class StageStates:
 
 
 def stage_layers(shape: ModelShape, stages: int, given: Mapping[str, object]) -> list[int]:
-    """How many blocks each stage has; ``given``: the user's own keys, which may size the first and the last."""
+    """Number of blocks of each stage.
+
+    ``given`` are the user's keys, which may set the size of the first and last stage.
+    """
     sized = {
         0: given.get("num_layers_in_first_pipeline_stage"),
         stages - 1: given.get("num_layers_in_last_pipeline_stage"),
@@ -131,8 +151,10 @@ def stage_layers(shape: ModelShape, stages: int, given: Mapping[str, object]) ->
 
 
 def stage_chunks(layers: Sequence[int], chunks: int) -> list[list[range]]:
-    """The global numbers of blocks in each chunk of each stage. With virtual stages the chunks go round: with 8 blocks, 2 stages and 2
-    chunks, stage 0 has blocks 0 1 and 4 5."""
+    """Global block indices of each chunk of each stage.
+
+    Virtual stages are interleaved: with 8 blocks, 2 stages and 2 chunks, stage 0 has blocks 0 1 and 4 5.
+    """
     found: list[list[range]] = [[] for _ in layers]
     first = 0
     for _ in range(chunks):
@@ -142,13 +164,16 @@ def stage_chunks(layers: Sequence[int], chunks: int) -> list[list[range]]:
     return found
 
 
-def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates]:
-    """Of each pipeline stage. What the tensor axis does not divide is counted as if it did, rounded up: a rule refuses it."""
+def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateBytes]:
+    """Bytes of each pipeline stage.
+
+    Sizes that ``tensor`` does not divide are rounded up; a rule refuses such runs.
+    """
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
     chunks = stage_chunks(layers, virtual_stages(config))
     tensors = get_family(shape.family).megatron_tensors(shape)
     element = FP32 if config.precision.name is Precision.fp32 else 2
-    kept = _state_bytes(config.optim) + (FP32 if element != FP32 else 0)
+    state = _state_bytes(config.optim) + (FP32 if element != FP32 else 0)
     found = []
     for stage, count in enumerate(layers):
         parameters = gradients = optimizer = 0
@@ -157,12 +182,12 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates
                 stage == 0 and number == 0,
                 stage == axes.pipeline - 1 and number == len(chunks[stage]) - 1,
             )
-            held = list(_chunk(tensors, blocks, *ends, shape=shape, axes=axes))
+            parts = list(_chunk(tensors, blocks, *ends, shape=shape, axes=axes))
             for expert in (False, True):
-                sizes = [size for size, is_expert, _ in held if is_expert is expert]
+                sizes = [size for size, is_expert, _ in parts if is_expert is expert]
                 ranks = axes.data * axes.context // (axes.expert if expert else 1)
                 own_bucket = (
-                    {index for index, (_, _, tied) in enumerate(held) if tied} if not expert else set()
+                    {index for index, (_, _, tied) in enumerate(parts) if tied} if not expert else set()
                 )
                 if not sizes:
                     continue
@@ -174,21 +199,24 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStates
                 parameters, gradients, optimizer = (
                     parameters + numel * element,
                     gradients + numel * FP32,
-                    optimizer + share * kept,
+                    optimizer + share * state,
                 )
-        found.append(StageStates(count, parameters, gradients, optimizer))
+        found.append(StageStateBytes(count, parameters, gradients, optimizer))
     return found
 
 
 def buffer_elements(
     sizes: Sequence[int], ranks: int, own_bucket: set[int] | frozenset[int] = frozenset()
 ) -> int:
-    """Elements of the flat buffer of parameters of ``sizes``, in the model's order; those in ``own_bucket`` (a tied embedding) get a
-    bucket of their own. The buckets that a large model is cut into besides pad it by less than 128 elements each, left out here."""
+    """Elements of the flat buffer of parameters with ``sizes``, in the model's order.
+
+    Parameters in ``own_bucket`` (a tied embedding) get their own bucket. The padding between the other
+    buckets of a large model, less than 128 elements each, is not counted.
+    """
     bucket = math.lcm(ranks, END)
     end = 0
     open_bucket = False
-    for index in reversed(range(len(sizes))):  # as backward comes to them
+    for index in reversed(range(len(sizes))):  # in the order of the backward pass
         start = _padded(end, START)
         if index in own_bucket and open_bucket:
             start = _padded(end, bucket)
@@ -208,7 +236,7 @@ def _chunk(
     shape: ModelShape,
     axes: Axes,
 ) -> Iterator[tuple[int, bool, bool]]:
-    """Of each parameter of a model chunk on one rank: elements, whether it goes with the experts, whether it is a tied embedding."""
+    """Yield (elements, is an expert, is a tied embedding) of each parameter of a model chunk on a rank."""
     experts = max(1, shape.num_local_experts) // axes.expert
     tied = shape.tie_word_embeddings
     for tensor in tensors:
@@ -217,7 +245,7 @@ def _chunk(
             if first if before else last:
                 yield _elements(tensor, axes.tensor), False, tied and tensor.name == EMBEDDING
         elif tensor.layer in blocks and (tensor.expert is None or tensor.expert < experts):
-            # Without an expert axis Megatron-core treats an expert's weights as any other's.
+            # Without expert parallelism Megatron-core treats experts' weights like other weights.
             yield _elements(tensor, axes.tensor), tensor.expert is not None and axes.expert > 1, False
     if tied and last and not first:
         embedding = next(tensor for tensor in tensors if tensor.name == EMBEDDING)
@@ -225,7 +253,7 @@ def _chunk(
 
 
 def _elements(tensor: MegatronTensor, ranks: int) -> int:
-    """What one tensor rank holds."""
+    """Elements of ``tensor`` on one of ``ranks`` tensor-parallel ranks."""
     if tensor.cut is TensorCut.whole:
         return math.prod(tensor.shape)
     if tensor.cut is TensorCut.vocabulary:

@@ -1,4 +1,4 @@
-"""A plan shown: ``plan.json`` for programs, a table for people."""
+"""Show a plan: ``plan.json`` for programs, a table for the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import EngineName, ScheduleName
 from toolkit.plan.devices import memory_bytes
-from toolkit.plan.flops import flops_per_step, hardware_flops, model_flops, peak_flops, without_utilisation
+from toolkit.plan.flops import flops_per_step, hardware_flops, model_flops, peak_flops, why_no_utilisation
 from toolkit.plan.replica_check_gaps import replica_check_gaps
 from toolkit.plan.schedule import decay_span, learning_rate
 from toolkit.plan.types import Device, RunPlan
@@ -20,7 +20,10 @@ FORMAT_VERSION = 1
 
 
 def to_json(plan: RunPlan) -> dict[str, Any]:
-    """``plan.json``: plain JSON types, sizes in bytes and sequences, stable keys. What is unknown is null."""
+    """The content of ``plan.json``: plain JSON types, sizes in bytes and sequences, stable keys.
+
+    Unknown values are null.
+    """
     memory = plan.memory
     return {
         "format_version": FORMAT_VERSION,
@@ -51,7 +54,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
 
 
 def table(plan: RunPlan) -> RenderableType:
-    """Everything a person asks before starting, as tables of the terminal."""
+    """The plan as tables for the terminal."""
     from rich.console import Group
     from rich.json import JSON
     from rich.table import Table
@@ -87,8 +90,10 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield (
             "model",
             (
-                f"{shape.family}, {count:,} parameters: {shape.num_hidden_layers} layers of {shape.hidden_size}, "
-                f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary {shape.vocab_size:,}"
+                f"{shape.family}, {count:,} parameters: {shape.num_hidden_layers} layers of "
+                f"{shape.hidden_size}, "
+                f"{shape.num_attention_heads}/{shape.num_key_value_heads} heads, vocabulary "
+                f"{shape.vocab_size:,}"
             ),
         )
     else:
@@ -97,7 +102,8 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield (
         "batch",
         (
-            f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {batch.data_parallel} data ranks x "
+            f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {batch.data_parallel} data "
+            f"ranks x "
             f"accumulation {_accumulation(plan)}"
         ),
     )
@@ -119,7 +125,7 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield (
             "MFU",
             (
-                f"none: {without_utilisation(plan)}"
+                f"none: {why_no_utilisation(plan)}"
                 if peak is None
                 else f"of {peak / 1e12:.1f} TFLOP/s a GPU, the dense 16-bit peak of {world.gpu}"
             ),
@@ -127,7 +133,10 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _flops(plan: RunPlan) -> dict[str, float | None]:
-    """What throughput and utilisation are reckoned with (plan/flops.py): constants of all rows of metrics. What is unknown is null."""
+    """The constants from which throughput and utilisation are computed (plan/flops.py).
+
+    Unknown values are None.
+    """
     return {
         "model_per_token": model_flops(plan),
         "hardware_per_token": hardware_flops(plan),
@@ -136,42 +145,44 @@ def _flops(plan: RunPlan) -> dict[str, float | None]:
 
 
 def _compute(plan: RunPlan) -> str:
-    a_step, a_token, done, peak = (
+    per_step, model, hardware, peak = (
         flops_per_step(plan),
         model_flops(plan),
         hardware_flops(plan),
         peak_flops(plan),
     )
-    assert a_step is not None, "a family says what its models compute"
-    assert a_token is not None
-    assert done is not None
-    text = f"{a_step:.3g} model FLOPs a step, {a_token:.3g} a token"
-    if done > a_token:
-        text += f" (x {done / a_token:.2f} with what is recomputed)"
+    assert per_step is not None
+    assert model is not None
+    assert hardware is not None
+    text = f"{per_step:.3g} model FLOPs a step, {model:.3g} a token"
+    if hardware > model:
+        text += f" (x {hardware / model:.2f} with recomputation)"
     if peak is not None:
         ranks = plan.world.ranks
-        text += f"; at {ranks} x {peak / 1e12:.0f} TFLOP/s no less than {a_step / (peak * ranks):.3g} s"
+        text += f"; at {ranks} x {peak / 1e12:.0f} TFLOP/s at least {per_step / (peak * ranks):.3g} s"
     return text
 
 
 def _engine(plan: RunPlan) -> str:
-    """With what is sharded over the data ranks."""
+    """The engine, and what it shards over the data ranks."""
     config, name = plan.config, plan.config.engine.name.value
     if config.engine.name is EngineName.deepspeed:
         return f"{name}, ZeRO stage {config.zero.stage}"
     if config.engine.name is EngineName.megatron:
-        return f"{name}, {'distributed optimizer: states' if config.zero.stage else 'nothing'} sharded over data and context ranks"
+        sharded = "distributed optimizer: states" if config.zero.stage else "nothing"
+        return f"{name}, {sharded} sharded over data and context ranks"
     return name
 
 
 def _fit(plan: RunPlan) -> str:
-    """What does not fit is refused before there is a plan to show."""
+    """Whether the run fits in memory. A run that does not fit has no plan."""
     memory, have = plan.memory, memory_bytes(plan.world)
     assert memory is not None
     if plan.world.device is Device.CPU:
         return f"{_gb(memory.device_total)} GB a rank"
     if have is None:
-        return f"{_gb(memory.device_total)} GB a rank; whether that fits is not known: name the GPU with cluster.gpu=KIND"
+        why = "the GPU's memory is not known: name the GPU with cluster.gpu=KIND"
+        return f"{_gb(memory.device_total)} GB a rank; {why}"
     return f"fits: {_gb(memory.device_total)} GB of {_gb(have)} GB a GPU ({memory.device_total / have:.0%})"
 
 
@@ -191,7 +202,7 @@ def _memory_table(plan: RunPlan) -> RenderableType:
     memory = plan.memory
     assert memory is not None
     have = memory_bytes(plan.world) if plan.world.device is Device.CUDA else None
-    shown = Table(title="bytes a rank (the fullest)", title_justify="left")
+    shown = Table(title="memory of the rank with the most", title_justify="left")
     shown.add_column("on the device" if plan.world.device is Device.CUDA else "in memory")
     shown.add_column("GB", justify="right")
     for name in ("parameters", "gradients", "optimizer", "activations", "buffers"):

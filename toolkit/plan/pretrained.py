@@ -1,4 +1,4 @@
-"""``model.pretrained``: the sizes of the model stand in its ``config.json``. This is the one part of planning that reads files."""
+"""Read the sizes of ``model.pretrained`` from its ``config.json``. No other part of planning reads files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from toolkit.families.model_files import parse_model_config
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill the sizes that are null from the pretrained model's configuration; without ``model.pretrained``, ``config`` itself.
+    """Fill the sizes that are null from the pretrained model's configuration.
 
-    Raises: as :func:`resolve_model`.
+    Raises as :func:`resolve_model`.
     """
     model = resolve_model(config.model)
     return config if model is config.model else replace(config, model=model)
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """The same for the model alone.
+    """As :func:`resolve`, for the model section.
 
-    What decides training rather than shape (dropout, the router's loss, initial weights) stays as the run says.
+    Keys of training (dropout, router loss, initial weights) do not change.
 
     Raises:
-        InputError: there is no such model, or it is of a kind that no family covers.
-        PlanError: a size that was written differs from the model's.
+        InputError: the model does not exist, or no family covers its model type.
+        PlanError: a size in ``model`` differs from that of the pretrained model.
     """
     if model.pretrained is None or model.target is not None:
         return model
@@ -58,8 +58,9 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
                 Problem(
                     f"model.{field.name}",
                     f"model.{field.name}={ours}, but {model.pretrained} has {theirs}",
-                    "a pretrained model keeps its own sizes",
-                    f"leave model.{field.name} out (model=pretrained), or drop model.pretrained: random weights",
+                    "the sizes of a pretrained model are fixed",
+                    f"leave out model.{field.name} (model=pretrained), or drop model.pretrained for random "
+                    f"weights",
                 )
             )
     if problems:
@@ -91,7 +92,7 @@ def _download(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json"))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise _unreadable(
-            name, f"no such folder, and the hub answers: {str(error).splitlines()[0]}"
+            name, f"there is no such folder, and the hub responds: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -1,10 +1,11 @@
-"""What of the model one rank holds under DeepSpeed's axes, in canonical tensors.
+"""The parameters of one rank under DeepSpeed, in canonical tensors.
 
-tensor     what plan/deepspeed.py has AutoTP cut: rows of q, k, v, gate, up and of an output layer that is not tied; columns of o
-           and down; everything else whole
+tensor     rows of q, k, v, gate, up and of an untied output layer, and columns of o and down, as
+plan/deepspeed.py
+           configures AutoTP; all other parameters are replicated
 pipeline   the stages of plan/stages.py
-expert     some of the experts of each layer: the first dim of the fused tensors
-context    everything
+expert     some experts of each layer: a slice of the first dim of the fused tensors
+context    all parameters
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from toolkit.plan.deepspeed import tensor_dim
 def rank_parameters(
     shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes
 ) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
-    """For each pipeline stage: how many blocks its ranks hold, and the parameters, with their sizes on a rank.
+    """For each pipeline stage, the number of blocks and the parameters with their sizes on a rank.
 
-    What an axis does not divide is rounded up: a rule refuses it.
+    Sizes that an axis does not divide are rounded up; a rule refuses such runs.
     """
     if axes.pipeline == 1 or shape.num_hidden_layers < axes.pipeline:
         found = [(shape.num_hidden_layers, tuple(parameters))]

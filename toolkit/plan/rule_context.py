@@ -1,4 +1,4 @@
-"""What a rule looks at. Parts that could not be settled are None; their own problem is reported already."""
+"""The input of a rule, and helpers that build its problems."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from enum import Enum
 
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import Problem, Severity
-from toolkit.families import FAMILIES
-from toolkit.families.base import FamilyTraits, ModelShape, ParameterSpec
+from toolkit.families.base import Family, FamilyTraits, ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan.types import BatchPlan, MemoryPlan, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
+    """A run as far as it could be decided.
+
+    Parts that could not be decided are None; their problem is reported already.
+    """
+
     config: RunConfig
     world: World
+    family: Family | None = None
     shape: ModelShape | None = None
     parameters: tuple[ParameterSpec, ...] = ()
     axes: Axes | None = None
     batch: BatchPlan | None = None
     memory: MemoryPlan | None = None
+    engine_problems: tuple[Problem, ...] = ()  # of engine.deepspeed.* and engine.megatron.*
 
     @property
     def deepspeed(self) -> bool:
@@ -38,9 +44,8 @@ class RuleContext:
 
     @property
     def traits(self) -> FamilyTraits | None:
-        """Of the model's family; None where there is none, or none of that name."""
-        family = FAMILIES.get(self.config.model.family or "")
-        return None if family is None else family.traits
+        """FamilyTraits of the model's family; None if there is no family of that name."""
+        return None if self.family is None else self.family.traits
 
     @property
     def numel(self) -> int:
@@ -48,7 +53,7 @@ class RuleContext:
 
     @property
     def sizes_are_free(self) -> bool:
-        """Whether a remedy may suggest other sizes of the model. A pretrained model keeps its own."""
+        """Whether a remedy may suggest other sizes of the model; a pretrained model has fixed sizes."""
         return self.config.model.pretrained is None
 
 
@@ -56,17 +61,18 @@ Rule = Callable[[RuleContext], Iterator[Problem]]
 
 
 def seen(config: RunConfig, *keys: str) -> str:
-    """``zero.stage=3, parallel.pipeline=2``: keys with their values, as they would be typed."""
+    """``zero.stage=3, parallel.pipeline=2``: keys with their values, as a user would type them."""
     return ", ".join(f"{key}={_typed(_value(config, key))}" for key in keys)
 
 
 def refuse(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
-    """A problem about the space-separated ``keys``, the first of which is at fault."""
+    """An error about the space-separated ``keys``; the first one is at fault."""
     names = keys.split()
     return Problem(names[0], seen(config, *names), rule, remedy)
 
 
 def warn(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
+    """As :func:`refuse`, but a warning."""
     names = keys.split()
     return Problem(names[0], seen(config, *names), rule, remedy, Severity.WARNING)
 

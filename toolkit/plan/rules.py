@@ -1,17 +1,12 @@
-"""Every rule of a run, in the order in which their problems are shown. One function a rule, pure; all are always asked."""
+"""Every rule of a run, in the order in which problems are shown.
+
+A rule is a pure function, and all rules always run.
+"""
 
 from __future__ import annotations
 
 from toolkit.errors import Problem
-from toolkit.plan import (
-    rules_axes,
-    rules_documents,
-    rules_engine,
-    rules_layout,
-    rules_machine,
-    rules_megatron,
-    rules_training,
-)
+from toolkit.plan import rules_axes, rules_engine, rules_layout, rules_machine, rules_megatron, rules_training
 from toolkit.plan.rule_context import Rule, RuleContext
 
 RULES: tuple[Rule, ...] = (
@@ -20,13 +15,15 @@ RULES: tuple[Rule, ...] = (
     *rules_axes.RULES,
     *rules_layout.RULES,
     *rules_training.RULES,
-    *rules_documents.RULES,
     *rules_machine.RULES,
 )
 
 
 def check(ctx: RuleContext) -> list[Problem]:
-    """Problems of all rules; of several about the same thing seen, or the same key of the engine's own, the first."""
+    """The problems that all rules find.
+
+    Of several with the same key and value, or about the same engine key, the first.
+    """
     found: dict[tuple[str, str], Problem] = {}
     for rule in RULES:
         for problem in rule(ctx):

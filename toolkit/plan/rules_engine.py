@@ -1,12 +1,11 @@
-"""Rules of the engines: what each can carry out, and what DeepSpeed 0.19.8 would do wrong without saying so."""
+"""Rules about what the local engine and DeepSpeed 0.19.8 can run, and what DeepSpeed silently gets wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.config import vendor
-from toolkit.config.schema import EngineName, OptimizerKernel, OptimizerName, Place, Precision
+from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed import accumulates_in_fp32
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
@@ -19,18 +18,21 @@ def local_is_one_rank(ctx: RuleContext) -> Iterator[Problem]:
             "engine.name",
             f"engine.name=local with {ctx.world.ranks} ranks",
             "the local engine is one process",
-            "write engine=deepspeed, or start one rank: python launch/train.py cluster.nodes=1 cluster.cpu_ranks=1 "
+            "write engine=deepspeed, or start one rank: python launch/train.py cluster.nodes=1 "
+            "cluster.cpu_ranks=1 "
             "(cluster.gpus_per_node=1 on GPUs)",
         )
 
 
 def vendor_keys(ctx: RuleContext) -> Iterator[Problem]:
-    yield from vendor.problems(ctx.config)
+    yield from ctx.engine_problems
 
 
 def sixteen_bits_need_a_stage(ctx: RuleContext) -> Iterator[Problem]:
-    """BF16_Optimizer and the FP16 optimizers take a step with zero gradients while they are made: Adam's step count starts at 1
-    and the weights decay once. Measured: 1.4e-2 in the loss."""
+    """The constructors of BF16_Optimizer and the FP16 optimizers take a step with zero gradients.
+
+    Adam's step count starts at 1, and the weights decay once. Measured: 1.4e-2 in the loss.
+    """
     if ctx.deepspeed and ctx.config.zero.stage == 0 and ctx.config.precision.name is not Precision.fp32:
         yield refuse(
             ctx.config,
@@ -40,7 +42,7 @@ def sixteen_bits_need_a_stage(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
-def bf16_sums(ctx: RuleContext) -> Iterator[Problem]:
+def gradients_accumulate_in_bf16(ctx: RuleContext) -> Iterator[Problem]:
     config = ctx.config
     if (
         not ctx.deepspeed
@@ -56,37 +58,37 @@ def bf16_sums(ctx: RuleContext) -> Iterator[Problem]:
         and _get(config.engine.deepspeed, "data_types.grad_accum_dtype") is None
     ):
         better = (
-            "write zero=stage2, which sums in fp32"
-            if config.zero.stage == 1 and config.offload.optimizer is Place.none
-            else "write zero=stage3, which sums in fp32"
+            "write zero=stage2, which accumulates in fp32"
+            if config.zero.stage == 1 and config.offload.optimizer is OffloadDevice.none
+            else "write zero=stage3, which accumulates in fp32"
         )
         if config.parallel.pipeline > 1:
             better = "write +engine.deepspeed.data_types.grad_accum_dtype=fp32"
         yield warn(
             config,
             "zero.stage precision.name offload.optimizer",
-            f"the gradients of {steps} micro-batches are summed in bf16, which loses small ones",
+            f"the gradients of {steps} micro-batches accumulate in bf16, which loses small values",
             f"{better}, or raise train.micro_batch",
         )
 
 
 def kernel_fits(ctx: RuleContext) -> Iterator[Problem]:
     config, kernel = ctx.config, ctx.config.optim.kernel
-    offloaded = config.offload.optimizer is not Place.none
+    offloaded = config.offload.optimizer is not OffloadDevice.none
     if kernel in (OptimizerKernel.auto, OptimizerKernel.torch) or ctx.megatron:
         return
     if config.optim.name is not OptimizerName.adamw:
         yield refuse(
             config,
             "optim.kernel optim.name",
-            "only adamw has other kernels than torch's",
+            "only adamw has kernels other than torch's",
             "write optim.kernel=auto",
         )
     elif kernel is OptimizerKernel.cpu and not (ctx.deepspeed and offloaded):
         yield refuse(
             config,
             "optim.kernel offload.optimizer engine.name",
-            "DeepSpeed's CPU Adam runs where the optimizer is offloaded",
+            "DeepSpeed's CPU Adam runs only if the optimizer is offloaded",
             "write offload=cpu_optimizer, or optim.kernel=auto",
         )
     elif kernel is OptimizerKernel.cpu and not ctx.world.has_compiler:
@@ -100,13 +102,13 @@ def kernel_fits(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "optim.kernel",
             f"optim.kernel=fused on {ctx.world.device}, offload.optimizer={config.offload.optimizer.value}",
-            "the fused kernel runs on a GPU that holds the optimizer's states",
+            "the fused kernel runs on a GPU that has the optimizer's states",
             "write optim.kernel=auto",
         )
 
 
 def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """DeepSpeed gives to Muon each tensor of two or more dims whose name has neither ``embed`` nor ``lm_head``."""
+    """DeepSpeed applies Muon to tensors with two or more dims and no ``embed`` or ``lm_head`` in the name."""
     config, optim = ctx.config, ctx.config.optim
     if optim.name is not OptimizerName.muon:
         return
@@ -114,7 +116,7 @@ def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
         yield warn(
             config,
             "optim.momentum optim.name",
-            "Muon orthogonalises a running average of gradients; momentum 0 keeps none",
+            "Muon orthogonalises a running average of gradients, and momentum 0 disables the average",
             "write optim.momentum=0.95",
         )
     if not ctx.deepspeed:
@@ -123,24 +125,25 @@ def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             config,
             "optim.clip optim.name",
-            "Muon runs unclipped: DeepSpeed clips updates under ZeRO 1-3, gradients under 0",
+            "Muon runs without clipping: DeepSpeed would clip updates under ZeRO 1-3, and gradients under "
+            "ZeRO 0",
             "write optim.clip=0",
         )
     if ctx.traits is not None and ctx.traits.muon is not None:
         yield refuse(config, "optim.name model.family", ctx.traits.muon, "write optim=adamw")
-    if Place.nvme in (config.offload.optimizer, config.offload.parameters):
+    if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
         yield refuse(
             config,
             "optim.name offload.optimizer",
-            "Muon's momentum does not go to NVMe",
+            "Muon's momentum cannot be offloaded to NVMe",
             "write offload=cpu, or optim=adamw",
         )
 
 
-# -- Keys of the user's own that DeepSpeed accepts and that change the run silently, or not at all. Those that are wrong in every run
-# are refused by config/vendor.py; these depend on the run.
+# -- DeepSpeed keys of the user that silently change the run or have no effect, depending on the run. Keys
+# that are wrong in every run are refused by config/vendor.py.
 
-Test = Callable[[Any, RuleContext], bool]
+Condition = Callable[[Any, RuleContext], bool]
 
 
 def _on(value: Any, ctx: RuleContext) -> bool:
@@ -159,8 +162,8 @@ def _partial_below_stage3(value: Any, ctx: RuleContext) -> bool:
     return isinstance(value, int | float) and value < 1 and ctx.config.zero.stage != 3
 
 
-def _other_than_the_runs(value: Any, ctx: RuleContext) -> bool:
-    """fp32 is exact in any run."""
+def _other_precision(value: Any, ctx: RuleContext) -> bool:
+    """fp32 is exact in every run."""
     return value not in (None, Precision.fp32.value, ctx.config.precision.name.value)
 
 
@@ -168,24 +171,24 @@ def _hpz_below_stage3(value: Any, ctx: RuleContext) -> bool:
     return isinstance(value, int) and value > 1 and ctx.config.zero.stage != 3
 
 
-# key, when it is wrong, why, what to do
-SILENT: tuple[tuple[str, Test, str, str], ...] = (
+# (key, condition, rule, remedy)
+SILENT: tuple[tuple[str, Condition, str, str], ...] = (
     (
         "bf16.check_grad_overflow",
         _off,
-        "every engine skips a step whose gradient is not finite (train.on_nonfinite)",
+        "every engine skips steps with a non-finite gradient (train.on_nonfinite)",
         "leave it out",
     ),
     (
         "zero_optimization.compute_grad_norm",
         _off,
-        "without a norm there is no clipping, and metrics have no grad_norm",
+        "clipping and the metric grad_norm need the norm",
         "leave it out",
     ),
     (
         "zero_optimization.zenflow",
         _on,
-        "ZenFlow updates weights with old gradients, so no other engine repeats the run",
+        "ZenFlow updates weights with old gradients, so no other engine can reproduce the run",
         "leave it out",
     ),
     (
@@ -215,14 +218,15 @@ SILENT: tuple[tuple[str, Test, str, str], ...] = (
     (
         "zero_optimization.zero_hpz_partition_size",
         _hpz_below_stage3,
-        "hpZ keeps a second copy of weights that ZeRO 3 cuts",
+        "hpZ keeps a second copy of the weights that ZeRO 3 shards",
         "write zero=stage3, or leave it out",
     ),
     *(
         (
             key,
-            _other_than_the_runs,
-            "gradients are rounded to it, which the run's precision does not, so no other engine repeats the run",
+            _other_precision,
+            "gradients would be rounded to another precision than the run's, and no other engine could "
+            "reproduce it",
             "leave it out, or write precision=bf16 or precision=fp16",
         )
         for key in (
@@ -244,8 +248,11 @@ def silently_wrong_keys(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def hpz_divides_the_ranks(ctx: RuleContext) -> Iterator[Problem]:
-    """DeepSpeed asserts it when the ranks have started, and takes fewer ranks without a message if there are not as many. With a tensor
-    axis another rule refuses hpZ."""
+    """DeepSpeed asserts this after the ranks have started, and silently uses fewer ranks if there are too
+    few.
+
+    Another rule refuses hpZ with tensor parallelism.
+    """
     key = "zero_optimization.zero_hpz_partition_size"
     size, axes = _get(ctx.config.engine.deepspeed, key), ctx.axes
     if (
@@ -264,7 +271,8 @@ def hpz_divides_the_ranks(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             f"engine.deepspeed.{key}",
             f"engine.deepspeed.{key}={size} on {ranks} ranks",
-            "groups of as many ranks, usually those of a node, keep a second copy of the weights, so it divides their number",
+            "each group of this many ranks, usually a node, keeps a second copy of the weights, so it "
+            "divides the number of ranks",
             remedy,
         )
 
@@ -284,7 +292,7 @@ RULES: tuple[Rule, ...] = (
     silently_wrong_keys,
     hpz_divides_the_ranks,
     sixteen_bits_need_a_stage,
-    bf16_sums,
+    gradients_accumulate_in_bf16,
     kernel_fits,
     muon_limits,
 )

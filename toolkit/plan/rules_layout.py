@@ -1,4 +1,4 @@
-"""Rules of the axes: what divides what, and which ranks may share it."""
+"""Rules about parallelism in every engine: divisible sizes, and ranks that may share a matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.plan.types import Device
 
 
 def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
-    """The vocabulary need not divide where it is padded (Megatron-core) or stays whole (DeepSpeed, with tied embeddings)."""
+    """A padded (Megatron-core) or replicated (DeepSpeed, tied) vocabulary need not be divisible."""
     tensor, shape = ctx.config.parallel.tensor, ctx.shape
     if shape is None or tensor == 1:
         return
@@ -27,9 +27,7 @@ def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
             yield _divides(ctx, f"model.{name}", "parallel.tensor", getattr(shape, name), tensor)
     keys = shape.num_key_value_heads
     if keys % tensor and (tensor % keys or not ctx.megatron):
-        whole = "a rank has whole key-value heads" + (
-            ", or shares one with its neighbours" if ctx.megatron else ""
-        )
+        whole = "a rank has whole key-value heads" + (", or shares one" if ctx.megatron else "")
         yield Problem(
             "model.num_key_value_heads",
             f"model.num_key_value_heads={keys}, parallel.tensor={tensor}",
@@ -42,7 +40,9 @@ def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def layers_divide(ctx: RuleContext) -> Iterator[Problem]:
-    """Unless Megatron-core's own keys size the first or last stage, which rules_megatron.py checks. DeepSpeed balances uneven stages."""
+    """DeepSpeed balances uneven stages. rules_megatron.py checks Megatron-core's keys for the sizes of
+    stages.
+    """
     stages, shape = ctx.config.parallel.pipeline, ctx.shape
     if shape is None or stages == 1:
         return
@@ -56,7 +56,9 @@ def layers_divide(ctx: RuleContext) -> Iterator[Problem]:
         divided = _divides(
             ctx, "model.num_hidden_layers", "parallel.pipeline", shape.num_hidden_layers, stages
         )
-        yield replace(divided, remedy=f"{divided.remedy}, or size a stage: +engine.megatron.{STAGES[0]}=N")
+        yield replace(
+            divided, remedy=f"{divided.remedy}, or set a stage's size: +engine.megatron.{STAGES[0]}=N"
+        )
 
 
 def sequence_divides(ctx: RuleContext) -> Iterator[Problem]:
@@ -65,7 +67,8 @@ def sequence_divides(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "train.sequence_length parallel.context",
-            "train.sequence_length is divisible by 2 x parallel.context: a rank has one piece of each half of a causal sequence",
+            "train.sequence_length is divisible by 2 x parallel.context: a rank has a part of each half of a "
+            "causal sequence",
             f"write train.sequence_length={-(-length // (2 * context)) * 2 * context}",
         )
 
@@ -78,7 +81,7 @@ def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "parallel.expert model.family",
-            "an expert axis needs a model with experts",
+            "expert parallelism needs a model with experts",
             "write parallel.expert=1" + (", or model.family=mixtral" if ctx.sizes_are_free else ""),
         )
     elif shape.num_local_experts % expert:
@@ -87,13 +90,13 @@ def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "parallel.expert",
             f"parallel.expert={expert} over {ctx.axes.data * ctx.axes.context} data and context ranks",
-            "the expert axis regroups data and context ranks, so it divides their number",
+            "expert parallelism regroups data and context ranks, so it divides their number",
             f"write parallel.expert={_divisor_near(ctx.axes.data * ctx.axes.context, expert)}",
         )
 
 
 def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
-    """transformers multiplies all experts in one call, and torch's ``grouped_mm`` asks for strides of whole 16 bytes."""
+    """transformers multiplies all experts in one ``grouped_mm``, which needs strides of 16-byte multiples."""
     shape = ctx.shape
     if ctx.megatron or shape is None or not ctx.has_experts:
         return
@@ -104,10 +107,10 @@ def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
             yield Problem(
                 f"model.{name}",
                 f"model.{name}={size}, precision.name={ctx.config.precision.name.value}",
-                f"rows of an expert are whole 16 bytes, so model.{name} is divisible by {multiple}",
+                f"rows of an expert are multiples of 16 bytes, so model.{name} is divisible by {multiple}",
                 f"write model.{name}={-(-size // multiple) * multiple}"
                 if ctx.sizes_are_free
-                else "write engine=megatron, whose experts are layers",
+                else "write engine=megatron, whose experts are separate layers",
             )
 
 
@@ -117,14 +120,17 @@ def tensor_axis_stays_in_a_node(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "parallel.tensor",
             f"parallel.tensor={tensor}, {per_node} ranks a node",
-            "the ranks that share a matrix are on one node: they talk several times a layer",
-            f"write parallel.tensor={_divisor_near(per_node, tensor)} and raise parallel.pipeline or zero.stage instead",
+            "the ranks that share a matrix are on one node: they communicate several times per layer",
+            f"write parallel.tensor={_divisor_near(per_node, tensor)} and raise parallel.pipeline or "
+            f"zero.stage instead",
         )
 
 
 def model_parallelism_without_need(ctx: RuleContext) -> Iterator[Problem]:
-    """States in 16 bits sharded over all ranks (18 bytes a parameter with fp32 gradients; Megatron-core keeps 6 of them whole) would
-    leave half the device free."""
+    """Warn if sharded 16-bit states would leave half the device free.
+
+    States are 18 bytes per parameter with fp32 gradients, of which Megatron-core replicates 6.
+    """
     parallel, memory = ctx.config.parallel, memory_bytes(ctx.world)
     if (
         parallel.tensor * parallel.pipeline == 1
@@ -138,8 +144,9 @@ def model_parallelism_without_need(ctx: RuleContext) -> Iterator[Problem]:
         yield warn(
             ctx.config,
             "parallel.tensor parallel.pipeline",
-            "the model's states fit without model parallelism, which costs communication in every layer",
-            f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if ctx.megatron else 3}, and compare tokens/s",
+            "the model's states fit without model parallelism, which communicates in every layer",
+            f"write parallel.tensor=1 parallel.pipeline=1 with zero=stage{1 if ctx.megatron else 3}, and "
+            f"compare tokens/s",
         )
 
 

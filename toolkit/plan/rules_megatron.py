@@ -1,4 +1,4 @@
-"""Rules of ``engine=megatron``: what Megatron-core 0.16 can carry out, and what it would do wrong, or not at all, without saying so."""
+"""Rules about what Megatron-core 0.16 can run, and what it would silently ignore or get wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.config.schema import OptimizerKernel, OptimizerName
 from toolkit.config.vendor import show
 from toolkit.config.vendor_megatron import GPU_ONLY, TRANSFORMER_ENGINE
-from toolkit.config.vendors.cache import MEGATRON
+from toolkit.config.vendors.installed import MEGATRON
 from toolkit.errors import Problem
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
 from toolkit.plan.types import Device
@@ -16,16 +16,17 @@ from toolkit.plan.types import Device
 ROOT = "engine.megatron"
 STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 VIRTUAL, GROUP = "virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"
-# Submodules of the families' blocks that can be recomputed; the others that Megatron-core knows are of other architectures.
+# Submodules of the families' blocks that can be recomputed; Megatron-core's other submodules belong to other
+# architectures.
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe")
 
 
 def is_installed(ctx: RuleContext) -> Iterator[Problem]:
-    if ctx.megatron and MEGATRON.folder() is None:
+    if ctx.megatron and not MEGATRON.installed:
         yield refuse(
             ctx.config,
             "engine.name",
-            "engine=megatron needs Megatron-core, and there is none",
+            "engine=megatron needs Megatron-core, which is not installed",
             "install it: pip install 'megatron-core==0.16.*'",
         )
 
@@ -35,7 +36,8 @@ def stage_three(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "zero.stage engine.name",
-            "Megatron-core's distributed optimizer shards optimizer states; parameters it cuts by tensor and pipeline",
+            "Megatron-core's distributed optimizer shards only optimizer states; parallel.tensor and "
+            "parallel.pipeline shard parameters",
             "write zero=stage2, or engine=deepspeed",
         )
 
@@ -54,7 +56,8 @@ def optimizer_is_megatrons(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "optim.kernel engine.name",
-            "Megatron-core takes Transformer Engine's or Apex's fused optimizer where one is installed, else torch's",
+            "Megatron-core uses Transformer Engine's or Apex's fused optimizer if one is installed, else "
+            "torch's",
             "write optim.kernel=auto",
         )
 
@@ -64,7 +67,7 @@ def model_is_a_familys(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "model.target engine.name",
-            "Megatron-core builds the families' models itself, from its own layers",
+            "Megatron-core builds the families' models from its own layers",
             "write engine=deepspeed",
         )
 
@@ -80,22 +83,23 @@ def settings_fit_the_device(ctx: RuleContext) -> Iterator[Problem]:
             yield _own(
                 ctx,
                 name,
-                "on CPU ranks it fails or has no effect: its kernels and streams are the GPU's",
+                "it fails or has no effect on CPU ranks: its kernels and streams need a GPU",
                 "leave it out on CPUs",
             )
         elif name in TRANSFORMER_ENGINE and ctx.world.device is Device.CPU:
             yield _own(
                 ctx,
                 name,
-                "it is done by Transformer Engine's layers, which need a GPU; other layers ignore it silently",
+                "only Transformer Engine's layers, which need a GPU, support it; other layers ignore it "
+                "silently",
                 "leave it out on CPUs",
             )
         elif name == "moe_token_dispatcher_type" and value == "flex" and ctx.world.device is Device.CPU:
-            yield _own(ctx, name, "the flex dispatcher runs on GPUs only", f"write +{ROOT}.{name}=alltoall")
+            yield _own(ctx, name, "the flex dispatcher runs only on GPUs", f"write +{ROOT}.{name}=alltoall")
 
 
 def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
-    """Where it is not written, the plan takes it wherever it fits."""
+    """If the user does not set it, the plan uses it whenever it fits."""
     if not ctx.megatron:
         return
     config, name = ctx.config, "sequence_parallel"
@@ -119,14 +123,16 @@ def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             name,
-            "experts and a tensor axis train with sequence parallelism: else each tensor rank routes all tokens again",
+            "experts with tensor parallelism need sequence parallelism: otherwise each tensor rank routes "
+            "all tokens",
             "leave it out",
         )
     elif tensor > 1 and ctx.has_experts and length % tensor:
         yield refuse(
             config,
             "train.sequence_length parallel.tensor",
-            f"experts and a tensor axis train with sequence parallelism, so the {length} tokens of a context rank divide by it",
+            f"experts with tensor parallelism need sequence parallelism, so the {length} tokens of a context "
+            f"rank are divisible by it",
             f"write train.sequence_length={_next(length, tensor) * context}, or parallel.tensor=1",
         )
 
@@ -150,7 +156,7 @@ def recomputation(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             names[0],
-            "it says how to recompute, and recompute_granularity whether",
+            "it has no effect without recompute_granularity",
             f"write +{ROOT}.recompute_granularity=full",
         )
     elif granularity == "full":
@@ -165,7 +171,7 @@ def recomputation(ctx: RuleContext) -> Iterator[Problem]:
     elif granularity == "selective":
         for name in ("recompute_method", "recompute_num_layers"):
             if given.get(name) is not None:
-                yield _own(ctx, name, "selective recomputation takes all layers", "leave it out")
+                yield _own(ctx, name, "selective recomputation applies to all layers", "leave it out")
     modules = given.get("recompute_modules") or []
     wrong = (
         [str(module) for module in modules if module not in RECOMPUTED] if isinstance(modules, list) else []
@@ -174,21 +180,22 @@ def recomputation(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             "recompute_modules",
-            f"what can be recomputed is {', '.join(RECOMPUTED)}",
+            f"submodules that can be recomputed are {', '.join(RECOMPUTED)}",
             f"write +{ROOT}.recompute_modules=[core_attn]",
         )
     if "mlp" in modules and ctx.traits is not None and ctx.traits.biases:
         yield _own(
             ctx,
             "recompute_modules",
-            "recomputing the mlp never ends in a family whose linear layers have biases: Megatron-core takes the bias, which is "
-            "handed on beside the product, for something to recompute",
-            "leave mlp out, or recompute blocks: train.activation_checkpointing=true",
+            "recomputing the mlp hangs in families whose linear layers have biases: Megatron-core returns "
+            "the bias "
+            "separately and tries to recompute it",
+            "leave out mlp, or recompute blocks: train.activation_checkpointing=true",
         )
 
 
 def overlaps(ctx: RuleContext) -> Iterator[Problem]:
-    """On GPUs the plan overlaps what can; here what is written is held against that."""
+    """On GPUs the plan overlaps communication by default; the user's keys must be consistent with that."""
     if not ctx.megatron:
         return
     given, gpu, sharded = (
@@ -204,7 +211,7 @@ def overlaps(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             "overlap_param_gather",
-            "parameters are gathered by the distributed optimizer only",
+            "only the distributed optimizer gathers parameters",
             "write zero=stage1",
         )
     elif gathers and not reduces:
@@ -212,21 +219,21 @@ def overlaps(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             name,
-            "a gather that overlaps waits for reductions that overlap too",
+            "overlapping the gather needs overlapping reductions",
             f"write +{ROOT}.overlap_grad_reduce=true, or +{ROOT}.overlap_param_gather=false",
         )
     elif given.get("align_param_gather") and not gathers:
         yield _own(
             ctx,
             "align_param_gather",
-            "it aligns gathers that overlap",
+            "it aligns overlapping gathers",
             f"write +{ROOT}.overlap_param_gather=true",
         )
     elif given.get("bucket_size") is not None and not reduces:
         yield _own(
             ctx,
             "bucket_size",
-            "gradients go in buckets where their reduction overlaps",
+            "gradients are reduced in buckets only if the reduction overlaps",
             f"write +{ROOT}.overlap_grad_reduce=true, or leave it out",
         )
 
@@ -234,8 +241,8 @@ def overlaps(ctx: RuleContext) -> Iterator[Problem]:
 # -- stages
 
 
-def stages_of_their_own(ctx: RuleContext) -> Iterator[Problem]:
-    """``num_layers_in_{first,last}_pipeline_stage``: what is left divides over the stages between."""
+def first_and_last_stage(ctx: RuleContext) -> Iterator[Problem]:
+    """After ``num_layers_in_{first,last}_pipeline_stage``, the other stages divide the rest evenly."""
     given = {name: ctx.config.engine.megatron.get(name) for name in STAGES} if ctx.megatron else {}
     written = {name: value for name, value in given.items() if isinstance(value, int)}
     stages, shape = ctx.config.parallel.pipeline, ctx.shape
@@ -246,17 +253,18 @@ def stages_of_their_own(ctx: RuleContext) -> Iterator[Problem]:
         yield _own(
             ctx,
             first,
-            "it sizes a stage of a pipeline, and there is none",
+            "it sets the size of a pipeline stage, and there is no pipeline",
             "write parallel.pipeline=2, or leave it out",
         )
         return
     between, left = stages - len(written), shape.num_hidden_layers - sum(written.values())
     if min(written.values()) < 1 or left < between or (between == 0 and left) or (between and left % between):
-        even = f"model.num_hidden_layers={shape.num_hidden_layers} less {sum(written.values())} leaves {left} for {between} stages"
+        layers = f"model.num_hidden_layers={shape.num_hidden_layers}"
+        rest = f"{layers} minus {sum(written.values())} leaves {left} for {between} stages"
         yield _own(
             ctx,
             first,
-            f"each stage has at least one layer, and those between equally many: {even}",
+            f"each stage has at least one layer, and the other stages have equally many: {rest}",
             f"write +{ROOT}.{first}={_fitting(shape.num_hidden_layers, stages, written, first)}",
         )
 
@@ -271,21 +279,16 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
             yield _own(
                 ctx,
                 GROUP,
-                "it groups the micro-batches of virtual stages, and there are none",
+                "it groups the micro-batches of virtual stages, and there are no virtual stages",
                 f"write +{ROOT}.{VIRTUAL}=2",
             )
         return
     if chunks < 2:
-        yield _own(
-            ctx, VIRTUAL, "a rank holds at least two virtual stages, or one plain stage", "leave it out"
-        )
+        yield _own(ctx, VIRTUAL, "a rank has at least two virtual stages, or one plain stage", "leave it out")
         return
     if stages == 1:
         yield _own(
-            ctx,
-            VIRTUAL,
-            "virtual stages interleave those of a pipeline, and there is none",
-            "write parallel.pipeline=2, or leave it out",
+            ctx, VIRTUAL, "virtual stages need a pipeline", "write parallel.pipeline=2, or leave it out"
         )
         return
     if shape is not None:
@@ -296,7 +299,7 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
                 ctx,
                 VIRTUAL,
                 f"model.num_hidden_layers={layers} is divisible by parallel.pipeline x virtual stages = "
-                f"{stages * chunks}, and a stage of its own size by {chunks}",
+                f"{stages * chunks}, and a stage with its own size by {chunks}",
                 f"write model.num_hidden_layers={_next(layers, stages * chunks)}, or leave it out"
                 if ctx.sizes_are_free
                 else "leave it out",
@@ -314,7 +317,8 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
             yield _own(
                 ctx,
                 VIRTUAL,
-                f"interleaved stages take micro-batches {stages} at a time (parallel.pipeline), and a step has "
+                f"interleaved stages process {stages} micro-batches at a time (parallel.pipeline), and a "
+                f"step has "
                 f"{accumulation}",
                 f"write train.global_batch={whole}, a smaller train.micro_batch, or leave it out",
             )
@@ -322,7 +326,7 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def pipeline_is_filled(ctx: RuleContext) -> Iterator[Problem]:
-    """The bubble of 1F1B: (p - 1) / (v m) of the time (Narayanan et al., 2104.04473, section 2.2)."""
+    """The bubble of 1F1B is (p - 1) / (v m) of the time (Narayanan et al., 2104.04473, section 2.2)."""
     stages, batch = ctx.config.parallel.pipeline, ctx.batch
     if stages == 1 or batch is None or ctx.world.device is Device.CPU:
         return
@@ -331,7 +335,8 @@ def pipeline_is_filled(ctx: RuleContext) -> Iterator[Problem]:
         yield warn(
             ctx.config,
             "train.micro_batch parallel.pipeline",
-            f"a step has {micro_batches} micro-batches for {stages} stages, which wait for each other most of the time",
+            f"a step has {micro_batches} micro-batches for {stages} stages, so stages are idle most of the "
+            f"time",
             "write a smaller train.micro_batch, or a larger train.global_batch",
         )
 
@@ -366,7 +371,7 @@ RULES: tuple[Rule, ...] = (
     sequence_parallel,
     recomputation,
     overlaps,
-    stages_of_their_own,
+    first_and_last_stage,
     virtual_stages,
     pipeline_is_filled,
 )

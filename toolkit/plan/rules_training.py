@@ -1,14 +1,24 @@
-"""Rules of what is trained and how long: model, data, optimizer, schedule, evaluation, checkpoints."""
+"""Rules about what is trained and for how long: model, data, optimizer, schedule, evaluation, checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from toolkit.config.data import DocumentMasking
 from toolkit.config.mixture import EXAMPLE
 from toolkit.config.schema import LrScaling, OptimizerName, ScheduleName, TrainConfig, parse_cadence
 from toolkit.errors import Problem
-from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
-from toolkit.plan.schedule import peak
+from toolkit.plan.rule_context import Rule, RuleContext, refuse, seen, warn
+from toolkit.plan.schedule import peak_rate
+
+# Settings of Transformer Engine's attention. Document masks replace it by torch's attention, which ignores
+# them.
+TRANSFORMER_ENGINE_ATTENTION = (
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+)
 
 
 def sequence_fits_the_model(ctx: RuleContext) -> Iterator[Problem]:
@@ -35,7 +45,7 @@ def vocabulary_fits_the_model(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
-def mixture_is_whole(ctx: RuleContext) -> Iterator[Problem]:
+def mixture_has_sources(ctx: RuleContext) -> Iterator[Problem]:
     data, steps = ctx.config.data, ctx.config.train.steps
     if data.name != "mixture" and (data.sources or data.phases):
         yield Problem(
@@ -49,7 +59,7 @@ def mixture_is_whole(ctx: RuleContext) -> Iterator[Problem]:
             "data.sources",
             "data.name=mixture without data.sources",
             "a mixture has sources",
-            f"write '{EXAMPLE}' and the others alike",
+            f"write '{EXAMPLE}' and the others in the same way",
         )
     past = [phase["from_step"] for phase in data.phases if phase["from_step"] >= steps]
     if past:
@@ -57,11 +67,11 @@ def mixture_is_whole(ctx: RuleContext) -> Iterator[Problem]:
             "data.phases",
             f"data.phases from step {past[0]} on, train.steps={steps}",
             "every phase begins before the run ends",
-            f"write train.steps={past[0] + 1} or more, or leave that phase out",
+            f"write train.steps={past[0] + 1} or more, or leave out that phase",
         )
 
 
-def experts_belong_to_some_families(ctx: RuleContext) -> Iterator[Problem]:
+def dense_families_have_no_experts(ctx: RuleContext) -> Iterator[Problem]:
     model = ctx.config.model
     if ctx.traits is not None and not ctx.traits.experts:
         for key in ("num_local_experts", "num_experts_per_tok"):
@@ -82,23 +92,27 @@ def experts_belong_to_some_families(ctx: RuleContext) -> Iterator[Problem]:
             )
 
 
-def routers_learn(ctx: RuleContext) -> Iterator[Problem]:
-    """Measured with one expert a token: the routers' gradients are rounding noise, AdamW makes steps of that noise, and after 20 steps
-    no two layouts have losses within 1e-3. Megatron-core does not start."""
+def routers_get_gradients(ctx: RuleContext) -> Iterator[Problem]:
+    """With one expert per token the routers' gradients are rounding noise, which AdamW makes full steps of.
+
+    After 20 steps no two layouts have losses within 1e-3 of each other. Megatron-core does not start.
+    """
     if ctx.shape is None or ctx.shape.num_experts_per_tok != 1:
         return
     model = ctx.config.model
     if model.pretrained is not None:
-        remedy = "take a pretrained model whose tokens visit two experts or more"
+        remedy = "choose a pretrained model with two or more experts per token"
     elif ctx.shape.num_local_experts == 1:
-        remedy = "write model.num_local_experts=8 model.num_experts_per_tok=2, or model.family=llama for a model without experts"
+        experts = "model.num_local_experts=8 model.num_experts_per_tok=2"
+        remedy = f"write {experts}, or model.family=llama for a model without experts"
     else:
         remedy = "write model.num_experts_per_tok=2"
     yield Problem(
         "model.num_experts_per_tok",
         "model.num_experts_per_tok=1",
-        "mixtral divides the router's weights by their sum over the experts that a token visits: one expert's weight is 1 "
-        "always, and the router gets no gradient",
+        "mixtral divides the router's weights by their sum over the experts that a token visits: with one "
+        "expert the weight "
+        "is always 1, and the router gets no gradient",
         remedy,
     )
 
@@ -108,12 +122,12 @@ def router_loss_depends_on_the_layout(ctx: RuleContext) -> Iterator[Problem]:
         yield warn(
             ctx.config,
             "model.router_aux_loss_coef",
-            "the router's balancing loss is computed a micro-batch at a time, so another train.micro_batch gives other losses",
-            "keep train.micro_batch, or write model.router_aux_loss_coef=0, where layouts are compared",
+            "the router's balancing loss is computed per micro-batch, so losses depend on train.micro_batch",
+            "keep train.micro_batch, or write model.router_aux_loss_coef=0, to compare layouts",
         )
 
 
-def own_model(ctx: RuleContext) -> Iterator[Problem]:
+def target_models(ctx: RuleContext) -> Iterator[Problem]:
     config, model = ctx.config, ctx.config.model
     if model.target is None:
         if model.arguments:
@@ -143,19 +157,19 @@ def own_model(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             config,
             "train.activation_checkpointing model.target",
-            "what to recompute inside a model of your own is for it to say",
-            "leave train.activation_checkpointing out and call torch.utils.checkpoint in the model",
+            "a model of your own decides itself what to recompute",
+            "leave out train.activation_checkpointing, and call torch.utils.checkpoint in the model",
         )
     if config.monitor.prompt is not None:
         yield warn(
             config,
             "monitor.prompt model.target",
-            "text is continued by the families' models only",
+            "only the families' models can continue a text",
             "write monitor.prompt=null",
         )
 
 
-def images_and_their_model(ctx: RuleContext) -> Iterator[Problem]:
+def image_data_needs_an_image_model(ctx: RuleContext) -> Iterator[Problem]:
     config = ctx.config
     if not config.data.images:
         return
@@ -163,29 +177,29 @@ def images_and_their_model(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             config,
             "data.name engine.name",
-            "Megatron-core builds the families' models itself, and they read tokens",
+            "Megatron-core builds the families' models, and these read tokens",
             "write engine=deepspeed",
         )
     elif config.model.target is None:
         yield refuse(
             config,
             "data.name model.family model.pretrained",
-            "the families read tokens; images go to a module of your own",
+            "the families read tokens; images need a module of your own",
             "write model=custom model.target=toolkit.models.vision.vit, or data=stdlib",
         )
     if config.monitor.prompt is not None:
         yield refuse(
             config,
             "monitor.prompt data.name",
-            "a model of images continues no text",
+            "an image model cannot continue a text",
             "write monitor.prompt=null",
         )
     if config.train.sequence_length != TrainConfig().sequence_length:
         yield warn(
             config,
             "train.sequence_length data.name",
-            "an image has the shape that its records have",
-            "leave train.sequence_length out",
+            "the records decide the shape of an image",
+            "leave out train.sequence_length",
         )
 
 
@@ -195,7 +209,7 @@ def momentum_is_used(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "optim.momentum optim.name",
-            "adamw averages by optim.betas and has no momentum",
+            "adamw uses optim.betas and has no momentum",
             f"write optim.betas=[{optim.momentum},{optim.betas[1]}], or leave optim.momentum out",
         )
 
@@ -206,7 +220,7 @@ def learning_rate_scaling(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             ctx.config,
             "optim.lr_reference_batch optim.lr_scaling",
-            "scaling needs the global batch at which optim.lr holds",
+            "scaling needs the global batch for which optim.lr was chosen",
             f"write optim.lr_reference_batch={ctx.config.train.global_batch}, or optim.lr_scaling=none",
         )
     elif optim.lr_reference_batch is not None and optim.lr_reference_batch < 1:
@@ -231,7 +245,7 @@ def schedule_fits_the_run(ctx: RuleContext) -> Iterator[Problem]:
         yield refuse(
             config,
             "schedule.decay schedule.name",
-            "wsd is stable until its last schedule.decay steps, so their number is given",
+            "wsd is constant until its last schedule.decay steps, so it needs their number",
             f"write schedule.decay={max(1, steps // 10)}, a tenth of the run",
         )
         return
@@ -240,34 +254,32 @@ def schedule_fits_the_run(ctx: RuleContext) -> Iterator[Problem]:
             config,
             "schedule.decay schedule.name",
             "a constant schedule does not decay",
-            "write schedule.name=linear, or leave schedule.decay out",
+            "write schedule.name=linear, or leave out schedule.decay",
         )
     ends = schedule.warmup + (schedule.decay or 0)
     if schedule.name is ScheduleName.wsd and ends > steps:
         yield refuse(
             config,
             "schedule.decay schedule.warmup train.steps",
-            "the phases of wsd follow each other: warmup + decay <= steps",
+            "warm-up and decay of wsd do not overlap: warmup + decay <= steps",
             f"write schedule.decay={max(1, steps - schedule.warmup)}, or train.steps={ends}",
         )
-    elif (
-        schedule.warmup and schedule.warmup >= steps
-    ):  # a decay may be longer than the run, which is continued later
+    elif schedule.warmup and schedule.warmup >= steps:  # a decay may be longer: the run can be extended later
         yield warn(
             config,
             "train.steps schedule.warmup",
-            "the run ends before its schedule does: it never reaches the peak",
+            "the run ends during warm-up and never reaches the peak learning rate",
             f"write train.steps={schedule.warmup + 1} or more, or a shorter schedule.warmup",
         )
 
 
 def rates_are_ordered(ctx: RuleContext) -> Iterator[Problem]:
-    top, low = peak(ctx.config.optim, ctx.config.train.global_batch), ctx.config.schedule.min_lr
+    top, low = peak_rate(ctx.config.optim, ctx.config.train.global_batch), ctx.config.schedule.min_lr
     if low > top:
         yield refuse(
             ctx.config,
             "schedule.min_lr optim.lr",
-            f"the rate decays from the peak ({top:g}) down to schedule.min_lr",
+            f"the learning rate decays from the peak ({top:g}) to schedule.min_lr",
             f"write schedule.min_lr={top / 10:g}",
         )
 
@@ -300,29 +312,56 @@ def checkpoints_are_written(ctx: RuleContext) -> Iterator[Problem]:
         yield warn(
             ctx.config,
             "checkpoint.keep_every checkpoint.every",
-            "checkpoints that stay are among those that are written, so keep_every is a multiple of every",
+            "only written checkpoints can be kept, so keep_every is a multiple of every",
             f"write checkpoint.keep_every={-(-checkpoint.keep_every // cadence.steps) * cadence.steps}",
         )
 
 
-def one_origin(ctx: RuleContext) -> Iterator[Problem]:
+def fork_excludes_resume(ctx: RuleContext) -> Iterator[Problem]:
     config = ctx.config
     if config.run.fork is not None and config.resume not in ("auto", "never"):
         yield refuse(
             config,
             "run.fork resume",
-            "a run starts from one place: another run's state, or a checkpoint of its own",
+            "a run starts either from another run's state or from a checkpoint of its own",
             "leave out run.fork to resume, or resume to fork",
         )
 
 
+def only_text_has_documents(ctx: RuleContext) -> Iterator[Problem]:
+    if ctx.config.data.documents is DocumentMasking.separate and ctx.config.data.images:
+        yield refuse(
+            ctx.config, "data.documents data.name", "only text has documents", "leave out data.documents"
+        )
+
+
+def megatron_attention_takes_a_mask(ctx: RuleContext) -> Iterator[Problem]:
+    """Without this rule these keys would be ignored silently.
+
+    Captured CUDA graphs were seen to reuse an old mask.
+    """
+    config = ctx.config
+    if not ctx.megatron or config.data.documents is DocumentMasking.joined:
+        return
+    for name in (*TRANSFORMER_ENGINE_ATTENTION, "cuda_graph_impl"):
+        value, key = config.engine.megatron.get(name), f"engine.megatron.{name}"
+        if value is not None and value is not False and value != "none":
+            yield Problem(
+                key,
+                f"{key}={value}, {seen(config, 'data.documents')}",
+                "separate documents use a mask in torch's attention, which replaces Transformer Engine's and "
+                "CUDA graphs",
+                f"leave out {key}, or write data.documents=joined",
+            )
+
+
 RULES: tuple[Rule, ...] = (
-    own_model,
-    images_and_their_model,
+    target_models,
+    image_data_needs_an_image_model,
     sequence_fits_the_model,
     vocabulary_fits_the_model,
-    experts_belong_to_some_families,
-    routers_learn,
+    dense_families_have_no_experts,
+    routers_get_gradients,
     router_loss_depends_on_the_layout,
     momentum_is_used,
     learning_rate_scaling,
@@ -330,6 +369,8 @@ RULES: tuple[Rule, ...] = (
     rates_are_ordered,
     evaluation_has_sets,
     checkpoints_are_written,
-    one_origin,
-    mixture_is_whole,
+    fork_excludes_resume,
+    mixture_has_sources,
+    only_text_has_documents,
+    megatron_attention_takes_a_mask,
 )

@@ -1,4 +1,4 @@
-"""The learning rate of each step: a pure function of the plan and the step, and so of the samples consumed."""
+"""The learning rate of each step: a pure function of the plan and the step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from toolkit.plan.types import RunPlan
 
 
 def learning_rate(plan: RunPlan, step: int) -> float:
-    """The rate with which optimizer step ``step`` (the first is 0) updates the weights."""
+    """The learning rate of optimizer step ``step``; the first step is 0."""
     return rate(plan.config, step)
 
 
-def peak(optim: OptimConfig, global_batch: int) -> float:
+def peak_rate(optim: OptimConfig, global_batch: int) -> float:
     """``optim.lr`` scaled from its reference batch to the run's (final) global batch.
 
-    Linear: Goyal et al., 1706.02677. Square root: Hoffer et al., 1705.08741; for Adam, Malladi et al., 2205.10287.
+    Linear: Goyal et al., 1706.02677. Square root: Hoffer et al., 1705.08741; for Adam, Malladi et al.,
+    2205.10287.
     """
     if optim.lr_scaling is LrScaling.none or not optim.lr_reference_batch:
         return optim.lr
@@ -25,7 +26,7 @@ def peak(optim: OptimConfig, global_batch: int) -> float:
 
 
 def decay_span(schedule: ScheduleConfig, steps: int) -> tuple[int, int]:
-    """First step of the decay and its length. The last step of it has the last rate before ``min_lr``."""
+    """First step and length of the decay. Its last step has the last rate before ``min_lr``."""
     if schedule.name is ScheduleName.wsd:
         length = schedule.decay if schedule.decay is not None else steps - schedule.warmup
         return steps - length, length
@@ -33,18 +34,18 @@ def decay_span(schedule: ScheduleConfig, steps: int) -> tuple[int, int]:
 
 
 def rate(config: RunConfig, step: int) -> float:
-    """Warm-up to the peak, ``(step + 1) / warmup`` of it (so no step is lost at 0), then the named schedule down to ``min_lr``.
+    """Warm-up by ``(step + 1) / warmup`` to the peak, then the schedule down to ``min_lr``.
 
-    A run that is made longer follows the new curve from where it resumes, unless ``schedule.decay`` fixes the old one.
+    A run with more ``train.steps`` follows the new curve after it resumes, unless ``schedule.decay`` is set.
     """
     schedule, steps = config.schedule, config.train.steps
-    top, low = peak(config.optim, config.train.global_batch), schedule.min_lr
+    top, low = peak_rate(config.optim, config.train.global_batch), schedule.min_lr
     if step < schedule.warmup:
         return top * (step + 1) / schedule.warmup
     if schedule.name is ScheduleName.constant:
         return top
     first, length = decay_span(schedule, steps)
-    done = min(1.0, max(0.0, (step - first) / length))
+    fraction = min(1.0, max(0.0, (step - first) / length))
     if schedule.name is ScheduleName.cosine:
-        done = (1.0 - math.cos(math.pi * done)) / 2.0
-    return top * (1.0 - done) + low * done
+        fraction = (1.0 - math.cos(math.pi * fraction)) / 2.0
+    return top * (1.0 - fraction) + low * fraction

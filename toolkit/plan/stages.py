@@ -1,7 +1,7 @@
-"""Which blocks each stage of a DeepSpeed pipeline holds: contiguous, at least one, as equal in parameters as that allows.
+"""Split a model into the stages of a DeepSpeed pipeline: contiguous blocks, balanced by parameters.
 
-What stands before the blocks (embeddings) is the first stage's, what stands after them (final norm, head) the last one's. Tied
-embeddings are held by both, each with its own optimizer state.
+The first stage has the embeddings, the last stage the final norm and the head. Tied embeddings are on both,
+each with its own optimizer state.
 
     five blocks of 10, embedding 12, head 12, two stages     12+10+10 | 10+10+10+12
 """
@@ -16,15 +16,20 @@ from toolkit.families.base import ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """``layers`` are global numbers of blocks; ``parameters`` everything that the stage's ranks hold."""
+class PipelineStage:
+    """``layers`` are global block indices; ``parameters`` are all parameters of the stage."""
 
     layers: range
     parameters: tuple[ParameterSpec, ...]
 
 
-def split(parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]) -> tuple[Stage, ...]:
-    """The stages of a model whose ``parameters`` are in ``state_dict`` order; those named in ``tied`` are the head's too."""
+def split(
+    parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
+) -> tuple[PipelineStage, ...]:
+    """The stages of a model with ``parameters`` in ``state_dict`` order.
+
+    The head also has those named in ``tied``.
+    """
     first = next(index for index, spec in enumerate(parameters) if spec.layer is not None)
     blocks: dict[int, list[ParameterSpec]] = {}
     last = first
@@ -45,14 +50,14 @@ def split(parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
     stages = []
     for stage in range(count):
         layers = range(bounds[stage], bounds[stage + 1])
-        held = [spec for layer in layers for spec in blocks[layer]]
-        held = (before if stage == 0 else []) + held + (after if stage == count - 1 else [])
-        stages.append(Stage(layers, tuple(held)))
+        inner = [spec for layer in layers for spec in blocks[layer]]
+        specs = (before if stage == 0 else []) + inner + (after if stage == count - 1 else [])
+        stages.append(PipelineStage(layers, tuple(specs)))
     return tuple(stages)
 
 
 def _bounds(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """``count`` runs of ``sizes``, none empty, with the least sum of squares: run i is ``bounds[i] .. bounds[i + 1]``."""
+    """Bounds of ``count`` non-empty runs of ``sizes`` with the least sum of squares."""
     assert 1 <= count <= len(sizes), f"{count} stages of {len(sizes)} blocks"
     sums = [0]
     for size in sizes:

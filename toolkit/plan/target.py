@@ -1,4 +1,4 @@
-"""``model.target`` names what a module has. Looked up without importing it: that would take torch's seconds, and run code."""
+"""Check that ``model.target`` exists without importing it, which would load torch and run user code."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from toolkit.errors import ConfigError, Problem
 
 
 def check_target(model: ModelConfig) -> None:
-    """Nothing is imported: the module's source shows which names it has.
+    """Check ``model.target`` against the names in the source of its module.
 
     Raises:
-        ConfigError: there is no such module, it does not have the name, or it is one of Python's standard library,
-            whose functions may start processes.
+        ConfigError: the module does not exist, does not have the name, or belongs to Python's standard
+            library, whose functions may start processes.
     """
     if model.target is None:
         return
     here = str(Path.cwd())
-    if (
-        here not in sys.path
-    ):  # a console script's sys.path lacks the working folder, where a user's own package lies
+    if here not in sys.path:  # sys.path of a console script lacks the working folder
         sys.path.append(here)
     module = model.target.rpartition(".")[0]
     if module.partition(".")[0] in sys.stdlib_module_names:
@@ -34,8 +32,9 @@ def check_target(model: ModelConfig) -> None:
             Problem(
                 "model.target",
                 f"model.target={model.target}",
-                f"{module.partition('.')[0]} is of Python's own library, which has no models",
-                "write model.target=my.package.Model: a torch.nn.Module of a package or of a file in the working folder",
+                f"{module.partition('.')[0]} belongs to Python's standard library, which has no models",
+                "write model.target=my.package.Model: a torch.nn.Module of a package or of a file in the "
+                "working folder",
             )
         )
     missing, found = _look_up(module)
@@ -45,7 +44,8 @@ def check_target(model: ModelConfig) -> None:
                 "model.target",
                 f"model.target={model.target}: there is no module {missing}",
                 "the part before the last dot is an importable module",
-                f"run from the folder that holds {module.partition('.')[0]}, install the package, or set PYTHONPATH",
+                f"run from the folder that holds {module.partition('.')[0]}, install the package, or set "
+                f"PYTHONPATH",
             )
         )
     name, names = model.target.rpartition(".")[2], _names_in(found)
@@ -54,7 +54,7 @@ def check_target(model: ModelConfig) -> None:
         remedy = (
             f"write model.target={module}.{close[0]}"
             if close
-            else f"correct the name; {found} has the module"
+            else f"correct the name; the module is in {found}"
         )
         raise ConfigError(
             Problem(
@@ -67,15 +67,15 @@ def check_target(model: ModelConfig) -> None:
 
 
 def _names_in(file: str | None) -> set[str] | None:
-    """What the module in ``file`` binds at its top level, at whatever depth of ``if`` and ``try``, by its source.
+    """Names that the source of a module binds at its top level, also inside ``if`` and ``try``.
 
-    None if that cannot be known without running it: there is no source, or the module binds names in other ways.
+    None if the source is missing or binds names in ways that only running it would show.
     """
     if file is None or not file.endswith(".py"):
         return None
     try:
         tree = ast.parse(Path(file).read_bytes())
-    except (OSError, SyntaxError):  # importing it tells more
+    except (OSError, SyntaxError):  # the later import raises a clearer error
         return None
     names: set[str] = set()
     waiting: list[ast.AST] = list(tree.body)
@@ -83,27 +83,18 @@ def _names_in(file: str | None) -> set[str] | None:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-            continue  # what is bound inside is not the module's
+            continue  # names bound inside are local
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name):
-            names.add(node.id)  # also those that are only read: too many are known rather than too few
+            names.add(node.id)  # names that are only read are included too
         waiting += ast.iter_child_nodes(node)
-    unknown = {
-        "*",
-        "__getattr__",
-        "sys",
-        "globals",
-        "locals",
-        "vars",
-        "setattr",
-        "exec",
-    }  # ways to bind names unseen
-    return None if names & unknown else names
+    dynamic = {"*", "__getattr__", "sys", "globals", "locals", "vars", "setattr", "exec"}
+    return None if names & dynamic else names
 
 
 def _look_up(module: str) -> tuple[str | None, str | None]:
-    """The first of ``a``, ``a.b``, ``a.b.c`` that is not there, None if all are; and the file of the last."""
+    """The first missing one of ``a``, ``a.b``, ``a.b.c``, None if all exist; and the file of the last."""
     name = ""
     file: str | None = None
     locations: Sequence[str] | None = None  # at the top: sys.path
@@ -117,14 +108,12 @@ def _look_up(module: str) -> tuple[str | None, str | None]:
         if spec is None:
             return name, None
         file = spec.origin
-        locations = list(
-            spec.submodule_search_locations or ()
-        )  # a module that is no package has none below it
+        locations = list(spec.submodule_search_locations or ())
     return None, file
 
 
 def _find(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
-    """As the import system looks, but for a submodule without importing its package."""
+    """Find a module like the import system, but without importing the packages above it."""
     if locations is None:
         return importlib.util.find_spec(name)
     found = (finder.find_spec(name, locations) for finder in sys.meta_path)

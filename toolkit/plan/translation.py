@@ -1,9 +1,9 @@
-"""What every choice of a run description is on every engine, asked of the rules themselves: docs/translation.md.
+"""Generate docs/translation.md: which choices of a run description each engine supports.
 
     python -m toolkit.plan.translation > docs/translation.md
 
-Each choice is planned on a described machine. Where it is refused, what the refusal prints is typed besides (a ZeRO stage for offload,
-for instance); what is refused still stands there with the rule and its remedy.
+Each choice is planned on a described machine. If it is refused, overrides from the remedies are added (a ZeRO
+stage for offload, for example). A choice that is still refused is listed with the rule and its remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUPS = (
     "monitor",
     "debug",
 )
-# What an option leaves to the user.
+# Keys that an option leaves to the user.
 GIVEN: dict[str, dict[str, Any]] = {
     "model=custom": {"target": "my.package.Model"},
     "data=prepared": {"path": "data/mine"},
@@ -45,7 +45,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "data=dataset": {"dataset": {"path": "allenai/c4", "name": "en", "tokenizer": "gpt2"}},
     "offload=nvme": {"nvme_path": "/local_nvme"},
 }
-DESCRIBED = ("model=pretrained",)  # a folder says what it is: as its family
+LEFT_OUT = ("model=pretrained",)  # behaves like the family of the pretrained model
 AXES = ("tensor", "pipeline", "context", "expert")
 LAYOUTS: tuple[tuple[str, ...], ...] = (
     *((f"parallel.{axis}=2",) for axis in AXES[:3]),
@@ -81,56 +81,86 @@ BATCH = ("train.global_batch=64", "train.micro_batch=2", "train.sequence_length=
 OVERRIDE = re.compile(r"(?<![\w.+])\+?[a-z_]+(?:\.\w+)*=[^\s,;()]+")
 
 
+INTRODUCTION = """\
+# What each engine supports
+
+Generated from the rules: `python -m toolkit.plan.translation > docs/translation.md`. A test checks that it is
+up to date.
+
+*exact*: the same samples in the same order, and the same losses up to the order of summation: docs/parity.md
+has measurements over 20 steps (16-bit precisions round at different points in each engine). *exact for one
+train.micro_batch*: the loss has a part that is computed per micro-batch. *own dropout masks*: each layout
+draws its own masks, so losses of two layouts differ from the first step on, by 0.001 to 0.008 in tiny models
+at 0.1; the same layout repeats itself. *with*: the choice needs another one as well.
+*refused*: nothing starts, and the error prints the rule and the remedy. The basis is a small llama on one
+node of 8 H100 (`local`: one of them).
+`model=pretrained` behaves like the family of the pretrained model."""
+
 EXACT, OWN_MASKS, ONE_MICRO_BATCH = "exact", "own dropout masks", "exact for one train.micro_batch"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """``words``: what is typed besides; ``problem``: why it is refused whatever is typed; ``sameness``: how alike layouts are."""
+class Support:
+    """How an engine supports a choice.
 
-    words: tuple[str, ...] = ()
+    Attributes:
+        overrides: further overrides that the choice needs.
+        problem: why the engine refuses the choice; None if it supports it.
+        exactness: how well the losses of different layouts agree.
+    """
+
+    overrides: tuple[str, ...] = ()
     problem: Problem | None = None
-    sameness: str = EXACT
+    exactness: str = EXACT
 
     def __str__(self) -> str:
         if self.problem is not None:
             return f"refused: {self.problem.rule}. Remedy: {self.problem.remedy}"
-        return self.sameness if not self.words else f"{self.sameness}, with `{' '.join(self.words)}`"
+        return (
+            self.exactness if not self.overrides else f"{self.exactness}, with `{' '.join(self.overrides)}`"
+        )
 
 
-def sameness(config: RunConfig) -> str:
-    """How alike two layouts of ``config`` are."""
+def exactness_of_layouts(config: RunConfig) -> str:
+    """How well the losses of two layouts of ``config`` agree."""
     if config.model.dropout:
         return OWN_MASKS
     return ONE_MICRO_BATCH if config.model.router_aux_loss_coef else EXACT
 
 
-def answer(words: Sequence[str], engine: EngineName) -> Answer:
-    """What ``words`` (of one group or key, or several) are on ``engine``."""
-    return follow(tuple(words), lambda typed: described(typed, engine), _world(engine), depth=2)
+def engine_support(overrides: Sequence[str], engine: EngineName) -> Support:
+    """How ``engine`` supports ``overrides``."""
+    return find_support(tuple(overrides), lambda tried: small_run(tried, engine), _world(engine), depth=2)
 
 
-def follow(
-    words: tuple[str, ...], compose_words: Callable[[tuple[str, ...]], RunConfig], world: World, *, depth: int
-) -> Answer:
-    """Plan ``words``; where they are refused, type up to ``depth`` of the overrides that refusals print, none of them about ``words``."""
-    config = compose_words(words)
-    errors = refusals(config, world)
+def find_support(
+    overrides: tuple[str, ...],
+    compose_run: Callable[[tuple[str, ...]], RunConfig],
+    world: World,
+    *,
+    depth: int,
+) -> Support:
+    """Plan ``overrides``.
+
+    If they are refused, add up to ``depth`` overrides from the remedies for other keys.
+    """
+    config = compose_run(overrides)
+    errors = plan_errors(config, world)
     if not errors:
-        return Answer(sameness=sameness(config))
-    taken = {word.partition("=")[0] for word in words}
-    printed = dict.fromkeys(word for problem in errors for word in OVERRIDE.findall(problem.remedy))
-    for word in printed if depth else ():
-        name = word.partition("=")[0]
-        if name != "engine" and name not in taken and not value_is_a_name(word):
-            further = follow((*words, word), compose_words, world, depth=depth - 1)
-            if further.problem is None:
-                return replace(further, words=(word, *further.words))
-    # Of several, the one about the engine: on an engine of one rank, that it has one.
-    return Answer(problem=next((problem for problem in errors if "engine.name" in problem.seen), errors[0]))
+        return Support(exactness=exactness_of_layouts(config))
+    chosen = {override.partition("=")[0] for override in overrides}
+    suggested = dict.fromkeys(word for problem in errors for word in OVERRIDE.findall(problem.remedy))
+    for override in suggested if depth else ():
+        name = override.partition("=")[0]
+        if name != "engine" and name not in chosen and not is_placeholder(override):
+            found = find_support((*overrides, override), compose_run, world, depth=depth - 1)
+            if found.problem is None:
+                return replace(found, overrides=(override, *found.overrides))
+    # Of several errors, prefer the one about the engine.
+    return Support(problem=next((problem for problem in errors if "engine.name" in problem.seen), errors[0]))
 
 
-def refusals(config: RunConfig, world: World) -> list[Problem]:
+def plan_errors(config: RunConfig, world: World) -> list[Problem]:
     try:
         make_plan(config, world)
     except PlanError as error:
@@ -138,15 +168,15 @@ def refusals(config: RunConfig, world: World) -> list[Problem]:
     return []
 
 
-def value_is_a_name(word: str) -> bool:
-    """``model.target=NUMBER`` stands for what the user knows."""
-    return word.partition("=")[2].isupper()
+def is_placeholder(override: str) -> bool:
+    """Whether the value is a placeholder, as in ``data.path=FOLDER``."""
+    return override.partition("=")[2].isupper()
 
 
-def described(words: Sequence[str], engine: EngineName) -> RunConfig:
-    """A small run with ``words``, without Hydra: options are read from their files."""
+def small_run(overrides: Sequence[str], engine: EngineName) -> RunConfig:
+    """A small run with ``overrides``, composed without Hydra: options are read from their files."""
     sections: dict[str, tuple[str, ...]] = {"model": ("model=llama",), "train": BATCH}
-    for word in words:
+    for word in overrides:
         section = word.partition("=")[0].partition(".")[0]
         sections[section] = (*sections.get(section, ()), word)
     found: dict[str, Any] = {name: _section(name, given) for name, given in sections.items()}
@@ -155,7 +185,7 @@ def described(words: Sequence[str], engine: EngineName) -> RunConfig:
 
 @cache
 def _section(section: str, words: tuple[str, ...]) -> Any:
-    """One section of a configuration: an option's file, and keys over it."""
+    """One section of a configuration: the file of an option, and keys that override it."""
     tree: dict[str, Any] = {}
     for word in words:
         name, _, value = word.partition("=")
@@ -174,7 +204,7 @@ def options(group: str) -> list[str]:
     return [
         name
         for name in sorted(path.stem for path in (search.ROOT / group).glob("*.yaml"))
-        if f"{group}={name}" not in DESCRIBED
+        if f"{group}={name}" not in LEFT_OUT
     ]
 
 
@@ -182,9 +212,9 @@ def experiments() -> list[str]:
     return sorted(path.stem for path in (search.ROOT / "exp").glob("*.yaml"))
 
 
-def experiment(name: str, engine: EngineName) -> Answer:
-    """On 64 H100s (the quickstart on two CPU ranks): as it stands, or with one of the overrides that its refusal prints."""
-    return follow(
+def experiment(name: str, engine: EngineName) -> Support:
+    """How ``engine`` supports an experiment on 64 H100s (quickstart: two CPU ranks)."""
+    return find_support(
         (f"+exp={name}", f"engine={engine.value}"),
         compose,
         TWO_CORES if name == "quickstart" else CLUSTER,
@@ -193,23 +223,12 @@ def experiment(name: str, engine: EngineName) -> Answer:
 
 
 def document() -> str:
-    """docs/translation.md, whole."""
+    """The text of docs/translation.md."""
     return "\n".join([*_introduction(), *_choices(), *_layouts(), *_experiments()]) + "\n"
 
 
 def _introduction() -> Iterator[str]:
-    yield "# What every choice is on every engine"
-    yield ""
-    yield "Generated from the rules: `python -m toolkit.plan.translation > docs/translation.md`. A test says that it is up to date."
-    yield ""
-    yield "*exact*: the same samples in the same order, and the same losses up to the order of sums: docs/parity.md has what was measured"
-    yield "over 20 steps (16-bit precisions round in an engine's own places). *exact for one train.micro_batch*: a loss that is computed a"
-    yield "micro-batch at a time is among the losses. *own dropout masks*: each layout draws its own, so that losses of two layouts differ"
-    yield "from the first step on, by 0.001 to 0.008 in tiny models at 0.1; the same layout repeats itself. *with*: the choice needs"
-    yield "another one beside it."
-    yield "*refused*: nothing starts; the rule and the remedy are what is printed. The basis is a small llama on one node of 8 H100"
-    yield "(`local`: one of them)."
-    yield "`model=pretrained` is what its folder's family is."
+    yield from INTRODUCTION.splitlines()
 
 
 def _choices() -> Iterator[str]:
@@ -230,7 +249,10 @@ def _experiments() -> Iterator[str]:
     yield ""
     yield "## Experiments"
     yield ""
-    yield "On 64 H100, 8 a node (quickstart: two CPU ranks). *exact, with*: one override, which the refusal prints."
+    yield (
+        "On 64 H100, 8 per node (quickstart: two CPU ranks). "
+        "*exact, with*: with one override from the remedy of the error."
+    )
     yield ""
     yield from _header("experiment", ENGINES[1:])
     for name in experiments():
@@ -243,7 +265,7 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     yield ""
     yield from _header("choice", ENGINES)
     for words in rows:
-        yield _row(f"`{' '.join(words)}`", [str(answer(words, engine)) for engine in ENGINES])
+        yield _row(f"`{' '.join(words)}`", [str(engine_support(words, engine)) for engine in ENGINES])
 
 
 def _header(first: str, engines: Sequence[EngineName]) -> Iterator[str]:
@@ -260,7 +282,7 @@ def _world(engine: EngineName) -> World:
 
 
 def _with(tree: Mapping[str, Any], path: Sequence[str], leaf: str, value: Any) -> dict[str, Any]:
-    """``tree`` with one key changed."""
+    """A copy of ``tree`` with one key changed."""
     if not path:
         return {**tree, leaf: value}
     return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], leaf, value)}

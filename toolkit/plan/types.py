@@ -1,4 +1,4 @@
-"""What deciding yields. Everything is frozen: after ``make_plan`` nothing about a run is derived again."""
+"""The plan of a run and its parts, all frozen. After ``make_plan`` nothing about a run is decided again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The machines a run is planned for: found by ``cluster/environment.py`` or described by ``cluster.*``."""
+    """The machines of a run: detected by ``cluster/environment.py`` or described by ``cluster.*``."""
 
     ranks: int
     ranks_per_node: int
     device: Device
-    gpu: str | None = None  # a name in plan/devices.py; None: unknown, then no memory verdict and no MFU
+    gpu: str | None = None  # a name in plan/devices.py; None: unknown
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     has_libaio: bool = False
@@ -38,7 +38,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The samples of one optimizer step: positions ``first_sample .. first_sample + size`` of the run's order."""
+    """The samples of one optimizer step: ``first_sample .. first_sample + size`` in the run's order."""
 
     step: int
     first_sample: int
@@ -48,7 +48,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class RampStage:
-    """Global batches of one size: ``steps`` of them, the last stage without end (``steps`` is None)."""
+    """``steps`` optimizer steps with global batches of one size; ``steps`` is None in the last stage."""
 
     size: int
     first_step: int
@@ -61,10 +61,10 @@ class BatchPlan:
     micro_batch: int  # sequences
     global_batch: int  # sequences, after the ramp
     data_parallel: int
-    stages: tuple[RampStage, ...]  # one where there is no ramp
+    stages: tuple[RampStage, ...]  # one if there is no ramp
 
     def at(self, step: int) -> GlobalBatch:
-        """The global batch of optimizer step ``step`` (the first is 0), in O(stages)."""
+        """The global batch of optimizer step ``step``; the first step is 0."""
         stage = next(stage for stage in reversed(self.stages) if stage.first_step <= step)
         first = stage.first_sample + (step - stage.first_step) * stage.size
         return GlobalBatch(step, first, stage.size, stage.size // (self.micro_batch * self.data_parallel))
@@ -72,19 +72,19 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the fullest rank. Formulas with their sources: plan/memory.py."""
+    """Bytes on the rank with the most memory. The formulas and their sources are in plan/memory.py."""
 
     parameters: int
     gradients: int
     optimizer: int  # master weights and moments
     activations: int | None  # None for model.target
-    host: int  # what offload keeps in host memory
+    host: int  # offloaded to host memory
     nvme: int
-    buffers: int = 0  # what the engine works with besides: reduction buckets, gathered parameters
+    buffers: int = 0  # reduction buckets, gathered parameters
 
     @property
     def states(self) -> int:
-        """What must fit whatever the batch is."""
+        """Bytes that do not depend on the batch."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -109,7 +109,7 @@ class RunPlan:
 
     @property
     def unit(self) -> str:
-        """What losses are means over, in the plural; what speed is counted in."""
+        """The unit of mean losses and of throughput, in the plural."""
         return "images" if self.config.data.images else "tokens"
 
     @property
@@ -118,7 +118,7 @@ class RunPlan:
 
     @property
     def units_per_step(self) -> int:
-        """Tokens or images of one optimizer step, masked ones included."""
+        """Tokens or images of one optimizer step, including masked tokens."""
         return self.batch.global_batch * self.units_per_sample
 
     @property

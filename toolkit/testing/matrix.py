@@ -13,7 +13,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import EngineName, OptimizerName
 from toolkit.engine.build import first_weights
 from toolkit.errors import InputError, Problem
@@ -131,7 +131,7 @@ class Cell:
             "model__vocab_size": self.vocabulary,
             "train__global_batch": self.batch,
             "train__activation_checkpointing": self.recompute,
-            "data__documents": Documents.separate if self.documents else Documents.joined,
+            "data__documents": DocumentMasking.separate if self.documents else DocumentMasking.joined,
             "optim__eps": self.eps,
             **case.settings,
             **more,

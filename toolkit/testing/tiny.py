@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from toolkit import families
-from toolkit.config.data import DataConfig, Documents
+from toolkit.config.data import DataConfig, DocumentMasking
 from toolkit.config.schema import (
     EngineConfig,
     EngineName,
@@ -110,7 +110,7 @@ def micro_batches(plan: RunPlan, step: int, data_rank: int = 0) -> list[MicroBat
 
     With ``data.documents=separate`` samples consist of documents and have ``position_ids``.
     """
-    make = document_sample if plan.config.data.documents is Documents.separate else sample
+    make = document_sample if plan.config.data.documents is DocumentMasking.separate else sample
     batch, size, ranks = plan.batch.at(step), plan.batch.micro_batch, plan.batch.data_parallel
     found: list[MicroBatch] = []
     for number in range(batch.accumulation):

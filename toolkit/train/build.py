@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint_folder import newest
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import OnNonfinite, parse_cadence
 from toolkit.data.registry import RunData
 from toolkit.engine.protocol import Engine, StepResult
@@ -23,7 +23,7 @@ from toolkit.observe.context import RankContext
 from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.observe.monitoring import RunMonitor
 from toolkit.observe.reporting import DataProgressLogger, MetricsLogger, PlotWriter, StatusWriter
-from toolkit.plan.flops import without_utilisation
+from toolkit.plan.flops import why_no_utilisation
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rows import last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
@@ -77,7 +77,7 @@ class TrainingHooks:
 def build_task(plan: RunPlan, data: RunData) -> Task:
     if data.records is not None:
         return vision_task(plan, data.records)
-    if plan.config.data.documents is Documents.joined:
+    if plan.config.data.documents is DocumentMasking.joined:
         return text_task(plan)
     assert data.end_of_text is not None, (
         "the data are refused if data.documents=separate and have no documents"
@@ -185,10 +185,10 @@ def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float,
 
 def log_setup(plan: RunPlan, data: RunData) -> None:
     """Log what separate documents cost, and why no MFU is shown. On rank 0."""
-    if plan.config.data.documents is not Documents.joined:
+    if plan.config.data.documents is not DocumentMasking.joined:
         for name, cost in data.waste().items():
             log.info(f"documents of {name} are separate: {cost} (in a sample of {cost.tokens:,} tokens)")
-    reason = without_utilisation(plan)
+    reason = why_no_utilisation(plan)
     if reason is not None and plan.world.device is Device.CUDA:
         log.info(f"the model FLOPs utilization (MFU) is not shown: {reason}")
 

@@ -27,7 +27,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.plan.pretrained import resolve_model
-from toolkit.progress import Progress, Task, duration, quantity
+from toolkit.progress import Progress, ProgressTask, duration, quantity
 
 # Modules of ``formats/`` with ``lay_out(source, config)``.
 WRITERS: Mapping[Format, str] = {
@@ -304,7 +304,7 @@ def diff(config: ReshardConfig, progress: Progress) -> tuple[ExitCode, list[str]
 
 def _shown(progress: Progress, description: str) -> Callable[[int, int], None]:
     """``advance`` of long looks: bytes done since the last call, and all of them."""
-    tasks: list[Task] = []
+    tasks: list[ProgressTask] = []
 
     def advance(done: int, total: int) -> None:
         if not tasks:

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import cast
 
 from toolkit.cluster.job import Backend
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 
 
-def of(where: Where) -> Backend:
+def of(where: ClusterBackend) -> Backend:
     """The backend that ``cluster=`` names, imported when it is needed."""
     return cast(Backend, import_module(f"toolkit.cluster.backends.{where.value}"))

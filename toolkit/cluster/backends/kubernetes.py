@@ -27,7 +27,7 @@ import yaml
 
 from toolkit.cluster.backends.kubernetes_checks import CONFIG_FOLDER, WORKING_DIR, problems_of
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
-from toolkit.config.cluster import KubernetesConfig, Where
+from toolkit.config.cluster import ClusterBackend, KubernetesConfig
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem
 
 MANIFEST_FILE = "job.yaml"
@@ -346,7 +346,7 @@ _Dumper.add_representer(str, _text)
 
 def submit(job: Job) -> JobId:
     _kubectl(argv(job))
-    return JobId(Where.kubernetes, f"{job.config.cluster.kubernetes.namespace}/{object_name(job)}")
+    return JobId(ClusterBackend.kubernetes, f"{job.config.cluster.kubernetes.namespace}/{object_name(job)}")
 
 
 def state(id: JobId) -> JobState:

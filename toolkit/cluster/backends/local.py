@@ -10,7 +10,7 @@ from signal import SIGTERM
 
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
 from toolkit.cluster.stop import Process
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 
 OUTPUT = "output.txt"
 
@@ -51,7 +51,7 @@ def submit(job: Job) -> JobId:
 def id_of(process: subprocess.Popen[bytes]) -> JobId:
     """Its number and its start: a later process with the same number is another job."""
     found = Process.of(process.pid)
-    return JobId(Where.local, f"{process.pid}:{found.started if found is not None else ''}")
+    return JobId(ClusterBackend.local, f"{process.pid}:{found.started if found is not None else ''}")
 
 
 def state(id: JobId) -> JobState:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.cluster.job import CONFIG_FILE, Job, JobId, JobState
-from toolkit.config.cluster import ClusterConfig, SlurmConfig, Where
+from toolkit.config.cluster import ClusterBackend, ClusterConfig, SlurmConfig
 from toolkit.errors import ConfigError, InputError, Problem
 
 SCRIPT_FILE = "job.sh"
@@ -220,7 +220,7 @@ trap '' TERM INT  # from here on it is decided, whoever asks
 def submit(job: Job) -> JobId:
     printed = _run(argv(job), clean(os.environ))
     return JobId(
-        Where.slurm, printed.strip().partition(";")[0]
+        ClusterBackend.slurm, printed.strip().partition(";")[0]
     )  # --parsable: the number, with several clusters ;NAME
 
 

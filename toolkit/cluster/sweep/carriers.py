@@ -18,7 +18,7 @@ from toolkit.cluster.machine import Machine
 from toolkit.cluster.sweep.points import Point
 from toolkit.cluster.sweep.record import is_done
 from toolkit.cluster.sweep.slots import Place, Slots, need_of
-from toolkit.config.cluster import Where
+from toolkit.config.cluster import ClusterBackend
 from toolkit.errors import InputError
 
 KILL_SECONDS = 30.0  # after the grace of a stop: launchers end after their ranks
@@ -175,5 +175,5 @@ class QueueCarrier:
         return QueuedPoint(submission.submit(make_job(point.plan, self._script))[1], point, self)
 
 
-def carrier_of(where: Where, script: Path, machine: Machine, points: int) -> Carrier:
-    return LocalCarrier(script, machine, points) if where is Where.local else QueueCarrier(script)
+def carrier_of(where: ClusterBackend, script: Path, machine: Machine, points: int) -> Carrier:
+    return LocalCarrier(script, machine, points) if where is ClusterBackend.local else QueueCarrier(script)

@@ -12,8 +12,8 @@ from toolkit.cluster import backends
 from toolkit.cluster.environment import Launch, check_startable
 from toolkit.cluster.job import make_job, plan_job
 from toolkit.cluster.machine import Machine
-from toolkit.config.cluster import Where
-from toolkit.config.multirun import OWN, SweepWords, quoted
+from toolkit.config.cluster import ClusterBackend
+from toolkit.config.multirun import OWN, SweepArguments, quoted
 from toolkit.errors import ConfigError, PlanError, Problem, Severity, UserError, without_secrets
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
@@ -56,7 +56,7 @@ class Point:
 
 
 def make_points(
-    batch: Sequence[Sequence[str]], words: SweepWords, folder: Path, machine: Machine, script: Path
+    batch: Sequence[Sequence[str]], words: SweepArguments, folder: Path, machine: Machine, script: Path
 ) -> list[Point]:
     """One point for each combination of words; the same combination twice is one point.
 
@@ -88,7 +88,7 @@ def name_of(swept: Sequence[str]) -> str:
     return f"{text}-{digits}" if text else f"point-{digits}"
 
 
-def _named(combination: Sequence[str], words: SweepWords, folder: Path) -> Point:
+def _named(combination: Sequence[str], words: SweepArguments, folder: Path) -> Point:
     swept = words.swept(combination)
     name = name_of(swept)
     own = [f"{OWN[0]}={quoted(folder / name)}"]
@@ -111,7 +111,7 @@ def _planned(point: Point, machine: Machine, script: Path) -> Point:
 
     try:
         config = compose(point.words)
-        here = config.cluster.where is Where.local
+        here = config.cluster.where is ClusterBackend.local
         seen = share(machine, config.cluster.gpus_per_node) if here else machine
         if here:
             check_startable(config.cluster, Launch(), seen)

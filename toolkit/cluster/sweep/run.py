@@ -24,10 +24,10 @@ from toolkit.cluster.sweep import show
 from toolkit.cluster.sweep.carriers import Carrier, Handle, carrier_of
 from toolkit.cluster.sweep.points import Point, all_refused, make_points, name_of
 from toolkit.cluster.sweep.record import PointState, Record, Row, is_done, result, row_of
-from toolkit.config.cluster import Where
-from toolkit.config.multirun import CarryOut, SweepWords, read_sweep, run_sweeper
+from toolkit.config.cluster import ClusterBackend
+from toolkit.config.multirun import BatchRunner, SweepArguments, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError, file_errors
-from toolkit.progress import Progress, Task
+from toolkit.progress import Progress, ProgressTask
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
@@ -52,7 +52,7 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
         carried = _Sweep(words, stop, Path(script).absolute())
         carried.make_folder()
     try:
-        run_sweeper(words, carried.folder, CarryOut(carried.batch))
+        run_sweeper(words, carried.folder, BatchRunner(carried.batch))
         return carried.tell()
     except _Enough as end:
         if end.reason is not None:
@@ -105,7 +105,7 @@ class _Running:
 
 
 class _Sweep:
-    def __init__(self, words: SweepWords, stop: StopRequest, script: Path) -> None:
+    def __init__(self, words: SweepArguments, stop: StopRequest, script: Path) -> None:
         self.words, self._options, self._stop, self._script = words, words.sweep, stop, script
         self.folder = Path(words.sweep.dir or f"sweeps/{words.name}-{words.id}").expanduser().absolute()
         self._machine = this_machine()
@@ -217,8 +217,8 @@ class _Sweep:
         self,
         waiting: dict[str, Point],
         running: dict[str, _Running],
-        carriers: Mapping[Where, Carrier],
-        task: Task,
+        carriers: Mapping[ClusterBackend, Carrier],
+        task: ProgressTask,
     ) -> None:
         """In order, as long as there is room. A point that does not fit now is waited for, so that small ones do not starve it."""
         for name, point in list(waiting.items()):
@@ -271,7 +271,7 @@ class _Sweep:
                 return row
         return None
 
-    def _collect(self, running: dict[str, _Running], task: Task) -> None:
+    def _collect(self, running: dict[str, _Running], task: ProgressTask) -> None:
         for name, run in list(running.items()):
             if run.handle.ended():
                 self._finish(self._result(run), run.claim, task)
@@ -287,7 +287,7 @@ class _Sweep:
             asked=asked,
         )
 
-    def _finish(self, row: Row, claim: int, task: Task | None = None) -> None:
+    def _finish(self, row: Row, claim: int, task: ProgressTask | None = None) -> None:
         """The row is there before another process can take the claim."""
         self._record.note(row)
         os.close(claim)

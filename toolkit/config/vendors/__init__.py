@@ -1,1 +1,1 @@
-"""Schemas of the engines' own settings, read from the source of the installed packages."""
+"""Keys of DeepSpeed and Megatron-core, as JSON files generated from the packages."""

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config.prepare import DatasetConfig
+from toolkit.config.prepare import InputDatasetConfig
 from toolkit.errors import InputError, Problem
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 64
 
 
-def ranges(path: str, config: DatasetConfig, aim: int) -> Iterator[tuple[int, int, int]]:
+def ranges(path: str, config: InputDatasetConfig, aim: int) -> Iterator[tuple[int, int, int]]:
     """Ranges [start, end) of rows of about ``aim`` bytes, with their bytes; of a streamed dataset its shards, of unknown bytes."""
     from datasets import Dataset
 
@@ -30,7 +30,9 @@ def ranges(path: str, config: DatasetConfig, aim: int) -> Iterator[tuple[int, in
         yield start, end, opened.data.nbytes * (end - start) // opened.num_rows
 
 
-def records(path: str, config: DatasetConfig, column: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
+def records(
+    path: str, config: InputDatasetConfig, column: str, start: int, end: int
+) -> Iterator[tuple[int, Any]]:
     """(number, {column: value}) of a range of :func:`ranges`; the number is the row's, in its shard where it is streamed. Of
     ``meta.body`` the column is ``meta``, unless one has that whole name."""
     from datasets import Dataset

@@ -30,7 +30,7 @@ from toolkit.data.tokens.tokenizer import FILE, FOLDER
 from toolkit.data.tokens.writer import write_sums
 from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder
-from toolkit.progress import Progress, Task
+from toolkit.progress import Progress, ProgressTask
 
 READABLE = ("uint16", "int32")
 TOKENS_AT_ONCE = 8 << 20
@@ -226,7 +226,7 @@ def _splits(
     return splits, ends, sums
 
 
-def _shard(index: IndexFile, info: TokenizerInfo, task: Task) -> tuple[Shard, bool, bytes]:
+def _shard(index: IndexFile, info: TokenizerInfo, task: ProgressTask) -> tuple[Shard, bool, bytes]:
     path = index.path.with_suffix(".bin")
     tokens: npt.NDArray[np.integer] = (
         np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)

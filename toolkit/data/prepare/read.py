@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.prepare import DatasetConfig, InputFormat, OnBadRow
+from toolkit.config.prepare import InputDatasetConfig, InputFormat, OnBadRow
 from toolkit.data.prepare import datasource
 from toolkit.data.prepare.content import BUFFER_BYTES, BYTE_ORDER_MARK, Opened, check_text, readable
 from toolkit.data.prepare.formats import input_format, is_archive
@@ -191,7 +191,7 @@ def _value(record: Any, name: str) -> bytes | BadRow:
 
 def _dataset(plan: Plan, unit: Unit) -> Iterator[Document]:
     recipe = plan.recipe
-    config = DatasetConfig(
+    config = InputDatasetConfig(
         name=recipe["dataset.name"], split=recipe["dataset.split"], revision=recipe["dataset.revision"]
     )
     done = 0

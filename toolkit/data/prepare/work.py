@@ -15,14 +15,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from toolkit.errors import ExitCode, InputError, Problem
-from toolkit.progress import Task
+from toolkit.progress import ProgressTask
 
 Advance = Callable[[int], None]  # by so many bytes
 Job = Callable[[int, Advance], None]
 LOOK_SECONDS = 0.2
 
 
-def each(begin: Callable[[], Job], numbers: Sequence[int], workers: int, task: Task) -> None:
+def each(begin: Callable[[], Job], numbers: Sequence[int], workers: int, task: ProgressTask) -> None:
     """Do every one of ``numbers``: ``begin()``, in each process, gives what does one. A single worker is this process.
 
     Raises:
@@ -55,7 +55,7 @@ def each(begin: Callable[[], Job], numbers: Sequence[int], workers: int, task: T
             process.join()
 
 
-def _watch(processes: Sequence[Any], ends: Sequence[Connection], done: Any, task: Task) -> None:
+def _watch(processes: Sequence[Any], ends: Sequence[Connection], done: Any, task: ProgressTask) -> None:
     told = 0
     running = dict(
         zip([process.sentinel for process in processes], zip(processes, ends, strict=True), strict=True)

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from toolkit.config.data import Documents
+from toolkit.config.data import DocumentMasking
 from toolkit.config.vendor import show
 from toolkit.config.vendor_megatron import TRANSFORMER_ENGINE
 from toolkit.engine.megatron.attention import TorchAttention, TorchNorm
@@ -87,7 +87,7 @@ def layer_spec(plan: RunPlan, config: TransformerConfig, stage: int | None) -> T
     """
     if uses_transformer_engine(plan):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-        if plan.config.data.documents is Documents.separate:
+        if plan.config.data.documents is DocumentMasking.separate:
             spec = copy.deepcopy(spec)  # its layers are one object
             for layer in spec.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = TorchAttention

@@ -1,4 +1,4 @@
-"""One key of a vendor's configuration: what it may be, and what stands below it."""
+"""Schema of one key of an engine's configuration: the values it accepts and the keys below it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPARE = {
     "le": ("at most", lambda value, bound: value <= bound),
     "lt": ("less than", lambda value, bound: value < bound),
 }
-WORDS = {
+TYPE_NAMES = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
@@ -25,24 +25,25 @@ WORDS = {
 
 
 @dataclass
-class Node:
-    """``types`` are names of JSON types, none: anything. ``fields`` is None for a value, a mapping for a section;
-    ``items`` is what each item of a list is.
-
+class KeySchema:
+    """
     Attributes:
-        choices: the only values, where they are few.
-        bounds: of numbers: ``ge``, ``gt``, ``le``, ``lt``.
-        open: a section that may have keys besides ``fields``.
-        deprecated: what the vendor reads in its place.
-        removed: the vendor's words about a key that it no longer has.
-        internal: set by the vendor itself.
+        types: names of the accepted JSON types; empty if any value is accepted.
+        choices: the accepted values, if there are only a few.
+        bounds: limits of a number by ``ge``, ``gt``, ``le`` and ``lt``.
+        fields: the keys of a section; None for a value.
+        items: the schema of each item of a list.
+        open: whether a section may have more keys than ``fields``.
+        deprecated: the key that the engine reads instead.
+        removed: the engine's message about a key that it no longer has.
+        internal: whether the engine sets the key itself.
     """
 
     types: list[str] = field(default_factory=list)
     choices: list[Any] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)
-    fields: dict[str, Node] | None = None
-    items: Node | None = None
+    fields: dict[str, KeySchema] | None = None
+    items: KeySchema | None = None
     open: bool = False
     deprecated: str | None = None
     removed: str | None = None
@@ -51,16 +52,16 @@ class Node:
     def accept(self, *names: str) -> None:
         self.types += [name for name in names if name not in self.types]
 
-    def merge(self, other: Node) -> None:
-        """Take over what ``other`` knows besides."""
+    def merge(self, other: KeySchema) -> None:
+        """Add the types, choices, bounds and fields of ``other``."""
         self.accept(*other.types)
         self.choices = self.choices or other.choices
         self.bounds |= other.bounds
         if other.fields is not None:
             self.fields = {**(self.fields or {}), **other.fields}
 
-    def wrong(self, value: Any) -> str | None:
-        """The rule that a single ``value`` breaks, in words; None if it is right."""
+    def broken_rule(self, value: Any) -> str | None:
+        """The rule that ``value`` breaks, as a phrase for an error; None if the value is accepted."""
         if self.fields is not None:
             return (
                 None
@@ -74,16 +75,16 @@ class Node:
             )
             return None if equal else "one of " + ", ".join(str(choice) for choice in self.choices)
         if self.types and not any(_is(name, value) for name in self.types):
-            return " or ".join(WORDS[name] for name in self.types)
+            return " or ".join(TYPE_NAMES[name] for name in self.types)
         if isinstance(value, list) and self.items is not None:
-            inner = next((rule for item in value if (rule := self.items.wrong(item)) is not None), None)
+            inner = next((rule for item in value if (rule := self.items.broken_rule(item)) is not None), None)
             return f"a list, each item {inner}" if inner else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             return next(
                 (
-                    f"{words} {bound:g}"
+                    f"{phrase} {bound:g}"
                     for name, bound in self.bounds.items()
-                    for words, holds in (COMPARE[name],)
+                    for phrase, holds in (COMPARE[name],)
                     if not holds(value, bound)
                 ),
                 None,
@@ -91,7 +92,7 @@ class Node:
         return None
 
     def example(self) -> str:
-        """What could be written after the key's name: ``=true``."""
+        """Text that could follow the key's name: ``=true``."""
         if self.fields:
             return f".{next(iter(self.fields))}=VALUE"
         examples = {
@@ -118,10 +119,15 @@ class Node:
         return plain
 
     @staticmethod
-    def from_json(plain: Mapping[str, Any]) -> Node:
-        below, each = plain.get("fields"), plain.get("items")
-        fields = None if below is None else {name: Node.from_json(inner) for name, inner in below.items()}
-        return Node(**{**plain, "fields": fields, "items": None if each is None else Node.from_json(each)})
+    def from_json(plain: Mapping[str, Any]) -> KeySchema:
+        below, items = plain.get("fields"), plain.get("items")
+        return KeySchema(
+            **{
+                **plain,
+                "fields": None if below is None else {k: KeySchema.from_json(v) for k, v in below.items()},
+                "items": None if items is None else KeySchema.from_json(items),
+            }
+        )
 
 
 def type_name(value: object) -> str:
@@ -143,7 +149,7 @@ def type_name(value: object) -> str:
 
 
 def _is(name: str, value: object) -> bool:
-    """A whole number may be written 5e8, and a number as a whole one; true and false are no numbers."""
+    """An integer may be written 5e8, and a float without a point; true and false are not numbers."""
     if name == "int":
         return type_name(value) == "int" or (
             isinstance(value, float) and math.isfinite(value) and value.is_integer()

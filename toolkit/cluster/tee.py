@@ -1,0 +1,68 @@
+"""A stream that also writes to a log file."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from typing import TextIO
+
+# Colours and cursor movements of a live display, which the log does not get.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_REDRAWS = ("\r", "\x1b[1A", "\x1b[2K")
+
+
+class Tee(io.TextIOBase):
+    """Write to a stream and to a file. ``isatty``, ``fileno`` and ``encoding`` are those of the stream.
+
+    A line is written in one call: ``print`` writes its text and its end separately, and another thread, or
+    another rank with the same pipe, could write in between. ``flush`` writes an incomplete line.
+    """
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self._stream = stream
+        self._file = file
+        self._shown: TextIO = stream
+        self._lock = threading.RLock()
+        self._parts = threading.local()  # of each thread: the incomplete line that it has written so far
+
+    def write(self, text: str) -> int:
+        line = getattr(self._parts, "text", "") + text
+        end = line.rfind("\n") + 1
+        self._parts.text = line[end:]
+        self._write_lines(line[:end])
+        return len(text)
+
+    def _write_lines(self, text: str) -> None:
+        if not text:
+            return
+        with self._lock:
+            if not any(redraw in text for redraw in _REDRAWS):
+                self._file.write(_ESCAPES.sub("", text))
+            self._shown.write(text)
+
+    @property
+    def stream(self) -> TextIO:
+        return self._stream
+
+    def show_on(self, screen: TextIO | None) -> None:
+        """Write lines to ``screen`` while a live display uses the terminal; None: to the stream again."""
+        self.flush()
+        with self._lock:
+            self._shown = self._stream if screen is None else screen
+
+    def flush(self) -> None:
+        text, self._parts.text = getattr(self._parts, "text", ""), ""
+        self._write_lines(text)
+        self._file.flush()
+        self._shown.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # an attribute there, and never set here
+        return self._stream.encoding

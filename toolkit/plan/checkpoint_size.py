@@ -1,0 +1,40 @@
+"""Size of a checkpoint, and an assumed write speed for the first save of a run."""
+
+from __future__ import annotations
+
+from toolkit.plan.memory import FP32, element_bytes, optimizer_groups
+from toolkit.plan.types import RunPlan, World
+
+# Write speed of a node with a fast local disk, or with a good share of a parallel file system. The value is
+# optimistic: trying a save that does not finish in time costs nothing.
+NODE_BYTES_PER_SECOND = 2e9
+
+
+def checkpoint_bytes(plan: RunPlan) -> int | None:
+    """Bytes of the tensors of one checkpoint; the rest is some kilobytes. None for ``model.target``.
+
+    A checkpoint has the weights, their fp32 master copy if they have 16 bits, and the optimizer's tensors,
+    each once whatever the layout.
+    """
+    if not plan.parameters:
+        return None
+    weight = element_bytes(plan.config.precision.name)
+    master = FP32 if weight < FP32 else 0
+    return sum(
+        group.numel * (weight + master + group.state_bytes)
+        for group in optimizer_groups(plan.parameters, plan.config.optim, 1)
+    )
+
+
+def rank_bytes(plan: RunPlan) -> int | None:
+    """Bytes that one rank writes: replicas are written once, and the work is spread evenly.
+
+    None for ``model.target``.
+    """
+    total = checkpoint_bytes(plan)
+    return None if total is None else -(-total // plan.world.ranks)
+
+
+def assumed_speed(world: World) -> float:
+    """Bytes per second of one rank while all ranks of its node write."""
+    return NODE_BYTES_PER_SECOND / min(world.ranks, world.ranks_per_node)
