@@ -1,17 +1,19 @@
-"""Whether bf16 trains to the same place in every layout: 300 steps of the quickstart, the final validation loss against ``local``'s.
+"""Compare the final validation loss of bf16 runs of the quickstart in every layout with plain torch's.
 
-    python benchmarks/bf16_quickstart.py                    on two CPU ranks: eight runs of local, ten of both engines, a control
+    python benchmarks/bf16_quickstart.py         on two CPU ranks: eight local runs, ten of both engines, a
+        control
     python benchmarks/bf16_quickstart.py --steps 20 --only local-micro1 megatron-tp2
 
-Bf16 rounds, so the order of summation alone moves a run, and at the rate of the quickstart it moves far: runs part around step 40, where
-the rate is highest, and end in different places. How far is measured: runs of ``local`` differ in nothing but the micro-batch that the
-same global batch is summed by, or in the vector width of the kernels (narrower ones add up in another order). That a run
-lies between the least and the greatest of five equal ones has a chance of two in three, and of eight runs all do in one case of eight; so
-an engine's run agrees if it lies where one more run of local would: mean +- t s sqrt(1 + 1/n), with t so that of ten right runs all agree
-with 95% (``alone``: the narrower reach that a single right run keeps with 95%). The mean of all runs of engines is held against the
-mean of local's by Welch's t. Two layouts run twice, with another micro-batch: how far one layout moves by itself. The control, a fifth of
-the learning rate, must be outside (half of it is not).
-Written to benchmarks/results/bf16_quickstart.json after every run; a run that is there with the same words is not repeated.
+In bf16 the order of summation alone changes a run: at the quickstart's learning rate runs diverge around
+step 40 and end in different places. The spread is measured with runs of ``local`` that differ only in the
+micro-batch that sums the global batch, or in the vector width of the kernels. A run of an engine agrees if
+it lies in the prediction interval of one more local run, mean +- t s sqrt(1 + 1/n), with t chosen so that
+ten correct runs all agree with probability 95% (``alone`` is the narrower interval of a single run). The
+means are compared by Welch's t-test. Two layouts run twice, with another micro-batch, to show how far one
+layout moves. The control, a fifth of the learning rate, must be outside.
+
+Results go to benchmarks/results/bf16_quickstart.json after every run; a stored run with equal options is not
+repeated.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ COMMON = (
 NARROW = {"ATEN_CPU_CAPABILITY": "avx2"}
 LOCAL = {f"local-micro{size}": ("engine=local", f"train.micro_batch={size}") for size in (1, 2, 4, 8, 16)}
 LOCAL |= {f"local-narrow-micro{size}": ("engine=local", f"train.micro_batch={size}") for size in (4, 8, 16)}
-# Micro-batches are added up in fp32, as the plan advises where there are several.
+# Sum micro-batches in fp32, as the plan advises.
 PIPE = (
     "engine=deepspeed",
     "zero=stage1",
@@ -70,7 +72,8 @@ ENGINES = {
 }
 CONTROL = {"control": ("engine=local", "train.micro_batch=16", "optim.lr=4e-4")}
 EVERY = {**LOCAL, **ENGINES, **CONTROL}
-# Student's t by degrees of freedom from 1 on: what 5% exceed on either side together, and 5% / 10 (Bonferroni, for ten runs of engines).
+# Two-sided critical values of Student's t by degrees of freedom from 1 on, for 5% and for 5% / 10
+# (Bonferroni, for ten runs of engines).
 T = (
     12.706,
     4.303,
@@ -110,7 +113,7 @@ T_TEN = (
 
 
 def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One whole run: its last validation loss, and its seconds."""
+    """Run one configuration; return its last validation loss and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -133,8 +136,8 @@ def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str,
         }
 
 
-def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The spread of local, where each engine's run lies in it, and the means of both."""
+def compare_with_local(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the spread of local runs, the position of each engine run in it, and both means."""
     local = [runs[name]["validation_loss"] for name in LOCAL if name in runs]
     if len(local) < len(LOCAL):
         return {"local": local}
@@ -159,12 +162,12 @@ def judged(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
     losses = [runs[name]["validation_loss"] for name in ENGINES if name in runs]
     if len(losses) > 1:
-        found["means"] = welch(local, losses)
+        found["means"] = welch_t(local, losses)
     return found
 
 
-def welch(a: list[float], b: list[float]) -> dict[str, Any]:
-    """Whether the means of two samples differ (Welch 1947): t and the t that 5% of equal pairs exceed."""
+def welch_t(a: list[float], b: list[float]) -> dict[str, Any]:
+    """Return Welch's t (1947) of two samples, and the t that 5% of equal pairs exceed."""
     parts = [statistics.variance(each) / len(each) for each in (a, b)]
     freedom = sum(parts) ** 2 / sum(
         part**2 / (len(each) - 1) for part, each in zip(parts, (a, b), strict=True)
@@ -184,7 +187,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", nargs="+", choices=[*EVERY], default=[*EVERY])
-    parser.add_argument("--words", nargs="*", default=[], help="of every run: model.hidden_size=128")
+    parser.add_argument("--words", nargs="*", default=[], help="options of every run: model.hidden_size=128")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "bf16_quickstart.json")
     given = parser.parse_args()
     common = [*COMMON, f"train.steps={given.steps}", f"eval.every={given.steps}", *given.words]
@@ -206,7 +209,7 @@ def main() -> None:
                 "versions": versions,
                 "words": common,
                 "runs": runs,
-                "verdict": judged(runs),
+                "verdict": compare_with_local(runs),
             }
             given.out.write_text(json.dumps(found, indent=1) + "\n")
             task.advance(note=f"{name} {runs[name]['validation_loss']:.4f}")
@@ -214,7 +217,7 @@ def main() -> None:
                 f"{name:>22}: {runs[name]['validation_loss']:.5f} in {runs[name]['seconds']:.0f} s",
                 flush=True,
             )
-    print(json.dumps(judged(runs), indent=1))
+    print(json.dumps(compare_with_local(runs), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Saving and loading a checkpoint, against copying the same bytes with ``cp`` and syncing them.
+"""Compare saving and loading a checkpoint with ``cp`` and sync of the same bytes.
 
-    python benchmarks/checkpoint.py                                     1 GB, 2 ranks, 7 rounds, in the current folder
-    python benchmarks/checkpoint.py --gigabytes 4 --folder /mnt/nvme    elsewhere
+    python benchmarks/checkpoint.py                                     1 GB, 2 ranks, 7 rounds, in the
+        current folder
+    python benchmarks/checkpoint.py --gigabytes 4 --folder /mnt/nvme    in another folder
 
-The jobs take turns within each round, so that noise of the machine falls on all of them. The figures are medians of the
-ratios within rounds. The state is that of ZeRO in bf16: weights, master weights and two moments, in flat ranges. Before a
-load or a copy the page cache of the files is dropped, so that both read the disk.
+The jobs alternate within each round, so that noise of the machine affects all of them. The figures are
+medians of the ratios within rounds. The state is that of ZeRO in bf16: weights, master weights and two
+moments, in flat ranges. Before a load or a copy the files' page cache is dropped, so that both read the
+disk.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Shard, TensorKey, flat_shards
 
 BYTES_PER_PARAMETER = 2 + 4 + 4 + 4
-SHAPE = (4096, 1021)  # of one matrix; odd, so that flat ranges are ragged boxes
+SHAPE = (4096, 1021)  # of one matrix; odd, so that flat ranges become several boxes
 
 
 def shards_of(rank: int, ranks: int, parameters: int) -> list[Shard]:
-    """Rank's flat ranges of all tensors."""
+    """Return a rank's flat ranges of all tensors."""
     numel = SHAPE[0] * SHAPE[1]
     shards = []
     for number in range(max(1, parameters // numel)):
@@ -50,7 +52,7 @@ def shards_of(rank: int, ranks: int, parameters: int) -> list[Shard]:
     return shards
 
 
-def forget(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Drop the files' pages from the cache."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
@@ -94,7 +96,7 @@ def copy(source: Path, target: Path) -> float:
 
 
 def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dict[str, list[float]], int]:
-    """Seconds of each job in each round, of the slowest rank, and the checkpoint's bytes."""
+    """Return the seconds of each job in each round, of the slowest rank, and the checkpoint's bytes."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     queues = [context.Queue() for _ in range(ranks)]
@@ -116,22 +118,22 @@ def measure(folder: Path, ranks: int, parameters: int, rounds: int) -> tuple[dic
     seconds: dict[str, list[float]] = {
         name: [] for name in ("cp_and_sync", "save", "background", "background_blocked", "load")
     }
-    for number in range(rounds + 1):  # the first warms up and is dropped
+    for number in range(rounds + 1):  # the first round is a warm-up
         saved, _ = run(2 * number + 1, "save")
         whole, blocked = run(2 * number + 2, "background")
         path = CheckpointStore(folder / "checkpoints").newest()
         assert path is not None
-        forget(path)
+        drop_page_cache(path)
         copied = copy(path, folder / "copy")
         shutil.rmtree(folder / "copy")
-        forget(path)
+        drop_page_cache(path)
         loaded, _ = run(0, "load")
         if number:
             for name, value in zip(seconds, (copied, saved, whole, blocked, loaded), strict=True):
                 seconds[name].append(value)
         print(
-            f"round {number}: cp+sync {copied:.2f} s, save {saved:.2f} s, background {whole:.2f} s (blocked {blocked:.2f} s), "
-            f"load {loaded:.2f} s"
+            f"round {number}: cp+sync {copied:.2f} s, save {saved:.2f} s, "
+            f"background {whole:.2f} s (blocked {blocked:.2f} s), load {loaded:.2f} s"
         )
     for queue in queues:
         queue.put(None)

@@ -1,10 +1,11 @@
-"""What training straight from a dataset costs the CPU: nanoseconds a token, and how much of it is the tokenizer itself.
+"""Measure the CPU time per token of training straight from a dataset, and the tokenizer's share of it.
 
     python benchmarks/dataset.py [--megabytes 12] [--seconds 15] [--output benchmarks/results/dataset.json]
 
-The text is Python's standard library, a row each 2,000 characters, in one JSONL file; the tokenizer is trained on it. The floor is
-one process that calls ``encode_batch_fast`` on the same rows and does nothing with what it returns. Everything is counted as
-CPU time over the whole process tree, so that it holds on a busy machine too, within the noise of shared caches.
+The text is Python's standard library, one JSONL row per 2,000 characters; the tokenizer is trained on it.
+The baseline is one process that calls ``encode_batch_fast`` on the same rows and discards the result. All
+figures are CPU time of the whole process tree, so they also hold on a busy machine, within the noise of
+shared caches.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megabytes", type=int, default=12, help="of text")
-    parser.add_argument("--seconds", type=float, default=15, help="CPU time of each measurement, about")
+    parser.add_argument("--megabytes", type=int, default=12, help="size of the text")
+    parser.add_argument("--seconds", type=float, default=15, help="approximate CPU time per measurement")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/dataset.json"))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -53,7 +54,7 @@ def main() -> None:
             result = ours(folder, streaming, workers, asked.seconds)
             alone.append(
                 floor(folder, rows, asked.seconds / 2)
-            )  # before and after: a machine that others use changes its speed
+            )  # before and after, because a shared machine changes its speed
             mean = sum(alone) / 2
             results.append(
                 {
@@ -99,7 +100,7 @@ def make(folder: Path, size: int) -> list[str]:
 
 
 def floor(folder: Path, rows: list[str], seconds: float) -> float:
-    """CPU nanoseconds a token."""
+    """Return CPU nanoseconds per token."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = bpe.read_tokenizer(folder / bpe.TOKENIZER_FOLDER)
     tokenizer.encode_special_tokens = True
@@ -132,7 +133,7 @@ def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[st
     steps = stream.steps(0)
     next(steps)
     first_seconds = time.perf_counter() - opened_at
-    for _ in islice(steps, 20):  # what was read ahead at the start is over
+    for _ in islice(steps, 20):  # skip what was read ahead at the start
         pass
     pids = [os.getpid(), *stream._encoders.pids] if stream._encoders is not None else []
     before, counted, began = [cpu_seconds(pid) for pid in pids], 0, time.perf_counter()

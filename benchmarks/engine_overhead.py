@@ -1,9 +1,10 @@
-"""What the toolkit costs over a bare 40-line script with the same DeepSpeed settings, model and batch, and against plain torch DDP.
+"""Measure the overhead over a bare script with the same DeepSpeed settings, and over torch DDP.
 
-    python benchmarks/engine_overhead.py                  every ZeRO stage, and the time to the first step: ten minutes on two cores
+    python benchmarks/engine_overhead.py         every ZeRO stage, and the time to the first step: ten minutes
     python benchmarks/engine_overhead.py --pairs 40 --block 4
 
-The comparisons of engine_step.py that concern DeepSpeed's data parallelism, written to benchmarks/results/engine_overhead.json.
+These are the comparisons of engine_step.py for DeepSpeed's data parallelism, written to
+benchmarks/results/engine_overhead.json.
 """
 
 import sys

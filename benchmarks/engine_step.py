@@ -1,17 +1,20 @@
-"""What a step through the toolkit costs, beside bare scripts on the same engine and plain torch.
+"""Measure a step through the toolkit against bare scripts on the same engine and plain torch.
 
-    python benchmarks/engine_step.py                                   on CPU ranks: each comparison below, about 1.5 minutes each
+    python benchmarks/engine_step.py                  on CPU ranks: each comparison below, about 1.5 minutes
+        each
     python benchmarks/engine_step.py --only deepspeed-zero2 --pairs 40
-    python benchmarks/engine_step.py --gpu                             on one GPU: 1 B parameters in bf16, sequences of 4096 tokens
+    python benchmarks/engine_step.py --gpu            on one GPU: 1 B parameters in bf16, sequences of 4096
+        tokens
 
-On CPU two ranks train a small Llama. Both jobs are alive at once and take turns of a few steps, so a pair sees the same machine
-(benchmarks/sides/turns.py). The toolkit's step has everything in it: data stream, hooks, metrics, W&B offline. The time to the first
-step is that of whole commands, from typing to the end of step 1, in turns as well.
+On CPU two ranks train a small Llama. Both jobs run at the same time and alternate blocks of steps, so that a
+pair sees the same machine (benchmarks/sides/turns.py). The toolkit's step includes everything: data stream,
+hooks, metrics, W&B offline. The time to the first step is that of whole commands, alternating as well.
 
-On a GPU compiled plain torch, DeepSpeed and Megatron-core (both by launch/train.py) run one after the other: tokens/s, model FLOPs
-against the GPU's dense 16-bit peak (MFU; docs/plan.md says what counts), peak memory.
+On a GPU compiled plain torch, DeepSpeed and Megatron-core (both through launch/train.py) run one after the
+other:
+tokens/s, MFU against the GPU's dense 16-bit peak (docs/plan.md), peak memory.
 
-Written to benchmarks/results/engine_step.json, and engine_step_gpu.json.
+Results go to benchmarks/results/engine_step.json and engine_step_gpu.json.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from sides.torchrun import ROOT
-from sides.turns import Job, compare, median_with_bounds, steps_of
+from sides.turns import TurnJob, compare, median_with_bounds, steps_of
 
 from toolkit.cluster.environment import detect_world, read_launch
 from toolkit.cluster.machine_info import detect_machine
@@ -72,13 +75,14 @@ LARGE = (
     "monitor.every=5",
 )
 QUIET = ("schedule=constant", "checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0")
-# Nothing but the spec differs between bare.py's engines.
+# Only the spec differs between the engines of bare.py.
 BARE = {"deepspeed": "bare.py", "ddp": "bare.py", "megatron": "bare_megatron.py"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The toolkit with ``words`` against a bare script on ``bare``, an engine or torch's DDP."""
+    """The toolkit with the overrides ``words`` against a bare script on ``bare``, an engine or torch's
+    DDP."""
 
     name: str
     bare: str
@@ -112,7 +116,7 @@ def run_words(sizes: Sequence[str], words: Sequence[str], steps: int, folder: Pa
 
 
 def bare_spec(engine: str, plan: RunPlan) -> dict[str, Any]:
-    """What a bare script needs of the toolkit's plan, so that both sides compute the same."""
+    """Return what a bare script needs of the toolkit's plan, so that both sides compute the same."""
     assert plan.shape is not None
     config = get_family(plan.shape.family).hugging_face_config(plan.shape)
     return {
@@ -133,12 +137,12 @@ def tokens_of(plan: RunPlan) -> Path:
     return max(Path(plan.config.data.path).rglob("*.bin"), key=lambda file: file.stat().st_size)
 
 
-def jobs(comparison: Comparison, steps: int, block: int, folder: Path) -> Iterator[Job]:
-    """The toolkit's, then the bare one's."""
+def jobs(comparison: Comparison, steps: int, block: int, folder: Path) -> Iterator[TurnJob]:
+    """Return the toolkit's job and the bare one."""
     words = run_words(SMALL, comparison.words, steps, folder / "run")
     plan = make_plan(compose(words), World(ranks=RANKS, ranks_per_node=RANKS, device=Device.CPU))
-    yield Job("toolkit", "toolkit_side.py", {"overrides": words}, folder, block, ranks=RANKS)
-    yield Job("bare", BARE[comparison.bare], bare_spec(comparison.bare, plan), folder, block, ranks=RANKS)
+    yield TurnJob("toolkit", "toolkit_side.py", {"overrides": words}, folder, block, ranks=RANKS)
+    yield TurnJob("bare", BARE[comparison.bare], bare_spec(comparison.bare, plan), folder, block, ranks=RANKS)
 
 
 def on_cpu(chosen: Sequence[Comparison], pairs: int, block: int, starts: int) -> dict[str, Any]:
@@ -171,13 +175,13 @@ def on_cpu(chosen: Sequence[Comparison], pairs: int, block: int, starts: int) ->
 
 
 def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
-    """Seconds from the command to the end of its first step."""
+    """Return the seconds from the command to the end of its first step."""
     seconds: dict[str, list[float]] = {"toolkit": [], "bare": []}
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
             for job in jobs(
                 comparison, 2, 1, Path(folder)
-            ):  # each is started when it is asked for, after the one before has ended
+            ):  # each job starts after the previous one has ended
                 with job:
                     job.block()
                     seconds[job.name].append(time.perf_counter() - job.started)
@@ -189,13 +193,13 @@ def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
 
 CONTENDERS: dict[str, tuple[str, ...] | None] = {  # None: plain torch
     "torch": None,
-    "deepspeed": ("engine=deepspeed", "zero=stage2"),  # which sums micro-batches in fp32, as the others do
+    "deepspeed": ("engine=deepspeed", "zero=stage2"),  # sums micro-batches in fp32, like the others
     "megatron": ("engine=megatron",),
 }
 
 
 def on_gpu(words: Sequence[str], blocks: int, block: int) -> dict[str, Any]:
-    """``words`` come last, so they win over the sizes of LARGE."""
+    """``words`` come last, so that they override the sizes of LARGE."""
     rows: list[dict[str, Any]] = []
     for name, engine in CONTENDERS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +224,7 @@ def on_gpu(words: Sequence[str], blocks: int, block: int) -> dict[str, Any]:
                 }
             )
             script = "toolkit_side.py" if engine else "compiled.py"
-            with Job(name, script, spec, Path(folder), block, ranks=1, environ={}) as job:
+            with TurnJob(name, script, spec, Path(folder), block, ranks=1, environ={}) as job:
                 warm_up_and_timed = [job.block() for _ in range(steps_of(blocks, block) // block)]
                 seconds = [step for turn in warm_up_and_timed[-blocks:] for step in turn]
             rows.append({"engine": name, **_speed(plan, seconds), "peak_bytes": job.peak_bytes})
@@ -239,7 +243,7 @@ def _speed(plan: RunPlan, seconds: Sequence[float]) -> dict[str, Any]:
         "step_seconds": step,
         "step_seconds_95": bounds,
         "tokens_per_second": plan.units_per_step / step,
-        "mfu": flops / step / peak if peak and flops else None,  # unknown GPU: unknown
+        "mfu": flops / step / peak if peak and flops else None,  # None for an unknown GPU
     }
 
 
@@ -253,23 +257,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=[comparison.name for comparison in COMPARISONS],
         help="comparisons on CPU",
     )
-    parser.add_argument("--pairs", type=int, default=24, help="turns of each side that are timed")
-    parser.add_argument("--block", type=int, default=8, help="steps a turn")
+    parser.add_argument("--pairs", type=int, default=24, help="timed turns per side")
+    parser.add_argument("--block", type=int, default=8, help="steps per turn")
     parser.add_argument(
-        "--starts", type=int, default=5, help="pairs of commands timed to their first step; 0: none"
+        "--starts",
+        type=int,
+        default=5,
+        help="pairs of commands that are timed until their first step; 0: none",
     )
-    parser.add_argument("--gpu", action="store_true", help="the comparison on one GPU instead")
+    parser.add_argument("--gpu", action="store_true", help="run the comparison on one GPU instead")
     parser.add_argument(
         "--words",
         nargs="*",
         default=["train.global_batch=16", "train.micro_batch=4"],
-        help="of the run on a GPU",
+        help="options of the run on a GPU",
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     machine = detect_machine()
     if given.gpu and not (machine.gpus and machine.torch_has_cuda):
-        raise SystemExit("--gpu: no GPU here, nothing was run")
+        raise SystemExit("--gpu: this machine has no GPU")
     from toolkit.data.tokens.stdlib import ensure_stdlib
 
     ensure_stdlib(str(ROOT / "data" / "stdlib"), 4096)
@@ -294,7 +301,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    """None: not installed, which is well for Transformer Engine."""
+    """Return versions; None for a package that is not installed, such as Transformer Engine."""
     found: dict[str, str | None] = {}
     for name in ("torch", "deepspeed", "megatron-core", "transformer-engine", "transformers"):
         try:

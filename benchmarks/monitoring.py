@@ -1,30 +1,31 @@
-"""What monitoring costs: all of it on against all of it off, on steps of at least 200 ms.
+"""Measure the cost of monitoring: everything on against everything off, with steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                              three quarters of an hour on two cores, on a machine that does nothing else
-    python benchmarks/monitoring.py --launches 1 --pairs 8       a try, of which little can be said
+    python benchmarks/monitoring.py                           45 minutes on two cores of an otherwise idle
+        machine
+    python benchmarks/monitoring.py --launches 1 --pairs 8    a quick try with wide bounds
 
-A step varies by several per cent from the one before on a virtual machine whose host has other guests, so that whole steps in turns would
-take hours to show a hundredth. Here two jobs run in slices of a twentieth to a tenth of a second, each stopped with all its processes
-while the other runs: what a sampler, W&B or a watchdog does falls into its own job's slices (benchmarks/sides/slices.py). Time counts by
-the parts of a step that ran whole within a slice (benchmarks/sides/slowness.py). A pair is some two seconds of each job, and its figure
-the ratio of how slow they were; a comparison's is the median over the pairs of several launches of both jobs. ``mean`` is that over
-pairs, and ``cpu`` the ratio of all processor time of all processes a step, which sees work on cores that training does not use.
-All are compared with
+On a virtual machine steps vary by several per cent, so alternating whole steps would take hours to resolve
+1%. Here two jobs run in slices of 50 to 100 ms, each stopped with all its processes while the other runs, so
+that background work falls into its own job's slices (benchmarks/sides/slices.py). Time is counted by the
+parts of a step that ran completely within a slice (benchmarks/sides/slowness.py). A pair is about two
+seconds of each job, and its figure is the ratio of their slowness; a comparison's figure is the median over
+the pairs of several launches. ``mean`` is the mean over pairs, and ``cpu`` the ratio of CPU time per step of
+all processes, which includes work on cores that training does not use. All are compared with
 
-    off      nothing: no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
+    off      no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
 
-on one rank of DeepSpeed on two cores, as nodes that train have cores to spare for what runs beside training:
+on one rank of DeepSpeed on two cores, since nodes that train have spare cores:
 
     on       the defaults: ledger, sampler, W&B offline, JSONL, console, alerts, watchdog, replicas
-    flood    on, and 2,000 metrics a step more, as 16 nodes would have them; here all go through the sinks of one
-    same     off: the control that has to show nothing
-    asleep   off, and 2% of each step asleep: the control that has to show
+    flood    on, and 2,000 more metrics per step, as from 16 nodes
+    same     off: the control that must show no difference
+    asleep   off, and 2% of each step asleep: the control that must show a difference
 
-and on two ranks of ZeRO 3, one a core, where each cycle that monitoring takes anywhere is one that training lacks. No bound is asked of it:
+and on two ranks of ZeRO 3, one per core, where monitoring competes with training (no bound is checked):
 
     crowded  on
 
-Written to benchmarks/results/monitoring.json. Exit code 1: a bound is not kept, or a control is not as it has to be.
+Results go to benchmarks/results/monitoring.json. Exit code 1: a bound is exceeded, or a control fails.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from sides.slowness import Floats, median_over_launches, ratios, usual_seconds, 
 from sides.torchrun import ON_CPU, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
-STEP_SECONDS = 0.2  # at least
-SLICES_A_PAIR = 25  # of each job, 2 s: what comes once a second is in every pair
-ENDLESS = 1_000_000  # steps: jobs are ended when they have been looked at
+STEP_SECONDS = 0.2  # minimum
+SLICES_A_PAIR = 25  # per job, 2 s: every pair contains what happens once per second
+ENDLESS = 1_000_000  # steps: jobs are stopped after the measurement
 BOUND = 1.01
 ASLEEP = 0.02
 NODES, METRICS = 16, 2000
-SETTLE_SECONDS = 10.0  # W&B starts beside the first steps, on cores that here are training's
-# Without it each large tensor is mapped and unmapped, and half of a step is the kernel's: mallopt(3).
+SETTLE_SECONDS = 10.0  # W&B starts during the first steps, on the cores of training
+# Without these, malloc maps and unmaps each large tensor, which takes half of a step: mallopt(3).
 KEEPS_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -81,7 +82,7 @@ MODEL = (
 RANKS = {
     1: ("engine=deepspeed", "zero=stage1", "train.global_batch=6"),
     2: ("engine=deepspeed", "zero=stage3", "train.global_batch=8"),
-}  # ZeRO-3 has the most collectives a step, and each is timed
+}  # ZeRO 3 has the most collectives per step, and each is timed
 OFF = (
     "monitor.wandb=disabled",
     "monitor.ledger=false",
@@ -94,13 +95,13 @@ ON = ("monitor.wandb=offline", "monitor.every=10")
 NOTHING = {"words": OFF, "without_sinks": True}
 
 
-def launch(
+def run_launch(
     name: str, spec: Mapping[str, Any], ranks: int, pairs: int, number: int
 ) -> tuple[Floats, dict[str, Any]]:
-    """Both jobs once, from start to end. Who is started first alternates.
+    """Run both jobs once, from start to end. The order of starting alternates.
 
     Returns:
-        The figure of each pair, and what else there is to say of the launch.
+        The figure of each pair, and other facts about the launch.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as alive:
         jobs = {}
@@ -144,8 +145,8 @@ def launch(
     }
 
 
-def against(launches: Sequence[Floats]) -> dict[str, Any]:
-    """Args: launches: the figures of each one's pairs."""
+def summarise(launches: Sequence[Floats]) -> dict[str, Any]:
+    """Summarise ``launches``, the figures of the pairs of each launch."""
     ratio, lower, upper = median_over_launches(launches)
     return {
         "launches": len(launches),
@@ -157,45 +158,47 @@ def against(launches: Sequence[Floats]) -> dict[str, Any]:
     }
 
 
-def comparison(name: str, spec: Mapping[str, Any], ranks: int, launches: int, pairs: int) -> dict[str, Any]:
-    """Args: spec: what ``sides/monitored_side.py`` is told. pairs: of each launch."""
-    of_each, told = zip(
-        *(launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True
+def run_comparison(
+    name: str, spec: Mapping[str, Any], ranks: int, launches: int, pairs: int
+) -> dict[str, Any]:
+    """Run one comparison. ``spec`` is for ``sides/monitored_side.py``; ``pairs`` counts pairs per launch."""
+    figures, facts = zip(
+        *(run_launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True
     )
     row = {
         "ranks": ranks,
-        **against(of_each),
-        "cpu": float(np.mean([its["cpu"] for its in told])),
+        **summarise(figures),
+        "cpu": float(np.mean([its["cpu"] for its in facts])),
         "step_seconds": {
-            side: float(np.median([its["step_seconds"][side] for its in told]))
-            for side in told[0]["step_seconds"]
+            side: float(np.median([its["step_seconds"][side] for its in facts]))
+            for side in facts[0]["step_seconds"]
         },
     }
     print(
-        f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} [{row['lower_95']:.4f}, "
-        f"{row['upper_95']:.4f}], mean {row['mean']:.4f}, processor time {row['cpu']:.4f}; "
+        f"{name:>7} over off on {ranks} rank{'s' if ranks > 1 else ''}: {row['ratio']:.4f} "
+        f"[{row['lower_95']:.4f}, {row['upper_95']:.4f}], mean {row['mean']:.4f}, CPU time {row['cpu']:.4f}; "
         f"{row['step_seconds']['off'] * 1e3:.0f} ms a step",
         flush=True,
     )
     return row
 
 
-def mistakes(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What does not hold of what was asked for."""
-    told = [
+def find_problems(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return every bound that is exceeded and every control that fails."""
+    problems = [
         f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}"
-        + ("; the figure itself keeps it: more --launches would tell" if row["ratio"] < BOUND else "")
+        + ("; the figure itself keeps it: use more --launches" if row["ratio"] < BOUND else "")
         for name, row in found.items()
         if name in ("on", "flood") and row["upper_95"] >= BOUND
     ]
     same, asleep = found["same"], found["asleep"]
     if abs(same["ratio"] - 1) >= (BOUND - 1) / 2:
-        told.append(f"two jobs that do the same differ: {same['ratio']:.4f}")
+        problems.append(f"two jobs that do the same differ: {same['ratio']:.4f}")
     if asleep["lower_95"] <= 1.0 or asleep["upper_95"] < BOUND:
-        told.append(
+        problems.append(
             f"the control of {ASLEEP:.0%} does not show: [{asleep['lower_95']:.4f}, {asleep['upper_95']:.4f}]"
         )
-    return told + [
+    return problems + [
         f"{name}: a step of {row['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
         for name, row in found.items()
         if row["step_seconds"]["off"] < STEP_SECONDS
@@ -210,17 +213,17 @@ def main() -> None:
         "--launches",
         type=int,
         default=8,
-        help="of both jobs of a comparison; controls and two ranks have half of them",
+        help="launches of both jobs per comparison; half as many for controls and two ranks",
     )
     parser.add_argument(
         "--pairs",
         type=int,
         default=16,
-        help="of each launch, some 4 s each; at least 30 in all for figures to report",
+        help="pairs per launch, about 4 s each; at least 30 in total for figures to report",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped processes would stay for ever
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # otherwise stopped processes remain
     from toolkit.data.tokens.stdlib import ensure_stdlib
 
     ensure_stdlib(str(ROOT / "data" / "stdlib"), 4096)
@@ -228,7 +231,7 @@ def main() -> None:
     on = {"words": ON}
     half = (given.launches + 1) // 2
     found = {
-        name: comparison(name, spec, ranks, launches, given.pairs)
+        name: run_comparison(name, spec, ranks, launches, given.pairs)
         for name, spec, ranks, launches in (
             ("same", NOTHING, 1, half),
             ("on", on, 1, given.launches),
@@ -237,16 +240,18 @@ def main() -> None:
             ("crowded", on, 2, half),
         )
     }
-    told = mistakes(found)
+    problems = find_problems(found)
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
     given.out.write_text(
-        json.dumps({"machine": machine, "versions": versions, "over_off": found, "mistakes": told}, indent=1)
+        json.dumps(
+            {"machine": machine, "versions": versions, "over_off": found, "mistakes": problems}, indent=1
+        )
         + "\n"
     )
-    for line in told:
+    for line in problems:
         print(line)
-    sys.exit(1 if told else 0)
+    sys.exit(1 if problems else 0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Preparing text beside its floor: the tokenizer's ``encode_batch`` alone, in one process, on the same text in memory.
+"""Compare preparing text with the tokenizer's ``encode_batch`` alone, in one process, on the same text in
+memory.
 
-    python benchmarks/prepare.py                     the running Python's standard library without its tests, 5 rounds, about three minutes
-    python benchmarks/prepare.py --copies 4          four times that text: what start-up and picture cost is a smaller share of it
+    python benchmarks/prepare.py                     Python's standard library, 5 rounds, about three minutes
+    python benchmarks/prepare.py --copies 4          four times that text, so that start-up costs a smaller
+        share
     python benchmarks/prepare.py --input corpus      a folder of text files
 
-Jobs take turns within each round, so that noise of the machine falls on all of them; figures are medians, ratios are medians of the
-ratios within rounds. The tokenizer (4,096 tokens) is trained before and given to all. Processor time counts every process; its MB/s
-are of one core. From reading the files to the manifest everything is in it, hashing, sorting, statistics and picture too.
+Jobs alternate within each round, so that noise affects all of them; figures are medians, ratios are medians
+of the ratios within rounds. The tokenizer (4,096 tokens) is trained before. CPU time counts every process;
+MB/s are per core. Everything from reading the files to the manifest is included: hashing, sorting,
+statistics and the picture.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 tokenizer = Tokenizer.from_file(sys.argv[1])
 tokenizer.encode_special_tokens = True
-texts = [Path(name).read_bytes().decode(errors="replace") for name in Path(sys.argv[2]).read_text().splitlines()]
+names = Path(sys.argv[2]).read_text().splitlines()
+texts = [Path(name).read_bytes().decode(errors="replace") for name in names]
 began = time.process_time(), time.perf_counter()
 for first in range(0, len(texts), 8):
     getattr(tokenizer, sys.argv[3])(texts[first : first + 8], add_special_tokens=False)
@@ -47,8 +51,8 @@ print(time.process_time() - began[0], time.perf_counter() - began[1])
 """
 
 
-def measured(command: list[str]) -> tuple[float, float, str]:
-    """Processor and wall seconds of a command and all its processes, and what it printed."""
+def run_measured(command: list[str]) -> tuple[float, float, str]:
+    """Return CPU and wall seconds of a command with all its processes, and its output."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -75,7 +79,7 @@ def main() -> None:
         folder = Path(scratch)
         source = arguments.input or written(folder / "in", arguments.copies)
         prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), f"input={source}"]
-        measured([*prepare, f"output={folder / 'first'}"])
+        run_measured([*prepare, f"output={folder / 'first'}"])
         tokenizer = folder / "first" / "tokenizer" / "tokenizer.json"
         sources = json.loads((folder / "first" / "sources.json").read_text())
         (folder / "names").write_text("\n".join(str(source / one["name"]) for one in sources))
@@ -83,28 +87,32 @@ def main() -> None:
         given = [f"tokenizer.path={tokenizer}", "tokenizer.end_of_text='<|endoftext|>'"]
 
         def floor(call: str) -> tuple[float, float]:
-            cpu, wall = measured([sys.executable, "-c", FLOOR, str(tokenizer), str(folder / "names"), call])[
-                2
-            ].split()
+            cpu, wall = run_measured(
+                [sys.executable, "-c", FLOOR, str(tokenizer), str(folder / "names"), call]
+            )[2].split()
             return float(cpu), float(wall)
 
         def whole(workers: int) -> tuple[float, float]:
             shutil.rmtree(folder / "out", ignore_errors=True)
-            return measured([*prepare, f"output={folder / 'out'}", f"workers={workers}", *given])[:2]
+            return run_measured([*prepare, f"output={folder / 'out'}", f"workers={workers}", *given])[:2]
 
         jobs: dict[str, Callable[[], tuple[float, float]]] = {
-            "encode_batch": lambda: floor("encode_batch"), "encode_batch_fast": lambda: floor("encode_batch_fast"),
+            "encode_batch": lambda: floor("encode_batch"),
+            "encode_batch_fast": lambda: floor("encode_batch_fast"),
             "prepare, 1 worker": lambda: whole(1), "prepare, 2 workers": lambda: whole(2),
         }  # fmt: skip
         rounds = [{name: job() for name, job in jobs.items()} for _ in range(arguments.rounds)]
     result = {
-        "megabytes": round(megabytes, 2), "rounds": arguments.rounds, "cores": os.cpu_count(), "machine": platform.machine(),
+        "megabytes": round(megabytes, 2), "rounds": arguments.rounds,
+        "cores": os.cpu_count(), "machine": platform.machine(),
         "python": platform.python_version(), "tokenizers": metadata.version("tokenizers"),
         "jobs": {
             name: {
                 "mb_per_cpu_second": round(statistics.median(megabytes / one[name][0] for one in rounds), 3),
                 "mb_per_second": round(statistics.median(megabytes / one[name][1] for one in rounds), 3),
-                "cpu_over_encode_batch": round(statistics.median(one[name][0] / one["encode_batch"][0] for one in rounds), 3),
+                "cpu_over_encode_batch": round(
+                    statistics.median(one[name][0] / one["encode_batch"][0] for one in rounds), 3
+                ),
             }
             for name in jobs
         },

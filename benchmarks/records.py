@@ -1,13 +1,13 @@
-"""What an image costs on its way to the model: records in the run's order, against a plain memory map of the same file.
+"""Compare reading image records in the run's order with a plain memory map of the same file.
 
-    python benchmarks/records.py                        512 MB of tiles uint16 [12, 64, 64], 15 rounds, in the current folder
+    python benchmarks/records.py                        512 MB of uint16 tiles [12, 64, 64], 15 rounds
     python benchmarks/records.py --gigabytes 4 --folder /mnt/nvme
 
-The jobs take turns within each round, on batches of the same size, in the page cache. A figure is the median over rounds of CPU seconds of
-the whole process, so that the stream's thread counts; ratios are within rounds.
+The jobs alternate within each round, on batches of the same size, in the page cache. A figure is the median
+over rounds of CPU seconds of the whole process, including the stream's thread; ratios are within rounds.
 
-    floor      numpy's fancy indexing of a structured memory map by the numbers of the batch, shuffled beforehand
-    held       the same, with the last batches still in use, as they are where reading runs ahead: memory is new and not warm
+    floor      numpy's fancy indexing of a structured memory map by the batch's numbers, shuffled beforehand
+    held       the same while the last batches are still in use, so that memory is new and not warm
     records    ``Records.read`` of the same numbers
     stream     ``Stream.steps``: positions, permutation, reading ahead by a thread, micro-batches
     collated   the stream, and the vision task's fp32 normalised tensors on the CPU
@@ -42,7 +42,7 @@ Job = Callable[[], object]
 
 
 def write(folder: Path, gigabytes: float) -> RecordSamples:
-    """One tile many times over, its label the number: reading does not look at the values."""
+    """Write one tile many times, with its number as the label; reading does not depend on the values."""
     image = make_tile(0, np.random.default_rng(0), 12, 64, 10)
     began = time.perf_counter()
     with RecordWriter(
@@ -52,7 +52,8 @@ def write(folder: Path, gigabytes: float) -> RecordSamples:
             writer.add("train", image=image, label=number % 10)
     records = open_records(folder, "train")
     print(
-        f"written at {records.count * records.dtype.itemsize / (time.perf_counter() - began) / 1e6:.0f} MB/s, synced and verified"
+        f"{records.count * records.dtype.itemsize / (time.perf_counter() - began) / 1e6:.0f} MB/s, "
+        "written, synced and verified"
     )
     return records
 
@@ -94,7 +95,7 @@ def main() -> None:
             for name, job in jobs.items():
                 began = time.process_time()
                 job()
-                if number:  # the first round fills caches and the stream's buffer
+                if number:  # the first round only fills caches and the stream's buffer
                     seconds[name].append(time.process_time() - began)
     finally:
         shutil.rmtree(work)
@@ -126,7 +127,8 @@ def main() -> None:
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     for name, ratio in result["times_floor"].items():
         print(
-            f"{name:>10}: {result['gigabytes_per_cpu_second'][name]:.2f} GB a CPU second, {ratio:.2f} x the floor"
+            f"{name:>10}: {result['gigabytes_per_cpu_second'][name]:.2f} GB per CPU second, "
+            f"{ratio:.2f} x the baseline"
         )
 
 

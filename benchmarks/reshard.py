@@ -1,24 +1,26 @@
-"""Resharding a checkpoint beside its floor, ``cp`` and sync of the same bytes, and beside the tools that others have for it.
+"""Compare resharding a checkpoint with ``cp`` and sync of the same bytes, and with the vendors' tools.
 
-    python benchmarks/reshard.py                                        322 M parameters with Adam's state: 3.9 GB, five runs, 10 to 20
-                                                                        minutes, 20 GB of disk in the current folder
-    python benchmarks/reshard.py --folder /mnt/nvme --only cp native    elsewhere; some contenders
-    python benchmarks/reshard.py --parameters 20 --runs 1               a quick look
+    python benchmarks/reshard.py                                        322 M parameters with Adam's state:
+        3.9 GB,
+                                                                        five runs, 10 to 20 minutes, 20 GB of
+                                                                            disk
+    python benchmarks/reshard.py --folder /mnt/nvme --only cp native    another folder; some contenders
+    python benchmarks/reshard.py --parameters 20 --runs 1               a quick try
 
-Contenders, each in a process of its own, in turns within each run, so that noise of the machine falls on all of them:
+Contenders, each in its own process, alternating within each run:
 
     cp                cp -r of the native folder, and sync -f
-    native            this toolkit, native to native: what it has to do at least
-    zero3-megatron    this toolkit, DeepSpeed ZeRO-3 of 4 ranks to Megatron-core's distributed optimizer
-    universal         deepspeed.checkpoint.ds_to_universal of the ZeRO-3 folder, and sync -f
+    native            this toolkit, native to native: the least that it has to do
+    zero3-megatron    this toolkit, DeepSpeed ZeRO 3 on 4 ranks to Megatron-core's distributed optimizer
+    universal         deepspeed.checkpoint.ds_to_universal of the ZeRO 3 folder, and sync -f
     dcp               torch.distributed.checkpoint: load, and save (which syncs its files)
 
-Every contender looks at 12 bytes a parameter: fp32 weights and two moments of a Llama of random values, written by this toolkit in the
-vendors' formats (dcp: by torch) before the clock starts. Before each job the page cache is dropped, all of it where we may, else the
-files' pages (--cold files spares other users of the machine). Seconds are those of the job until its bytes are durable, without the
-start of Python and imports. Processor seconds and memory (peak resident set) count child processes: memory is that of the largest
-(of ``cp`` no less than the Python that starts it). Temporary bytes are what lay on the disk at most, of what is made, beyond what was
-left at the end. Figures are medians; ratios are medians of the ratios to ``cp`` within runs.
+Every contender processes 12 bytes per parameter: fp32 weights and two moments of a Llama with random values,
+written in the vendors' formats before the clock starts. Before each job the page cache is dropped,
+completely if permitted, else the files' pages (``--cold files`` always does the latter). Seconds are those
+until the bytes are durable, without the start of Python and imports. CPU seconds and peak resident memory
+include child processes. Temporary bytes are the most on disk during the job, beyond what is left at the end.
+Figures are medians; ratios are medians of the ratios to ``cp`` within runs.
 """
 
 from __future__ import annotations
@@ -61,15 +63,16 @@ BYTES_PER_PARAMETER = 12
 NOISE_ELEMENTS = 2**24
 RANKS = 4
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-SMALLER = (16, 4, 1)  # of the model, for the memory of each size
+SMALLER = (16, 4, 1)  # divisors of the model size, for the memory by size
 NATIVE, ZERO3, DCP = "native", "zero3", "dcp"
-# Contender -> the source that it reads.
+# The source that each contender reads.
 CONTENDERS = {"cp": NATIVE, "native": NATIVE, "zero3-megatron": ZERO3, "universal": ZERO3, "dcp": DCP}
 OURS = ("native", "zero3-megatron")
 
 
 def llama(parameters: float) -> ModelShape:
-    """Of about so many parameters: 20 layers, H x (31.25 H) embeddings, not tied."""
+    """Return a Llama of about this many parameters: 20 layers, untied embeddings of 31.25 rows per hidden
+    unit."""
     hidden = max(64, round((parameters / 307.5) ** 0.5 / 64) * 64)
     return ModelShape(
         family="llama",
@@ -89,7 +92,7 @@ def llama(parameters: float) -> ModelShape:
 
 
 def make_native(folder: Path, parameters: float) -> int:
-    """Weights and moments of random values. Returns their number of parameters."""
+    """Write weights and moments with random values; return the number of parameters."""
     shape = llama(parameters)
     specs = families.get_family(shape.family).parameters(shape)
     tensors = {
@@ -126,7 +129,7 @@ def make_native(folder: Path, parameters: float) -> int:
 
 
 def make_dcp(source: Path, target: Path) -> None:
-    """The same tensors, as torch saves them."""
+    """Save the same tensors with torch."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -151,13 +154,13 @@ def convert(source: CheckpointSource, target: Path, form: TargetFormat, **more: 
     Conversion(source, laid_out, target).run()
 
 
-def copied(source: Path, target: Path) -> None:
+def copy_and_sync(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", source, target], check=True)
     subprocess.run(["sync", "-f", target], check=True)
 
 
-def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
-    """What is timed. What it needs is imported here."""
+def make_job(name: str, source: Path, target: Path) -> Callable[[], object]:
+    """Return the function that is timed, after importing what it needs."""
     if name == "universal":
         from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 
@@ -189,14 +192,14 @@ def job_of(name: str, source: Path, target: Path) -> Callable[[], object]:
             open_source(source), target, TargetFormat.megatron, zero=TargetZeroStage.stage1
         )
     return {
-        "cp": lambda: copied(source, target),
+        "cp": lambda: copy_and_sync(source, target),
         "native": lambda: convert(open_source(source), target, TargetFormat.native),
     }[name]
 
 
-def child(name: str, source: Path, target: Path) -> None:
-    """One job, and its figures to stdout."""
-    job = job_of(name, source, target)
+def run_job(name: str, source: Path, target: Path) -> None:
+    """Run one job and print its figures."""
+    job = make_job(name, source, target)
     began, cpu = time.perf_counter(), _cpu_seconds()
     job()
     wall = time.perf_counter() - began
@@ -215,8 +218,8 @@ def _cpu_seconds() -> float:
 # ---- measuring
 
 
-def forget(folder: Path, cold: str) -> str:
-    """Drop what the page cache has of the files, or all that it has. Returns how."""
+def drop_page_cache(folder: Path, cold: str) -> str:
+    """Drop the files, or everything, from the page cache; return the method."""
     os.sync()
     if cold == "no":
         return "nothing"
@@ -230,28 +233,28 @@ def forget(folder: Path, cold: str) -> str:
     return "posix_fadvise"
 
 
-def on_disk(folder: Path) -> int:
-    """Bytes that are allocated in ``folder`` now."""
+def allocated_bytes(folder: Path) -> int:
+    """Return the bytes that are allocated in ``folder`` now."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # removed in the meantime
                 total += 512 * Path(place, name).lstat().st_blocks
     return total
 
 
 def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
-    """One job in a new process, from a cold cache."""
+    """Run one job in a new process from a cold cache."""
     out = work / "out"
     out.mkdir()
-    forget(source, cold)
+    drop_page_cache(source, cold)
     command = [sys.executable, __file__, "--child", name, str(source), str(out / "made")]
     most, ended = 0, threading.Event()
 
     def look() -> None:
         nonlocal most
         while not ended.wait(0.5):
-            most = max(most, on_disk(out))
+            most = max(most, allocated_bytes(out))
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -264,14 +267,14 @@ def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
         watcher.join()
     if done.returncode:
         raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    left = on_disk(out)
+    left = allocated_bytes(out)
     shutil.rmtree(out)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found | {"temporary_bytes": max(0, most - left)}
 
 
 def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
-    """The sources that these contenders read. Returns the number of parameters."""
+    """Write the sources that these contenders read; return the number of parameters."""
     count = make_native(work, parameters)
     kinds = {CONTENDERS[name] for name in contenders}
     if ZERO3 in kinds:
@@ -284,7 +287,7 @@ def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
             parallel=TargetParallelConfig(data=RANKS),
             optim=settings,
         )
-    if DCP in kinds:  # in a process of its own: it takes as much memory as the model
+    if DCP in kinds:  # in its own process, because it needs as much memory as the model
         subprocess.run(
             [sys.executable, __file__, "--make-dcp", str(work / NATIVE), str(work / DCP)],
             check=True,
@@ -296,7 +299,7 @@ def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
 def memory_by_size(
     work: Path, parameters: float, contenders: list[str], cold: str
 ) -> dict[str, dict[str, float]]:
-    """Peak bytes of our contenders, for a sixteenth of the model, a quarter, and all of it."""
+    """Return the toolkit's peak bytes for a sixteenth of the model, a quarter, and all of it."""
     found: dict[str, dict[str, float]] = {name: {} for name in OURS if name in contenders}
     for part in SMALLER if found else ():
         folder = work / f"part-{part}"
@@ -313,34 +316,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parameters", type=float, default=322, help="millions")
+    parser.add_argument("--parameters", type=float, default=322, help="millions of parameters")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure")
     parser.add_argument(
         "--cold",
         choices=["all", "files", "no"],
         default="all",
-        help="what is dropped from the page cache before a job",
+        help="how to drop the page cache before a job",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "reshard.json")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--make-dcp", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        child(given.child[0], Path(given.child[1]), Path(given.child[2]))
+        run_job(given.child[0], Path(given.child[1]), Path(given.child[2]))
         return
     if given.make_dcp:
         make_dcp(*map(Path, given.make_dcp))
         return
-    contenders = ["cp", *(name for name in given.only if name != "cp")]  # the floor is always there
+    contenders = ["cp", *(name for name in given.only if name != "cp")]  # the baseline is always included
     work = given.folder.absolute() / f"reshard-benchmark-{os.getpid()}"
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     try:
         began = time.perf_counter()
         count = prepare(work, given.parameters * 1e6, contenders)
         print(
-            f"{count / 1e6:.1f} M parameters, {count * BYTES_PER_PARAMETER / 1e9:.2f} GB, made in {time.perf_counter() - began:.0f} s",
+            f"{count / 1e6:.1f} M parameters, {count * BYTES_PER_PARAMETER / 1e9:.2f} GB, "
+            f"written in {time.perf_counter() - began:.0f} s",
             flush=True,
         )
         for number in range(given.runs):
@@ -348,11 +352,11 @@ def main() -> None:
                 row = measure(name, work / CONTENDERS[name], work, given.cold)
                 rows[name].append(row)
                 print(
-                    f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} s of processors, "
+                    f"run {number}: {name:>14} {row['seconds']:6.2f} s, {row['cpu_seconds']:6.2f} CPU s, "
                     f"{row['peak_bytes'] / 1e6:5.0f} MB, {row['temporary_bytes'] / 1e6:5.0f} MB temporary",
                     flush=True,
                 )
-        cache = forget(work, given.cold)
+        cache = drop_page_cache(work, given.cold)
         memory = memory_by_size(work, given.parameters * 1e6, contenders, given.cold)
     finally:
         shutil.rmtree(work, ignore_errors=True)

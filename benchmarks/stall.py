@@ -1,12 +1,13 @@
-"""How long training waits for samples: the quickstart, end to end, on each engine.
+"""Measure how long training waits for samples: the quickstart, end to end, on each engine.
 
     python benchmarks/stall.py                      about two minutes on two cores
     python benchmarks/stall.py --steps 60 --only deepspeed
 
-The share is (seconds that the rank which waited longest waited for its samples) / (seconds of the steps), over all steps but the first,
-as every run tells at its end. Here the data are local and a step takes long; that a slow loader shows is tests/train/test_run.py's.
+The share is the seconds that the slowest rank waited for its samples, divided by the seconds of the steps,
+over all steps but the first, as every run reports at its end. tests/train/test_run.py checks that a slow
+loader shows.
 
-Written to benchmarks/results/stall.json.
+Results go to benchmarks/results/stall.json.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from toolkit.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "stall.json"
-# Ranks are as many as this machine's two cores carry.
+# One rank per core of a machine with two cores.
 ENGINES = {
     "local": ("engine=local", "cluster.cpu_ranks=1"),
     "deepspeed": ("engine=deepspeed", "cluster.cpu_ranks=2"),
@@ -69,14 +70,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--data", default=str(ROOT / "data" / "stdlib"), help="the embedded text, made there if absent"
+        "--data", default=str(ROOT / "data" / "stdlib"), help="folder of the embedded text, created if absent"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     found = {name: stall(ENGINES[name], given.steps, given.data) for name in given.only}
     for name, row in found.items():
         print(
-            f"{name:>10}: {row['share']:.3%} of {row['step_seconds'] * 1e3:.0f} ms a step is waiting for samples",
+            f"{name:>9}: {row['share']:.3%} of {row['step_seconds'] * 1e3:.0f} ms per step: waiting for data",
             flush=True,
         )
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core")}

@@ -1,16 +1,20 @@
-"""What a token costs on its way to the model: this toolkit's stream beside a memory map and the loaders that others use.
+"""Compare the CPU time of a token on its way to the model with a memory map and with other loaders.
 
-    python benchmarks/streaming.py --peers-venv /tmp/peers        every contender: about 15 minutes on two cores, 3 GB of disk
-    python benchmarks/streaming.py --only floor toolkit           some of them
-    python benchmarks/streaming.py --layouts                      only the part about shards, mixtures and dtypes; the rest is kept
-    python benchmarks/streaming.py --report                       the table, docs/streaming.md and its picture from the JSON
+    python benchmarks/streaming.py --peers-venv /tmp/peers    every contender: 15 minutes on two cores, 3 GB
+        of disk
+    python benchmarks/streaming.py --only floor toolkit       some of them
+    python benchmarks/streaming.py --layouts                  only shards, mixtures and dtypes; the rest is
+        kept
+    python benchmarks/streaming.py --report                   the table, docs/streaming.md and its picture
+        from the JSON
 
-One fabricated corpus of 200 M tokens (benchmarks/sides/corpus.py) goes into each contender's own format. Every measurement is a
-process of its own in bounded time; rounds go through all contenders, so that a noisy machine shows as spread. In a process the
-contender takes turns with slices of a memory map: ratios are between neighbours in time. Peers come from
-benchmarks/peers.txt, in a virtual environment on top of this one, made where it is absent; one that is not there or fails says why.
+One synthetic corpus of 200 M tokens (benchmarks/sides/corpus.py) is written in each contender's own format.
+Every measurement is a process of its own with a time limit; rounds go through all contenders, so that noise
+shows as spread. Within a process the contender alternates with slices of a memory map. Other loaders come
+from benchmarks/peers.txt, in a virtual environment on top of this one, which is created if it is absent; a
+loader that fails is reported with its error.
 
-Written to benchmarks/results/streaming.json.
+Results go to benchmarks/results/streaming.json.
 """
 
 from __future__ import annotations
@@ -45,25 +49,25 @@ from toolkit.progress import Progress
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results" / "streaming.json"
 PEERS = BENCHMARKS / "peers.txt"
-RANKS = 2  # of the resume on another number of ranks
+RANKS = 2  # for the resume on another number of ranks
 FLAT_SAMPLES = (10**6, 10**9, 10**12)
 FEWEST_TOKENS = 2 * BATCH * LENGTH
 LAYOUTS_LIMIT_SECONDS = 900.0
-QUIET_LOAD = 0.5  # of other processes, in cores: above it the figures say that the machine was busy
+QUIET_LOAD = 0.5  # of other processes, in cores: above it the report calls the machine busy
 
 
-class Failed(Exception):
-    """A contender's process ended with an error or not in time: the last line it said."""
+class ContenderFailed(Exception):
+    """A process of a contender failed or exceeded its time limit; the message is its last line."""
 
 
-class Sides:
-    """Runs benchmarks/sides/read_stream.py for one contender after the other."""
+class ContenderRunner:
+    """Run benchmarks/sides/read_stream.py for contenders."""
 
     def __init__(self, corpus: Corpus, python: Path, limit_seconds: float) -> None:
         self._corpus, self._python, self._limit = corpus, python, limit_seconds
 
     def files(self, name: str) -> Path:
-        """Contenders of one file format share it."""
+        """Return the folder of the files; contenders with one format share it."""
         return self._corpus.folder / "formats" / SIDES[name].open.__module__.rpartition(".")[2]
 
     def make(self, name: str) -> dict[str, Any]:
@@ -71,7 +75,7 @@ class Sides:
         done = files / "made.json"
         if not done.is_file():
             if files.exists() and any(files.iterdir()):
-                raise SystemExit(f"{files} holds files of a making that did not end: empty it")
+                raise SystemExit(f"{files} holds incomplete files: empty it")
             files.mkdir(parents=True, exist_ok=True)
             done.write_text(json.dumps(self.run(name, "make")))
         found: dict[str, Any] = json.loads(done.read_text())
@@ -115,22 +119,22 @@ class Sides:
 
     def finish(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         try:
-            said, wrong = process.communicate(timeout=self._limit)
+            output, errors = process.communicate(timeout=self._limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: workers that it started end with it
+            os.killpg(process.pid, signal.SIGKILL)  # its own session, so workers end as well
             process.communicate()
-            raise Failed(f"not done after {self._limit:.0f} s") from None
+            raise ContenderFailed(f"not done after {self._limit:.0f} s") from None
         if process.returncode:
-            lines = [line.strip() for line in wrong.splitlines() if line.strip()]
-            raise Failed(lines[-1][:300] if lines else f"exit code {process.returncode}")
-        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+            lines = [line.strip() for line in errors.splitlines() if line.strip()]
+            raise ContenderFailed(lines[-1][:300] if lines else f"exit code {process.returncode}")
+        found: dict[str, Any] = json.loads(output.splitlines()[-1])
         return found
 
 
 def measure(
-    sides: Sides, names: Sequence[str], rounds: int, seconds: float, progress: Progress
+    sides: ContenderRunner, names: Sequence[str], rounds: int, seconds: float, progress: Progress
 ) -> dict[str, Any]:
-    """By name, what streaming_report.py shows."""
+    """Return the rows of streaming_report.py by contender."""
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         side = SIDES[name]
@@ -146,31 +150,34 @@ def measure(
         with progress.task("files and orders", total=len(names), unit="contenders") as task:
             for name in names:
                 task.advance(0, note=name)
-                guarded(rows[name], lambda row, name=name: row.update(in_order(sides, name, Path(kept))))
+                run_guarded(
+                    rows[name], lambda row, name=name: row.update(measure_order(sides, name, Path(kept)))
+                )
                 task.advance(1)
         with progress.task("rounds", total=rounds * len(names), unit="turns") as task:
             for number in range(rounds):
                 turned = [*names[number % len(names) :], *names[: number % len(names)]]
                 for name in turned:
                     task.advance(0, note=name)
-                    guarded(
-                        rows[name], lambda row, name=name: one_round(row, sides, name, Path(kept), seconds)
+                    run_guarded(
+                        rows[name],
+                        lambda row, name=name: measure_round(row, sides, name, Path(kept), seconds),
                     )
                     task.advance(1)
     return rows
 
 
-def guarded(row: dict[str, Any], work: Any) -> None:
-    """A contender that failed once is left out of what follows, and its row says why."""
+def run_guarded(row: dict[str, Any], work: Any) -> None:
+    """Run ``work``; a contender that failed once is skipped from then on, and its row has the error."""
     if row["failed"] is None:
         try:
             work(row)
-        except Failed as error:
+        except ContenderFailed as error:
             row["failed"] = str(error)
             print(f"{row['label']}: {error}", file=sys.stderr, flush=True)
 
 
-def in_order(sides: Sides, name: str, kept: Path) -> dict[str, Any]:
+def measure_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, Any]:
     made = sides.make(name)
     state, out = kept / f"{name}.state", kept / f"{name}.npz"
     found = sides.run(name, "order", "--state", str(state), "--out", str(out))
@@ -178,28 +185,30 @@ def in_order(sides: Sides, name: str, kept: Path) -> dict[str, Any]:
         numbers, domains = epoch["numbers"], epoch["domains"].ravel()
     shares = (
         np.bincount(domains) / domains.size
-    )  # of the epoch as it is delivered: a mixture has shares of its own
+    )  # shares of the epoch as delivered, because a mixture has its own
     return {
         **made,
         "state_bytes": found["state_bytes"],
         "chi2_per_df": chi2_per_df(domains, shares),
         "epoch_samples": int(numbers.size),
         "epoch_distinct": len(np.unique(numbers)),
-        "resume": verdict(numbers, resumed(sides, name, state, kept, 1), found["state_at"]),
-        "elastic": elastic(sides, name, state, kept, numbers, found["state_at"]),
+        "resume": compare_batches(numbers, resumed_samples(sides, name, state, kept, 1), found["state_at"]),
+        "elastic": measure_elastic(sides, name, state, kept, numbers, found["state_at"]),
     }
 
 
-def elastic(sides: Sides, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int) -> dict[str, Any]:
-    """Refusing another number of ranks is an answer, not a failure."""
+def measure_elastic(
+    sides: ContenderRunner, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int
+) -> dict[str, Any]:
+    """Return the comparison on another number of ranks; a refusal is a result, not a failure."""
     try:
-        return verdict(numbers, resumed(sides, name, state, kept, RANKS), at)
-    except Failed as error:
+        return compare_batches(numbers, resumed_samples(sides, name, state, kept, RANKS), at)
+    except ContenderFailed as error:
         return {"exact": False, "refused": str(error)}
 
 
-def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
-    """Numbers of the samples after a resume: [AFTER, GLOBAL_BATCH], the ranks' side by side."""
+def resumed_samples(sides: ContenderRunner, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
+    """Return the numbers of the samples after a resume, [AFTER, GLOBAL_BATCH], over all ranks."""
     outs = [kept / f"{name}-{rank}.npy" for rank in range(ranks)]
     environ = {
         "MASTER_ADDR": "127.0.0.1",
@@ -227,34 +236,37 @@ def resumed(sides: Sides, name: str, state: Path, kept: Path, ranks: int) -> np.
     for process in processes:
         try:
             sides.finish(process)
-        except Failed as error:
+        except ContenderFailed as error:
             problems.append(error)
     if problems:
         raise problems[0]
     return np.concatenate([np.load(out) for out in outs], axis=1)
 
 
-def verdict(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str, Any]:
-    """Whether the global batches after a resume are those of the run that was not interrupted; else how many of their samples it had
-    taken before."""
+def compare_batches(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str, Any]:
+    """Compare the global batches after a resume with those of the uninterrupted run.
+
+    Returns:
+        Whether they are equal, and the share of their samples that had been used before.
+    """
     expected = numbers[at : at + AFTER]
     exact = bool((np.sort(after, axis=1) == np.sort(expected, axis=1)).all())
     return {"exact": exact, "taken_before": float(np.isin(after, numbers[:at]).mean())}
 
 
-def one_round(row: dict[str, Any], sides: Sides, name: str, kept: Path, seconds: float) -> None:
+def measure_round(row: dict[str, Any], sides: ContenderRunner, name: str, kept: Path, seconds: float) -> None:
     found = sides.run(name, "speed", "--seconds", str(seconds))
     turns = found.pop("turns")
     row["versions"] = found.pop("versions")
-    row["speed"].append({**found, **medians(turns)})
+    row["speed"].append({**found, **turn_medians(turns)})
     again = sides.run(
         name, "resume", "--state", str(kept / f"{name}.state"), "--out", str(kept / f"{name}-again.npy")
     )
     row["resume_seconds"].append(again["resume_seconds"])
 
 
-def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of one process: the ratio is between neighbours in time."""
+def turn_medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return medians over the turns of one process; the ratio is taken within turns."""
     return {
         "turns": len(turns),
         "cpu_ns": statistics.median(turn["cpu_ns"] for turn in turns),
@@ -263,10 +275,11 @@ def medians(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def flat(python: Path) -> list[dict[str, Any]]:
-    """``FlatCost`` of this toolkit's stream, each in a process of its own."""
+def measure_flat(python: Path) -> list[dict[str, Any]]:
+    """Return ``FlatCost`` of this toolkit's stream, each in its own process."""
     ask = (
-        "import json, sys; from dataclasses import asdict; from toolkit.testing.stream_cost import measure_stream_cost; "
+        "import json, sys; from dataclasses import asdict; "
+        "from toolkit.testing.stream_cost import measure_stream_cost; "
         "print(json.dumps(asdict(measure_stream_cost(int(sys.argv[1]), mixed=sys.argv[2] == 'mixed'))))"
     )
     argvs = [
@@ -278,15 +291,15 @@ def flat(python: Path) -> list[dict[str, Any]]:
     ]
 
 
-def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
-    """What benchmarks/sides/data_layouts.py measures of this toolkit, in a process of its own."""
+def measure_layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
+    """Run benchmarks/sides/data_layouts.py in its own process."""
     script, before = str(BENCHMARKS / "sides" / "data_layouts.py"), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, script, folder, "--tokens", str(tokens), "--seconds", str(seconds)]
         done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_seconds)
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": describe_machine(),
         "load_before": before,
         "busy": before > QUIET_LOAD,
         "tokens": tokens,
@@ -296,7 +309,7 @@ def layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]
 
 
 def peers_python(venv: Path | None) -> Path:
-    """The Python that has the peers, made where ``venv`` is absent; without one, this Python."""
+    """Return the Python that has the other loaders, after creating ``venv`` if it is absent."""
     if venv is None:
         return Path(sys.executable)
     python = venv / "bin" / "python"
@@ -307,7 +320,7 @@ def peers_python(venv: Path | None) -> Path:
         places = subprocess.run(
             [str(python), "-c", ask], check=True, capture_output=True, text=True
         ).stdout.strip()
-        # Its own packages come first; addsitedir reads the .pth files of ours, so this toolkit is found as well.
+        # Its own packages come first; addsitedir also reads our .pth files, so this toolkit is found.
         Path(places, "zz_below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*pip, "-r", str(PEERS)], check=True)
@@ -315,7 +328,7 @@ def peers_python(venv: Path | None) -> Path:
     return python
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     model = next(
         (
             line.partition(":")[2].strip()
@@ -339,41 +352,41 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument(
-        "--corpus", type=Path, help="where the corpus and its formats are kept; default: a temporary folder"
+        "--corpus", type=Path, help="folder of the corpus and its formats; default: a temporary one"
     )
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of turns in one process")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds that one process may take")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the turns in one process")
+    parser.add_argument("--limit", type=float, default=180.0, help="time limit of a process in seconds")
     parser.add_argument(
-        "--peers-venv", type=Path, help="virtual environment of the peers; made there if absent"
+        "--peers-venv", type=Path, help="virtual environment of the other loaders; created if absent"
     )
     parser.add_argument(
         "--layouts",
         action="store_true",
         help="measure only the data layouts, and replace only them in the JSON",
     )
-    parser.add_argument("--layout-tokens", type=int, default=100_000_000, help="of each data layout")
+    parser.add_argument("--layout-tokens", type=int, default=100_000_000, help="tokens per data layout")
     parser.add_argument(
-        "--report", action="store_true", help="measure nothing: show and write what the JSON says"
+        "--report", action="store_true", help="measure nothing; show and write the report of the JSON"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.tokens < FEWEST_TOKENS:
         parser.error(
-            f"--tokens: {given.tokens}, and mixing is judged on batches of 1,024 samples: {FEWEST_TOKENS} or more"
+            f"--tokens={given.tokens}: mixing needs batches of 1,024 samples, so at least {FEWEST_TOKENS}"
         )
     if given.layouts:
         found = json.loads(given.out.read_text())
-        found["layouts"] = layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
+        found["layouts"] = measure_layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     elif not given.report:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(run(given), indent=1) + "\n")
     found = json.loads(given.out.read_text())
-    streaming_report.show(found)
+    streaming_report.print_table(found)
     if given.out == RESULTS:
-        streaming_report.write(found)
+        streaming_report.write_page(found)
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
@@ -381,10 +394,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as temporary, Progress() as progress:
         corpus = make_corpus(given.corpus or Path(temporary, "corpus"), given.tokens)
-        rows = measure(Sides(corpus, python, given.limit), given.only, given.rounds, given.seconds, progress)
+        rows = measure(
+            ContenderRunner(corpus, python, given.limit), given.only, given.rounds, given.seconds, progress
+        )
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": describe_machine(),
         "load_before": before,
         "busy": before > QUIET_LOAD,
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
@@ -398,9 +413,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             "seconds": given.seconds,
         },
         "rows": rows,
-        "flat": flat(python),
+        "flat": measure_flat(python),
         "at_scale": at_scale(),
-        "layouts": layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS),
+        "layouts": measure_layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS),
     }
 
 

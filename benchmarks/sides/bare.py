@@ -1,4 +1,4 @@
-"""What a person would write without the toolkit: the yardstick of benchmarks/engine_step.py, which writes the spec.
+"""Train without the toolkit: the baseline of benchmarks/engine_step.py, which writes the spec.
 
 torchrun --nproc_per_node 2 benchmarks/sides/bare.py spec.json
 """
@@ -26,9 +26,7 @@ if spec["engine"] == "deepspeed":
     import deepspeed
     from deepspeed import ops
 
-    ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = (
-        False  # a 50 s build that these runs do not need
-    )
+    ops.__dict__.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False  # skip a build of 50 s
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=spec["deepspeed"]
     )
@@ -57,4 +55,4 @@ for step in range(spec["steps"]):
     loss.item()
     baton.after_step(step, time.perf_counter() - started)
 dist.barrier()
-os._exit(0)  # DeepSpeed's and gloo's threads outlive the measured part
+os._exit(0)  # DeepSpeed's and gloo's threads do not end by themselves

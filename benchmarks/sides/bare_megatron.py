@@ -1,8 +1,9 @@
-"""What a person would write on Megatron-core without the toolkit: a yardstick of benchmarks/engine_step.py, which writes the spec.
+"""Train with Megatron-core without the toolkit: a baseline of benchmarks/engine_step.py.
 
     torchrun --nproc_per_node 2 benchmarks/sides/bare_megatron.py spec.json
 
-Megatron-core alone does not run on CPUs, so there the toolkit's CPU backend comes before it; attention is torch's on both sides.
+Megatron-core does not run on CPUs by itself, so the toolkit's CPU backend is enabled first; both sides use
+torch's attention.
 """
 
 import json
@@ -54,7 +55,7 @@ config.finalize_model_grads_func, config.no_sync_func = finalize_model_grads, mo
 tokens = np.memmap(spec["tokens"], dtype=np.uint16, mode="r")
 micro, accumulation, length = spec["micro_batch"], spec["accumulation"], spec["sequence_length"]
 rank, ranks = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
-places = torch.arange(length).expand(micro, length)
+position_ids = torch.arange(length).expand(micro, length)
 baton = Baton(spec["baton"] if dist.get_rank() == 0 else None)
 
 
@@ -62,7 +63,7 @@ def forward(numbers, model):
     first = (next(numbers) * ranks + rank) * micro * length % (len(tokens) - micro * length - 1)
     window = torch.from_numpy(tokens[first : first + micro * length + 1].astype(np.int64))
     inputs, labels = window[:-1].view(micro, length), window[1:].view(micro, length)
-    return model(inputs, places, None, labels=labels), lambda losses: (
+    return model(inputs, position_ids, None, labels=labels), lambda losses: (
         losses.mean(),
         {"loss": losses.detach().mean()},
     )
@@ -88,4 +89,4 @@ for step in range(spec["steps"]):
     reports[-1]["loss"].item()
     baton.after_step(step, time.perf_counter() - started)
 dist.barrier()
-os._exit(0)  # gloo's threads outlive the measured part
+os._exit(0)  # gloo's threads do not end by themselves

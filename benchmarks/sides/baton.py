@@ -1,8 +1,8 @@
-"""Lets two jobs take turns, block by block, so that both see the same machine: a drift hits both sides of a pair.
+"""Let two jobs alternate blocks of steps, so that both see the same machine.
 
-The benchmark writes a line to a job's ``go`` pipe; the job's rank 0 runs a block of steps and answers with a line of JSON: the
-seconds of each step, and peak memory: of the GPU where it uses one, else of its process. Its other ranks sleep in their next
-collective meanwhile.
+The benchmark writes a line to a job's ``go`` pipe. The job's rank 0 runs a block of steps and answers with a
+line of JSON: the seconds of each step, and the peak memory of the GPU, or of the process on CPUs. Other
+ranks wait in their next collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 
 class Baton:
-    """``spec``: {"go": FIFO, "done": FIFO, "block": steps a turn}, or None on ranks that only follow."""
+    """Wait for turns. ``spec`` is {"go": FIFO, "done": FIFO, "block": steps per turn}; None on other
+    ranks."""
 
     def __init__(self, spec: dict[str, Any] | None) -> None:
         self._block = spec["block"] if spec else 0
@@ -25,7 +26,7 @@ class Baton:
             self._done = open(spec["done"], "w")  # noqa: SIM115, PTH123
 
     def before_step(self, step: int) -> None:
-        """``step`` counts from 0."""
+        """Wait for a turn if ``step`` (from 0) begins a block."""
         if self._block and step % self._block == 0:
             self._go.readline()
 

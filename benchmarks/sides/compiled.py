@@ -1,8 +1,10 @@
-"""Plain torch as fast as a person would make it on one GPU: compiled, flash attention by SDPA, bf16 by autocast, fused AdamW.
+"""Train with plain torch as fast as possible on one GPU: compile, flash attention, bf16 autocast, fused
+AdamW.
 
     torchrun --nproc_per_node 1 benchmarks/sides/compiled.py spec.json
 
-A yardstick of benchmarks/engine_step.py, which writes the spec. ``spec["device"]`` is ``cpu`` in a smoke of this script only.
+A baseline of benchmarks/engine_step.py, which writes the spec. ``spec["device"]`` is ``cpu`` only in a smoke
+test.
 """
 
 import json

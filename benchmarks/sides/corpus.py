@@ -1,9 +1,10 @@
-"""The text of benchmarks/streaming.py, fabricated: documents of realistic lengths in 64 domains, one domain after another.
+"""Write the synthetic corpus of benchmarks/streaming.py: documents in 64 domains, one domain after another.
 
     python benchmarks/sides/corpus.py FOLDER --tokens 200000000
 
-A document has as many tokens as a log-normal of median 545 and mean 900 says (about those of web text), from 16 to 65,536, and ends
-with token 0. The tokens of domain d are uniform in ``1000 d + 1 .. 1000 d + 999``, so a window tells its domain. Same seed, same bytes.
+Document lengths are log-normal with median 545 and mean 900 (about those of web text), from 16 to 65,536;
+each document ends with token 0. The tokens of domain d are uniform in ``1000 d + 1 .. 1000 d + 999``, so a
+window identifies its domain. Equal seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from toolkit.data.manifest import DataManifest, DataOrigin, TokenizerInfo, Token
 from toolkit.data.tokens.writer import SplitWriter
 
 DOMAINS = 64
-DOMAIN_TOKENS = 1000  # ids a domain
+DOMAIN_TOKENS = 1000  # token ids per domain
 VOCABULARY = DOMAINS * DOMAIN_TOKENS
 END_OF_TEXT = 0
 PARTS = ("part-0", "part-1", "part-2")  # the sources of a mixture: thirds of the corpus
@@ -31,7 +32,8 @@ _NAME = "corpus.json"
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """``folder/train-00000.bin``: all tokens, uint16, as one Megatron shard. ``folder/part-N``: its thirds, data folders of their own."""
+    """All tokens as one Megatron shard (``train-00000.bin``, uint16), and its thirds as data folders
+    (``part-N``)."""
 
     folder: Path
     tokens: int
@@ -43,11 +45,11 @@ class Corpus:
         return self.folder / "train-00000.bin"
 
     def mapped(self) -> npt.NDArray[np.uint16]:
-        """[tokens]. A plain array: slicing a memmap object costs more than reading a short window."""
+        """Return [tokens] as a plain array, because slicing a memmap object is slow."""
         return np.asarray(np.memmap(self.bin, dtype="<u2", mode="r"))
 
     def windows(self, length: int) -> npt.NDArray[np.uint16]:
-        """[windows, length]: windows that share no token, as the formats of peers keep them."""
+        """Return windows [windows, length] without overlap, as other formats store them."""
         tokens = self.mapped()
         return tokens[: len(tokens) // length * length].reshape(-1, length)
 
@@ -57,7 +59,7 @@ def open_corpus(folder: Path) -> Corpus:
 
 
 def make_corpus(folder: Path, tokens: int, seed: int = 0) -> Corpus:
-    """Made where ``folder`` does not hold it yet: at least ``tokens`` tokens."""
+    """Create a corpus of at least ``tokens`` tokens unless ``folder`` has it."""
     wanted = {"asked": tokens, "seed": seed}
     note = folder / "asked.json"
     if note.is_file() and json.loads(note.read_text()) == wanted:
@@ -75,13 +77,13 @@ def make_corpus(folder: Path, tokens: int, seed: int = 0) -> Corpus:
         _write(folder / part, [document for domain in documents[slice(*bounds)] for document in domain], seed)
     corpus = Corpus(folder, whole.tokens, whole.documents, seed)
     (folder / _NAME).write_text(json.dumps({**asdict(corpus), "folder": None}))
-    note.write_text(json.dumps(wanted))  # last: what is cut short is not taken for whole
+    note.write_text(json.dumps(wanted))  # written last, so that an interrupted corpus is not used
     return corpus
 
 
 def domain_documents(rng: np.random.Generator, domain: int, tokens: int) -> list[npt.NDArray[np.uint16]]:
-    """The documents of one domain: at least ``tokens`` tokens together."""
-    enough = tokens // 16 + 1  # documents, if each were of the shortest
+    """Return the documents of one domain, with at least ``tokens`` tokens in total."""
+    enough = tokens // 16 + 1  # an upper bound: all documents have the minimum length
     lengths = np.clip(rng.lognormal(6.3, 1.0, enough), 16, 65536).astype(np.int64)
     ends = np.cumsum(lengths)
     ends = ends[: int(np.searchsorted(ends, tokens)) + 1]
@@ -93,7 +95,10 @@ def domain_documents(rng: np.random.Generator, domain: int, tokens: int) -> list
 
 
 def domain_of(windows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The domain in which each window [windows, length] begins. Its first token may be an end of text, not both of the first two."""
+    """Return the domain in which each window [windows, length] begins.
+
+    The first token may be an end of text, but not both of the first two.
+    """
     return windows[:, :2].max(axis=1).astype(np.int64) // DOMAIN_TOKENS
 
 

@@ -1,9 +1,10 @@
-"""CPU time of a token for data as people have it: many shards, mixtures, wide tokens, long windows, a DataLoader over positions.
+"""Measure the CPU time per token for many shards, mixtures, wide tokens, long windows and a DataLoader.
 
     python benchmarks/sides/data_layouts.py FOLDER --tokens 100000000 --seconds 2
 
-Each case takes turns, in one process, with its own floor: windows of the same length and dtype, sliced in sequence from one memory map
-and widened into the rows of a batch. FOLDER keeps the fabricated tokens. Prints one line of JSON: a list of cases.
+Each case alternates, in one process, with its own baseline: windows of the same length and dtype, sliced in
+sequence from one memory map and widened into the rows of a batch. FOLDER keeps the synthetic tokens. Prints
+a list of cases as one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for running this file itself
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # to run this file as a script
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,8 @@ WEIGHTS = tuple(Fraction(weight) for weight in (8, 7, 6, 5, 4, 3, 2, 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """``aim``: times its floor at most; None where only the figure is of interest."""
+class DataLayoutCase:
+    """A layout of data. ``aim`` is the largest ratio to its baseline; None if there is no aim."""
 
     name: str
     aim: float | None
@@ -54,19 +55,19 @@ class Case:
 
 
 CASES = (
-    Case("one shard", 1.6),
-    Case("six shards", 1.6, shards=6),
-    Case("one shard, int32", 1.6, dtype="<i4"),
-    Case("six shards, int32", 1.6, dtype="<i4", shards=6),
-    Case("mixture of eight", 2.0, sources=8),
-    Case("mixture of eight, int32", 2.0, dtype="<i4", sources=8),
-    Case("windows of 131,072", 1.6, length=1 << 17),
-    Case("DataLoader over positions", None, loader=True),
+    DataLayoutCase("one shard", 1.6),
+    DataLayoutCase("six shards", 1.6, shards=6),
+    DataLayoutCase("one shard, int32", 1.6, dtype="<i4"),
+    DataLayoutCase("six shards, int32", 1.6, dtype="<i4", shards=6),
+    DataLayoutCase("mixture of eight", 2.0, sources=8),
+    DataLayoutCase("mixture of eight, int32", 2.0, dtype="<i4", sources=8),
+    DataLayoutCase("windows of 131,072", 1.6, length=1 << 17),
+    DataLayoutCase("DataLoader over positions", None, loader=True),
 )
 
 
-def make_folder(folder: Path, tokens: int, case: Case, seed: int) -> MappedTokens:
-    """Uniform tokens in ``case.shards`` shards, made once."""
+def make_folder(folder: Path, tokens: int, case: DataLayoutCase, seed: int) -> MappedTokens:
+    """Create uniform tokens in ``case.shards`` shards unless they exist."""
     if not (folder / "manifest.json").is_file():
         tokenizer = folder / "tokenizer" / "tokenizer.json"
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +91,8 @@ def make_folder(folder: Path, tokens: int, case: Case, seed: int) -> MappedToken
     return MappedTokens(read_manifest(folder), "train")
 
 
-def batches(case: Case, sources: list[MappedTokens]) -> Iterator[Any]:
-    """int64 tensors [GLOBAL_BATCH, length], from this toolkit."""
+def batches(case: DataLayoutCase, sources: list[MappedTokens]) -> Iterator[Any]:
+    """Yield int64 tensors [GLOBAL_BATCH, length] from this toolkit."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -116,7 +117,7 @@ def batches(case: Case, sources: list[MappedTokens]) -> Iterator[Any]:
             yield torch.from_numpy(rows[:, : case.length])
 
 
-def floor(case: Case, tokens: npt.NDArray[Any]) -> Iterator[Any]:
+def floor(case: DataLayoutCase, tokens: npt.NDArray[Any]) -> Iterator[Any]:
     import torch
 
     batch, last = 0, len(tokens) // (GLOBAL_BATCH * case.length)
@@ -130,7 +131,7 @@ def floor(case: Case, tokens: npt.NDArray[Any]) -> Iterator[Any]:
         batch += 1
 
 
-def measure(case: Case, folder: Path, tokens: int, seconds: float) -> dict[str, Any]:
+def measure(case: DataLayoutCase, folder: Path, tokens: int, seconds: float) -> dict[str, Any]:
     parts = [
         make_folder(
             folder / f"{case.dtype[1:]}-{case.shards}-{case.sources}-{number}",
@@ -152,12 +153,12 @@ def measure(case: Case, folder: Path, tokens: int, seconds: float) -> dict[str, 
             next(some)
         return (clock() - began) / (turn * GLOBAL_BATCH * case.length) * 1e9
 
-    for _ in range(2):  # every page of the maps is in memory, and threads run
+    for _ in range(2):  # load every page of the maps, and start the threads
         take(theirs, time.thread_time)
         take(mine, time.process_time)
     turns, until = [], time.monotonic() + seconds
     while time.monotonic() < until or len(turns) < 3:
-        own = take(mine, time.process_time)  # of all threads: reading ahead is part of it
+        own = take(mine, time.process_time)  # all threads, including reading ahead
         turns.append((own, take(theirs, time.thread_time)))
     ratios = [own / base for own, base in turns]
     return {
@@ -178,7 +179,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000_000)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of turns, for each case")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the turns per case")
     given = parser.parse_args()
     import torch
 

@@ -1,7 +1,8 @@
-"""How well an order mixes a corpus that is sorted by domain: chi2/df of domain counts per batch of 1,024 samples. 1.0 is perfect.
+"""Measure how well an order mixes a corpus that is sorted by domain.
 
-On a corpus of the size that matters (4 million windows of 4 KiB, 16 GB) orders are computed, not read: this toolkit's, a full
-permutation and a shuffle buffer of 10,000.
+The figure is chi2/df of domain counts per batch of 1,024 samples; 1.0 is perfect. For a corpus of 4 million
+windows of 4 KiB (16 GB) orders are computed, not read: this toolkit's, a full permutation and a shuffle
+buffer of 10,000.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BATCH = 1024
 
 
 def chi2_per_df(domains: Ints, shares: npt.NDArray[np.float64]) -> float:
-    """``domains`` [samples] in their order, whole batches of them; ``shares`` [domains] in the corpus."""
+    """``domains`` [samples] are in order, in whole batches; ``shares`` [domains] are those of the corpus."""
     batches = domains[: len(domains) // BATCH * BATCH].reshape(-1, BATCH)
     counts = np.stack([np.bincount(batch, minlength=len(shares)) for batch in batches])
     expected = shares * BATCH
@@ -26,7 +27,7 @@ def chi2_per_df(domains: Ints, shares: npt.NDArray[np.float64]) -> float:
 
 
 def at_scale(samples: int = 4_000_000, batches: int = 200, seed: int = 0) -> dict[str, float]:
-    """chi2/df of the first ``batches`` batches after a quarter of the epoch."""
+    """Return chi2/df of the first ``batches`` batches after a quarter of the epoch."""
     from toolkit.data.order.permutation import SampleOrder, block_samples
 
     shares = np.full(DOMAINS, 1 / DOMAINS)
@@ -41,7 +42,7 @@ def at_scale(samples: int = 4_000_000, batches: int = 200, seed: int = 0) -> dic
 
 
 def buffer_order(first: int, samples: int, size: int, seed: int) -> Iterator[int]:
-    """A shuffle buffer that is full of the samples from ``first`` on: one is drawn, the next in the corpus takes its place."""
+    """Return the order of a shuffle buffer that begins full at ``first`` and draws at random."""
     kept = list(range(first, first + size))
     for drawn, place in enumerate(np.random.default_rng(seed).integers(0, size, samples).tolist()):
         yield kept[place]

@@ -1,12 +1,13 @@
-"""launch/train.py with more or less than the run's words can say, and with marks within its steps, for monitoring.py.
+"""Run launch/train.py for monitoring.py, with marks within its steps and more or fewer sinks.
 
     torchrun --nproc_per_node 2 benchmarks/sides/monitored_side.py spec.json
 
-``without_sinks``: not even files. ``nodes``, ``metrics``: after each step the sinks get so many nodes' rows, with so many numbers in all.
-``sleep_share``: rank 0 sleeps for this share of the processor time that its training took since.
+``without_sinks`` disables even files. ``nodes`` and ``metrics``: after each step the sinks get the rows of
+this many nodes with this many numbers in total. ``sleep_share``: rank 0 sleeps for this share of its CPU
+time.
 
-Each rank's training keeps to one core from its first step on, as launchers bind ranks: the core's neighbours are the same for both sides
-of a comparison. Threads beside it go where there is room.
+Each rank's training thread is bound to one core from its first step on, as launchers bind ranks; other
+threads run on any core.
 """
 
 import json
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from marks import Marker
+from marks import StepMarker
 
 import toolkit.hooks as hooks
 import toolkit.train.build as training_build
@@ -37,10 +38,10 @@ def opened(*arguments: Any, **named: Any) -> Sink:
 
 
 class Flood(hooks.Hook):
-    """What the samplers of ``nodes`` nodes would say, every step instead of every ten seconds."""
+    """Log the rows of the samplers of ``nodes`` nodes in every step."""
 
     def __init__(self, nodes: int, metrics: int) -> None:
-        each = metrics // nodes  # made here: making them is other nodes' work
+        each = metrics // nodes  # create rows here, because other nodes would create them
         self._rows = [
             {f"gpu/{number}/of_node_{node}": random.random() for number in range(each)}
             for node in range(nodes)
@@ -56,7 +57,7 @@ class Sleep(hooks.Hook):
         self._share = share
         self._worked = (
             time.thread_time()
-        )  # the step's own seconds would have in them what the job was stopped for
+        )  # the step's wall time would include the time for which the job was stopped
 
     def on_step(self, done: hooks.CompletedStep) -> None:
         worked = time.thread_time()
@@ -70,7 +71,7 @@ class More(hooks.Hooks):
         flood = [Flood(spec["nodes"], spec["metrics"])] if first and "metrics" in spec else []
         sleep = [Sleep(spec["sleep_share"])] if first and "sleep_share" in spec else []
         super().__init__(*others, *flood, *sleep, **named)
-        self._marker = Marker(Path(spec["marks"])) if first else None
+        self._marker = StepMarker(Path(spec["marks"])) if first else None
         if self._marker:
             self._marker.watch_layers()
 
@@ -82,7 +83,7 @@ class More(hooks.Hooks):
             self._marker.end_step()
         if done.step == 1:
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})  # of this thread
+            os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})  # this thread only
 
 
 sys.argv = [str(Path(__file__).resolve().parents[2] / "launch" / "train.py"), *spec["overrides"]]

@@ -1,11 +1,11 @@
-"""One contender in a process of its own; benchmarks/streaming.py says what to do. Prints one line of JSON.
+"""Run one contender of benchmarks/streaming.py in its own process; print one line of JSON.
 
 python benchmarks/sides/read_stream.py toolkit speed --corpus FOLDER --files FOLDER [--seconds 2]
 
-make    its files
-speed   seconds to the first batch; then turns of it and of slices of a memory map, CPU nanoseconds a token of each; peak memory
-order   one epoch in order: a number for each sample and the domain it begins in, and the state in its middle -> --out
-resume  from that state (--state) on, as rank --rank of --ranks: seconds to the first batch, and the samples of the next batches
+make    write its files speed   seconds to the first batch; CPU ns per token of alternating turns with slices
+of a memory map; peak memory order   one epoch in order: a number and a domain for each sample, and the state
+in its middle (--out) resume  continue from that state (--state) as rank --rank of --ranks: seconds to the
+first batch, next samples
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 
 sys.path.append(
     str(Path(__file__).resolve().parents[1])
-)  # last: benchmarks/streaming.py is not what a contender imports by that name
+)  # last, because a contender imports another module named streaming
 
 import numpy as np
 import psutil
 from sides.corpus import Corpus, domain_of, open_corpus
 from sides.streams import SIDES
-from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, Opened, Place, Side
+from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, Contender, OpenedStream, StreamRank
 from sides.streams.floor import slices
 
 WARM_UP_SECONDS = 0.5
-SLICES = 2000  # in a turn of slices: 33 M tokens, some 15 ms
+SLICES = 2000  # per turn of slices: 33 M tokens, about 15 ms
 TURN_SECONDS = 0.15
-AFTER = 64  # global batches looked at after a resume
+AFTER = 64  # global batches compared after a resume
 
 
 def main() -> None:
@@ -48,14 +48,14 @@ def main() -> None:
     parser.add_argument("task", choices=("make", "speed", "order", "resume"))
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--files", type=Path, required=True, help="the folder of this contender's own files")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of turns")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of the turns")
     parser.add_argument("--state", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     side, corpus = SIDES[given.side], open_corpus(given.corpus)
-    settle(side)
+    import_contender(side)
     if given.task == "make":
         found = make(side, corpus, given.files)
     elif given.task == "speed":
@@ -63,15 +63,16 @@ def main() -> None:
     elif given.task == "order":
         found = order(side, corpus, given.files, given.state, given.out)
     else:
-        found = resume(side, corpus, given.files, given.state, given.out, Place(given.rank, given.ranks))
+        found = resume(side, corpus, given.files, given.state, given.out, StreamRank(given.rank, given.ranks))
     print(json.dumps(found), flush=True)
-    os._exit(0)  # threads and workers of some contenders outlive what is measured
+    os._exit(0)  # threads and workers of some contenders do not end by themselves
 
 
-def settle(side: Side) -> None:
-    """Imports, which no clock here counts, and one thread of torch's: all of them copy, none computes.
+def import_contender(side: Contender) -> None:
+    """Import what is not timed, and use one torch thread.
 
-    Raises PackageNotFoundError where the contender is not installed.
+    Raises:
+        PackageNotFoundError: the contender is not installed.
     """
     import torch
 
@@ -79,45 +80,42 @@ def settle(side: Side) -> None:
         metadata.version(package)
 
     torch.set_num_threads(1)
-    for module in (
-        "numpy.ma",
-        *side.modules,
-    ):  # numpy imports that one when it first looks for distinct values
+    for module in ("numpy.ma", *side.modules):  # numpy imports it on first use
         importlib.import_module(module)
     if side.prepare is not None:
         side.prepare()
 
 
-def make(side: Side, corpus: Corpus, files: Path) -> dict[str, Any]:
+def make(side: Contender, corpus: Corpus, files: Path) -> dict[str, Any]:
     started = time.perf_counter()
     if side.make is not None:
         side.make(corpus, files)
     return {"make_seconds": time.perf_counter() - started}
 
 
-def speed(side: Side, corpus: Corpus, files: Path, seconds: float) -> dict[str, Any]:
-    if (files / CACHE).is_dir():  # what a contender builds at its first start of all is part of that
+def speed(side: Contender, corpus: Corpus, files: Path, seconds: float) -> dict[str, Any]:
+    if (files / CACHE).is_dir():  # a first start includes what the contender builds once
         shutil.rmtree(files / CACHE)
-    first_seconds, opened = first_batch(side, corpus, files, Place(), None)
-    reference = slices(corpus, Place())
-    memory = [own_bytes()]
+    first_seconds, opened = first_batch(side, corpus, files, StreamRank(), None)
+    reference = slices(corpus, StreamRank())
+    memory = [private_bytes()]
     warm_until = time.perf_counter() + WARM_UP_SECONDS
     while time.perf_counter() < warm_until:
         next(opened.batches)
-    take(reference, corpus.tokens // (GLOBAL_BATCH * LENGTH))  # touches every page of its map once
-    memory.append(own_bytes())
+    take(reference, corpus.tokens // (GLOBAL_BATCH * LENGTH))  # load every page of the map
+    memory.append(private_bytes())
     turns: list[dict[str, float]] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         started = tree_cpu_seconds()
         thread_started = time.thread_time()
-        take(reference, SLICES // 2)  # not counted: the contender had the caches until now
+        take(reference, SLICES // 2)  # not counted: warm the caches after the contender
         slices_started = time.thread_time()
         take(reference, SLICES)
         slice_seconds = time.thread_time() - slices_started
         others_seconds = time.thread_time() - thread_started
-        # What the contender's threads do while slices have their turn is the contender's: hence not this thread's time alone.
-        batches = take_for(opened, TURN_SECONDS)
+        # The contender's threads also work during the turns of the slices, so count the whole process tree.
+        batches = take_batches(opened, TURN_SECONDS)
         cpu_seconds = tree_cpu_seconds() - started - others_seconds
         turns.append(
             {
@@ -125,7 +123,7 @@ def speed(side: Side, corpus: Corpus, files: Path, seconds: float) -> dict[str, 
                 "slice_cpu_ns": slice_seconds / (SLICES * GLOBAL_BATCH * LENGTH) * 1e9,
             }
         )
-        memory.append(own_bytes())
+        memory.append(private_bytes())
     return {
         "first_seconds": first_seconds,
         "turns": turns,
@@ -139,8 +137,8 @@ def take(batches: Iterator[Any], count: int) -> None:
         next(batches)
 
 
-def take_for(opened: Opened, seconds: float) -> int:
-    """Batches taken in about ``seconds``."""
+def take_batches(opened: OpenedStream, seconds: float) -> int:
+    """Return the batches of about ``seconds`` seconds."""
     batches, until = 0, time.perf_counter() + seconds
     while time.perf_counter() < until:
         for _ in range(8):
@@ -150,9 +148,9 @@ def take_for(opened: Opened, seconds: float) -> int:
 
 
 def first_batch(
-    side: Side, corpus: Corpus, files: Path, place: Place, state: bytes | None
-) -> tuple[float, Opened]:
-    """Seconds from opening to the first batch in hand. The batch is not put back."""
+    side: Contender, corpus: Corpus, files: Path, place: StreamRank, state: bytes | None
+) -> tuple[float, OpenedStream]:
+    """Return the seconds from opening to the first batch, which is consumed."""
     started = time.perf_counter()
     opened = side.open(corpus, files, place, state)
     batch = next(opened.batches)
@@ -162,9 +160,9 @@ def first_batch(
     return seconds, opened
 
 
-def order(side: Side, corpus: Corpus, files: Path, state: Path, out: Path) -> dict[str, Any]:
-    """One epoch of whole global batches; the state before its middle one is kept."""
-    opened = side.open(corpus, files, Place(), None)
+def order(side: Contender, corpus: Corpus, files: Path, state: Path, out: Path) -> dict[str, Any]:
+    """Read one epoch of whole global batches; keep the state before its middle one."""
+    opened = side.open(corpus, files, StreamRank(), None)
     batches = corpus.tokens // LENGTH // GLOBAL_BATCH
     numbers = np.empty((batches, GLOBAL_BATCH), dtype=np.uint64)
     domains = np.empty((batches, GLOBAL_BATCH), dtype=np.int64)
@@ -173,12 +171,14 @@ def order(side: Side, corpus: Corpus, files: Path, state: Path, out: Path) -> di
         if index == batches // 2:
             size = state.write_bytes(opened.state())
         rows = next(opened.batches).numpy()
-        numbers[index], domains[index] = numbers_of(rows), domain_of(rows)
+        numbers[index], domains[index] = hash_rows(rows), domain_of(rows)
     np.savez(out, numbers=numbers, domains=domains)
     return {"batches": batches, "state_at": batches // 2, "state_bytes": size}
 
 
-def resume(side: Side, corpus: Corpus, files: Path, state: Path, out: Path, place: Place) -> dict[str, Any]:
+def resume(
+    side: Contender, corpus: Corpus, files: Path, state: Path, out: Path, place: StreamRank
+) -> dict[str, Any]:
     if place.ranks > 1:
         import torch.distributed
 
@@ -189,25 +189,25 @@ def resume(side: Side, corpus: Corpus, files: Path, state: Path, out: Path, plac
     first = next(opened.batches)
     seconds = time.perf_counter() - started
     rows = [first, *(next(opened.batches) for _ in range(AFTER - 1))]
-    np.save(out, np.stack([numbers_of(batch.numpy()) for batch in rows]))
+    np.save(out, np.stack([hash_rows(batch.numpy()) for batch in rows]))
     return {"resume_seconds": seconds}
 
 
-def numbers_of(rows: np.ndarray) -> np.ndarray:
-    """A number for each of ``rows`` [batch, LENGTH] that other tokens would not give: uint64 [batch]."""
+def hash_rows(rows: np.ndarray) -> np.ndarray:
+    """Return a uint64 hash for each row of ``rows`` [batch, LENGTH]."""
     factors = np.random.default_rng(1).integers(1, 1 << 63, LENGTH, dtype=np.uint64) | np.uint64(1)
     return (rows.astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
 
 
 def tree_cpu_seconds() -> float:
-    """User and system time of this process, of its living children and of those that ended."""
+    """Return user and system time of this process and all its children, living and ended."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     living = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return sum(one.ru_utime + one.ru_stime for one in usage) + sum(one.user + one.system for one in living)
 
 
-def own_bytes() -> int:
-    """Memory of the process tree that is its own: anonymous and shared, not the page cache's (a map of a file is the kernel's to drop)."""
+def private_bytes() -> int:
+    """Return the anonymous and shared memory of the process tree, without the page cache."""
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()

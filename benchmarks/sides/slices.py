@@ -1,5 +1,7 @@
-"""Two jobs in short slices of time: one runs while the other is stopped with all its processes, so that what a job does in the background
-falls into its own slices, and both see the same machine within a tenth of a second."""
+"""Run two jobs in short slices of time, each stopped with all its processes while the other runs.
+
+Background work of a job falls into its own slices, and both see the same machine within a tenth of a second.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,15 @@ from typing import Any
 from sides.marks import Marks, read_marks
 from sides.torchrun import TorchrunJob
 
-SLICE_SECONDS = (
-    0.05,
-    0.11,
-)  # drawn anew for each pair of slices: nothing that comes once in so many seconds keeps step with them
+# Drawn for each pair of slices, so that periodic work does not synchronise with them.
+SLICE_SECONDS = (0.05, 0.11)
 START_SECONDS = 120.0
 POLL_SECONDS = 0.2
 
 
 class SlicedJob(TorchrunJob):
-    """It runs when told, once it has begun. ``slices``: when, on the machine's monotonic clock in seconds."""
+    """A job that runs in slices once it has started; ``slices`` are their times on the monotonic clock, in
+    seconds."""
 
     def __init__(
         self,
@@ -47,21 +48,23 @@ class SlicedJob(TorchrunJob):
         deadline = time.monotonic() + START_SECONDS
         while not (self._file.exists() and self._file.stat().st_size):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{self.name} does not start:\n{self.told()}")
+                raise SystemExit(f"{self.name} does not start:\n{self.log_tail()}")
             time.sleep(POLL_SECONDS)
 
     def slice(self, seconds: float) -> None:
-        """Run for so long."""
+        """Run for this many seconds."""
         self._signal(signal.SIGCONT)
         begun = time.perf_counter()
         time.sleep(seconds)
         self.slices.append((begun, self.stop()))
         if self.process.poll() is not None:
-            raise SystemExit(f"{self.name} ended early:\n{self.told()}")
+            raise SystemExit(f"{self.name} ended early:\n{self.log_tail()}")
 
     def stop(self) -> float:
-        """When it began to."""
-        self._members = [*family(self.process.pid)][::-1]  # ranks before torchrun, which waits for them
+        """Stop all processes; return the time at which stopping began."""
+        self._members = [*process_tree(self.process.pid)][
+            ::-1
+        ]  # stop ranks before torchrun, which waits for them
         begun = time.perf_counter()
         self._signal(signal.SIGSTOP)
         return begun
@@ -70,8 +73,8 @@ class SlicedJob(TorchrunJob):
         return read_marks(self._file)
 
     def cpu_seconds(self) -> float:
-        """Of all its processes so far; one that ends counts no more."""
-        return sum(map(cpu_seconds, family(self.process.pid)))
+        """Return the CPU time of all living processes of the job."""
+        return sum(map(cpu_seconds, process_tree(self.process.pid)))
 
     def __exit__(self, *error: object) -> None:
         self._signal(signal.SIGCONT)
@@ -84,7 +87,7 @@ class SlicedJob(TorchrunJob):
 
 
 def take_slices(jobs: Sequence[SlicedJob], pairs: int, seed: int) -> None:
-    """So many slices of each, as long for both of a pair. Who comes first is drawn."""
+    """Run this many slices of each job, equally long within a pair, in random order."""
     draw = random.Random(seed)
     for _ in range(pairs):
         seconds = draw.uniform(*SLICE_SECONDS)
@@ -92,17 +95,17 @@ def take_slices(jobs: Sequence[SlicedJob], pairs: int, seed: int) -> None:
             job.slice(seconds)
 
 
-def family(process: int) -> Iterator[int]:
-    """A process and all that it and they have started, parents first."""
+def process_tree(process: int) -> Iterator[int]:
+    """Return a process and all its descendants, parents first."""
     yield process
     for children in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):
             for child in children.read_text().split():
-                yield from family(int(child))
+                yield from process_tree(int(child))
 
 
 def cpu_seconds(process: int) -> float:
-    """User and system time, to a hundredth of a second: fields 14 and 15 of proc(5)'s stat, after the name, which may have spaces."""
+    """Return user and system time, to 10 ms, from fields 14 and 15 of proc(5)'s stat."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

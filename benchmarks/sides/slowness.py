@@ -1,11 +1,12 @@
-"""How much slower one of two jobs is that ran in slices (slices.py), by the parts of their steps (marks.py). Pure.
+"""Compare the speed of two jobs that ran in slices (slices.py) by the parts of their steps (marks.py).
 
-A part is what lies between two marks. Those count that ran whole within a slice: what a stop cut in two has waited, and a job that goes
-on finds all clocks late and its caches gone, which no job does that runs. In a slice of S seconds a part of d seconds has room to begin
-in S - d of them, so each counts as one over its room in all slices (Horvitz and Thompson, 1952), or long parts would be too few.
+A part lies between two marks. Only parts that ran completely within a slice count, because a part that a
+stop divides includes the wait, cold caches and late timers. In a slice of S seconds a part of d seconds has
+room to begin in S - d of them, so each part is weighted by the inverse of its room in all slices (Horvitz
+and Thompson, 1952); otherwise long parts would be under-represented.
 
-A job's slowness over some slices is the time that its parts took in them, over the time that these parts usually take; a pair's figure is
-the ratio of both jobs' slowness, over slices in turns. What holds a step up for longer than any slice is not seen.
+A job's slowness over some slices is the time that its parts took, divided by the time that they usually
+take. A pair's figure is the ratio of both jobs' slowness. Delays longer than a slice are not seen.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from sides.marks import Marks
 
 Floats = npt.NDArray[np.float64]
 
-SETTLED_SECONDS = 0.005  # of a slice before parts count
+SETTLED_SECONDS = 0.005  # at the beginning of a slice, in which no part counts
 RESAMPLES = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Each that ran whole within a slice: of which place in a step, in which slice, for how many seconds, of what weight."""
+class WholeParts:
+    """Parts that ran completely within a slice: position in the step, slice, seconds and weight."""
 
     places: npt.NDArray[np.int64]
     slices: npt.NDArray[np.int64]
@@ -33,8 +34,8 @@ class Parts:
     weights: Floats
 
 
-def whole_parts(marks: Marks, slices: Sequence[tuple[float, float]]) -> Parts:
-    """Args: slices: begin and end, in order, in seconds of the marks' clock."""
+def whole_parts(marks: Marks, slices: Sequence[tuple[float, float]]) -> WholeParts:
+    """Return the parts within ``slices``, pairs of begin and end in seconds of the marks' clock."""
     begins, ends = np.array(slices).T
     begins = begins + SETTLED_SECONDS
     times = marks.ravel()
@@ -42,22 +43,23 @@ def whole_parts(marks: Marks, slices: Sequence[tuple[float, float]]) -> Parts:
     within = np.searchsorted(begins, times[:-1], side="right") - 1
     whole = (within >= 0) & (times[1:] <= ends[within])
     seconds = np.diff(times)[whole]
-    return Parts(places[whole], within[whole], seconds, 1 / room(seconds, ends - begins))
+    return WholeParts(places[whole], within[whole], seconds, 1 / room(seconds, ends - begins))
 
 
 def room(parts: Floats, slices: Floats) -> Floats:
-    """For how many seconds, of all slices, a part could begin so as to be whole. Args: both in seconds."""
+    """Return the seconds in which a part could begin and still be whole, over all slices. Both are in
+    seconds."""
     lengths = np.sort(slices)
-    longer = np.searchsorted(lengths, parts)  # the first that is
+    longer = np.searchsorted(lengths, parts)  # index of the first longer slice
     of_longer = np.append(np.cumsum(lengths[::-1])[::-1], 0.0)[longer]
     return np.asarray(of_longer - parts * (len(lengths) - longer))
 
 
-def usual_seconds(parts: Parts, places: int) -> Floats:
-    """The mean of each place, ``(places,)``.
+def usual_seconds(parts: WholeParts, places: int) -> Floats:
+    """Return the mean of each position in a step, ``(places,)``.
 
     Raises:
-        SystemExit: a place was not seen.
+        SystemExit: a position was never seen.
     """
     seen = np.bincount(parts.places, parts.weights, places)
     if not seen.all():
@@ -67,11 +69,11 @@ def usual_seconds(parts: Parts, places: int) -> Floats:
     return np.bincount(parts.places, parts.weights * parts.seconds, places) / seen
 
 
-def ratios(ours: Parts, theirs: Parts, usual: Floats, slices: int, slices_a_pair: int) -> Floats:
-    """Our slowness over theirs, of each ``slices_a_pair`` slices one after the other; what is left over at the end is left out."""
+def ratios(ours: WholeParts, theirs: WholeParts, usual: Floats, slices: int, slices_a_pair: int) -> Floats:
+    """Return our slowness over theirs for each group of ``slices_a_pair`` slices; a remainder is dropped."""
     count = slices // slices_a_pair * slices_a_pair
 
-    def slowness(parts: Parts) -> Floats:
+    def slowness(parts: WholeParts) -> Floats:
         took, usually = (
             np.bincount(parts.slices, parts.weights * seconds, slices)[:count]
             .reshape(-1, slices_a_pair)
@@ -84,8 +86,11 @@ def ratios(ours: Parts, theirs: Parts, usual: Floats, slices: int, slices_a_pair
 
 
 def median_over_launches(launches: Sequence[Floats]) -> tuple[float, float, float]:
-    """The median over all pairs, and its bounds, each of 95% alone: the bootstrap (Efron, 1979) draws launches and then pairs of each, as
-    the same job is a little faster or slower each time that it is started."""
+    """Return the median over all pairs and its one-sided 95% bounds.
+
+    The bootstrap (Efron, 1979) draws launches and then pairs, because each start of a job is a little faster
+    or slower.
+    """
     draw = np.random.default_rng(0)
 
     def drawn() -> float:

@@ -1,4 +1,4 @@
-"""launch/train.py as it is, with a baton around each step: hooks, sinks and all belong to the step. See engine_step.py.
+"""Run launch/train.py in turns with another job, for engine_step.py; hooks and sinks belong to the step.
 
 torchrun --nproc_per_node 2 benchmarks/sides/toolkit_side.py spec.json
 """

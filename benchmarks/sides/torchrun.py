@@ -1,4 +1,4 @@
-"""A job of ``torchrun`` beside a benchmark: one side of a comparison."""
+"""A ``torchrun`` job: one side of a comparison."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ON_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 class TorchrunJob:
-    """A script of this folder on ``ranks`` ranks, told what to do by a file. A context: it ends with it.
+    """Run a script of this folder on ``ranks`` ranks with a spec file, as a context manager.
 
     Args:
-        folder: of the benchmark; ``folder / name`` is made for the job, with its ``spec.json`` and ``log.txt``.
+        folder: of the benchmark; ``folder / name`` is created with the job's ``spec.json`` and ``log.txt``.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class TorchrunJob:
             stderr=subprocess.STDOUT,
         )
 
-    def told(self) -> str:
-        """The end of what it printed."""
+    def log_tail(self) -> str:
+        """Return the end of its output."""
         return (self.folder / "log.txt").read_text()[-3000:]
 
     def __enter__(self) -> Self:

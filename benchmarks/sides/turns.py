@@ -1,7 +1,7 @@
-"""Jobs that take turns, so that both sides of a pair see the same machine, and what their pairs say.
+"""Run two jobs in turns, so that both see the same machine, and compare their pairs.
 
-The figure of a comparison is the median over pairs of (median step of one side / median step of the other), with the 95% bounds that
-order statistics give for a median.
+The figure of a comparison is the median over pairs of (median step of one side / median step of the other),
+with 95% bounds from order statistics.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sides.torchrun import ON_CPU, TorchrunJob
 WARM_UP_BLOCKS = 2
 
 
-class Job(TorchrunJob):
-    """One side: a command of ``ranks`` ranks that runs a block of steps when told."""
+class TurnJob(TorchrunJob):
+    """One side of a comparison: a command on ``ranks`` ranks that runs a block of steps per turn."""
 
     def __init__(
         self,
@@ -42,41 +42,41 @@ class Job(TorchrunJob):
         super().__init__(name, script, {**spec, "baton": baton}, folder, ranks=ranks, environ=environ)
         self._go: TextIO | None = None
         self._done: TextIO | None = None
-        self.peak_bytes = 0  # of the GPU where there is one, else of the process
+        self.peak_bytes = 0  # of the GPU if there is one, else of the process
 
     def block(self) -> list[float]:
-        """Seconds of each step of the next block."""
+        """Return the seconds of each step of the next block."""
         if self._go is None or self._done is None:
             self._go = self._open_when_read(self._pipes["go"])
             self._done = self._pipes["done"].open()
         print("go", file=self._go, flush=True)
         line = self._done.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended early:\n{self.told()}")
+            raise SystemExit(f"{self.name} ended early:\n{self.log_tail()}")
         answer = json.loads(line)
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
         seconds: list[float] = answer["seconds"]
         return seconds
 
     def _open_when_read(self, pipe: Path, seconds: float = 300) -> TextIO:
-        """Opening a pipe to write blocks until it is read; a job that died would never read it."""
+        """Open a pipe for writing as soon as the job reads it; fail if the job ends."""
         deadline = time.monotonic() + seconds
         while True:
             try:
                 return os.fdopen(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w")
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"{self.name} does not start:\n{self.told()}") from None
+                    raise SystemExit(f"{self.name} does not start:\n{self.log_tail()}") from None
                 time.sleep(0.02)
 
 
 def steps_of(pairs: int, block: int) -> int:
-    """How many steps each side of :func:`compare` takes."""
+    """Return the number of steps that each side of :func:`compare` takes."""
     return (pairs + WARM_UP_BLOCKS) * block
 
 
-def compare(ours: Job, theirs: Job, pairs: int) -> dict[str, Any]:
-    """Blocks in turns; who begins alternates."""
+def compare(ours: TurnJob, theirs: TurnJob, pairs: int) -> dict[str, Any]:
+    """Run blocks in turns, with alternating order."""
     jobs = (ours, theirs)
     for job in jobs * WARM_UP_BLOCKS:
         job.block()
@@ -96,7 +96,8 @@ def compare(ours: Job, theirs: Job, pairs: int) -> dict[str, Any]:
 
 
 def median_with_bounds(sample: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """The median, and between what it lies with at least 95%: by the binomial distribution of ranks."""
+    """Return the median and its bounds with at least 95% confidence, by the binomial distribution of
+    ranks."""
     ordered, count = sorted(sample), len(sample)
     low, tail = 0, 0.5**count
     while low < count // 2 and tail + math.comb(count, low + 1) * 0.5**count <= 0.025:

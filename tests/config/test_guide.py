@@ -39,7 +39,7 @@ def test_example_experiment_composes(tmp_path: Path) -> None:
 
 
 def test_example_error_is_printed() -> None:
-    (message,) = re.findall(r"```\n(error: zero=2\n.*?)\n```", GUIDE, re.DOTALL)
+    (message,) = re.findall(r"```text\n(error: zero=2\n.*?)\n```", GUIDE, re.DOTALL)
     with pytest.raises(ConfigError) as caught:
         compose(["zero=2"])
     assert str(caught.value) == message

@@ -7,10 +7,8 @@ units.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -480,25 +478,3 @@ def test_megatron_reads_it(corpus: Path, tokenizer: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     documents = documents_of(tmp_path / "data", "train")
     assert done.stdout.splitlines()[-1] == f"{len(documents)} {documents}"
-
-
-@pytest.mark.full
-def test_the_commands_of_the_docs(tmp_path: Path) -> None:
-    """The commands of docs/data.md, section Preparing, run as written."""
-    write_jsonl(
-        tmp_path / "books" / "one.jsonl", [text.replace(bpe.END_OF_TEXT, "") for text in TEXTS]
-    )  # as the default wants it
-    section = (ROOT / "docs" / "data.md").read_text().partition("## Preparing")[2].partition("\n## ")[0]
-    commands = [
-        line.partition("#")[0].strip()
-        for line in re.findall(r"^    (python launch/prepare\.py .*)$", section, re.MULTILINE)
-    ]
-    assert len(commands) >= 4
-    for command in commands:
-        began = time.monotonic()
-        words = command.replace("python launch/", f"{sys.executable} {ROOT}/launch/")
-        done = subprocess.run(
-            words, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        print(f"{time.monotonic() - began:.1f} s: {command}")

@@ -19,12 +19,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 SMALL = ("+exp=quickstart", "train.steps=20", "zero=stage3", "model.hidden_size=128")
 FORMS = {
-    "deepspeed, 2 ranks": ("deepspeed", 2),
-    "deepspeed, bare": ("deepspeed", None),
-    "torchrun, 2 ranks": ("torchrun", 2),
-    "torchrun, bare": ("torchrun", None),
-    "python, 2 ranks": ("python", 2),
-    "python, bare": ("python", None),
+    f"{launcher}, {f'{ranks} ranks' if ranks else 'default ranks'}": (launcher, ranks)
+    for launcher in ("deepspeed", "torchrun", "python")
+    for ranks in (2, None)
 }
 
 
@@ -56,17 +53,12 @@ def test_every_launcher_form_trains_the_same_run(form: str, shared: Path, tmp_pa
 @pytest.mark.parametrize(("launcher", "group"), [("deepspeed", False), ("torchrun", True), ("python", False)])
 def test_stopped_run_resumes(launcher: str, group: bool, shared: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    data = f"data.path={shared / 'data'}"
     keys = (
-        "+exp=quickstart",
-        "zero=stage2",
-        "model.hidden_size=64",
-        "checkpoint.every=never",
-        "eval.every=0",
-        data,
+        *("+exp=quickstart", "zero=stage2", "model.hidden_size=64"),
+        *("checkpoint.every=never", "eval.every=0", f"data.path={shared / 'data'}", f"run.dir={run_dir}"),
     )
-    argv = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", "train.steps=100000", ranks=2)
     directory = RunDirectory(run_dir)
+    argv = command(launcher, TRAIN, *keys, "train.steps=100000", ranks=2)
     with RunningCommand(argv, run_dir, cwd=tmp_path) as started:
         started.wait_until(
             lambda: directory.metrics_file.exists() and directory.metrics_file.read_text().count("\n") > 3,
@@ -81,8 +73,8 @@ def test_stopped_run_resumes(launcher: str, group: bool, shared: Path, tmp_path:
         assert (stopped.state, stopped.exit_code) == (RunState.STOPPED, 75), started.output
         assert stopped.checkpoint
         assert stopped.step
-    more = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", f"train.steps={stopped.step + 3}", ranks=2)
-    with RunningCommand(more, run_dir, cwd=tmp_path) as started:
+    argv = command(launcher, TRAIN, *keys, f"run.dir={run_dir}", f"train.steps={stopped.step + 3}", ranks=2)
+    with RunningCommand(argv, run_dir, cwd=tmp_path) as started:
         assert started.wait_for_exit(200) == 0, started.output
     end = read_status(run_dir)
     assert end is not None

@@ -311,7 +311,9 @@ class _CollectiveRecorder:
             return None, None
         axis = calls[0].axis
         if calls[0].operation in POINT_TO_POINT:
-            return recorder.transfer_start_part(axis), recorder.transfer_wait_part(axis, sum(call.size for call in calls))
+            return recorder.transfer_start_part(axis), recorder.transfer_wait_part(
+                axis, sum(call.size for call in calls)
+            )
         return calls[-1].wait, calls[-1].wait
 
     def _direction(self, peer: int) -> str:

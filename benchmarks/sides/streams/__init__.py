@@ -1,11 +1,11 @@
-"""The contenders of benchmarks/streaming.py by name. Reading this imports none of them."""
+"""The contenders of benchmarks/streaming.py by name; importing this imports none of them."""
 
 from __future__ import annotations
 
 from sides.streams import floor, hf, litdata_tokens, megatron, mosaic, ours, webdataset_tar
-from sides.streams.common import Side
+from sides.streams.common import Contender
 
-SIDES: dict[str, Side] = {
+SIDES: dict[str, Contender] = {
     **floor.SIDES,
     **ours.SIDES,
     **hf.SIDES,

@@ -1,4 +1,4 @@
-"""A memory map and a widening copy: what everything else is compared with."""
+"""A memory map and a widening copy: the baseline."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 from sides.corpus import Corpus
-from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED, Counted, Opened, Place, Side
+from sides.streams.common import (
+    GLOBAL_BATCH,
+    LENGTH,
+    SEED,
+    Contender,
+    CountedBatches,
+    OpenedStream,
+    StreamRank,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
-def slices(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
-    """The next 8 windows of the file as one slice: no window has a place of its own."""
+def slices(corpus: Corpus, place: StreamRank, first: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the next 8 windows of the file as one slice."""
     import torch
 
     tokens = corpus.mapped()
@@ -29,8 +37,10 @@ def slices(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tenso
         yield torch.from_numpy(tokens[at : at + size].astype(np.int64)).view(place.batch, LENGTH)
 
 
-def windows(corpus: Corpus, place: Place, first: int, order: npt.NDArray[np.int64]) -> Iterator[torch.Tensor]:
-    """The windows ``order`` [windows], each sliced and widened into its row of the batch."""
+def windows(
+    corpus: Corpus, place: StreamRank, first: int, order: npt.NDArray[np.int64]
+) -> Iterator[torch.Tensor]:
+    """Yield the windows ``order`` [windows], each sliced and widened into its row of the batch."""
     import torch
 
     tokens = corpus.mapped()
@@ -44,21 +54,21 @@ def windows(corpus: Corpus, place: Place, first: int, order: npt.NDArray[np.int6
         yield rows
 
 
-def in_sequence(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
+def in_sequence(corpus: Corpus, place: StreamRank, first: int = 0) -> Iterator[torch.Tensor]:
     return windows(corpus, place, first, np.arange(corpus.tokens // LENGTH))
 
 
-def at_random(corpus: Corpus, place: Place, first: int = 0) -> Iterator[torch.Tensor]:
+def at_random(corpus: Corpus, place: StreamRank, first: int = 0) -> Iterator[torch.Tensor]:
     return windows(corpus, place, first, np.random.default_rng(SEED).permutation(corpus.tokens // LENGTH))
 
 
-def _side(label: str, settings: str, batches) -> Side:  # type: ignore[no-untyped-def]
-    def open_floor(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def _side(label: str, settings: str, batches) -> Contender:  # type: ignore[no-untyped-def]
+    def open_floor(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
         taken = json.loads(state)["batch"] if state else 0
-        counted = Counted(batches(corpus, place, taken), taken)
-        return Opened(counted, lambda: json.dumps({"batch": counted.taken}).encode())
+        counted = CountedBatches(batches(corpus, place, taken), taken)
+        return OpenedStream(counted, lambda: json.dumps({"batch": counted.taken}).encode())
 
-    return Side(label, settings, ("numpy", "torch"), ("numpy", "torch"), open_floor, peer=False)
+    return Contender(label, settings, ("numpy", "torch"), ("numpy", "torch"), open_floor, peer=False)
 
 
 SIDES = {

@@ -1,4 +1,5 @@
-"""Hugging Face datasets over arrow shards of whole samples: streamed in arrow batches, streamed in rows, and mapped."""
+"""Hugging Face datasets over arrow shards of samples: streamed in arrow batches, streamed in rows, and
+mapped."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sides.corpus import Corpus
-from sides.streams.common import BUFFER, GLOBAL_BATCH, LENGTH, SEED, SHARD, Counted, Opened, Place, Side
+from sides.streams.common import (
+    BUFFER,
+    GLOBAL_BATCH,
+    LENGTH,
+    SEED,
+    SHARD,
+    Contender,
+    CountedBatches,
+    OpenedStream,
+    StreamRank,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +35,7 @@ def make(corpus: Corpus, folder: Path) -> None:
         with pa.ipc.new_stream(str(folder / f"shard-{first // SHARD:05}.arrow"), schema) as writer:
             for rows in np.array_split(
                 windows[first : first + SHARD], max(1, SHARD // 1000)
-            ):  # batches of about 1,000, its own default
+            ):  # batches of about 1,000, the default
                 array = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), LENGTH)
                 writer.write_batch(pa.record_batch([array], schema=schema))
 
@@ -34,7 +45,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _tensor(table: Any) -> torch.Tensor:
-    """An arrow table of a batch: its values without a copy, then one that widens."""
+    """Return the values of an arrow table without a copy, widened."""
     import torch
 
     column = table["tokens"]
@@ -44,7 +55,7 @@ def _tensor(table: Any) -> torch.Tensor:
     return torch.from_numpy(flat.astype(np.int64)).view(-1, LENGTH)
 
 
-def _streamed(folder: Path, place: Place, *, buffer: int | None) -> Any:
+def _streamed(folder: Path, place: StreamRank, *, buffer: int | None) -> Any:
     import datasets
     from datasets.distributed import split_dataset_by_node
 
@@ -54,7 +65,7 @@ def _streamed(folder: Path, place: Place, *, buffer: int | None) -> Any:
     return split_dataset_by_node(dataset, place.rank, place.ranks) if place.ranks > 1 else dataset
 
 
-def _open(dataset: Any, batches: Any, state: bytes | None) -> Opened:
+def _open(dataset: Any, batches: Any, state: bytes | None) -> OpenedStream:
     if state:
         dataset.load_state_dict(json.loads(state))
 
@@ -62,23 +73,23 @@ def _open(dataset: Any, batches: Any, state: bytes | None) -> Opened:
         while True:
             yield from batches()
 
-    return Opened(Counted(endless()), lambda: json.dumps(dataset.state_dict()).encode())
+    return OpenedStream(CountedBatches(endless()), lambda: json.dumps(dataset.state_dict()).encode())
 
 
-def open_batches(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_batches(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     dataset = _streamed(folder, place, buffer=None).with_format("arrow")
     return _open(dataset, lambda: map(_tensor, dataset.iter(place.batch, drop_last_batch=True)), state)
 
 
-def open_rows(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_rows(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     dataset = _streamed(folder, place, buffer=BUFFER).with_format("torch")
     return _open(
         dataset, lambda: (batch["tokens"] for batch in dataset.iter(place.batch, drop_last_batch=True)), state
     )
 
 
-def open_mapped(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
-    """Its batches are found by their numbers, so the state is one number; the order is a list of all samples in memory."""
+def open_mapped(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
+    """Open by number: the state is one number; the order is a list of all samples in memory."""
     import datasets
 
     files = [datasets.Dataset.from_file(file) for file in _files(folder)]
@@ -95,14 +106,14 @@ def open_mapped(corpus: Corpus, folder: Path, place: Place, state: bytes | None)
             yield _tensor(dataset[first : first + place.batch])
             batch += 1
 
-    counted = Counted(endless(), taken)
-    return Opened(counted, lambda: json.dumps({"batch": counted.taken}).encode())
+    counted = CountedBatches(endless(), taken)
+    return OpenedStream(counted, lambda: json.dumps({"batch": counted.taken}).encode())
 
 
 _MODULES = ("torch", "datasets", "pyarrow")
 _SHARDS = f"arrow shards of {SHARD:,} samples"
 SIDES = {
-    "datasets-arrow": Side(
+    "datasets-arrow": Contender(
         "datasets, arrow batches",
         f"{_SHARDS}, streaming, with_format('arrow').iter(8), values taken without a copy; "
         "not shuffled: a buffer would make rows of them",
@@ -111,7 +122,7 @@ SIDES = {
         open_batches,
         make,
     ),
-    "datasets-rows": Side(
+    "datasets-rows": Contender(
         "datasets, rows",
         f"{_SHARDS}, streaming, shuffle(buffer_size={BUFFER:,}).with_format('torch').iter(8)",
         ("datasets", "pyarrow"),
@@ -119,7 +130,7 @@ SIDES = {
         open_rows,
         make,
     ),
-    "datasets-mapped": Side(
+    "datasets-mapped": Contender(
         "datasets, mapped",
         f"{_SHARDS}, mapped, shuffle() with its list of indices in memory, slices of 8 in arrow; "
         "batches asked for by number",

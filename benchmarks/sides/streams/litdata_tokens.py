@@ -1,4 +1,4 @@
-"""litdata: optimized token chunks and TokensLoader, as its page on training language models says."""
+"""litdata: optimized token chunks and TokensLoader, as in its guide on training language models."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from unittest import mock
 
 import numpy as np
 from sides.corpus import Corpus, open_corpus
-from sides.streams.common import LENGTH, SEED, Counted, Opened, Place, Side
+from sides.streams.common import LENGTH, SEED, Contender, CountedBatches, OpenedStream, StreamRank
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK = LENGTH * 8012  # tokens: its page's
+CHUNK = LENGTH * 8012  # tokens, as in its guide
 
 
 def _documents(window: int, folder: str) -> Iterator[np.ndarray]:
-    """One input of ``optimize``: CHUNK tokens, as one row."""
+    """Yield one input of ``optimize``: CHUNK tokens, as one row."""
     yield np.array(open_corpus(Path(folder)).mapped()[window * CHUNK : (window + 1) * CHUNK])
 
 
@@ -30,7 +30,7 @@ def make(corpus: Corpus, folder: Path) -> None:
     import litdata
 
     inputs = list(range(-(-corpus.tokens // CHUNK)))
-    # optimize deletes both of these folders before it begins. Their defaults are TMPDIR/chunks and TMPDIR/data, which may be anybody's.
+    # optimize deletes both folders first; its defaults, TMPDIR/chunks and TMPDIR/data, may belong to others.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="litdata-") as scratch:
         caches = {
             "DATA_OPTIMIZER_CACHE_FOLDER": f"{scratch}/chunks",
@@ -47,7 +47,7 @@ def make(corpus: Corpus, folder: Path) -> None:
             )
 
 
-def open_tokens(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_tokens(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     import litdata
 
     dataset = litdata.StreamingDataset(
@@ -66,11 +66,11 @@ def open_tokens(corpus: Corpus, folder: Path, place: Place, state: bytes | None)
             for batch in loader:
                 yield batch.long()
 
-    return Opened(Counted(endless()), lambda: json.dumps(loader.state_dict()).encode())
+    return OpenedStream(CountedBatches(endless()), lambda: json.dumps(loader.state_dict()).encode())
 
 
 SIDES = {
-    "litdata": Side(
+    "litdata": Contender(
         "litdata TokensLoader",
         f"chunks of {CHUNK:,} uint16 tokens, StreamingDataLoader, shuffle=True, drop_last=True",
         ("litdata",),

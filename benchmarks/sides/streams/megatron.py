@@ -1,4 +1,5 @@
-"""Megatron-core's GPTDataset over the same .bin/.idx, behind a torch DataLoader with its sampler of consumed samples."""
+"""Megatron-core's GPTDataset over the same .bin/.idx, behind a torch DataLoader with its sampler of consumed
+samples."""
 
 from __future__ import annotations
 
@@ -9,12 +10,21 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sides.corpus import END_OF_TEXT, VOCABULARY, Corpus
-from sides.streams.common import CACHE, GLOBAL_BATCH, LENGTH, SEED, Counted, Opened, Place, Side
+from sides.streams.common import (
+    CACHE,
+    GLOBAL_BATCH,
+    LENGTH,
+    SEED,
+    Contender,
+    CountedBatches,
+    OpenedStream,
+    StreamRank,
+)
 
 if TYPE_CHECKING:
     import torch
 
-EPOCHS = 4  # samples are indexed ahead for a whole run; these are enough for a measurement
+EPOCHS = 4  # the index covers a whole run; this is enough for a measurement
 
 
 def _dataset(corpus: Corpus, folder: Path) -> Any:
@@ -40,9 +50,9 @@ def _dataset(corpus: Corpus, folder: Path) -> Any:
 
 
 class _Consumed:
-    """Batches of indices from a number of consumed samples on, as Megatron-LM's MegatronPretrainingSampler gives them."""
+    """Yield batches of indices after some consumed samples, like Megatron-LM's MegatronPretrainingSampler."""
 
-    def __init__(self, total: int, consumed: int, place: Place) -> None:
+    def __init__(self, total: int, consumed: int, place: StreamRank) -> None:
         self._total, self._consumed, self._place = total, consumed, place
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -51,7 +61,7 @@ class _Consumed:
             yield list(range(mine, mine + self._place.batch))
 
 
-def open_gpt(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_gpt(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     import torch
 
     dataset = _dataset(corpus, folder)
@@ -67,15 +77,17 @@ def open_gpt(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
                 yield batch["tokens"]
             consumed = 0
 
-    counted = Counted(endless(), taken)
-    return Opened(counted, lambda: json.dumps({"consumed_samples": counted.taken * GLOBAL_BATCH}).encode())
+    counted = CountedBatches(endless(), taken)
+    return OpenedStream(
+        counted, lambda: json.dumps({"consumed_samples": counted.taken * GLOBAL_BATCH}).encode()
+    )
 
 
 SIDES = {
-    "megatron": Side(
+    "megatron": Contender(
         "Megatron GPTDataset",
-        f"mmap, index of {EPOCHS} epochs cached on disk (built at the first start, found at a resume), no attention "
-        "mask, torch DataLoader",
+        f"mmap, index of {EPOCHS} epochs cached on disk (built at the first start, found at a resume), "
+        "no attention mask, torch DataLoader",
         ("megatron-core",),
         ("torch", "megatron.core.datasets.gpt_dataset"),
         open_gpt,

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sides.corpus import Corpus
-from sides.streams.common import LENGTH, SEED, Counted, Opened, Place, Side
+from sides.streams.common import LENGTH, SEED, Contender, CountedBatches, OpenedStream, StreamRank
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +26,10 @@ _STANDINS = {
 
 
 def _streaming() -> Any:
-    """Its package imports torchvision for picture data sets alone. A build of that for a CPU build of torch is not on PyPI: where it is
-    absent, empty modules stand in while the package is imported, and reading tokens never touches them."""
+    """Import the package, which imports torchvision for image data sets only.
+
+    If torchvision is absent (there is no build on PyPI for CPU builds of torch), empty modules replace it.
+    """
     if "streaming" not in sys.modules and importlib.util.find_spec("torchvision") is None:
         import transformers.feature_extraction_utils
         import transformers.tokenization_utils_base  # noqa: F401 - they look for torchvision: before there is a stand-in
@@ -49,7 +51,7 @@ def make(corpus: Corpus, folder: Path) -> None:
             writer.write({"tokens": window})
 
 
-def open_mds(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_mds(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     streaming = _streaming()
     if place.rank == 0 and place.ranks == 1:
         streaming.base.util.clean_stale_shared_memory()  # as its documentation asks for after a crash
@@ -65,11 +67,11 @@ def open_mds(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
             for batch in loader:
                 yield batch["tokens"].long()
 
-    return Opened(Counted(endless()), lambda: json.dumps(loader.state_dict()).encode())
+    return OpenedStream(CountedBatches(endless()), lambda: json.dumps(loader.state_dict()).encode())
 
 
 SIDES = {
-    "mosaicml-streaming": Side(
+    "mosaicml-streaming": Contender(
         "mosaicml-streaming MDS",
         "ndarray:uint16:2048, no compression, StreamingDataLoader, shuffle=True (py1e) and other defaults",
         ("mosaicml-streaming",),

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sides.corpus import PARTS, Corpus
-from sides.streams.common import GLOBAL_BATCH, LENGTH, SEED, Counted, Opened, Place, Side
+from sides.streams.common import (
+    GLOBAL_BATCH,
+    LENGTH,
+    SEED,
+    Contender,
+    CountedBatches,
+    OpenedStream,
+    StreamRank,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
 WEIGHTS = (3, 2, 1)
 
 
-def batch_plan(place: Place) -> BatchPlan:
+def batch_plan(place: StreamRank) -> BatchPlan:
     from toolkit.plan.types import BatchPlan, RampStage
 
     return BatchPlan(
@@ -38,17 +46,17 @@ def _windows(folder: Path) -> TokenWindows:
     return TokenWindows(open_split(folder, "train"), LENGTH, SEED)
 
 
-def open_one(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_one(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     return _open({"train": corpus.folder}, None, place, state)
 
 
-def open_mixture(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_mixture(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     return _open({part: corpus.folder / part for part in PARTS}, WEIGHTS, place, state)
 
 
 def _open(
-    folders: dict[str, Path], weights: tuple[int, ...] | None, place: Place, state: bytes | None
-) -> Opened:
+    folders: dict[str, Path], weights: tuple[int, ...] | None, place: StreamRank, state: bytes | None
+) -> OpenedStream:
     import torch
 
     from toolkit.data.order.mixture import Mixture, MixturePhase
@@ -65,11 +73,11 @@ def _open(
 
     def batches() -> Iterator[torch.Tensor]:
         for micro_batches in stream.steps(saved["step"]):
-            for rows in micro_batches:  # int64 [batch, LENGTH + 1]: what is predicted comes with what is read
+            for rows in micro_batches:  # int64 [batch, LENGTH + 1], with the labels
                 yield torch.from_numpy(rows[:, :LENGTH])
 
-    counted = Counted(batches(), saved["step"])
-    return Opened(
+    counted = CountedBatches(batches(), saved["step"])
+    return OpenedStream(
         counted, lambda: json.dumps({"step": counted.taken, "fingerprint": stream.fingerprint()}).encode()
     )
 
@@ -83,16 +91,16 @@ _MODULES = (
     "toolkit.plan.types",
 )
 SIDES = {
-    "toolkit": Side(
+    "toolkit": Contender(
         "this toolkit",
-        "data/order/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 of which "
-        "2,048 are counted",
+        "data/order/stream.py as a run opens it: one source, read ahead by its thread, windows of 2,049 "
+        "of which 2,048 are counted",
         ("numpy",),
         _MODULES,
         open_one,
         peer=False,
     ),
-    "toolkit-mixture": Side(
+    "toolkit-mixture": Contender(
         "this toolkit, mixture of three",
         f"thirds of the corpus, weights {WEIGHTS}; folders of up to 256 MiB, as these are, are hashed "
         "when they are opened",

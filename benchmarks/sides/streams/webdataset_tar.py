@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sides.corpus import Corpus
-from sides.streams.common import BUFFER, LENGTH, SEED, SHARD, Counted, Opened, Place, Side
+from sides.streams.common import (
+    BUFFER,
+    LENGTH,
+    SEED,
+    SHARD,
+    Contender,
+    CountedBatches,
+    OpenedStream,
+    StreamRank,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +42,7 @@ def _batch(rows: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def open_tar(corpus: Corpus, folder: Path, place: Place, state: bytes | None) -> Opened:
+def open_tar(corpus: Corpus, folder: Path, place: StreamRank, state: bytes | None) -> OpenedStream:
     import webdataset
 
     urls = sorted(str(file) for file in folder.glob("shard-*.tar"))
@@ -47,18 +56,17 @@ def open_tar(corpus: Corpus, folder: Path, place: Place, state: bytes | None) ->
         while True:
             yield from dataset
 
-    counted = Counted(endless())
-    for _ in range(
-        json.loads(state)["batch"] if state else 0
-    ):  # it has no state: the way back is to read again
+    counted = CountedBatches(endless())
+    for _ in range(json.loads(state)["batch"] if state else 0):  # it has no state: read the samples again
         next(counted)
-    return Opened(counted, lambda: json.dumps({"batch": counted.taken}).encode())
+    return OpenedStream(counted, lambda: json.dumps({"batch": counted.taken}).encode())
 
 
 SIDES = {
-    "webdataset": Side(
+    "webdataset": Contender(
         "webdataset",
-        f"tar shards of {SHARD:,} raw uint16 samples, detshuffle of shards and of {BUFFER:,} samples; resume reads again",
+        f"tar shards of {SHARD:,} raw uint16 samples, detshuffle of shards and of {BUFFER:,} samples; "
+        "resume reads again",
         ("webdataset",),
         ("torch", "webdataset"),
         open_tar,

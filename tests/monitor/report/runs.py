@@ -220,7 +220,9 @@ def write_run(
         attempt_folder = folder / "attempts" / f"{number:03d}"
         write_times(
             attempt_folder,
-            AttemptTimes(began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last),
+            AttemptTimes(
+                began=BEGAN + 9000 * (number - 1), seen=BEGAN + 9000 * number, first=first, step=last
+            ),
         )
         plan = {
             **PLAN,

@@ -1,0 +1,41 @@
+"""A folder in which the documentation's commands work as they do in a clone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+LINKED = ("launch", "docs", "tests", "Makefile", "pyproject.toml", "constraints.txt", "README.md")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """``tmp_path`` with links to the repository and a .venv in which `make setup` has nothing to do."""
+    for name in LINKED:
+        (tmp_path / name).symlink_to(ROOT / name)
+    venv = tmp_path / ".venv"
+    venv.mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if path.name != ".installed":
+            (venv / path.name).symlink_to(path)
+    (venv / ".installed").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    """The environment of a user's shell, without what a launcher around the tests set."""
+    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"}
+    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    return {
+        **{name: value for name, value in os.environ.items() if name not in ranks},
+        "PATH": os.pathsep.join(paths),
+        "PYTHONPATH": str(ROOT),
+        "ARGS": "train.steps=40",  # of `make train`, which takes minutes otherwise
+        "OMP_NUM_THREADS": "1",
+    }

@@ -1,0 +1,372 @@
+"""Check README.md, CONTRIBUTING.md and docs/: commands, Python blocks, names and links.
+
+pytest tests/docs                 every block is checked, the cheap commands run
+pytest tests/docs -m full         every block of every page runs, in order, in one folder per page
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.sweep_points import LAPTOP, points
+from tests.docs.pages import (
+    ALL_BLOCKS,
+    COMMANDS,
+    PAGES,
+    ROOT,
+    Block,
+    Command,
+    blocks_of,
+    commands_of,
+    read_blocks,
+)
+from toolkit.cluster.job import plan_job
+from toolkit.config.compose import compose, compose_prepare, compose_reshard
+from toolkit.plan.schedule import rate
+from toolkit.plan.types import RunPlan
+
+LANGUAGES = {"sh", "python", "yaml", "json", "text"}
+
+# Commands that the full test does not run: a pattern, and why. Their options are checked nevertheless.
+NOT_RUN = {
+    r"^git clone ": "needs the network",
+    r"^make (test|lint|story)\b": "is run by CI itself",
+    r"^(\.venv/bin/)?(python -m )?pytest ": "is a test",
+    r"^python benchmarks/": "is a benchmark",
+    r"^python launch/verify\.py": "is tests/engine/test_matrix.py",
+    r"^(docker|apptainer|make image)": "needs Docker, Apptainer or root",
+    r"cluster=(slurm|kubernetes)(?!.*dry_run=true)": "needs a cluster",
+    r"--nnodes|--node_rank|--hostfile": "needs several machines",
+    r"s3://|https://|allenai/c4": "needs an object store or the Hugging Face hub",
+    r"source=theirs/": "needs a checkpoint of another program",
+    r"hydra/sweeper=optuna": "needs the package hydra-optuna-sweeper",
+}
+PYTHON = [block for block in ALL_BLOCKS if block.language == "python"]
+SCRIPTS = {"train", "plan", "doctor", "submit"}
+
+
+def why_not_run(command: Command) -> str | None:
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command.text)), None)
+
+
+# -- every block is one that these tests know
+
+
+def test_every_fence_names_its_language() -> None:
+    assert [block.id for block in ALL_BLOCKS if block.language not in LANGUAGES] == []
+
+
+def test_no_command_stands_outside_a_shell_block() -> None:
+    """An indented block would escape the tests."""
+    indented = re.compile(r"^(    |\t)(python|deepspeed|torchrun|make) ", re.MULTILINE)
+    assert [page.name for page in PAGES if indented.search(page.read_text(encoding="utf-8"))] == []
+
+
+def test_every_exception_is_used() -> None:
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, command.text) for command in COMMANDS), pattern
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+
+
+# -- shell
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in ALL_BLOCKS if block.language == "sh"], ids=lambda block: block.id
+)
+def test_shell_blocks_parse(block: Block) -> None:
+    text = re.sub(r"<[a-z ]+>", "PLACEHOLDER", block.text)
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the pages ask the reader to save."""
+    monkeypatch.chdir(tmp_path)
+    for block in ALL_BLOCKS:
+        if block.file:
+            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    return tmp_path
+
+
+LAUNCHED = list({command.text: command for command in COMMANDS if command.launch()}.values())
+
+
+@pytest.mark.parametrize("command", LAUNCHED, ids=lambda command: command.id)
+def test_launch_commands_compose_and_plan_without_a_warning(command: Command, experiments: Path) -> None:
+    found = command.launch()
+    assert found is not None
+    name, words = found
+    assert (ROOT / "launch" / f"{name}.py").is_file()
+    if {"--help", "-h"} & set(words) or any(word.startswith("--frozen") for word in words):
+        return
+    words = [word for word in words if word not in ("--json", "dry_run=true")]
+    words = words[: words.index(">")] if ">" in words else words
+    if name == "prepare":
+        compose_prepare(words)
+    elif name == "reshard":
+        compose_reshard(words)
+    elif "-m" in words:
+        if "hydra/sweeper=optuna" not in words and "cluster=slurm" not in words:
+            planned = points(*[word for word in words if word != "-m"], folder=experiments)
+            assert planned
+            assert [point.problems for point in planned] == [()] * len(planned)
+    elif name in SCRIPTS:
+        config = compose(words)
+        if config.model.pretrained is None and config.data.name != "dataset":
+            assert plan_job(config, LAPTOP).warnings == ()
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for command in COMMANDS:
+        if command.argv[0] == "make" and len(command.argv) > 1:
+            assert command.argv[1] in targets | {"docs"}, command.id
+
+
+def test_make_train_is_the_command_that_the_pages_describe() -> None:
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ntrain: ")[2].splitlines()[1]
+    assert recipe.endswith("$(BIN)/deepspeed --quiet $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)")
+
+
+def trainings(page: str) -> Iterator[RunPlan]:
+    """The plan of each command of a page that trains one run, in order."""
+    for command in COMMANDS:
+        found = command.launch()
+        if command.block.page != page or found is None or found[0] != "train" or why_not_run(command):
+            continue
+        if not {"-m", "--help"} & set(found[1]) and not any("--frozen" in word for word in found[1]):
+            yield plan_job(compose(found[1]), LAPTOP)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md", "docs/tutorials/switch_engines.md"])
+def test_every_training_has_steps_left(page: str) -> None:
+    """A command shares a run directory with an earlier one only to continue the run."""
+    steps: dict[str, int] = {}
+    for plan in trainings(page):
+        assert plan.config.train.steps > steps.get(plan.run_dir, 0), plan.run_dir
+        steps[plan.run_dir] = plan.config.train.steps
+
+
+def test_the_engine_tutorial_keeps_one_run_and_one_schedule() -> None:
+    hops = [plan for plan in trainings("docs/tutorials/switch_engines.md") if plan.config.run.name == "hop"]
+    assert len(hops) == 3
+    assert len({plan.run_dir for plan in hops}) == 1
+    for before, after in pairwise(hops):
+        step = before.config.train.steps
+        assert rate(before.config, step - 1) == rate(after.config, step - 1)
+    control = compose(["+exp=quickstart", f"train.steps={hops[0].config.train.steps}"])
+    step = hops[0].config.train.steps - 1
+    assert rate(control, step) != rate(hops[0].config, step), (
+        "without schedule.decay the rate follows train.steps"
+    )
+
+
+CHEAP = [
+    command
+    for command in COMMANDS
+    if not why_not_run(command)
+    and (found := command.launch())
+    and (found[0] == "plan" or "--help" in found[1])
+    and command.block.page != "docs/configuration.md"
+][:6]
+
+
+@pytest.mark.parametrize("command", CHEAP, ids=lambda command: command.id)
+def test_cheap_commands_run(command: Command, clone: Path, environ: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", "-c", command.text], cwd=clone, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- Python
+
+
+def missing_imports(text: str) -> list[str]:
+    """The imports of a program that do not resolve, as ``module`` or ``module.name``."""
+    missing = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            wanted = [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            wanted = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in wanted:
+            try:
+                found = importlib.import_module(module)
+            except ModuleNotFoundError:
+                missing.append(module)
+                continue
+            if name is not None and not hasattr(found, name):
+                try:
+                    importlib.import_module(f"{module}.{name}")
+                except ModuleNotFoundError:
+                    missing.append(f"{module}.{name}")
+    return missing
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.id)
+def test_python_compiles_and_imports_what_exists(block: Block) -> None:
+    compile(block.text, block.id, "exec")
+    assert missing_imports(block.text) == []
+
+
+def test_a_module_that_was_moved_is_found() -> None:
+    """The control: docs/checkpoints.md once imported a module that had been moved."""
+    text = "from toolkit.checkpoint.store import CheckpointStore\nfrom toolkit.errors import NoSuchError\n"
+    (block,) = read_blocks(f"```python\n{text}```\n", "control")
+    assert missing_imports(block.text) == ["toolkit.checkpoint.store", "toolkit.errors.NoSuchError"]
+
+
+@pytest.mark.full
+def test_python_type_checks(tmp_path: Path) -> None:
+    """Undefined names count, so a block stands on its own."""
+    files = []
+    for number, block in enumerate(PYTHON):
+        file = tmp_path / f"{Path(block.page).stem}_{number}.py"
+        file.write_text(block.text, encoding="utf-8")
+        files.append(str(file))
+    command = [
+        *(sys.executable, "-m", "mypy", "--ignore-missing-imports", "--follow-imports=silent"),
+        *("--config-file=", "--no-namespace-packages", "--cache-dir", str(tmp_path / "cache"), *files),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in ALL_BLOCKS if block.language in ("yaml", "json")], ids=lambda block: block.id
+)
+def test_yaml_and_json_parse(block: Block) -> None:
+    if block.language == "yaml":
+        assert yaml.safe_load(block.text)
+    else:
+        json.loads(block.text)
+
+
+# -- names and links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_exist(page: Path) -> None:
+    """Files of the repository that a page names in code."""
+    text = page.read_text(encoding="utf-8")
+    named = set(
+        re.findall(r"(?<![\w/.-])(?:toolkit|launch|benchmarks|tests|conf|hydra_plugins)/[\w/.-]*\w", text)
+    )
+    ignored = ("conf/GROUP", "conf/exp/mine", "tests/models/test_mine")
+    missing = [
+        name
+        for name in sorted(named)
+        if not (ROOT / name).exists()
+        and not name.startswith(ignored)
+        and "NAME" not in name
+        and "mine/" not in name
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_exist(page: Path) -> None:
+    """Dotted names of the toolkit in code: a module, or something in one."""
+    named = set(re.findall(r"`(toolkit(?:\.\w+)+)", page.read_text(encoding="utf-8")))
+    named |= set(re.findall(r"^::: (toolkit(?:\.\w+)+)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    for name in sorted(named):
+        parts = name.split(".")
+        modules = (ROOT.joinpath(*parts[:end]) for end in (len(parts), len(parts) - 1, len(parts) - 2) if end)
+        assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in modules), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target) or target.startswith("#"):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve()
+        assert found.exists(), target
+        if anchor and found.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {
+                re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+            }
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """`mkdocs build --strict` checks more; this works without mkdocs."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f": {page}\n" not in nav] == []
+
+
+def test_the_import_picture_is_that_of_the_code() -> None:
+    """docs/architecture.md lists the folders in the order in which they may import each other."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = text.partition("## Folders")[2].partition("```text\n")[2].partition("```")[0].splitlines()
+    tree = ast.parse((ROOT / "tests/test_imports.py").read_text(encoding="utf-8"))
+    (order,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == "ORDER"
+    )
+    for row, folders in zip(rows, order, strict=False):
+        assert set(folders) <= set(row.split()), row
+
+
+# -- every page, as a reader follows it
+
+
+def script(page: Path) -> str:
+    """A shell script that does what the page shows, without the commands in ``NOT_RUN``."""
+    lines = ["set -eo pipefail", "trap 'echo \"failed: $BASH_COMMAND\" >&2' ERR"]
+    for block in blocks_of(page):
+        if block.file:
+            lines += [
+                f"mkdir -p {shlex.quote(str(Path(block.file).parent))}",
+                f"cat > {block.file} <<'END_OF_BLOCK'",
+            ]
+            lines += [block.text.rstrip("\n"), "END_OF_BLOCK"]
+        elif block.language == "sh":
+            for command in commands_of(block):
+                if not why_not_run(command):
+                    lines += [f"echo {shlex.quote('+ ' + command.text)}", command.text]
+        elif block.language == "python":
+            lines += [f"echo '+ Python of {block.id}'", "python - <<'END_OF_BLOCK'"]
+            lines += [block.text.rstrip("\n"), "END_OF_BLOCK"]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if script(page).count("\n") > 2],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_every_block_of_the_page_runs(page: Path, clone: Path, environ: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash"], input=script(page), cwd=clone, env=environ, capture_output=True, text=True, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert not re.search(r"Traceback|[A-Z][a-z]+Warning:", output), output
