@@ -3,7 +3,7 @@
 import warnings
 
 # Megatron-core warns at import about optional packages that are missing and calls collectives by names that
-# torch renamed. On GPUs it recommends CUDA_DEVICE_MAX_CONNECTIONS=1, which the process start-up sets.
+# torch renamed. On GPUs it recommends CUDA_DEVICE_MAX_CONNECTIONS=1, which cluster/environment.py sets.
 for message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
