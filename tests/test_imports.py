@@ -123,7 +123,6 @@ def test_heavy_packages_are_imported_only_in_their_folders() -> None:
             assert file.startswith(ONLY_IN[name]), f"{file} imports {name}"
 
 
-@pytest.mark.xfail(strict=False, reason="other folders still have colliding names")
 def test_public_classes_have_unique_names() -> None:
     """A class can be found by its name alone."""
     files: dict[str, list[str]] = defaultdict(list)

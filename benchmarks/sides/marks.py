@@ -31,7 +31,7 @@ class StepMarker:
         self._marks.append(time.perf_counter())
 
     def watch_layers(self) -> None:
-        """Of all models of this process, and its optimizers of torch."""
+        """Record marks in every model and torch optimizer of this process."""
         from torch import Tensor, nn
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

@@ -1,7 +1,7 @@
-"""A user's own pipeline: transformers' blocks as layers of DeepSpeed's ``PipelineModule``, by hand also with a tensor axis.
+"""A user's own pipeline for test_deepspeed_users.py: transformers blocks as layers of ``PipelineModule``,
+optionally with tensor ranks.
 
-For test_deepspeed_users.py. What its parameters are is written out here once more, so that the reader's guess has something to be held
-against.
+The expected parameters are written out here independently of the reader.
 """
 
 from __future__ import annotations

@@ -95,9 +95,8 @@ def main(model: str, ranks: str, missing: str) -> None:
         print(f"wrong={str(error).splitlines()[0]}")
         return
     assert source.shape is not None
-    print(
-        f"parameters={sum(spec.numel for spec in families.get_family(source.shape.family).parameters(source.shape))}"
-    )
+    parameters = families.get_family(source.shape.family).parameters(source.shape)
+    print(f"parameters={sum(spec.numel for spec in parameters)}")
     print(f"read={plan.bytes_read}\nreads={plan.reads}\nwritten={plan.target_bytes}\nwrites={plan.writes}")
     print(
         f"source_pieces={plan.source_pieces}\ntarget_pieces={plan.target_pieces}"

@@ -240,7 +240,7 @@ def test_known_upstream_corruption_is_rejected(megatron_saved: Saves, tmp_path: 
     folder, held = megatron_saved.of(case)
     source = opened(case, folder)
     wrong = differing(source, held.state)
-    assert wrong, "upstream has mended it: say so in the documents and drop this test"
+    assert wrong, "upstream has fixed it: update the docs and remove this test"
     with pytest.raises(CheckpointError, match="corrupt"):
         convert(source, tmp_path / "native")
     assert verify(folder, case.plan.shape)

@@ -125,12 +125,12 @@ def _steps_among_tensors() -> Iterator[None]:
 
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def mended(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    def patched(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         group, place = self.model_param_group_index_map[parameter]
         main = self.optimizer.param_groups[group]["params"][place]
         original(self, parameter, {**tensors, "step": self.optimizer.state[main]["step"]})
 
-    DistributedOptimizer._set_main_param_and_optimizer_states = mended
+    DistributedOptimizer._set_main_param_and_optimizer_states = patched
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What docs/resharding.md tells to type composes, and its table of formats is that of the code.
+"""The commands of docs/resharding.md compose, and its table of formats equals the code's.
 
 pytest tests/config/test_reshard_guide.py
 """

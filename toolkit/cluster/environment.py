@@ -204,8 +204,8 @@ def set_defaults(
 def set_cuda_defaults(environ: MutableMapping[str, str], plan: RunPlan) -> None:
     """Set what CUDA reads when the process first uses a GPU, unless the user has set it.
 
-    With tensor parallelism Megatron-core overlaps collectives with matrix multiplications, and relies on a single
-    hardware queue to start the collective first (``megatron/core/tensor_parallel/layers.py``).
+    With tensor parallelism Megatron-core overlaps collectives with matrix multiplications, and relies on
+    a single hardware queue to start the collective first (``megatron/core/tensor_parallel/layers.py``).
     """
     if (
         plan.world.device is Device.CUDA

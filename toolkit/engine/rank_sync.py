@@ -26,7 +26,10 @@ FINALIZE_SECONDS = 1800.0  # how long the other ranks wait for rank 0's work at 
 
 @dataclass(frozen=True, slots=True)
 class StepConsensus:
-    """What one rank reports after a step, and after :func:`reach_consensus` what all ranks agree on."""
+    """What one rank reports after a step, and after :func:`reach_consensus` what all ranks agree on.
+
+    The agreed figures are maxima over ranks, since the slowest rank delays the others.
+    """
 
     stop: bool = False  # some rank received a request to stop
     save: bool = False  # a checkpoint is due by rank 0's clock

@@ -39,4 +39,4 @@ def get_family(name: str) -> Family:
     return FAMILIES[name]
 
 
-__all__ = ["FAMILIES", "PUBLISHED", "get"]
+__all__ = ["FAMILIES", "PUBLISHED", "get_family"]

@@ -51,8 +51,9 @@ def cut_by_tensor(name: str) -> bool:
 
 
 def tensor_dim(name: str) -> int | None:
-    """Of the parameter of this canonical name, the dim that AutoTP cuts; None: every tensor rank has all of
-    it. A bias is cut with the output of its layer.
+    """Return the dim along which AutoTP cuts the parameter of this canonical name.
+
+    None means that every tensor rank has the whole parameter. A bias is cut with the output of its layer.
     """
     bias = name.endswith(".bias")
     weight = name.removesuffix(".bias") + ".weight" if bias else name

@@ -35,7 +35,7 @@ DEFAULT_SUB_GROUP_SIZE = 10**9  # elements per rank: DeepSpeed's default zero_op
 
 
 @dataclass(frozen=True, slots=True)
-class LocalParameter:
+class TargetParameter:
     """A parameter of a model rank: ``box`` of a canonical tensor of shape ``whole``. ``name`` is
     DeepSpeed's name for it.
     """
@@ -65,11 +65,11 @@ class ModelRank:
     """
 
     number: int
-    parameters: tuple[LocalParameter, ...]
+    parameters: tuple[TargetParameter, ...]
     aliases: Mapping[str, str]
 
     @property
-    def groups(self) -> list[list[LocalParameter]]:
+    def groups(self) -> list[list[TargetParameter]]:
         """The optimizer's parameter groups, each with one weight decay."""
         both = (
             [parameter for parameter in self.parameters if parameter.decays is decays]
@@ -97,7 +97,7 @@ def _tensor_rank(
 ) -> ModelRank:
     return ModelRank(
         number,
-        tuple(LocalParameter(spec.name, spec.name, spec.shape, _cut(spec, number, ranks)) for spec in specs),
+        tuple(TargetParameter(spec.name, spec.name, spec.shape, _cut(spec, number, ranks)) for spec in specs),
         tied,
     )
 
@@ -127,7 +127,7 @@ def _pipeline_rank(
     return ModelRank(
         number,
         tuple(
-            LocalParameter(name, spec.name, spec.shape, Box.whole(spec.shape))
+            TargetParameter(name, spec.name, spec.shape, Box.whole(spec.shape))
             for name, spec in zip(names, specs, strict=True)
         ),
         {},
@@ -149,7 +149,7 @@ class FlatBuffer:
 
     number: int
     group: int
-    parameters: tuple[LocalParameter, ...]
+    parameters: tuple[TargetParameter, ...]
     starts: tuple[int, ...]
     numel: int
 
