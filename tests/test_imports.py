@@ -12,8 +12,6 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 
 # A folder or module may import those in the rows above it, and itself, but not others in its row.

@@ -32,8 +32,8 @@ from toolkit.checkpoint.formats.deepspeed.geometry import run_pieces
 from toolkit.checkpoint.formats.deepspeed.target_layout import (
     DEFAULT_SUB_GROUP_SIZE,
     FlatBuffer,
-    LocalParameter,
     ModelRank,
+    TargetParameter,
 )
 from toolkit.checkpoint.formats.deepspeed.target_state import FP32, FileTensors, TargetSettings
 from toolkit.checkpoint.model_discovery import unknown_model_error
@@ -253,7 +253,7 @@ class _TargetFiles:
     folder: str
     flats: dict[int, tuple[FlatBuffer, ...]]  # buffers by model rank
     files: list[TargetFile] = field(default_factory=list)
-    _whole: dict[TensorKey, list[tuple[LocalParameter, str, int]]] = field(
+    _whole: dict[TensorKey, list[tuple[TargetParameter, str, int]]] = field(
         default_factory=dict
     )  # file and first byte
     _in_flats: dict[str, list[tuple[int, FlatBuffer, int]]] = field(
@@ -365,7 +365,7 @@ class _TargetFiles:
 
 
 def _whole_piece(
-    key: TensorKey, dtype: str, one: LocalParameter, file: str, begin: int
+    key: TensorKey, dtype: str, one: TargetParameter, file: str, begin: int
 ) -> tuple[TensorPiece, ...]:
     return (
         TensorPiece(key, dtype, one.whole, one.box, file, begin, begin + byte_length(dtype, one.box.shape)),

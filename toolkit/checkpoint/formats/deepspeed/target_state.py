@@ -20,8 +20,8 @@ from typing import Any
 
 from toolkit.checkpoint.formats.deepspeed.target_layout import (
     FlatBuffer,
-    LocalParameter,
     ModelRank,
+    TargetParameter,
     buffer_runs,
     padding_numel,
 )
@@ -165,7 +165,7 @@ def scheduler_state(steps: int) -> dict[str, Any]:
     }
 
 
-def parameter_shapes(parameters: Iterable[LocalParameter | ParameterSpec]) -> OrderedDict[str, ReduceCall]:
+def parameter_shapes(parameters: Iterable[TargetParameter | ParameterSpec]) -> OrderedDict[str, ReduceCall]:
     """Return one group's entry of ``param_shapes``."""
     return OrderedDict((parameter.name, ReduceCall(_SIZE, (parameter.shape,))) for parameter in parameters)
 
@@ -315,7 +315,7 @@ def _group(settings: TargetSettings, decays: bool, numbers: list[int]) -> dict[s
 
 def _slices(
     flat: FlatBuffer, settings: TargetSettings, rank: int
-) -> Iterator[tuple[LocalParameter, int, int]]:
+) -> Iterator[tuple[TargetParameter, int, int]]:
     """Yield (parameter, first element in the rank's part, number of elements) of a buffer for one rank."""
     low, high = rank * flat.numel, (rank + 1) * flat.numel
     for index, (parameter, start) in enumerate(zip(flat.parameters, flat.starts, strict=True)):
