@@ -141,7 +141,7 @@ def ours(folder: Path, streaming: bool, workers: int, seconds: float) -> dict[st
         counted += sum(1 for _ in islice(steps, 20))
     spent = [cpu_seconds(pid) - one for pid, one in zip(pids, before, strict=True)]
     wall = time.perf_counter() - began
-    at = stream._at
+    at = stream._step_done
     state = stream.state(at)
     stream.close()
     resume_at = time.perf_counter()

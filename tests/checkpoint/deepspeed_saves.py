@@ -157,7 +157,7 @@ def scheduled(
     return rates[-MORE:], losses[-MORE:]
 
 
-def unfused(optimizer: Any, places: Mapping[torch.Tensor, state.Place]) -> State:
+def unfused(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> State:
     """16 bits without ZeRO: every rank has all parameters."""
     found: State = {}
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
@@ -169,7 +169,7 @@ def unfused(optimizer: Any, places: Mapping[torch.Tensor, state.Place]) -> State
             }
             found.update(
                 {
-                    TensorKey(name, places[weight].name): tensor.detach().clone()
+                    TensorKey(name, boxes[weight].name): tensor.detach().clone()
                     for name, tensor in tensors.items()
                 }
             )

@@ -69,7 +69,7 @@ def vendor_save_megatron(
         "singleton_local_shards": singleton,
         "chained_optim_avoid_prefix": True,
     }
-    engine._built.settle_weights()
+    engine._model.wait_for_weights()
     state = _sharded(engine, content, loading=False) | {"iteration": step, "checkpoint_version": 3.0, **more}
     dist_checkpointing.save(state, str(iteration), content_metadata=content)
     if dist.get_rank() == 0:
@@ -86,7 +86,7 @@ def vendor_load_megatron(engine: Any, folder: Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
-    built = engine._built
+    built = engine._model
     built.reset_state(0)
     iteration = str(folder / ITERATION.format(int((folder / TRACKER).read_text(encoding="utf-8"))))
     state = _sharded(engine, dist_checkpointing.load_content_metadata(iteration), loading=True)
@@ -103,7 +103,7 @@ def vendor_load_megatron(engine: Any, folder: Path) -> None:
 def _chunks(engine: Any) -> dict[str, Any]:
     """The models of this rank's stages, by their names in a checkpoint."""
     found = []
-    for chunk in engine._built.chunks:
+    for chunk in engine._model.chunks:
         while hasattr(chunk, "module"):
             chunk = chunk.module
         found.append(chunk)
@@ -115,7 +115,7 @@ def _sharded(engine: Any, content: dict[str, Any], *, loading: bool) -> dict[str
 
     metadata = {**content, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(engine).items()}
-    optimizer = engine._built.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
+    optimizer = engine._model.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
     return {**state, "optimizer": optimizer}
 
 
