@@ -124,7 +124,7 @@ def test_lost_store_counts_as_abort(gone: str) -> None:
                 raise DistNetworkError("Connection reset by peer")
 
     meeting = Ranks(2).meetings[1]
-    meeting._opened = Leaving()  # type: ignore[assignment]
+    meeting._kv_store = Leaving()  # type: ignore[assignment]
     meeting.abort_peers(ExitCode.USER)
 
 

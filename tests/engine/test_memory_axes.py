@@ -20,6 +20,7 @@ from tests.engine.memory_measures import SIZES, Bytes, storages
 from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import EngineName, Precision
 from toolkit.engine.build import build_engine, first_weights
+from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.plan.activations_megatron import ActivationLayout, block_bytes
 from toolkit.plan.memory import stage_memory
@@ -212,6 +213,7 @@ def test_saved_activations_of_a_block_match_the_formula(name: str, pool: RankPoo
     axes, shape = plans[0].axes, plans[0].shape
     assert shape is not None
     layout = ActivationLayout(
+        traits=get_family(shape.family).traits,
         tokens=MICRO_BATCH * LENGTH // axes.context,
         sequences=MICRO_BATCH,
         context=axes.context,

@@ -80,7 +80,7 @@ MISTAKES = (
     wrong("cluster.nodes=2", starting_only=True),
     wrong("cluster.gpus_per_node=64", starting_only=True),
     wrong("resume=/no/such/checkpoint", starting_only=True),
-    wrong("run.dir=.", shows="holds output.txt, and no run", starting_only=True),
+    wrong("run.dir=.", shows="contains output.txt, and no run", starting_only=True),
     wrong("run.dir=/proc/x", shows="run.dir: /proc/x", starting_only=True),
     wrong("run.dir=/etc/passwd", shows="is not a folder", starting_only=True),
     wrong("run.dir=/etc/passwd/x", shows="run.dir: /etc/passwd/x", starting_only=True),

@@ -72,7 +72,7 @@ def test_convert_prints_a_summary(checkpoint: Path, tmp_path: Path, capsys: Capt
     }
     assert reader.scalars == before.scalars
     err = run_reshard(capsys, f"source={checkpoint}", f"target={tmp_path}/out", code=2)
-    assert "is there already" in err
+    assert "already exists" in err
 
 
 def test_round_trip_is_identical(checkpoint: Path, tmp_path: Path, capsys: Captured) -> None:

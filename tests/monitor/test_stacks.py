@@ -118,7 +118,7 @@ def test_hang_in_a_model_is_not_described_as_making_a_batch() -> None:
 
 
 def test_part_of_the_step_describes_the_engine() -> None:
-    engine = Frame("/a/toolkit/engine/megatron/step.py", 2, "Step.run")
+    engine = Frame("/a/toolkit/engine/megatron/engine.py", 2, "Step.run")
     report = RankReport(
         rank=0,
         host="h",

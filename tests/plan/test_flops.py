@@ -21,7 +21,7 @@ from toolkit.plan import make_plan
 from toolkit.plan.flops import hardware_flops, model_flops, peak_flops, why_no_utilisation
 from toolkit.plan.types import RunPlan, World
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 MEGATRON = {"engine__name": EngineName.megatron}
 
 

@@ -102,7 +102,7 @@ def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) ->
         **({f"node-{node}": own} if mine.shared and node else own),
     }
     return {
-        "part": mine,
+        "wandb_run": mine,
         "mode": monitor.wandb,
         "project": monitor.project,
         "entity": monitor.entity,
