@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.helpers import wait_until
+from tests.waiting import wait_until
 from toolkit.errors import ExitCode
 from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
 from toolkit.monitor.sinks.jsonl import JsonlSink

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
-from tests.monitor.helpers import wait_until
+from tests.waiting import wait_until
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.health import node_detector
 from toolkit.monitor.health.node_detector import NodeDetector

@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.waiting import wait_until
 from toolkit.monitor.hangs.diagnosis import diagnose
 from toolkit.monitor.hangs.reports import RankReport, combine_reports
 from toolkit.monitor.hangs.stacks import (
@@ -49,13 +48,6 @@ def in_native_code():
     ctypes.PyDLL(None).sleep(30)
 in_native_code()
 """
-
-
-def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_stacks_of_all_threads_start_with_the_main_thread() -> None:
@@ -130,7 +122,7 @@ def test_part_of_the_step_describes_the_engine() -> None:
         part="backward",
         threads=(ThreadStack("MainThread", "S", (engine,)),),
     )
-    assert report.activity == "in the model's backward, in Step.run (toolkit/engine/megatron/engine.py:2)"
+    assert report.activity == "in the model's backward, in Step.run (toolkit/engine/megatron/step.py:2)"
     assert replace(report, part="").activity == "in the engine"
 
 
@@ -159,7 +151,7 @@ def test_process_state_is_running_stopped_or_gone() -> None:
         process = ProcessId("here", child.pid, started, 0, 0)
         assert read_process_state(process) in "RSD"
         child.send_signal(signal.SIGSTOP)
-        until(lambda: read_process_state(process) == "T")
+        wait_until(lambda: read_process_state(process) == "T")
         assert read_process_state(ProcessId("here", child.pid, "1", 0, 0)) == GONE, (
             "another process with that number"
         )
@@ -174,7 +166,7 @@ def test_stacks_of_a_blocked_interpreter_can_be_read_by_other_processes() -> Non
     try:
         assert child.stdout is not None
         process = ProcessId("here", child.pid, process_fields(child.pid), int(child.stdout.readline()), 0)
-        until(lambda: "in_native_code" in read_frozen_stacks(process))
+        wait_until(lambda: "in_native_code" in read_frozen_stacks(process))
         assert read_process_state(process) == "S"
     finally:
         child.kill()

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.monitor.helpers import wait_until
+from tests.waiting import wait_until
 from toolkit.monitor.sink import CompositeSink, Kind, Row, Sink
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink

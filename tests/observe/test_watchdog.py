@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.fakes import completed_step, context_of
+from tests.waiting import wait_until
 from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.collective_calls import CollectiveCall
@@ -91,11 +92,9 @@ class Ranks:
         return watchdog
 
     def until_ended(self, count: int, seconds: float = 10.0) -> float:
-        began = time.monotonic()
-        while len(self.ended) < count:
-            assert time.monotonic() - began < seconds, f"ended: {self.ended}"
-            time.sleep(0.01)
-        return time.monotonic() - began
+        return wait_until(
+            lambda: len(self.ended) >= count, seconds, f"{count} ended", output=lambda: f"ended: {self.ended}"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -36,11 +36,11 @@ def compare_fingerprints(
     default: Remedy | None = None,
     details: Mapping[str, str] | None = None,
 ) -> None:
-    """Check that every entry is the same in ``mine`` and ``saved``.
+    """Check that every entry is the same in ``current`` and ``saved``.
 
     Args:
         remedies: by the first part of an entry's name.
-        otherwise: the remedy of all other entries; None: the other entries are not compared.
+        default: the remedy of all other entries; None: the other entries are not compared.
         details: text to append to the error of an entry, by its name.
 
     Raises:
