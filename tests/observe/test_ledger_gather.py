@@ -65,7 +65,7 @@ class FakeRecorder(Hook):
     def on_end(self, step: int) -> None:
         self._lag = 0
 
-    def taken(self) -> list[StepTime]:
+    def take_steps(self) -> list[StepTime]:
         ready = len(self._over) - self._lag
         found, self._over = self._over[: max(0, ready)], self._over[max(0, ready) :]
         return found
