@@ -41,7 +41,7 @@ MISTAKES = {
     "a class that is no module": (f"{HERE}.NoModule", {}, "NoModule is a class that is not derived"),
     "an object that can be called": (f"{HERE}.partial_of_fine", {}, "no class partial_of_fine"),
     "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load is not annotated to return"),
-    "Python's own library": ("subprocess.getoutput", {"cmd": "true"}, "of Python's own library"),
+    "Python's own library": ("subprocess.getoutput", {"cmd": "true"}, "belongs to Python's standard library"),
     "nothing to train": (f"{HERE}.NoParameters", {}, "no parameter"),
     "running statistics": (f"{HERE}.Normed", {}, r"inside.1 \(BatchNorm1d\)"),
 }
