@@ -40,17 +40,17 @@ def show(overrides: Sequence[str], *, as_json: bool) -> None:
 
     from toolkit.cluster.job import plan_job
     from toolkit.config.compose import compose
-    from toolkit.plan.present import table, to_json
-    from toolkit.plan.target import check_target
+    from toolkit.plan.model_target import check_model_target
+    from toolkit.plan.present import format_plan, to_json
 
     plan = plan_job(compose(overrides))  # for the machines of cluster.*, else for this machine
-    check_target(plan.config.model)
+    check_model_target(plan.config.model)
     if as_json:
         print(json.dumps(to_json(plan), indent=2))
     else:
         # rich would wrap at 80 columns in a file or pipe.
         console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(table(plan))
+        console.print(format_plan(plan))
 
 
 if __name__ == "__main__":

@@ -64,10 +64,10 @@ def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
     from toolkit.cluster import backends, submission
     from toolkit.cluster.job import create_job, plan_job
     from toolkit.config.compose import compose
-    from toolkit.plan.target import check_target
+    from toolkit.plan.model_target import check_model_target
 
     plan = plan_job(compose(words))
-    check_target(plan.config.model)
+    check_model_target(plan.config.model)
     for warning in plan.warnings:
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     check_remaining_work(plan.config, RunDirectory(plan.run_dir))

@@ -12,7 +12,7 @@ from toolkit.data.kinds.arrays import ARRAYS
 from toolkit.data.order.stream import Stream, rank_positions
 from toolkit.data.records.reader import RecordManifest, read_record_manifest
 from toolkit.data.tiles import make_tiles
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import EvalResult, MicroBatch
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
@@ -75,7 +75,7 @@ def evaluate_images(rank: int, ranks: int, plan: RunPlan, evaluation: EvalConfig
     task = image_task(plan)
     data = ARRAYS.open(plan.config, plan.batch, plan.axes.coordinates(rank).data, plan.config.data.path)
     engine = build_engine(plan, task, rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     results = [
         engine.eval_step([task.collate(some, engine.device) for some in batch])
         for batch in data.sets["validation"].batches()

@@ -16,7 +16,7 @@ from toolkit.checkpoint.source import CheckpointSource
 from toolkit.checkpoint.target import CheckpointTarget
 from toolkit.config.reshard import TargetConfig, TargetParallelConfig, TargetZeroStage
 from toolkit.config.schema import EngineName
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
 from toolkit.testing.parity import gather_tensors, train_steps
@@ -85,7 +85,7 @@ class Opened:
 def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult]:
     """``STOP`` steps, a native checkpoint, and ``MORE`` uninterrupted steps."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     train_steps(engine, plan, range(STOP), rank=rank)
     engine_scalars = scalars(plan, TrainState(STOP), {}, {}, engine.scalars())
     CheckpointStore(folder).save(

@@ -14,7 +14,7 @@ from tests.checkpoint.vendors import vendor_load_megatron, vendor_save_megatron
 from tests.engine.cases import WithoutMoments
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.shard import TensorKey
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
 from toolkit.testing.parity import gather_tensors, train_steps
@@ -40,7 +40,7 @@ def train(
 ) -> Held:
     """``STOP`` steps and Megatron-core's checkpoint, then ``MORE`` uninterrupted steps."""
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     train_steps(engine, plan, range(STOP), rank=rank)
     more: dict[str, Any] = {"args": arguments(plan)} if with_args else {}
     vendor_save_megatron(engine, folder, STOP, **settings, **more)

@@ -33,7 +33,7 @@ from toolkit.config.reshard import (
     TargetZeroStage,
 )
 from toolkit.config.schema import EngineName
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.families import FAMILIES
 from toolkit.testing.dist import RankPool
@@ -101,7 +101,7 @@ def train(rank: int, ranks: int, layout: Layout, folder: Path) -> None:
     """Four steps, and the vendor's save."""
     plan = layout.cell.plan(CASE)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     train_steps(engine, plan, range(STOP), rank=rank)
     if layout.form is TargetFormat.deepspeed:
         vendors.vendor_save(engine, folder)
@@ -178,7 +178,7 @@ def unbroken() -> list[StepResult]:
     """The last six of ten steps of ``local``."""
     plan = LOCAL.plan(CASE)
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     results = train_steps(engine, plan, range(STOP + MORE))
     engine.close()
     return results[STOP:]

@@ -37,7 +37,7 @@ from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.checkpoint.verify import compute_digest, verify
 from toolkit.config.reshard import TargetConfig, TargetFormat
 from toolkit.config.schema import Precision
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.errors import CheckpointError, InputError
 from toolkit.models.pretrained import open_pretrained
 from toolkit.testing.parity import train_steps
@@ -237,7 +237,7 @@ def test_run_resumes_bitwise(tmp_path: Path) -> None:
 
     def engine(source: Path | None) -> Any:
         made = build_engine(plan, text_task(plan), rank=0, local_rank=0)
-        made.load(first_weights(plan) if source is None else open_reader(source))
+        made.load(open_initial_weights(plan) if source is None else open_reader(source))
         return made
 
     stayed = engine(None)

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from toolkit.config import search, vendor
+from toolkit.config import engine_keys, search
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.monitor import MonitorConfig
 from toolkit.config.schema import (
@@ -76,7 +76,7 @@ def test_every_option_composes(options: list[str]) -> None:
     )
     assert plain(config)
     assert from_yaml(to_yaml(config)) == config
-    assert not vendor.problems(config)
+    assert not engine_keys.problems(config)
 
 
 @pytest.mark.parametrize("option", GIVEN)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config import vendor
+from toolkit.config import engine_keys
 from toolkit.config.compose import compose
 from toolkit.errors import ConfigError
 
@@ -27,7 +27,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose(command: str) -> None:
     words = shlex.split(re.split(r"launch/\w+\.py", command)[1], comments=True)
-    assert not vendor.problems(compose(words))
+    assert not engine_keys.problems(compose(words))
 
 
 def test_example_experiment_composes(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def text() -> str:
 
 
 def test_every_key_has_its_default_and_a_description(text: str) -> None:
-    for name in keys.table():
+    for name in keys.keys_by_name():
         found = re.search(rf"^    {re.escape(name)}=(\S*)(?:\n)?\s+(\S.*)$", text, re.MULTILINE)
         assert found, name
         assert len(found[2]) > 5, name

@@ -69,7 +69,7 @@ def test_training_keys_change_the_identity(word: str) -> None:
 def test_every_key_of_the_sections_changes_the_identity() -> None:
     """Each key of the five sections, except execution keys, changes the identity."""
     seen = {identity(RunConfig())}
-    for name, key in keys.table().items():
+    for name, key in keys.keys_by_name().items():
         section, _, rest = name.partition(".")
         if section not in SECTIONS or "." in rest:
             continue

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from toolkit.config import vendor
+from toolkit.config import engine_keys
 from toolkit.config.compose import compose
 from toolkit.config.schema import EngineConfig, EngineName
 from toolkit.errors import ConfigError, Problem
@@ -284,11 +284,11 @@ def problems_of(*words: str) -> list[Problem]:
             given = OmegaConf.to_container(
                 OmegaConf.from_dotlist([word.removeprefix(prefix) for word in words])
             )
-            return vendor.problems(
+            return engine_keys.problems(
                 replace(BASE, engine=EngineConfig(name=EngineName(engine), **{engine: given}))
             )
     try:
-        return vendor.problems(compose(words))
+        return engine_keys.problems(compose(words))
     except ConfigError as error:
         return list(error.problems)
 

@@ -76,7 +76,7 @@ def test_arguments_become_typed_values() -> None:
 
 def test_help_describes_every_key() -> None:
     text = help_text(root=PREPARE)
-    for name in keys.table(PREPARE):
+    for name in keys.keys_by_name(PREPARE):
         found = re.search(rf"^    {re.escape(name)}=(.*?)\s\s+(\S.*)$", text, re.MULTILINE)
         assert found, name
         assert len(found[2]) > 5, name

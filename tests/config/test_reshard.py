@@ -120,14 +120,14 @@ def test_a_model_is_chosen_as_for_training() -> None:
 def test_each_action_and_format_says_what_it_uses() -> None:
     assert ACTION_KEYS.keys() == set(ReshardAction)
     assert FORMAT_KEYS.keys() == set(TargetFormat)
-    known = {*keys.table(RESHARD), *keys.sections(RESHARD)}
+    known = {*keys.keys_by_name(RESHARD), *keys.sections(RESHARD)}
     assert {name for names in ACTION_KEYS.values() for name in names} <= known
     assert {f"target.{name}" for names in FORMAT_KEYS.values() for name in names} <= known
 
 
 def test_help_has_every_key_and_what_it_means() -> None:
     text = help_text(root=RESHARD)
-    for name in keys.table(RESHARD):
+    for name in keys.keys_by_name(RESHARD):
         found = re.search(rf"^    {re.escape(name)}=(.*?)(?:\n)?\s\s+(\S.*)$", text, re.MULTILINE)
         assert found, name
         assert len(found[2]) > 5, name

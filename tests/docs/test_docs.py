@@ -34,7 +34,7 @@ from tests.docs.pages import (
 )
 from toolkit.cluster.job import plan_job
 from toolkit.config.compose import compose, compose_prepare, compose_reshard
-from toolkit.plan.schedule import rate
+from toolkit.plan.schedule import scheduled_rate
 from toolkit.plan.types import RunPlan
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
@@ -171,10 +171,10 @@ def test_the_engine_tutorial_keeps_one_run_and_one_schedule() -> None:
     assert len({plan.run_dir for plan in hops}) == 1
     for before, after in pairwise(hops):
         step = before.config.train.steps
-        assert rate(before.config, step - 1) == rate(after.config, step - 1)
+        assert scheduled_rate(before.config, step - 1) == scheduled_rate(after.config, step - 1)
     control = compose(["+exp=quickstart", f"train.steps={hops[0].config.train.steps}"])
     step = hops[0].config.train.steps - 1
-    assert rate(control, step) != rate(hops[0].config, step), (
+    assert scheduled_rate(control, step) != scheduled_rate(hops[0].config, step), (
         "without schedule.decay the rate follows train.steps"
     )
 

@@ -11,7 +11,7 @@ import pytest
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader, TensorInfo, TensorKey
 from toolkit.cluster.machine_info import detect_machine
 from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
@@ -114,7 +114,7 @@ def make(cell: Cell, rank: int, reader: StateReader | None = None) -> Engine:
     """The cell's engine with its first weights, or with the state of ``reader``."""
     plan = cell.plan()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan) if reader is None else reader)
+    engine.load(open_initial_weights(plan) if reader is None else reader)
     return engine
 
 

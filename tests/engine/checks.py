@@ -92,11 +92,11 @@ def ramped(rank: int, ranks: int, stage: int | None, more: dict[str, Any]) -> li
     config.engine.name = EngineName.local if stage is None else EngineName.deepspeed
     config.train.global_batch, config.train.batch_ramp = 12, BatchRampConfig(start=4, increment=4, samples=24)
     plan = make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU))
-    from toolkit.engine.build import build_engine, first_weights
+    from toolkit.engine.build import build_engine, open_initial_weights
     from toolkit.train.task import text_task
 
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     results = train_steps(engine, plan, range(8), rank=rank)
     engine.close()
     return results

@@ -28,7 +28,7 @@ def stretch(
     """Train six steps from ``first`` on, from the state at ``source`` if any, and save to ``target``."""
     plan = cell.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    reader: StateReader = cell.first_weights(plan) if source is None else open_reader(source)
+    reader: StateReader = cell.open_initial_weights(plan) if source is None else open_reader(source)
     engine.load(WithoutMoments(reader) if forget else reader)
     results = train_steps(engine, plan, range(first, first + EACH), rank=rank)
     save(engine, plan, first + EACH, target, rank, ranks)

@@ -22,7 +22,7 @@ from tests.train.fakes import context_of
 from toolkit.checkpoint.online.store import PendingSave
 from toolkit.checkpoint_folder import step_name
 from toolkit.engine import collectives
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import Engine, MicroBatch, StepResult
 from toolkit.engine.rank_sync import StepConsensus, make_flag_reduce
 from toolkit.hooks import CompletedStep, Hook, Hooks
@@ -234,7 +234,7 @@ def measure(
             collectives.uninstall()
         task: Any = _Task(text_task(plan), delays)
         engine = build_engine(plan, task, rank=rank, local_rank=rank, **recording)
-        engine.load(first_weights(plan))
+        engine.load(open_initial_weights(plan))
         slow_engine(engine, plan, rank, delays)
         logging = _Logging(delays)
         hooks = Hooks(logging, *(hooks_around(plan, engine, task, delays) if around else ()), **recording)
@@ -378,7 +378,7 @@ def bubble(rank: int, ranks: int, plan: RunPlan, seconds: float, steps: int) -> 
     with collectives.record_collectives(plan.axes, recorder):
         task = text_task(plan)
         engine: Any = build_engine(plan, task, rank=rank, local_rank=rank, recorder=recorder)
-        engine.load(first_weights(plan))
+        engine.load(open_initial_weights(plan))
         for model in engine._model.chunks if hasattr(engine, "_model") else [engine._ds.module]:
             norm = next(module for module in model.modules() if "Norm" in type(module).__name__)
             norm.register_forward_hook(_sleeping(seconds))
@@ -417,7 +417,7 @@ def calls_of(rank: int, ranks: int, plan: RunPlan) -> list[tuple[str, str, int, 
     with collectives.record_collectives(plan.axes, None):
         task = text_task(plan)
         engine = build_engine(plan, task, rank=rank, local_rank=rank)
-        engine.load(first_weights(plan))
+        engine.load(open_initial_weights(plan))
         plan.config.train.steps = 1
         train(
             plan,

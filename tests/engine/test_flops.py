@@ -9,7 +9,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.plan.flops import hardware_flops, model_flops
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
@@ -39,7 +39,7 @@ QUICK = ("deepspeed-zero3-full", "megatron-selective")
 def counted(rank: int, ranks: int, plan: RunPlan) -> int:
     """The FLOPs of this rank in one step."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         train_steps(engine, plan, range(1), rank=rank)
     engine.close()

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.cases import quick
 from toolkit.checkpoint.scalars import LOSS_SCALER
 from toolkit.config.schema import EngineName, Precision
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
@@ -39,7 +39,7 @@ def overflowing(
         patches.divide_loss_scale = lambda optimizer, ranks: None
     try:
         engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-        engine.load(first_weights(plan))
+        engine.load(open_initial_weights(plan))
         results = train_steps(engine, plan, range(STEPS), rank=rank)
         saved: Any = engine.scalars()[LOSS_SCALER]
         engine.close()

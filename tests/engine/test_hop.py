@@ -20,7 +20,7 @@ from tests.engine.hops import EACH, TOLERANCE, save, stretch
 from toolkit.checkpoint.formats.huggingface import target as huggingface_target
 from toolkit.checkpoint.source import open_source
 from toolkit.config.schema import EngineName
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.errors import PlanError
 from toolkit.families import FAMILIES
 from toolkit.plan.types import RunPlan
@@ -85,7 +85,7 @@ def test_local_engine_resumes_bitwise(pool: RankPool, stayed: list[float]) -> No
     """The reference itself resumes bitwise."""
     plan = STAYS.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=0, local_rank=0)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     assert [result.loss for result in train_steps(engine, plan, range(EACH * len(HOPS)))] == stayed
     engine.close()
 
@@ -150,7 +150,7 @@ PROBES = (
 def export(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[float]:
     """Train two steps, save, and return the engine's loss on held-out samples and on single tokens."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     train_steps(engine, plan, range(2), rank=rank)
     save(engine, plan, 2, folder, rank, ranks)
     whole = engine.eval_step(rank_samples(engine, plan, EVALUATION_STEP, rank))

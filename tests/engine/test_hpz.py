@@ -58,7 +58,7 @@ def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float],
     """Losses with evaluations between steps and of a reloaded first step, and elements of secondary
     partitions.
     """
-    from toolkit.engine.build import first_weights
+    from toolkit.engine.build import open_initial_weights
 
     engine, plan = make(case, rank), case.plan()
     assert isinstance(engine, DeepSpeedEngine)
@@ -68,7 +68,7 @@ def evaluate_and_reload(rank: int, ranks: int, case: Cell) -> tuple[list[float],
         losses += [result.loss for result in steps(engine, case, rank, step, step + 1)]
     engine.eval_step(rank_samples(engine, plan, 100, rank))
     copies = sum(parameter.ds_secondary_tensor.numel() for parameter in engine._ds.module.parameters())
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     losses += [result.loss for result in steps(engine, case, rank, 0, 1)]
     engine.close()
     return losses, copies

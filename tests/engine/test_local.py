@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, TensorKey
 from toolkit.config.schema import OptimizerName, Precision
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import MicroBatch, StepResult, StepSettings
 from toolkit.errors import CheckpointError
@@ -35,7 +35,7 @@ def _one_thread() -> None:
 
 def started(plan: RunPlan) -> LocalEngine:
     engine = LocalEngine(plan, text_task(plan))
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     return engine
 
 
@@ -57,7 +57,7 @@ def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.
     config = AutoConfig.for_model(**get_family(shape.family).hugging_face_config(shape))
     model = AutoModelForCausalLM.from_config(config).train()
     weights = {spec.name: torch.empty(spec.shape) for spec in plan.parameters}
-    first_weights(plan).read(
+    open_initial_weights(plan).read(
         [
             Shard(TensorKey(WEIGHT, name), tuple(value.shape), Box.whole(value.shape), value)
             for name, value in weights.items()
@@ -293,7 +293,7 @@ def test_loading_weights_only_resets_the_optimizer() -> None:
     plan = tiny_plan()
     engine = started(plan)
     first = steps(engine, plan, 0, 3)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     assert "optimizer_step" not in engine.scalars()
     assert steps(engine, plan, 0, 3) == first
 
@@ -346,8 +346,8 @@ class Drawing(NextToken):
 def test_evaluation_does_not_change_training() -> None:
     plan = tiny_plan("gpt2", model__dropout=0.5)
     plain, engine = LocalEngine(plan, Drawing()), LocalEngine(plan, Drawing())
-    plain.load(first_weights(plan))
-    engine.load(first_weights(plan))
+    plain.load(open_initial_weights(plan))
+    engine.load(open_initial_weights(plan))
     for step in range(3):
         state = torch.get_rng_state()
         seen = engine.eval_step(micro_batches(plan, 100))
@@ -438,6 +438,6 @@ class CountingText(NextToken):
 def test_loss_is_divided_by_units() -> None:
     plan = tiny_plan(**SGD)
     engine, other = started(plan), LocalEngine(plan, CountingText())
-    other.load(first_weights(plan))
+    other.load(open_initial_weights(plan))
     a, b = (each.train_step(micro_batches(plan, 0), StepSettings(0, 0.1)) for each in (engine, other))
     assert (a.loss, a.grad_norm, 10 * a.tokens) == pytest.approx((10 * b.loss, 10 * b.grad_norm, b.tokens))

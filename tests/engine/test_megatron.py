@@ -18,7 +18,7 @@ import torch
 from tests.engine.cases import BF16, DROPOUT, FP16, SGD, quick
 from tests.engine.resuming import Saved, check_pairs, check_same
 from toolkit.config.schema import EngineName
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.megatron import cpu
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing import matrix
@@ -118,7 +118,7 @@ def test_dropout_changes_the_losses(saved: Saved) -> None:
 def evaluate(rank: int, ranks: int, plan: RunPlan, batches: int) -> list[tuple[float, int]]:
     """Evaluate twice, with a training step between that must not depend on the first evaluation."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     found = [
         engine.eval_step(micro_batches(plan, 0, plan.axes.coordinates(rank).data)[:batches]) for _ in range(2)
     ]
@@ -155,7 +155,7 @@ def one_step(rank: int, ranks: int, plan: RunPlan, without: str | None) -> float
     if without is not None:
         setattr(patches, without, lambda: None)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     from toolkit.engine.protocol import StepSettings
 
     loss = engine.train_step(micro_batches(plan, 0, 0), StepSettings(0, 1e-3)).loss

@@ -19,7 +19,7 @@ from tests.engine.cases import quick
 from tests.engine.memory_measures import SIZES, Bytes, storages
 from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import EngineName, Precision
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.plan.activations_megatron import ActivationLayout, block_bytes
@@ -84,7 +84,7 @@ def planned(plan: RunPlan) -> list[MemoryPlan]:
 
 def measure(rank: int, ranks: int, plan: RunPlan) -> Bytes:
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     train_steps(engine, plan, range(2), rank=rank)
     built = engine._model
     parameters = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
@@ -142,7 +142,7 @@ def saved_bytes(rank: int, ranks: int, plans: tuple[RunPlan, ...]) -> list[int]:
 
 def _saved(plan: RunPlan, rank: int) -> int:
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     found = _kept_bytes(engine, plan)
     engine.close()  # nothing references the model or its graph here, so its groups are freed
     return found

@@ -21,7 +21,7 @@ from torch import nn
 from tests.engine.cases import BF16, CONTEXT, EXPERT, OFFLOAD, OFFLOAD_ALL, TENSOR, Cell, cell, quick
 from toolkit.checkpoint.scalars import OPTIMIZER_STEP
 from toolkit.config.schema import EngineName, OptimizerName, Precision
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import TOLERANCE, Distance, RunTrace, gather_weights, train_steps
 from toolkit.train.task import text_task
@@ -55,7 +55,7 @@ def poisoned_run(
     """Poison the gradient of one matrix on the last rank, in step ``poisoned``."""
     plan = case.plan()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     armed = False
 
     def poison(found: torch.Tensor) -> torch.Tensor:

@@ -22,12 +22,12 @@ def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
 
     class Saves(Hook):
         def on_step(self, completed: CompletedStep) -> None:
-            if completed.consensus.save or completed.consensus.stop:
+            if completed.consensus.save_due or completed.consensus.stop:
                 saved.append(completed.step)
 
     def agree(waited: float, result: StepResult) -> StepConsensus:
         stop, save = all_reduce_flags([rank == 1 and state.step >= 5, rank == 0 and state.step == 3])
-        return StepConsensus(stop=bool(stop), save=bool(save))
+        return StepConsensus(stop=bool(stop), save_due=bool(save))
 
     assert all_reduce_flags([rank, -rank, 7]) == [1, 0, 7]
     code = train(tiny_plan(train__steps=50), FakeEngine(), NextToken(), samples(), state, Saves(), agree)

@@ -12,7 +12,7 @@ from tests.engine.cases import BF16
 from tests.engine.hops import EACH, TOLERANCE, stretch
 from tests.gpu.runs import sized, text
 from toolkit.config.schema import EngineName
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
@@ -74,7 +74,7 @@ def kernels_and_peak(rank: int, ranks: int, plan: RunPlan) -> tuple[list[str], i
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     torch.cuda.reset_peak_memory_stats()
     train_steps(engine, plan, range(3), rank=rank, batches=text)
     peak = torch.cuda.max_memory_allocated() - before

@@ -11,7 +11,7 @@ import torch
 from tests.engine.ledger_cases import Delays, agreeing, stream
 from toolkit.config.schema import EngineName
 from toolkit.engine import collectives
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.clock import CudaClock
 from toolkit.hooks import Hooks
 from toolkit.monitor.recorder import StepRecorder, StepTime
@@ -54,7 +54,7 @@ def timed(
     with collectives.record_collectives(plan.axes, recorder):
         task = text_task(plan)
         engine = build_engine(plan, task, rank=rank, local_rank=rank, **recording)
-        engine.load(first_weights(plan))
+        engine.load(open_initial_weights(plan))
         delays = Delays([None] * STEPS)
         walls: list[float] = []
         step, began = engine.train_step, time.perf_counter()

@@ -11,7 +11,7 @@ import torch
 from tests.gpu.runs import sized, text
 from toolkit.cluster.machine_info import detect_machine
 from toolkit.config.schema import EngineName
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.monitor.throughput import Throughput
 from toolkit.plan.devices import normalise_gpu_name
 from toolkit.plan.types import RunPlan
@@ -27,7 +27,7 @@ STEPS = 10
 def step_seconds(rank: int, ranks: int, plan: RunPlan) -> float:
     """Mean seconds of a step, after three others."""
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     train_steps(engine, plan, range(3), rank=rank, batches=text)
     torch.cuda.synchronize()
     began = time.perf_counter()

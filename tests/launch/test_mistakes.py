@@ -77,7 +77,7 @@ def test_at_least_forty_mistakes() -> None:
 def warm() -> None:
     """Import what every case needs before the forks."""
     import toolkit.config.compose
-    import toolkit.config.vendor
+    import toolkit.config.engine_keys
     import toolkit.plan.present
     import toolkit.plan.rules  # noqa: F401 - imported to be inherited
 

@@ -44,7 +44,7 @@ def test_example_resumes(example: dict[str, Any], optimizer: OptimizerName) -> N
     momentum = 0.0 if optimizer is OptimizerName.adamw else 0.9
     plan = tiny_plan(None, **example, optim__name=optimizer, optim__momentum=momentum)
     straight, resumed = LocalEngine(plan, text_task(plan)), LocalEngine(plan, text_task(plan))
-    straight.load(parity.first_weights(plan))
+    straight.load(parity.open_initial_weights(plan))
     parity.train_steps(straight, plan, range(3))
     resumed.load(MemoryReader.from_engine(straight))
     assert parity.train_steps(resumed, plan, range(3, 6)) == parity.train_steps(straight, plan, range(3, 6))

@@ -14,7 +14,7 @@ from toolkit.errors import ConfigError
 from toolkit.models.build import build_model
 from toolkit.models.initial_weights import InitialWeights
 from toolkit.models.target import build_target
-from toolkit.plan.target import check_target
+from toolkit.plan.model_target import check_model_target
 from toolkit.testing.tiny import tiny_plan
 
 HERE = "tests.models.broken"
@@ -102,15 +102,15 @@ def test_check_does_not_import_the_module(tmp_path: Path, monkeypatch: pytest.Mo
     for file in ("__init__.py", "inner/__init__.py", "inner/models.py"):
         (package / file).write_text("raise RuntimeError('imported')\n\nclass Model: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    check_target(ModelConfig(target="explosive.inner.models.Model"))
-    check_target(ModelConfig())
+    check_model_target(ModelConfig(target="explosive.inner.models.Model"))
+    check_model_target(ModelConfig())
     for target, missing in {
         "explosive.inner.absent.Model": "explosive.inner.absent",
         "explosive.absent.models.Model": "explosive.absent",
         "explosive.inner.models.Outer.Model": "explosive.inner.models.Outer",
     }.items():
         with pytest.raises(ConfigError, match=f"there is no module {missing}\n"):
-            check_target(ModelConfig(target=target))
+            check_model_target(ModelConfig(target=target))
     with pytest.raises(RuntimeError, match="imported"):
         build_target(ModelConfig(target="explosive.inner.models.Model"), 0)
 
@@ -142,10 +142,10 @@ def test_only_misspelt_names_are_refused(
     (tmp_path / "own_models.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(tmp_path)
     if known:
-        check_target(ModelConfig(target="own_models.Model"))
+        check_model_target(ModelConfig(target="own_models.Model"))
     else:
         with pytest.raises(ConfigError, match="the module own_models has no Model\n"):
-            check_target(ModelConfig(target="own_models.Model"))
+            check_model_target(ModelConfig(target="own_models.Model"))
 
 
 def test_weights_depend_on_the_seed() -> None:

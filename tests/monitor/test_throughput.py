@@ -100,10 +100,10 @@ def driven(
     plan: RunPlan, steps: Sequence[tuple[float, float]], before: TimeSpent = NOTHING, first: int = 1
 ) -> list[dict[str, float]]:
     """Rows of steps given as (seconds, seconds until the next step); the first starts after 7 s."""
-    course, now, found = RunTimer(plan, before, 100.0), 107.0, []
+    run_timer, now, found = RunTimer(plan, before, 100.0), 107.0, []
     for number, (seconds, between) in enumerate(steps):
         now += seconds
-        found.append(course.row(step=first + number, seconds=seconds, now=now))
+        found.append(run_timer.row(step=first + number, seconds=seconds, now=now))
         now += between
     return found
 
@@ -167,17 +167,17 @@ def test_eta_follows_a_batch_ramp() -> None:
 
 
 def test_run_timer_has_bounded_memory() -> None:
-    course = RunTimer(planned(CPU, train__steps=20_000), TimeSpent(), 0.0)
+    run_timer = RunTimer(planned(CPU, train__steps=20_000), TimeSpent(), 0.0)
     for step in range(1, 20_001):
-        course.row(step=step, seconds=1.0, now=float(step))
-    assert len(course._recent) == 100
+        run_timer.row(step=step, seconds=1.0, now=float(step))
+    assert len(run_timer._recent) == 100
 
 
 def test_time_and_cost_are_formatted_at_the_end() -> None:
-    course = RunTimer(
+    run_timer = RunTimer(
         planned(h100s(8), **BF16, train__micro_batch=1, monitor__price_per_gpu_hour=2.0), TimeSpent(), 50.0
     )
-    assert course.format_spent(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
+    assert run_timer.format_spent(50.0 + 1800.0) == "30:00, 4 GPU-hours, cost 8.00 at 2 each"
     later = RunTimer(
         planned(h100s(8), **BF16, train__micro_batch=1), TimeSpent(seconds=36000.0, gpu_hours=1234.0), 0.0
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.captured import captured_logs
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.rank_sync import GlooFlagReduce
 from toolkit.layout.axes import ORDER, Axis
 from toolkit.monitor.sink import NullSink
@@ -58,7 +58,7 @@ def run_benchmark(rank: int, plan: RunPlan, device: torch.device, folder: Path) 
 def train_cell(rank: int, ranks: int, cell: Cell, folder: Path, benchmark: bool) -> dict[str, Any]:
     plan = cell.plan(OptimizerCase.ADAM)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     found = run_benchmark(rank, plan, engine.device, folder) if benchmark else {}
     results = train_steps(engine, plan, range(3), rank=rank)
     engine.close()

@@ -105,7 +105,7 @@ def train_with_ledger(
         time.sleep(0.002)
         (slots,) = all_reduce_flags([ledger.due()])
         requested.append(slots)
-        return StepConsensus(ledger=slots)
+        return StepConsensus(ledger_steps=slots)
 
     with captured_logs() as (messages, warnings), closing(ledger):
         train(
@@ -296,7 +296,9 @@ def test_no_gather_is_requested_while_one_is_under_way() -> None:
         slots = ledger.due()
         requested.append(slots)
         hooks.on_step(
-            CompletedStep(step, 0.1, completed_step(step).result, 0.5, StepConsensus(ledger=slots), False)
+            CompletedStep(
+                step, 0.1, completed_step(step).result, 0.5, StepConsensus(ledger_steps=slots), False
+            )
         )
     assert requested == [0, 5, 0, 0, 0, 0, 0]  # after a second: one step and four spare slots
     gather.open.set()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.engine.cases import BF16, FP16
 from tests.train.fakes import completed_step, context_of
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.hashing import hash_tensors
 from toolkit.engine.protocol import Engine, ReplicaSet
 from toolkit.engine.rank_sync import make_flag_reduce
@@ -67,7 +67,7 @@ def train_and_flip(rank: int, ranks: int, plan: RunPlan, odd: int, check: bool =
     back.
     """
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     alerts: list[Alert] = []
     context = context_of(plan, Path(), rank, make_flag_reduce(ranks))
     hook = ReplicaCheck(context, engine, make_gather(rank, ranks, 2), every=EVERY, alert=alerts.append)

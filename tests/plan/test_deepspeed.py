@@ -13,7 +13,7 @@ import pytest
 from tests.plan.cases import CPU, h100s, run_config
 from toolkit.config.schema import OffloadDevice, OptimizerKernel, OptimizerName, Precision
 from toolkit.plan import make_plan
-from toolkit.plan.deepspeed import kernel, merge
+from toolkit.plan.deepspeed import merge, optimizer_kernel
 from toolkit.plan.types import World
 
 
@@ -131,9 +131,9 @@ def test_optimizer_settings() -> None:
 def test_adamw_kernel_depends_on_device_and_offload(
     world: World, place: OffloadDevice, expected: OptimizerKernel
 ) -> None:
-    assert kernel(run_config(offload__optimizer=place), world) is expected
+    assert optimizer_kernel(run_config(offload__optimizer=place), world) is expected
     assert (
-        kernel(run_config(offload__optimizer=place, optim__kernel=OptimizerKernel.torch), world)
+        optimizer_kernel(run_config(offload__optimizer=place, optim__kernel=OptimizerKernel.torch), world)
         is OptimizerKernel.torch
     )
 

@@ -19,7 +19,7 @@ from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.devices import GPUS, find_gpu, normalise_gpu_name
 from toolkit.plan.flops import flops_per_step
-from toolkit.plan.present import table, to_json
+from toolkit.plan.present import format_plan, to_json
 from toolkit.plan.types import World
 
 
@@ -116,7 +116,7 @@ def test_flops_per_step_equal_the_closed_form() -> None:
 
 def shown(config: RunConfig, world: World) -> str:
     out = StringIO()
-    Console(width=140, file=out).print(table(make_plan(config, world)))
+    Console(width=140, file=out).print(format_plan(make_plan(config, world)))
     return out.getvalue()
 
 

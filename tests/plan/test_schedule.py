@@ -14,13 +14,13 @@ import pytest
 from tests.plan.cases import CPU, run_config
 from toolkit.config.schema import LrScaling, ScheduleConfig, ScheduleName
 from toolkit.plan import make_plan
-from toolkit.plan.schedule import learning_rate, rate
+from toolkit.plan.schedule import learning_rate, scheduled_rate
 
 
 def rates(name: str, steps: int = 100, lr: float = 1.0, **values: Any) -> list[float]:
     schedule = ScheduleConfig(name=ScheduleName(name), **values)
     config = run_config(schedule=schedule, optim__lr=lr, train__steps=steps)
-    return [rate(config, step) for step in range(steps)]
+    return [scheduled_rate(config, step) for step in range(steps)]
 
 
 def test_constant_stays_at_the_peak_after_warmup() -> None:
@@ -62,7 +62,7 @@ def test_peak_scales_with_the_global_batch(scaling: LrScaling, factor: float) ->
         train__global_batch=8,
         schedule__name=ScheduleName.constant,
     )
-    assert rate(config, 50) == pytest.approx(factor * 1e-3)
+    assert scheduled_rate(config, 50) == pytest.approx(factor * 1e-3)
 
 
 def test_rates_do_not_depend_on_the_order_of_calls() -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.rundir.runs import begun, checkpoint, config
 from toolkit.config.schema import CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
 from toolkit.errors import Severity
-from toolkit.plan.schedule import rate
+from toolkit.plan.schedule import scheduled_rate
 from toolkit.rundir.continuing import NothingToDo, check_remaining_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
@@ -77,7 +77,7 @@ def trained(path: Path, before: RunConfig) -> RunDirectory:
     directory.begin(before, {})
     directory.release()
     checkpoint(directory, f"step-{before.train.steps:08d}")
-    rows = [{"step": step + 1, "lr": rate(before, step)} for step in range(before.train.steps)]
+    rows = [{"step": step + 1, "lr": scheduled_rate(before, step)} for step in range(before.train.steps)]
     directory.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -88,8 +88,8 @@ def test_changed_learning_rate_gives_warning(tmp_path: Path) -> None:
     assert warning is not None
     assert warning.severity is Severity.WARNING
     assert (
-        f"step 100 was {rate(scheduled(100, None), 99):.4g}, and is {rate(scheduled(200, None), 99):.4g}"
-        in str(warning)
+        f"step 100 was {scheduled_rate(scheduled(100, None), 99):.4g}, "
+        f"and is {scheduled_rate(scheduled(200, None), 99):.4g}" in str(warning)
     )
     assert "schedule.decay=170" in warning.remedy
     assert f"run.fork={directory.path} schedule.decay=70" in warning.remedy

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from toolkit.config.schema import EngineName
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import StepResult
 from toolkit.errors import InputError
 from toolkit.plan.types import Device
@@ -97,7 +97,7 @@ def test_gradients_from_one_step_match_backward(family: str) -> None:
     plan = Cell(engine=EngineName.local, family=family).plan(OptimizerCase.SGD)
     engine: Any = build_engine(plan, text_task(plan), rank=0, local_rank=0)
     found = first_gradients(engine, plan, 0)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     batches = rank_samples(engine, plan, 0, 0)
     engine._accumulate(batches, 0, 1 / sum(text_task(plan).units(batch) for batch in batches))
     taken = {name: master.grad for name, master in engine._masters.items()}

@@ -83,7 +83,7 @@ def samples(
 
 def completed_step(step: int, *, stop: bool = False, save: bool = False, last: bool = False) -> CompletedStep:
     result = StepResult(loss=4.5, grad_norm=0.1, tokens=16)
-    return CompletedStep(step, 1e-3, result, 0.5, StepConsensus(stop=stop, save=save), last)
+    return CompletedStep(step, 1e-3, result, 0.5, StepConsensus(stop=stop, save_due=save), last)
 
 
 def context_of(

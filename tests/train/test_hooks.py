@@ -56,8 +56,8 @@ def write_row(
 ) -> dict[str, Any]:
     """Return the metrics row of an attempt that started 5 seconds ago, after a minute of earlier attempts."""
     sink, clock = JsonlSink({Kind.STEP: tmp_path / "metrics.jsonl"}), FakeClock()
-    course = RunTimer(plan, TimeSpent(seconds=60.0), clock() - 5)
-    MetricsLogger(plan, sink, consumed, course, clock).on_step(completed)
+    run_timer = RunTimer(plan, TimeSpent(seconds=60.0), clock() - 5)
+    MetricsLogger(plan, sink, consumed, run_timer, clock).on_step(completed)
     sink.close(0)
     return json.loads((tmp_path / "metrics.jsonl").read_text())
 

@@ -70,13 +70,13 @@ def start_attempt(
     """
     from toolkit.config.compose import to_yaml
     from toolkit.plan import make_plan
+    from toolkit.plan.model_target import check_model_target
     from toolkit.plan.present import to_json
-    from toolkit.plan.target import check_target
 
     config = load_config(overrides, launch)
     check_startable(config.cluster, launch, machine)
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
-    check_target(plan.config.model)
+    check_model_target(plan.config.model)
     directory = RunDirectory(plan.run_dir)
     directory.check(plan.config)
     if starts := count_earlier_starts(launch, directory):

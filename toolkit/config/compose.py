@@ -22,7 +22,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.overrides import ParsedOverrides, read, schema, unknown_key, wrong_value
+from toolkit.config.overrides import (
+    ParsedOverrides,
+    default_config,
+    parse_overrides,
+    unknown_key,
+    wrong_value,
+)
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig, check_together
 from toolkit.config.roots import PREPARE, RESHARD, RUN, SWEEP, ConfigRoot
@@ -37,21 +43,21 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: with every mistake that was found, each with the value, the rule and the remedy.
     """
-    config = _typed(_composed(read(overrides), RUN))
+    config = _typed(_composed(parse_overrides(overrides), RUN))
     assert isinstance(config, RunConfig)
     return config
 
 
 def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
     """As :func:`compose`, for ``launch/prepare.py``."""
-    config = _typed(_composed(read(overrides, PREPARE), PREPARE), PREPARE)
+    config = _typed(_composed(parse_overrides(overrides, PREPARE), PREPARE), PREPARE)
     assert isinstance(config, PrepareConfig)
     return config
 
 
 def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
     """As :func:`compose`, for ``launch/reshard.py``. Keys that the action does not use are errors too."""
-    parsed = read(overrides, RESHARD)
+    parsed = parse_overrides(overrides, RESHARD)
     config = _typed(_composed(parsed, RESHARD), RESHARD)
     assert isinstance(config, ReshardConfig)
     check_together(config, parsed.overrides)
@@ -60,7 +66,7 @@ def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
 
 def compose_sweep(overrides: Sequence[str]) -> SweepSection:
     """As :func:`compose`, for the keys ``sweep.*`` of a sweep."""
-    config = _typed(_composed(read(overrides, SWEEP), SWEEP), SWEEP)
+    config = _typed(_composed(parse_overrides(overrides, SWEEP), SWEEP), SWEEP)
     assert isinstance(config, SweepConfig)
     return config.sweep
 
@@ -90,7 +96,7 @@ def from_yaml(text: str) -> RunConfig:
         mistakes = [*_interpolations(written), *_unknown(written)]
         if mistakes:
             raise ConfigError(*mistakes)
-        config = OmegaConf.merge(schema(), written)
+        config = OmegaConf.merge(default_config(), written)
     except yaml.YAMLError as error:
         raise _no_yaml(error) from error
     except OmegaConfBaseException as error:
@@ -179,7 +185,7 @@ def _check_required(
 
     Merging a default would hide the ``???``, so the files themselves are searched.
     """
-    defaults = keys.table(root)
+    defaults = keys.keys_by_name(root)
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     problems = []
     for group, choice in config.hydra.runtime.choices.items():
@@ -332,7 +338,7 @@ def _problem_of(error: Exception, root: ConfigRoot = RUN) -> Problem:
         )
     if (
         name
-        and name not in keys.table(root)
+        and name not in keys.keys_by_name(root)
         and name not in keys.sections(root)
         and not keys.is_open(name, root)
     ):

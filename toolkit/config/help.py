@@ -93,7 +93,7 @@ def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Con
         ]
     elif topic == "sweep" and root is RUN:
         parts.append(_section(topic, SWEEP))
-    elif topic in keys.table(root):
+    elif topic in keys.keys_by_name(root):
         parts.append("\n".join(_key(topic, root)))
     if not parts:
         raise ConfigError(unknown_key(topic, f"--help {topic}", groups, root))
@@ -153,14 +153,14 @@ def _comment(folders: Sequence[Path], group: str, option: str) -> tuple[str, str
 def _section(section: str, root: ConfigRoot) -> str:
     """The keys directly in ``section``, without nested sections."""
     lines = [f"  {section}"] if section else []
-    for name, key in keys.table(root).items():
+    for name, key in keys.keys_by_name(root).items():
         if key.section == section:
             lines += _key(name, root)
     return "\n".join(lines) + "\n"
 
 
 def _key(name: str, root: ConfigRoot) -> list[str]:
-    value = _values(root).get(name, keys.table(root)[name].default)
+    value = _values(root).get(name, keys.keys_by_name(root)[name].default)
     return _labelled(f"    {name}={_show(value)}", _descriptions(root)[name], 44)
 
 

@@ -14,7 +14,7 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from toolkit.config.keys import flatten, table
+from toolkit.config.keys import flatten, keys_by_name
 from toolkit.config.schema import RunConfig
 
 SECTIONS = ("model", "data", "optim", "schedule", "train")
@@ -47,7 +47,7 @@ def identity(config: RunConfig) -> str:
     Default values are left out, so that a key added in a later version does not change the identity of older
     runs.
     """
-    keys = table()
+    keys = keys_by_name()
     decisive = {
         name: value
         for name, value in _decisive(config).items()
@@ -85,7 +85,7 @@ def _plain(name: str, value: Any) -> Any:
 
     An int for a key of type float becomes a float, whatever created the configuration.
     """
-    key = table().get(name)
+    key = keys_by_name().get(name)
     if isinstance(value, int) and key is not None and key.kinds == (float,):
         return float(value)
     if isinstance(value, list) and key is not None and key.kinds == (list[float],):

@@ -39,7 +39,7 @@ class ConfigKey:
 
 
 @cache
-def table(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
+def keys_by_name(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
     """Every key of the schema, in order. Keys below ``root.open`` are not part of the schema."""
     found: dict[str, ConfigKey] = {}
     _collect(root.kind, "", found)
@@ -49,7 +49,7 @@ def table(root: ConfigRoot = RUN) -> Mapping[str, ConfigKey]:
 @cache
 def sections(root: ConfigRoot = RUN) -> tuple[str, ...]:
     """Names of all sections: ``train``, ``train.batch_ramp``, ..."""
-    return tuple(dict.fromkeys(key.section for key in table(root).values() if key.section))
+    return tuple(dict.fromkeys(key.section for key in keys_by_name(root).values() if key.section))
 
 
 def _collect(kind: type, prefix: str, found: dict[str, ConfigKey]) -> None:
@@ -95,7 +95,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def nearest(name: str, root: ConfigRoot = RUN) -> str | None:
     """The key or section that ``name`` most likely means; None if no name is similar."""
-    names = [*table(root), *sections(root)]
+    names = [*keys_by_name(root), *sections(root)]
     last = name.rpartition(".")[2]
     same_leaf = [known for known in names if known.rpartition(".")[2] == last]
     if same_leaf:

@@ -145,7 +145,7 @@ def read_sweep(arguments: Sequence[str]) -> SweepArguments:
 
 def _folders(arguments: Sequence[str]) -> tuple[tuple[Path, ...], list[str]]:
     """The folders with groups, and the arguments without options that begin with a dash."""
-    plain, own, problems = overrides.options(arguments)
+    plain, own, problems = overrides.split_options(arguments)
     if problems:
         raise ConfigError(*problems)
     return search.folders(own), plain

@@ -37,13 +37,13 @@ class ParsedOverrides:
     changes: list[str] = field(default_factory=list)
 
 
-def read(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedOverrides:
+def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedOverrides:
     """Check every argument.
 
     Raises:
         ConfigError: with a problem for each invalid argument.
     """
-    plain, own, problems = options(arguments)
+    plain, own, problems = split_options(arguments)
     parsed = ParsedOverrides(search.folders(own))
     checker = _Checker(parsed.search, root)
     for typed in plain:
@@ -72,7 +72,7 @@ def _long(text: str, root: ConfigRoot) -> str:
     return f"{dict(root.short).get(name, name)}={value}" if equals else text
 
 
-def options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
+def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
     """Arguments without options that begin with a dash, the user's configuration folder, and problems."""
     plain: list[str] = []
     problems: list[Problem] = []
@@ -124,7 +124,7 @@ def _for_hydra(override: Override, root: ConfigRoot) -> str:
         return "++" + text.lstrip("+")
     if override.type is OverrideType.ADD and keys.is_open(override.key_or_group, root):
         return "+" + text
-    key = keys.table(root).get(override.key_or_group)
+    key = keys.keys_by_name(root).get(override.key_or_group)
     if key is not None and key.kinds == (str,) and isinstance(override.value(), int | float):
         name, _, value = text.partition("=")
         return f"{name}='{value.strip()}'"
@@ -132,7 +132,7 @@ def _for_hydra(override: Override, root: ConfigRoot) -> str:
 
 
 @cache
-def schema(root: ConfigRoot = RUN) -> DictConfig:
+def default_config(root: ConfigRoot = RUN) -> DictConfig:
     """The schema with its defaults as an OmegaConf object. Callers must copy it before they modify it."""
     return OmegaConf.structured(root.kind)
 
@@ -221,7 +221,7 @@ class _Checker:
 
     def _key(self, override: Override) -> Iterator[Problem]:
         name, text = override.key_or_group, override.input_line or ""
-        known = keys.table(self.root).get(name)
+        known = keys.keys_by_name(self.root).get(name)
         if known is None and name not in keys.sections(self.root):
             yield unknown_key(name, text, self.groups, self.root)
         elif override.type is OverrideType.DEL:
@@ -247,12 +247,12 @@ class _Checker:
         """Assign the value to a default section, which checks its type."""
         name, text = override.key_or_group, override.input_line or ""
         section, _, inside = name.partition(".")
-        config = schema(self.root)[section].copy() if inside else schema(self.root).copy()
+        config = default_config(self.root)[section].copy() if inside else default_config(self.root).copy()
         try:
             OmegaConf.update(config, inside or name, override.value(), force_add=False)
         except OmegaConfBaseException as error:
             full_key = getattr(error, "full_key", None) or name
-            yield wrong_value(full_key if full_key in keys.table(self.root) else name, text, self.root)
+            yield wrong_value(full_key if full_key in keys.keys_by_name(self.root) else name, text, self.root)
 
 
 def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
@@ -286,9 +286,9 @@ def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -
 def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRoot = RUN) -> Problem:
     """The problem of an unknown key, with a suggestion."""
     above = name.rpartition(".")[0]
-    while above and above not in keys.table(root) and above not in keys.sections(root):
+    while above and above not in keys.keys_by_name(root) and above not in keys.sections(root):
         above = above.rpartition(".")[0]
-    if above in keys.table(root):
+    if above in keys.keys_by_name(root):
         return Problem(name, seen, f"{above} is a value and has no keys", f"write {above}=VALUE")
     near = keys.nearest(name, root)
     if near is None and "." not in name:
@@ -311,13 +311,13 @@ def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRo
 
 def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
     """The problem of a value that the type of ``name`` does not accept."""
-    key = keys.table(root).get(name)
+    key = keys.keys_by_name(root).get(name)
     if key is None and keys.is_open(name, root):
         return Problem(
             name, seen, "a setting below an open key is a value or {a: 1, ...}", f"write +{name}=VALUE"
         )
     if key is None:
-        inside = [known for known in keys.table(root) if known.startswith(name + ".")]
+        inside = [known for known in keys.keys_by_name(root) if known.startswith(name + ".")]
         return Problem(
             name, seen, f"{name} is a section, not a value", f"set its keys: {', '.join(inside[:4])}, ..."
         )

@@ -17,7 +17,7 @@ def build_engine(
 ) -> Engine:
     """Build the engine with uninitialized weights. Collective.
 
-    Call ``engine.load(reader)`` next, with :func:`first_weights` or a checkpoint.
+    Call ``engine.load(reader)`` next, with :func:`open_initial_weights` or a checkpoint.
 
     Args:
         recorder: receives the time that each part of a step takes.
@@ -31,7 +31,7 @@ def build_engine(
     return ENGINES[plan.config.engine.name](plan, objective, rank, local_rank, recorder)
 
 
-def first_weights(plan: RunPlan) -> StateReader:
+def open_initial_weights(plan: RunPlan) -> StateReader:
     """Open the weights that a new run starts from: ``model.pretrained``, or random ones.
 
     Raises:

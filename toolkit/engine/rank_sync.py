@@ -32,13 +32,15 @@ class StepConsensus:
     """
 
     stop: bool = False  # some rank received a request to stop
-    save: bool = False  # a checkpoint is due by rank 0's clock
-    no_time: bool = False  # a stopping rank has less time left than a save takes: ``train/save_deadline.py``
+    save_due: bool = False  # a checkpoint is due by rank 0's clock
+    # a stopping rank has less time left than a save takes: ``train/save_deadline.py``
+    too_late_to_save: bool = False
     data_seconds: float = 0.0  # time spent waiting for samples
-    ledger: int = 0  # the number of steps that each rank sends to the ledger now: ``observe/ledger.py``
+    ledger_steps: int = 0  # the number of steps that each rank sends to the ledger now: ``observe/ledger.py``
     gc_seconds: float = 0.0  # time spent in garbage collection since the step before
     nonfinite: bool = False  # the loss or the gradient norm is infinite or NaN: ``StepResult.nonfinite``
-    bad_weights: bool = False  # the state of some rank is not finite; checked only if ``nonfinite`` is true
+    # the state of some rank is not finite; checked only if ``nonfinite`` is true
+    nonfinite_state: bool = False
     host_bytes: int = 0  # memory of a process: ``observe/process_stats.py``
     device_bytes: int = 0  # memory that tensors occupy on a device; 0 on CPU
 

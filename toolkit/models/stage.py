@@ -13,7 +13,7 @@ from torch import nn
 
 from toolkit.families import get_family
 from toolkit.models.build import build_model
-from toolkit.plan.stages import split
+from toolkit.plan.pipeline_stages import split_into_stages
 from toolkit.plan.types import RunPlan
 
 
@@ -42,9 +42,9 @@ def build_stage(plan: RunPlan, device: torch.device | str, stage: int) -> StageM
     assert plan.shape is not None, "a model of a family"
     model: Any = build_model(plan, device, meta=True)
     count = plan.axes.pipeline
-    layers = split(plan.parameters, count, get_family(plan.shape.family).tied_weights(plan.shape).values())[
-        stage
-    ].layers
+    layers = split_into_stages(
+        plan.parameters, count, get_family(plan.shape.family).tied_weights(plan.shape).values()
+    )[stage].layers
     before, blocks, after = _split_module_names(model, plan.shape.num_hidden_layers)
     for number in range(len(blocks)):
         if number not in layers:

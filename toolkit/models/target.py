@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
-from toolkit.plan.target import check_target
+from toolkit.plan.model_target import check_model_target
 
 TARGET_RULE = "model.target is a class derived from torch.nn.Module, or a function annotated to return one"
 
@@ -78,7 +78,7 @@ def _import_factory(model: ModelConfig) -> Callable[..., nn.Module]:
     """
     assert model.target is not None, "the plan is of model.target"
     path, _, name = model.target.rpartition(".")
-    check_target(model)
+    check_model_target(model)
     found = importlib.import_module(path)
     factory = getattr(found, name, None)
     if not isinstance(factory, type) and not inspect.isfunction(factory):

@@ -98,8 +98,8 @@ class LedgerHook(Hook):
 
     def on_step(self, completed: CompletedStep) -> None:
         self._step = completed.step
-        if completed.consensus.ledger:
-            self._request(completed.consensus.ledger)
+        if completed.consensus.ledger_steps:
+            self._request(completed.consensus.ledger_steps)
 
     def on_end(self, step: int) -> None:
         """Gather the last steps. All ranks end after the same step, so this needs no exchange."""

@@ -32,7 +32,7 @@ class MetricsLogger(Hook):
     Args:
         consumed: returns the samples and epochs of each source after a step. Rows include epochs if there
             are several sources.
-        clock: must be the clock of ``course``.
+        clock: must be the clock of ``run_timer``.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class MetricsLogger(Hook):
         plan: RunPlan,
         sink: Sink,
         consumed: Callable[[int], SamplesConsumed],
-        course: RunTimer,
+        run_timer: RunTimer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._sink, self._consumed = plan, sink, consumed
-        self._course, self._clock = course, clock
+        self._run_timer, self._clock = run_timer, clock
         self._loss_scaling = plan.config.precision.name is Precision.fp16
         self._throughput = Throughput.from_plan(plan)
 
@@ -67,14 +67,14 @@ class MetricsLogger(Hook):
                 computed=samples * plan.units_per_sample,
                 seconds=completed.seconds,
             ),
-            **self._course.row(step=completed.step, seconds=completed.seconds, now=self._clock()),
+            **self._run_timer.row(step=completed.step, seconds=completed.seconds, now=self._clock()),
         }
         if plan.world.device is Device.CUDA:
             row["device_bytes"] = consensus.device_bytes
         if self._loss_scaling:
             row |= {"skipped": result.skipped, "loss_scale": result.loss_scale}
         if consensus.nonfinite:
-            row |= {"skipped": result.skipped, "weights_finite": not consensus.bad_weights}
+            row |= {"skipped": result.skipped, "weights_finite": not consensus.nonfinite_state}
         consumed = self._consumed(completed.step)
         if len(consumed) > 1:
             row |= {f"epochs/{name}": epochs for name, (_, epochs) in consumed.items()}

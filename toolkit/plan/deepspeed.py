@@ -34,7 +34,7 @@ TENSOR_SPECS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
+def build_settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[int]) -> dict[str, Any]:
     """The dictionary for ``deepspeed.initialize``.
 
     ``sizes`` are the elements of each parameter; empty for ``model.target``.
@@ -45,12 +45,12 @@ def settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Sequence[
     )
 
 
-def cut_by_tensor(name: str) -> bool:
+def is_tensor_parallel(name: str) -> bool:
     """Whether AutoTP cuts the weight of this canonical name."""
-    return tensor_dim(name) is not None
+    return tensor_parallel_dim(name) is not None
 
 
-def tensor_dim(name: str) -> int | None:
+def tensor_parallel_dim(name: str) -> int | None:
     """Return the dim along which AutoTP cuts the parameter of this canonical name.
 
     None means that every tensor rank has the whole parameter. A bias is cut with the output of its layer.
@@ -70,7 +70,7 @@ def tensor_dim(name: str) -> int | None:
     return 0 if kind == "column" else None
 
 
-def kernel(config: RunConfig, world: World) -> OptimizerKernel:
+def optimizer_kernel(config: RunConfig, world: World) -> OptimizerKernel:
     """The AdamW implementation of the run.
 
     With states offloaded to the CPU of a GPU machine, DeepSpeed's vectorised CPU Adam (compiled on first use)
@@ -135,7 +135,7 @@ def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any
         "gradient_accumulation_steps": batch.global_batch // (batch.micro_batch * batch.data_parallel),
         "gradient_clipping": float(config.optim.clip),  # DeepSpeed's own default is 1.0
         "steps_per_print": NEVER,
-        "optimizer": _optimizer(config.optim, kernel(config, world)),
+        "optimizer": _optimizer(config.optim, optimizer_kernel(config, world)),
         "zero_optimization": _zero(config, world),
         "zero_allow_untested_optimizer": config.optim.name is OptimizerName.sgd,
         "zero_force_ds_cpu_optimizer": False,  # a torch optimizer may be offloaded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.config import vendor
+from toolkit.config import engine_keys
 from toolkit.config.identity import identity
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
@@ -32,16 +32,16 @@ def make_plan(config: RunConfig, world: World) -> RunPlan:
     parameters = family.parameters(shape) if family is not None and shape is not None else ()
     axes = _axes(config, world, problems)
     batch = _batch(config, axes, problems)
-    engine_problems = vendor.problems(config)
-    usable = vendor.without_wrong_keys(config, engine_problems)
+    engine_problems = engine_keys.problems(config)
+    usable = engine_keys.without_wrong_keys(config, engine_problems)
     deepspeed_settings = megatron_settings = memory = None
     if batch is not None:
         if config.engine.name is EngineName.deepspeed:
             sizes = _sizes(shape, parameters, axes)
-            deepspeed_settings = deepspeed.settings(usable, world, batch, sizes)
+            deepspeed_settings = deepspeed.build_settings(usable, world, batch, sizes)
         if shape is not None and axes is not None:
             if config.engine.name is EngineName.megatron:
-                megatron_settings = megatron.settings(usable, world, axes, shape)
+                megatron_settings = megatron.build_settings(usable, world, axes, shape)
             memory = plan_memory(usable, shape, parameters, axes, batch, world.device, deepspeed_settings)
     problems += rules.check(
         RuleContext(

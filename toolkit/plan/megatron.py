@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.config.engine_keys_megatron import megatron_keys
 from toolkit.config.schema import OptimizerName, Precision, RunConfig
-from toolkit.config.vendor_megatron import megatron_keys
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.layout.axes import Axes
@@ -22,7 +22,9 @@ DTYPES = {Precision.fp32: "float32", Precision.bf16: "bfloat16", Precision.fp16:
 GPT_MODEL_ARGUMENTS = ("position_embedding_type", "rotary_base")
 
 
-def settings(config: RunConfig, world: World, axes: Axes, shape: ModelShape) -> dict[str, dict[str, Any]]:
+def build_settings(
+    config: RunConfig, world: World, axes: Axes, shape: ModelShape
+) -> dict[str, dict[str, Any]]:
     """Sections ``transformer``, ``ddp``, ``optimizer`` (fields of TransformerConfig,
     DistributedDataParallelConfig and OptimizerConfig) and ``model`` (arguments of GPTModel).
     """

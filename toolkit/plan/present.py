@@ -53,7 +53,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def table(plan: RunPlan) -> RenderableType:
+def format_plan(plan: RunPlan) -> RenderableType:
     """The plan as tables for the terminal."""
     from rich.console import Group
     from rich.json import JSON

@@ -3,7 +3,7 @@
 tensor     rows of q, k, v, gate, up and of an untied output layer, and columns of o and down, as
 plan/deepspeed.py
            configures AutoTP; all other parameters are replicated
-pipeline   the stages of plan/stages.py
+pipeline   the stages of plan/pipeline_stages.py
 expert     some experts of each layer: a slice of the first dim of the fused tensors
 context    all parameters
 """
@@ -16,8 +16,8 @@ from dataclasses import replace
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
-from toolkit.plan import stages
-from toolkit.plan.deepspeed import tensor_dim
+from toolkit.plan import pipeline_stages
+from toolkit.plan.deepspeed import tensor_parallel_dim
 
 
 def rank_parameters(
@@ -30,7 +30,7 @@ def rank_parameters(
     if axes.pipeline == 1 or shape.num_hidden_layers < axes.pipeline:
         found = [(shape.num_hidden_layers, tuple(parameters))]
     else:
-        split = stages.split(
+        split = pipeline_stages.split_into_stages(
             parameters, axes.pipeline, set(get_family(shape.family).tied_weights(shape).values())
         )
         found = [(len(stage.layers), stage.parameters) for stage in split]
@@ -44,7 +44,7 @@ def is_expert_parameter(spec: ParameterSpec) -> bool:
 def _on_a_rank(spec: ParameterSpec, axes: Axes) -> ParameterSpec:
     if axes.expert > 1 and is_expert_parameter(spec):
         return _divided(spec, 0, axes.expert)
-    if axes.tensor > 1 and (dim := tensor_dim(spec.name)) is not None:
+    if axes.tensor > 1 and (dim := tensor_parallel_dim(spec.name)) is not None:
         return _divided(spec, dim, axes.tensor)
     return spec
 

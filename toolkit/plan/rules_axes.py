@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.config.schema import EngineName, OffloadDevice, OptimizerName
 from toolkit.errors import Problem
-from toolkit.plan.deepspeed import cut_by_tensor
+from toolkit.plan.deepspeed import is_tensor_parallel
 from toolkit.plan.rule_context import Rule, RuleContext, refuse
 
 ZERO = "engine.deepspeed.zero_optimization"
@@ -105,7 +105,7 @@ def tensor_limits(ctx: RuleContext) -> Iterator[Problem]:
         (
             spec.name
             for spec in ctx.parameters
-            if spec.layer is not None and spec.decays and not cut_by_tensor(spec.name)
+            if spec.layer is not None and spec.decays and not is_tensor_parallel(spec.name)
         ),
         None,
     )

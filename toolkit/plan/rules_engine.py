@@ -141,7 +141,7 @@ def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
 
 
 # -- DeepSpeed keys of the user that silently change the run or have no effect, depending on the run. Keys
-# that are wrong in every run are refused by config/vendor.py.
+# that are wrong in every run are refused by config/engine_keys.py.
 
 Condition = Callable[[Any, RuleContext], bool]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from toolkit.config.engine_keys import show
+from toolkit.config.engine_keys_megatron import GPU_ONLY, TRANSFORMER_ENGINE
 from toolkit.config.schema import OptimizerKernel, OptimizerName
-from toolkit.config.vendor import show
-from toolkit.config.vendor_megatron import GPU_ONLY, TRANSFORMER_ENGINE
 from toolkit.config.vendors.installed import MEGATRON
 from toolkit.errors import Problem
 from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn

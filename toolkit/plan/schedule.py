@@ -10,7 +10,7 @@ from toolkit.plan.types import RunPlan
 
 def learning_rate(plan: RunPlan, step: int) -> float:
     """The learning rate of optimizer step ``step``; the first step is 0."""
-    return rate(plan.config, step)
+    return scheduled_rate(plan.config, step)
 
 
 def peak_rate(optim: OptimConfig, global_batch: int) -> float:
@@ -33,7 +33,7 @@ def decay_span(schedule: ScheduleConfig, steps: int) -> tuple[int, int]:
     return schedule.warmup, schedule.decay if schedule.decay is not None else max(1, steps - schedule.warmup)
 
 
-def rate(config: RunConfig, step: int) -> float:
+def scheduled_rate(config: RunConfig, step: int) -> float:
     """Warm-up by ``(step + 1) / warmup`` to the peak, then the schedule down to ``min_lr``.
 
     A run with more ``train.steps`` follows the new curve after it resumes, unless ``schedule.decay`` is set.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Problem, Severity
-from toolkit.plan.schedule import decay_span, rate
+from toolkit.plan.schedule import decay_span, scheduled_rate
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import SourceKind, find_run_directory, resolve_source
@@ -78,7 +78,7 @@ def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Prob
         step, lr: Of the last row; ``step`` counts from 1.
         run: The run's directory.
     """
-    now = rate(config, step - 1)
+    now = scheduled_rate(config, step - 1)
     if math.isclose(lr, now, rel_tol=1e-6, abs_tol=1e-12):
         return None
     schedule = config.schedule

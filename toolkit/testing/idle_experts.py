@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from toolkit.checkpoint.shard import Shard, StateReader, TensorInfo, TensorKey
-from toolkit.engine.build import first_weights
+from toolkit.engine.build import open_initial_weights
 from toolkit.plan.types import RunPlan
 
 COORDINATE = 0
@@ -21,15 +21,15 @@ CONSTANT = 0.2  # ten times the standard deviation of the embedding's other elem
 BIAS = 1.0  # the normalized COORDINATE is about 6, so logits of chosen and idle experts are about 12 apart
 
 
-def biased_first_weights(plan: RunPlan) -> StateReader:
+def open_biased_initial_weights(plan: RunPlan) -> StateReader:
     """The first weights of ``plan``, whose model has experts, with biased embedding and routers.
 
     Raises:
-        InputError, CheckpointError: as ``first_weights``.
+        InputError, CheckpointError: as ``open_initial_weights``.
     """
     assert plan.shape is not None, "cells are of families"
     assert plan.shape.num_local_experts > plan.shape.num_experts_per_tok, "there are experts to leave idle"
-    return _BiasedReader(first_weights(plan), plan.shape.num_experts_per_tok)
+    return _BiasedReader(open_initial_weights(plan), plan.shape.num_experts_per_tok)
 
 
 class _BiasedReader:

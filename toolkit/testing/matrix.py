@@ -15,12 +15,12 @@ from typing import Any
 
 from toolkit.config.data import DocumentMasking
 from toolkit.config.schema import EngineName, OptimizerName
-from toolkit.engine.build import first_weights
+from toolkit.engine.build import open_initial_weights
 from toolkit.errors import InputError, Problem
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.testing.idle_experts import biased_first_weights
-from toolkit.testing.measure import Differences, FirstWeights
+from toolkit.testing.idle_experts import open_biased_initial_weights
+from toolkit.testing.measure import Differences, OpenInitialWeights
 from toolkit.testing.tiny import GLOBAL_BATCH, VOCABULARY, tiny_config
 
 TOLERANCE = Differences(loss=1e-5, norm=1e-4, gradient=1e-5, weight=1e-5, evaluation=1e-5)
@@ -163,8 +163,8 @@ class Cell:
         return tuple(OptimizerCase) if self.eps == EPS else (OptimizerCase.ADAM,)
 
     @property
-    def first_weights(self) -> FirstWeights:
-        return biased_first_weights if self.idle else first_weights
+    def open_initial_weights(self) -> OpenInitialWeights:
+        return open_biased_initial_weights if self.idle else open_initial_weights
 
     @property
     def allowed(self) -> Differences:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from toolkit.checkpoint.shard import StateReader
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepSettings
 from toolkit.plan.types import RunPlan
 from toolkit.testing.parity import STEPS, Batches, RunTrace, gather_weights, rank_samples, train_steps
@@ -23,7 +23,7 @@ from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import NextToken, text_task
 
 GRADIENT_LR = 2.0**20
-FirstWeights = Callable[[RunPlan], StateReader]
+OpenInitialWeights = Callable[[RunPlan], StateReader]
 EVALUATION_STEP = 1000  # its global batch is held out, since no run trains that long
 
 
@@ -100,7 +100,7 @@ def measure(
     steps: int = STEPS,
     gradients: bool = False,
     gaps: bool = False,
-    first: FirstWeights = first_weights,
+    first: OpenInitialWeights = open_initial_weights,
     task: Objective | None = None,
     batches: Batches = micro_batches,
 ) -> Measured:
@@ -139,7 +139,7 @@ def first_gradients(
     plan: RunPlan,
     rank: int,
     batches: Batches = micro_batches,
-    first: FirstWeights = first_weights,
+    first: OpenInitialWeights = open_initial_weights,
 ) -> dict[str, torch.Tensor]:
     """The whole gradients of the first step, on rank 0. Leaves unusable weights: load again. Collective."""
     optim = plan.config.optim

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, TensorKey
-from toolkit.engine.build import build_engine, first_weights
+from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepResult, StepSettings
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
@@ -83,7 +83,7 @@ def run_trace(
 ) -> RunTrace:
     """Train from the first weights. Collective."""
     engine = build_engine(plan, task or text_task(plan), rank=rank, local_rank=rank)
-    engine.load(first_weights(plan))
+    engine.load(open_initial_weights(plan))
     results = train_steps(engine, plan, range(steps), rank=rank, batches=batches)
     weights = gather_weights(engine, plan, rank)
     engine.close()

@@ -28,7 +28,7 @@ from toolkit.plan.types import Device
 from toolkit.progress import Progress
 from toolkit.testing.dist import RankPool, RanksFailed
 from toolkit.testing.matrix import Cell, OptimizerCase
-from toolkit.testing.measure import Differences, FirstWeights, Measured, measure
+from toolkit.testing.measure import Differences, Measured, OpenInitialWeights, measure
 from toolkit.testing.parity import REQUIRED_FALL, STEPS
 
 SECONDS = 300.0  # the time limit of a cell; the first on a GPU compiles and loads kernels
@@ -162,7 +162,7 @@ def measure_cell(
         steps,
         case is OptimizerCase.SGD,
         watched,
-        cell.first_weights,
+        cell.open_initial_weights,
         ranks=cell.ranks,
         timeout=SECONDS,
     )[0]
@@ -170,7 +170,7 @@ def measure_cell(
 
 
 def measure_on_rank(
-    rank: int, ranks: int, plan: Any, steps: int, gradients: bool, gaps: bool, first: FirstWeights
+    rank: int, ranks: int, plan: Any, steps: int, gradients: bool, gaps: bool, first: OpenInitialWeights
 ) -> Measured:
     return measure(rank, ranks, plan, steps=steps, gradients=gradients, gaps=gaps, first=first)
 

@@ -66,7 +66,7 @@ class TrainingHooks:
     """
 
     all: Hooks
-    course: RunTimer
+    run_timer: RunTimer
     checkpoints: Checkpoints
     save_timer: SaveTimer
     deadline: SaveDeadline
@@ -98,10 +98,10 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     save_timer = SaveTimer(parse_cadence(plan.config.checkpoint.every).seconds)
     goodput = GoodputTracker(directory.attempt_folder(attempt), earlier) if rank == 0 else None
     observers: list[SaveObserver] = [deadline] if goodput is None else [goodput, deadline]
-    course = RunTimer(plan, spent_before(directory) if rank == 0 else TimeSpent(), started)
+    run_timer = RunTimer(plan, spent_before(directory) if rank == 0 else TimeSpent(), started)
 
     hooks = Hooks(
-        MetricsLogger(plan, monitor.sink, data.stream.consumed, course),
+        MetricsLogger(plan, monitor.sink, data.stream.consumed, run_timer),
         *monitor.build_hooks(training.engine),
         recorder=monitor.recorder,
     )
@@ -136,7 +136,7 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
             plot_loss(directory.path, data.unigram(), plan.per)
 
         hooks.add(PlotWriter(draw))
-    return TrainingHooks(hooks, course, checkpoints, save_timer, deadline, goodput, status)
+    return TrainingHooks(hooks, run_timer, checkpoints, save_timer, deadline, goodput, status)
 
 
 def _build_evaluation(training: Training, hooks: Hooks) -> Evaluation:
@@ -167,11 +167,11 @@ def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float,
         process = monitor.process_stats.sample(engine.device)
         own = StepConsensus(
             stop=training.stop() is not None,
-            no_time=hooks.deadline.too_late(training.seconds_left()),
-            save=context.rank == 0 and hooks.save_timer.due(),
+            too_late_to_save=hooks.deadline.too_late(training.seconds_left()),
+            save_due=context.rank == 0 and hooks.save_timer.due(),
             nonfinite=result.nonfinite,
             data_seconds=data_seconds,
-            ledger=monitor.ledger_steps_due(),
+            ledger_steps=monitor.ledger_steps_due(),
             gc_seconds=process.gc_seconds,
             host_bytes=process.host_bytes,
             device_bytes=process.device_bytes,
@@ -180,7 +180,7 @@ def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float,
         if not consensus.nonfinite:
             return consensus
         finite = finite_on_all_ranks(engine.shards(), context.all_reduce_flags)
-        return replace(consensus, bad_weights=not finite)
+        return replace(consensus, nonfinite_state=not finite)
 
     return sync
 

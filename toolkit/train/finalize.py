@@ -47,7 +47,7 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
         return
     context, step = training.context, training.state.step
     plan, directory = context.plan, context.directory
-    elapsed = hooks.course.format_spent(time.monotonic())
+    elapsed = hooks.run_timer.format_spent(time.monotonic())
     unsaved = hooks.checkpoints.gave_up or outcome.diverged is not None
     saved_step = (directory.saved_step() or 0) if unsaved else None
     goodput = hooks.goodput.goodput(saved_step)

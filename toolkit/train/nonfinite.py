@@ -67,7 +67,7 @@ class StopOnNonfinite(Hook):
         raise Diverged(
             f"step {completed.step}: {what} is not finite (loss {result.loss:g}, gradient norm "
             f"{result.grad_norm:g})",
-            weights_finite=not completed.consensus.bad_weights,
+            weights_finite=not completed.consensus.nonfinite_state,
         )
 
 

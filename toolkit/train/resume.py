@@ -12,7 +12,7 @@ from toolkit.checkpoint.directory import find_checkpoint, make_newest, set_aside
 from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint_folder import newest_checkpoint
 from toolkit.data.registry import SampleStream
-from toolkit.engine.build import first_weights
+from toolkit.engine.build import open_initial_weights
 from toolkit.plan.types import BatchPlan, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import SourceKind, resolve_source
@@ -77,7 +77,7 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
             if pretrained is None
             else f"the weights of {pretrained}"
         )
-        return ResumePoint(first_weights(plan), TrainState(), None, description, plan.batch)
+        return ResumePoint(open_initial_weights(plan), TrainState(), None, description, plan.batch)
     checkpoint = find_checkpoint(source.path) or source.path
     reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
     restored, batch = state.restore(plan, reader, source.kind, checkpoint)

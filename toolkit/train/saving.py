@@ -80,13 +80,13 @@ class Checkpoints(Hook):
         step, consensus, last = completed.step, completed.consensus, completed.last
         if self._pending is not None and self._pending.done():
             self._finish_pending()
-        if consensus.stop and consensus.no_time and not last:
+        if consensus.stop and consensus.too_late_to_save and not last:
             self.gave_up = True
             return
         checkpoint = self._plan.config.checkpoint
         by_steps = self._every_steps is not None and step % self._every_steps == 0
         at_end = last and (checkpoint.at_end or checkpoint.export)
-        if by_steps or at_end or consensus.save or consensus.stop:
+        if by_steps or at_end or consensus.save_due or consensus.stop:
             self._save(step, last=last or consensus.stop)
 
     def on_end(self, step: int) -> None:

@@ -81,11 +81,11 @@ def target_from_overrides(
 
 def _planned(config: RunConfig, world: World) -> DoctorTarget:
     from toolkit.plan import make_plan
-    from toolkit.plan.target import check_target
+    from toolkit.plan.model_target import check_model_target
 
     try:
         plan = make_plan(config, world)
-        check_target(config.model)
+        check_model_target(config.model)
     except UserError as error:
         return DoctorTarget(config, world, None, error.problems)
     return DoctorTarget(config, world, plan, plan.warnings)

@@ -106,15 +106,15 @@ def _make_point(combination: Sequence[str], words: SweepArguments, folder: Path)
 
 def _check_overrides(points: Sequence[SweepPoint], options: Sequence[str]) -> None:
     """Parse each distinct override once."""
-    from toolkit.config.overrides import read
+    from toolkit.config.overrides import parse_overrides
 
     words = dict.fromkeys(word for point in points for word in point.words if word not in options)
-    read([*options, *words])
+    parse_overrides([*options, *words])
 
 
 def _plan_point(point: SweepPoint, machine: MachineInfo, script: Path) -> SweepPoint:
     from toolkit.config.compose import compose
-    from toolkit.plan.target import check_target
+    from toolkit.plan.model_target import check_model_target
 
     try:
         config = compose(point.words)
@@ -123,7 +123,7 @@ def _plan_point(point: SweepPoint, machine: MachineInfo, script: Path) -> SweepP
         if here:
             check_startable(config.cluster, Launch(), seen)
         plan = plan_job(config, seen)
-        check_target(plan.config.model)
+        check_model_target(plan.config.model)
         if not here:
             backends.get_backend(config.cluster.where).render(
                 create_job(plan, script)

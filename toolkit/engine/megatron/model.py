@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from toolkit.config.data import DocumentMasking
-from toolkit.config.vendor import show
-from toolkit.config.vendor_megatron import TRANSFORMER_ENGINE
+from toolkit.config.engine_keys import show
+from toolkit.config.engine_keys_megatron import TRANSFORMER_ENGINE
 from toolkit.engine.megatron.attention import TorchAttention, TorchNorm
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.types import Device, RunPlan

@@ -44,7 +44,7 @@ from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.config.reshard import TargetConfig
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
-from toolkit.plan.deepspeed import tensor_dim
+from toolkit.plan.deepspeed import tensor_parallel_dim
 
 NAME = "deepspeed"
 SCHEDULER = (
@@ -208,7 +208,7 @@ def _tensor_problems(shape: ModelShape, ranks: int) -> Iterator[Problem]:
             "write a divisor of their number",
         )
     for spec in families.get_family(shape.family).parameters(shape):
-        dim = tensor_dim(spec.name)
+        dim = tensor_parallel_dim(spec.name)
         if dim is None and spec.layer is not None and spec.decays:
             yield Problem(
                 "target.parallel.tensor",

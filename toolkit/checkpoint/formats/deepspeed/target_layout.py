@@ -6,7 +6,7 @@ stage. Its number is ``mp_rank`` in file names. *ZeRO's ranks* share the same pa
 split over ZeRO's ranks.
 
 Sources: ``toolkit/engine/optimizers.py`` (groups), ``toolkit/plan/deepspeed.py`` (what AutoTP cuts),
-``toolkit/plan/stages.py``; ``geometry.py`` has DeepSpeed's placement of elements. Imports no torch.
+``toolkit/plan/pipeline_stages.py``; ``geometry.py`` has DeepSpeed's placement of elements. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from toolkit.checkpoint.formats.deepspeed.geometry import (
 from toolkit.checkpoint.shard import Box
 from toolkit.config.reshard import TargetParallelConfig
 from toolkit.families.base import ModelShape, ParameterSpec
-from toolkit.plan.deepspeed import tensor_dim
-from toolkit.plan.stages import split
+from toolkit.plan.deepspeed import tensor_parallel_dim
+from toolkit.plan.pipeline_stages import split_into_stages
 
 DEFAULT_SUB_GROUP_SIZE = 10**9  # elements per rank: DeepSpeed's default zero_optimization.sub_group_size
 
@@ -87,7 +87,7 @@ def build_model_ranks(shape: ModelShape, parallel: TargetParallelConfig) -> tupl
     if parallel.pipeline > 1:
         return tuple(
             _pipeline_rank(number, stage.parameters, tied, parallel.pipeline)
-            for number, stage in enumerate(split(parameters, parallel.pipeline, tied.values()))
+            for number, stage in enumerate(split_into_stages(parameters, parallel.pipeline, tied.values()))
         )
     return tuple(_tensor_rank(number, parameters, tied, parallel.tensor) for number in range(parallel.tensor))
 
@@ -103,7 +103,7 @@ def _tensor_rank(
 
 
 def _cut(spec: ParameterSpec, rank: int, ranks: int) -> Box:
-    dim = tensor_dim(spec.name)
+    dim = tensor_parallel_dim(spec.name)
     if dim is None or ranks == 1:
         return Box.whole(spec.shape)
     assert spec.shape[dim] % ranks == 0, f"{spec.name} {spec.shape} on {ranks} tensor ranks"

@@ -40,7 +40,7 @@ from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.config.reshard import TargetConfig
 from toolkit.errors import CheckpointError
 from toolkit.families.base import ParameterSpec
-from toolkit.plan.deepspeed import tensor_dim
+from toolkit.plan.deepspeed import tensor_parallel_dim
 
 NAME = "universal"
 NOTES = (
@@ -83,7 +83,10 @@ def lay_out(source: CheckpointSource, config: TargetConfig) -> CheckpointTarget:
     for key, info in tensors.items():
         storage = Storage("0", "float32", Box.whole(info.shape).numel)
         name = f"{folder}/zero/{key.name}/{'fp32' if key.state in (WEIGHT, MASTER) else key.state}.pt"
-        content = {"param": StoredTensor.whole(storage, info.shape), "cat_dim": tensor_dim(key.name) or 0}
+        content = {
+            "param": StoredTensor.whole(storage, info.shape),
+            "cat_dim": tensor_parallel_dim(key.name) or 0,
+        }
         layout = torch_zip.lay_out(name, content, [storage])
         begin = layout.storages["0"]
         files.append(layout.file)

@@ -23,7 +23,7 @@ class PipelineStage:
     parameters: tuple[ParameterSpec, ...]
 
 
-def split(
+def split_into_stages(
     parameters: Sequence[ParameterSpec], count: int, tied: Collection[str]
 ) -> tuple[PipelineStage, ...]:
     """The stages of a model with ``parameters`` in ``state_dict`` order.

@@ -1,6 +1,6 @@
 """The schemas of the engines' keys against the engines, which only this module imports.
 
-pytest tests/config/test_vendor.py
+pytest tests/config/test_engine_keys.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.config import keys, vendor, vendor_megatron
+from toolkit.config import engine_keys, engine_keys_megatron, keys
 from toolkit.config.compose import compose
 from toolkit.config.keys import flatten
 from toolkit.config.vendors import generate, installed
@@ -80,18 +80,18 @@ def test_another_version_uses_the_newest_schema_and_errors_name_both(
     for version, name in (("0.9.10", "old"), ("0.19.8", "stable"), ("0.20.0", "fast")):
         (tmp_path / f"deepspeed-{version}.json").write_text(json.dumps({"fields": {name: {}}}))
     monkeypatch.setattr(installed, "version", lambda _: "0.19.8")
-    assert not vendor.problems(compose(["+engine.deepspeed.stable=1"]))
-    assert "0.19.8" not in vendor.problems(compose(["+engine.deepspeed.fastt=1"]))[0].remedy
+    assert not engine_keys.problems(compose(["+engine.deepspeed.stable=1"]))
+    assert "0.19.8" not in engine_keys.problems(compose(["+engine.deepspeed.fastt=1"]))[0].remedy
     monkeypatch.setattr(installed, "version", lambda _: "0.20.1")
-    assert not vendor.problems(compose(["+engine.deepspeed.fast=1"]))
-    (problem,) = vendor.problems(compose(["+engine.deepspeed.fastt=1"]))
+    assert not engine_keys.problems(compose(["+engine.deepspeed.fast=1"]))
+    (problem,) = engine_keys.problems(compose(["+engine.deepspeed.fastt=1"]))
     assert "did you mean +engine.deepspeed.fast?" in problem.remedy
     assert "deepspeed 0.20.1 is installed, and keys are checked against 0.20.0" in problem.remedy
 
 
 def test_keys_are_refused_if_the_engine_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
-    (problem,) = vendor.problems(compose(["+engine.deepspeed.dump_state=true"]))
+    (problem,) = engine_keys.problems(compose(["+engine.deepspeed.dump_state=true"]))
     assert problem.remedy == "install it: pip install deepspeed"
 
 
@@ -230,8 +230,8 @@ def assert_in_schema(path: str) -> None:
 
 
 def test_unknown_deepspeed_keys_are_refused() -> None:
-    assert vendor.problems(compose(["+engine.deepspeed.no_such_key=1"]))
-    assert not vendor.problems(
+    assert engine_keys.problems(compose(["+engine.deepspeed.no_such_key=1"]))
+    assert not engine_keys.problems(
         compose(
             [
                 "+engine.deepspeed.zero_optimization.overlap_comm=null",
@@ -276,17 +276,17 @@ def test_keys_that_the_plan_overwrites_are_refused(overrides: list[str]) -> None
     """No value that the user wrote is replaced silently."""
     for world in WORLDS:
         config = compose(overrides)
-        derived = flatten(plan_deepspeed.settings(config, world, plan_batch(config, 2), [64]))
+        derived = flatten(plan_deepspeed.build_settings(config, world, plan_batch(config, 2), [64]))
         for name, value in derived.items():
             written: Any = "mine"
             for part in reversed(name.split(".")):
                 written = {part: written}
             config.engine.deepspeed = written
             kept = (
-                flatten(plan_deepspeed.settings(config, world, plan_batch(config, 2), [64])).get(name)
+                flatten(plan_deepspeed.build_settings(config, world, plan_batch(config, 2), [64])).get(name)
                 == "mine"
             )
-            keys = {problem.key for problem in vendor.problems(config)}
+            keys = {problem.key for problem in engine_keys.problems(config)}
             assert kept or any(f"engine.deepspeed.{name}".startswith(key) for key in keys), (
                 f"{name}={value} is overwritten"
             )
@@ -296,7 +296,7 @@ def test_wrong_keys_are_left_out_of_the_plan() -> None:
     config = compose(
         ["+engine.deepspeed.zero_optimization.reduce_bucket_size=big", "+engine.deepspeed.dump_state=true"]
     )
-    usable = vendor.without_wrong_keys(config, vendor.problems(config))
+    usable = engine_keys.without_wrong_keys(config, engine_keys.problems(config))
     assert usable.engine.deepspeed == {"dump_state": True}
     assert config.engine.deepspeed["zero_optimization"] == {"reduce_bucket_size": "big"}
 
@@ -310,7 +310,7 @@ def test_megatron_sections_have_the_fields_of_the_dataclasses() -> None:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
-    sections = vendor_megatron.sections()
+    sections = engine_keys_megatron.sections()
     assert sections is not None
     classes = {
         "transformer": TransformerConfig,
@@ -331,22 +331,22 @@ def test_megatron_sections_have_the_fields_of_the_dataclasses() -> None:
 
 
 def test_every_megatron_field_is_in_exactly_one_table() -> None:
-    schema = vendor_megatron.flat_schema()
+    schema = engine_keys_megatron.flat_schema()
     assert schema is not None
     tables = (
-        vendor_megatron.TUNABLE,
-        vendor_megatron.GPU_ONLY,
-        vendor_megatron.TRANSFORMER_ENGINE,
-        vendor_megatron.OWN,
-        vendor_megatron.DERIVED,
+        engine_keys_megatron.TUNABLE,
+        engine_keys_megatron.GPU_ONLY,
+        engine_keys_megatron.TRANSFORMER_ENGINE,
+        engine_keys_megatron.OWN,
+        engine_keys_megatron.DERIVED,
     )
     listed = Counter(name for table in tables for name in table)
     assert set(schema.fields or {}) == set(listed), (
         "a field of Megatron-core is in no table, or a table has a field that no longer exists"
     )
     assert max(listed.values()) == 1
-    known = set(keys.table())
-    assert set(vendor_megatron.OWN.values()) <= known
+    known = set(keys.keys_by_name())
+    assert set(engine_keys_megatron.OWN.values()) <= known
 
 
 def test_megatron_settings_go_to_the_dataclasses_that_have_them() -> None:
@@ -358,10 +358,10 @@ def test_megatron_settings_go_to_the_dataclasses_that_have_them() -> None:
             "+engine.megatron.overlap_param_gather=true",
         ]
     )
-    assert not vendor.problems(config)
-    assert vendor_megatron.megatron_keys(config) == (
+    assert not engine_keys.problems(config)
+    assert engine_keys_megatron.megatron_keys(config) == (
         {"sequence_parallel": True},
         {"bucket_size": 1000, "overlap_param_gather": True},
         {"overlap_param_gather": True},
     )
-    assert vendor_megatron.megatron_keys(compose([])) == ({}, {}, {})
+    assert engine_keys_megatron.megatron_keys(compose([])) == ({}, {}, {})

@@ -493,7 +493,8 @@ def flat_schema() -> KeySchema | None:
 def megatron_keys(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The user's settings for TransformerConfig, DistributedDataParallelConfig and OptimizerConfig.
 
-    A name that several dataclasses have goes to each. ``config`` has passed ``vendor.without_wrong_keys``.
+    A name that several dataclasses have goes to each. ``config`` has passed
+    ``engine_keys.without_wrong_keys``.
     """
     given = config.engine.megatron
     if not given:

@@ -2,8 +2,8 @@
 
 DeepSpeed ignores unknown top-level keys silently. Every key is therefore checked against a schema generated
 from the engine (``vendors/``). Keys that are unknown, removed or of the wrong type are refused, and so are
-keys that the plan derives: the error names the run's own key. ``vendor_deepspeed.py`` and
-``vendor_megatron.py`` list the derived keys.
+keys that the plan derives: the error names the run's own key. ``engine_keys_deepspeed.py`` and
+``engine_keys_megatron.py`` list the derived keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from toolkit.config import vendor_deepspeed, vendor_megatron
+from toolkit.config import engine_keys_deepspeed, engine_keys_megatron
 from toolkit.config.keys import flatten
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.config.vendors import installed
@@ -24,7 +24,7 @@ DTYPES = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vendor:
+class EngineKeys:
     """An engine with keys of its own.
 
     Attributes:
@@ -160,34 +160,34 @@ class Vendor:
 
 
 # The schemas are loaded only if a run has keys of the engine.
-DEEPSPEED = Vendor(
+DEEPSPEED = EngineKeys(
     engine=EngineName.deepspeed,
     title="DeepSpeed",
     install="pip install deepspeed",
     package=installed.DEEPSPEED,
     schema=installed.deepspeed_schema,
-    own=vendor_deepspeed.OWN,
-    derived=vendor_deepspeed.DERIVED,
-    instead=vendor_deepspeed.INSTEAD,
-    dtype_keys=vendor_deepspeed.DTYPE_KEYS,
+    own=engine_keys_deepspeed.OWN,
+    derived=engine_keys_deepspeed.DERIVED,
+    instead=engine_keys_deepspeed.INSTEAD,
+    dtype_keys=engine_keys_deepspeed.DTYPE_KEYS,
 )
-MEGATRON = Vendor(
+MEGATRON = EngineKeys(
     engine=EngineName.megatron,
     title="Megatron-core",
     install="pip install 'megatron-core==0.16.*'",
     package=installed.MEGATRON,
-    schema=vendor_megatron.flat_schema,
-    own=vendor_megatron.OWN,
-    derived=vendor_megatron.DERIVED,
+    schema=engine_keys_megatron.flat_schema,
+    own=engine_keys_megatron.OWN,
+    derived=engine_keys_megatron.DERIVED,
 )
-VENDORS = (DEEPSPEED, MEGATRON)
+ENGINES = (DEEPSPEED, MEGATRON)
 
 
 def problems(config: RunConfig) -> list[Problem]:
     """Every problem of ``engine.deepspeed.*`` and ``engine.megatron.*``, in the order of the keys."""
-    found = [problem for vendor in VENDORS for problem in vendor.problems(config)]
+    found = [problem for keys in ENGINES for problem in keys.problems(config)]
     if config.engine.name is EngineName.deepspeed:
-        found += [DEEPSPEED.problem(*row) for row in vendor_deepspeed.muon_problems(config)]
+        found += [DEEPSPEED.problem(*row) for row in engine_keys_deepspeed.muon_problems(config)]
     return found
 
 
@@ -197,16 +197,16 @@ def without_wrong_keys(config: RunConfig, found: Sequence[Problem]) -> RunConfig
     if not wrong:
         return config
     engine: Any = config.engine
-    for vendor in VENDORS:
+    for keys in ENGINES:
         parts = {
-            key.removeprefix(f"{vendor.root}.").split(".")[0] for key in wrong if key.startswith(vendor.root)
+            key.removeprefix(f"{keys.root}.").split(".")[0] for key in wrong if key.startswith(keys.root)
         }
         right = {
             part: value
-            for part, value in vendor.given(config).items()
-            if part not in parts and vendor.schema() is not None
+            for part, value in keys.given(config).items()
+            if part not in parts and keys.schema() is not None
         }
-        engine = replace(engine, **{vendor.engine.value: right})
+        engine = replace(engine, **{keys.engine.value: right})
     return replace(config, engine=engine)
 
 

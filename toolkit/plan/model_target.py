@@ -14,7 +14,7 @@ from toolkit.config.schema import ModelConfig
 from toolkit.errors import ConfigError, Problem
 
 
-def check_target(model: ModelConfig) -> None:
+def check_model_target(model: ModelConfig) -> None:
     """Check ``model.target`` against the names in the source of its module.
 
     Raises:

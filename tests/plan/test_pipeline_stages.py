@@ -1,6 +1,6 @@
 """Pipeline stages: every parameter once (tied parameters at both ends), no empty stage, best balance.
 
-pytest tests/plan/test_stages.py
+pytest tests/plan/test_pipeline_stages.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.families import FAMILIES
 from toolkit.families.base import ParameterSpec
-from toolkit.plan.stages import split
+from toolkit.plan.pipeline_stages import split_into_stages
 from toolkit.testing.tiny import tiny_plan
 
 
@@ -21,7 +21,7 @@ def test_stages_cover_every_family(family: str, layers: int, count: int) -> None
     plan = tiny_plan(family, model__num_hidden_layers=layers)
     assert plan.shape is not None
     tied = set(FAMILIES[family].tied_weights(plan.shape).values())
-    stages = split(plan.parameters, count, tied)
+    stages = split_into_stages(plan.parameters, count, tied)
     assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
     assert all(len(stage.layers) for stage in stages)
     names = [spec.name for stage in stages for spec in stage.parameters]
@@ -53,7 +53,7 @@ def test_split_is_the_most_balanced(embedding: int, blocks: list[int], head: int
         sizes[-1] += head
         return sum(size * size for size in sizes)
 
-    stages = split(model(embedding, blocks, head), count, ())
+    stages = split_into_stages(model(embedding, blocks, head), count, ())
     found = unevenness(tuple(stage.layers.start for stage in stages[1:]))
     assert found == min(unevenness(bounds) for bounds in combinations(range(1, len(blocks)), count - 1))
     assert found == sum(sum(spec.numel for spec in stage.parameters) ** 2 for stage in stages)
