@@ -114,7 +114,7 @@ def small_units(
     monkeypatch.setattr(plan, "MIN_UNIT_BYTES", unit)
     monkeypatch.setattr(plan, "MAX_UNIT_BYTES", unit)
     monkeypatch.setattr(tokenise, "PART_BYTES", part)
-    monkeypatch.setattr(tokenise, "TEXT_AT_ONCE", batch)
+    monkeypatch.setattr(tokenise, "BATCH_TEXT_BYTES", batch)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
