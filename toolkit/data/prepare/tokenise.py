@@ -1,6 +1,6 @@
 """First pass: tokenise a work unit into parts, each committed when it is complete.
 
-Memory of a process: the tokens of one part (PART_BYTES of text), the tokenizer's results for BATCH_TEXT_BYTES,
+Memory of a process: the tokens of one part (PART_BYTES of text), tokenizer results for BATCH_TEXT_BYTES,
 and one document.
 """
 
