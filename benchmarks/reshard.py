@@ -121,7 +121,7 @@ def make_native(folder: Path, parameters: float) -> int:
         namespace=families.get_family(shape.family).namespace,
         step=10,
         shape=shape,
-        refuse=foreign_damage_error,
+        damage_error=foreign_damage_error,
     )
     convert(source, folder / NATIVE, TargetFormat.native)
     noise.unlink()

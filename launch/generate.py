@@ -37,28 +37,28 @@ def main(arguments: Sequence[str]) -> int:
         choices=("refuse", "text", "parse"),
         help="how to treat special tokens in the prompt (default: as in the run's data)",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         with file_errors():
-            print(given.prompt + generate(given))
+            print(options.prompt + generate(options))
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
     return ExitCode.DONE
 
 
-def generate(given: argparse.Namespace) -> str:
+def generate(options: argparse.Namespace) -> str:
     """Return the text that follows the prompt.
 
     Raises:
         UserError: the run, its weights or its tokenizer cannot be used.
     """
-    directory = RunDirectory(find_run(given.run, "run"))
+    directory = RunDirectory(find_run(options.run, "run"))
     if not directory.plan_file.is_file():
         raise InputError(
             Problem(
                 "run",
-                f"run={given.run}",
+                f"run={options.run}",
                 "a run directory has a plan.json",
                 "pass the folder that train.py printed",
             )
@@ -68,7 +68,7 @@ def generate(given: argparse.Namespace) -> str:
         raise InputError(
             Problem(
                 "run",
-                f"{given.run} trains model.target",
+                f"{options.run} trains model.target",
                 "text is generated with the families' models",
                 "load its weights in your own script with toolkit.checkpoint.open_reader",
             )
@@ -83,20 +83,20 @@ def generate(given: argparse.Namespace) -> str:
 
     shape = parse_model_shape(model, directory.plan_file)
     config = from_yaml(directory.config_file.read_text(encoding="utf-8")).data
-    data = given.data or tokenizer_folder(config)
+    data = options.data or tokenizer_folder(config)
     special = (
-        SpecialTokens[given.special_tokens] if given.special_tokens else special_tokens_mode(config, data)
+        SpecialTokens[options.special_tokens] if options.special_tokens else special_tokens_mode(config, data)
     )
-    weights = given.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
+    weights = options.weights or CheckpointStore(directory.checkpoints).newest() or directory.export
     reader = open_reader(weights, model=shape)
     module, tokenizer = load_model(shape, reader), load_tokenizer(data, reader)
     return continue_text(
         module,
         tokenizer,
-        given.prompt,
-        tokens=given.tokens,
-        temperature=given.temperature,
-        seed=given.seed,
+        options.prompt,
+        tokens=options.tokens,
+        temperature=options.temperature,
+        seed=options.seed,
         context=shape.max_position_embeddings,
         special_tokens=special,
     )

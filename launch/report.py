@@ -21,8 +21,8 @@ from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
 # a run's directory has at least one of them
-MARKS = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")
-GIVE = "pass the folder that train.py printed"
+RUN_FILES = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")
+PATH_REMEDY = "pass the folder that train.py printed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,12 @@ def parse_arguments(arguments: Sequence[str]) -> ReportArguments:
     nodes = tuple(Path(folder) for folder in options.get("nodes", "").split(",") if folder)
     for folder in runs:
         if not folder.is_dir():
-            problems.append(Problem("run", f"run={folder}", "the run directory exists", GIVE))
-        elif not any((folder / name).exists() for name in MARKS):
+            problems.append(Problem("run", f"run={folder}", "the run directory exists", PATH_REMEDY))
+        elif not any((folder / name).exists() for name in RUN_FILES):
             problems.append(
-                Problem("run", f"run={folder}", f"a run directory has one of {', '.join(MARKS)}", GIVE)
+                Problem(
+                    "run", f"run={folder}", f"a run directory has one of {', '.join(RUN_FILES)}", PATH_REMEDY
+                )
             )
     problems += [
         Problem(
@@ -90,7 +92,7 @@ def parse_arguments(arguments: Sequence[str]) -> ReportArguments:
     return ReportArguments(runs[0], Path(options.get("out", runs[0] / "report.html")), nodes)
 
 
-def write_report(given: ReportArguments) -> Path:
+def write_report(options: ReportArguments) -> Path:
     """Write the page and return its path. Raises InputError if ``out`` cannot be written."""
     from toolkit.files import write_whole
     from toolkit.monitor.report.page import render_page
@@ -98,19 +100,19 @@ def write_report(given: ReportArguments) -> Path:
     from toolkit.progress import Progress
 
     with Progress() as progress:
-        html = render_page(read_run(given.run, progress, nodes=given.nodes))
+        html = render_page(read_run(options.run, progress, nodes=options.nodes))
     try:
-        write_whole(given.out, html, durable=False)
+        write_whole(options.out, html, durable=False)
     except OSError as error:
         raise InputError(
             Problem(
                 "out",
-                f"out={given.out}: {error.strerror}",
+                f"out={options.out}: {error.strerror}",
                 "the page's folder exists and is writable",
                 "choose another file with out=FILE",
             )
         ) from error
-    return given.out
+    return options.out
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         return show_help(arguments, above=__doc__ or "", root=RESHARD)
     try:
         with file_errors():
-            return carry_out(arguments)
+            return run_action(arguments)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.STOPPED
 
 
-def carry_out(overrides: Sequence[str]) -> ExitCode:
+def run_action(overrides: Sequence[str]) -> ExitCode:
     """Run the action and print its result. Raises UserError with every problem."""
     from toolkit.config.compose import compose_reshard
     from toolkit.config.reshard import ReshardAction

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
-from toolkit.rundir.continuing import NothingToDo, check_remaining_work
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.start_checks import NothingToDo, check_remaining_work
 
 DRY_RUN = "dry_run"
 TRAIN = Path(__file__).resolve().with_name("train.py")
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         return show_help(arguments, above=__doc__ or "")
     try:
         with file_errors():
-            words, dry_run = read(arguments)
-            hand_over(words, dry_run=dry_run)
+            words, dry_run = parse_arguments(arguments)
+            submit_or_print(words, dry_run=dry_run)
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
+def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """Return the run's arguments, and whether to only show the job. Raises ConfigError."""
     values = [word.partition("=")[2] for word in arguments if word.partition("=")[0] == DRY_RUN]
     for value in values:
@@ -59,7 +59,7 @@ def read(arguments: Sequence[str]) -> tuple[list[str], bool]:
     ].lower() == "true"
 
 
-def hand_over(words: Sequence[str], *, dry_run: bool) -> None:
+def submit_or_print(words: Sequence[str], *, dry_run: bool) -> None:
     """Submit the run, or print the job. Raises UserError or NothingToDo if nothing was submitted."""
     from toolkit.cluster import backends, submission
     from toolkit.cluster.job import create_job, plan_job

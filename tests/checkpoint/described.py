@@ -28,7 +28,7 @@ STATES = (MASTER, EXP_AVG, EXP_AVG_SQ)
 OPTIM = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
-def refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
+def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
     return CheckpointError(Problem(damage.file, damage.seen, damage.rule, "none"))
 
 
@@ -78,7 +78,12 @@ def zero3(model: str, ranks: int, missing: int | None = None) -> CheckpointSourc
         {"step": 500, "optimizer_step": 500, "optim": OPTIM},
     )
     return CheckpointSource(
-        format="deepspeed", catalog=catalog, namespace=family.namespace, step=500, shape=shape, refuse=refuse
+        format="deepspeed",
+        catalog=catalog,
+        namespace=family.namespace,
+        step=500,
+        shape=shape,
+        damage_error=damage_error,
     )
 
 

@@ -89,7 +89,7 @@ def read(
         namespace=NAMESPACE,
         step=step,
         shape=None,
-        refuse=foreign_damage_error,
+        damage_error=foreign_damage_error,
     )
 
 

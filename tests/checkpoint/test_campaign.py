@@ -173,7 +173,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Kind]:
 def load(folder: Path, kind: Kind) -> dict[TensorKey, torch.Tensor]:
     """Load as a training start does: the tensors of the model, in its shapes and dtypes."""
     if kind.run:
-        found = RunDirectory(folder).newest_agreed()
+        found = RunDirectory(folder).newest_with_disagreements()
         if found.disagreements:
             raise disagreement_error(folder / "checkpoints", found)
     reader = open_source(folder, kind.model).reader()

@@ -44,7 +44,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "TILE_BYTES", 96)
 
 
-def refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
+def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
     return CheckpointError(Problem(damage.file, damage.seen, damage.rule, "none"))
 
 

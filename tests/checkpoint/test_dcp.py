@@ -72,7 +72,7 @@ def check(case: Case, saved: Saves) -> None:
         "optimizer_step": STOP,
         "optim": {"lr": SETTINGS["lr"], "betas": [0.9, 0.99], "eps": SETTINGS["eps"], "weight_decay": DECAY},
     }
-    assert source.left_out == ("epoch",)
+    assert source.omitted == ("epoch",)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)

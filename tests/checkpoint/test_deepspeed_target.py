@@ -162,9 +162,14 @@ def fabricated(folder: Path, model: ModelConfig) -> CheckpointSource:
     optim = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     catalog = Catalog(folder, tensors, {}, {"step": 4, OPTIMIZER_STEP: 4, OPTIM: optim})
 
-    def refuse(_: Path, damage: Exception) -> CheckpointError:
+    def damage_error(_: Path, damage: Exception) -> CheckpointError:
         raise damage
 
     return CheckpointSource(
-        format="native", catalog=catalog, namespace=family.namespace, step=4, shape=shape, refuse=refuse
+        format="native",
+        catalog=catalog,
+        namespace=family.namespace,
+        step=4,
+        shape=shape,
+        damage_error=damage_error,
     )

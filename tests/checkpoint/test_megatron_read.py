@@ -98,9 +98,9 @@ def test_model_is_derived_from_megatron_lm_arguments(megatron_saved: Saves) -> N
     source = open_source(folder)
     assert source.shape == LLAMA_TP.plan.shape
     assert source.catalog.scalars["consumed_samples"] == SAMPLES
-    assert source.facts["layout"] == "tensor 2"
-    assert source.facts["optimizer"] == "distributed"
-    assert source.left_out == ()
+    assert source.description["layout"] == "tensor 2"
+    assert source.description["optimizer"] == "distributed"
+    assert source.omitted == ()
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))

@@ -165,12 +165,12 @@ def test_going_back_moves_later_checkpoints_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_alone(store, step, state(step))
     aside = tmp_path / "run" / "attempts" / "001" / "checkpoints"
-    moved = directory.make_newest(store.directory, store.directory / "step-00000002", 2, aside)
+    moved = directory.rewind_to_checkpoint(store.directory, store.directory / "step-00000002", 2, aside)
     assert moved == [aside / "step-00000003", aside / "step-00000004"]
     assert [value(path) for path in moved] == [3, 4]
     assert value(tmp_path / "run") == 2
     assert sorted(checkpoint_folder.committed_checkpoints(store.directory)) == [1, 2]
-    assert directory.make_newest(store.directory, store.directory / "step-00000002", 2, aside) == []
+    assert directory.rewind_to_checkpoint(store.directory, store.directory / "step-00000002", 2, aside) == []
     save_alone(store, 3, state(30), attempt=2)
     assert value(tmp_path / "run") == 30, "not the one of the steps that were left"
 
@@ -182,7 +182,7 @@ def test_pointer_to_outside_checkpoint_lasts_until_next_save(tmp_path: Path) -> 
     )
     save_alone(store, 1, state(1))
     copied = save_alone(other, 5, state(5))
-    assert directory.make_newest(store.directory, copied, 5, tmp_path / "aside") == []
+    assert directory.rewind_to_checkpoint(store.directory, copied, 5, tmp_path / "aside") == []
     assert store.newest() == copied
     assert value(tmp_path / "run") == 5
     save_alone(store, 6, state(6))

@@ -92,13 +92,13 @@ def with_versions(**versions: str | None) -> software.InstalledVersions:
 
 
 def test_versions_in_tested_ranges_are_ok() -> None:
-    judged(software.judge_versions(VERSIONS, GPU), verdicts={OK}, text="CUDA 12.8, NCCL 2.27.3")
+    judged(software.assess_versions(VERSIONS, GPU), verdicts={OK}, text="CUDA 12.8, NCCL 2.27.3")
     nvidia = with_versions(torch="2.11.0a0+5228986c39.nv25.6")
-    judged(software.judge_versions(nvidia, GPU), verdicts={OK})
+    judged(software.assess_versions(nvidia, GPU), verdicts={OK})
 
 
 @pytest.mark.parametrize(
-    ("versions", "need", "verdict", "text"),
+    ("versions", "requirements", "verdict", "text"),
     [
         (with_versions(deepspeed="0.21.0"), GPU, FAIL, "deepspeed 0.21.0: tested with"),
         (with_versions(torch="2.15.0"), GPU, WARN, "torch 2.15.0"),
@@ -109,14 +109,14 @@ def test_versions_in_tested_ranges_are_ok() -> None:
     ],
 )
 def test_untested_versions_are_reported(
-    versions: software.InstalledVersions, need: RunRequirements, verdict: CheckVerdict, text: str
+    versions: software.InstalledVersions, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(software.judge_versions(versions, need), verdicts={verdict}, text=text)
+    judged(software.assess_versions(versions, requirements), verdicts={verdict}, text=text)
 
 
 def test_unused_engine_may_have_any_version() -> None:
     judged(
-        software.judge_versions(with_versions(deepspeed="0.1"), replace(GPU, engine=EngineName.local)),
+        software.assess_versions(with_versions(deepspeed="0.1"), replace(GPU, engine=EngineName.local)),
         verdicts={OK},
     )
 
@@ -133,7 +133,7 @@ def test_unused_engine_may_have_any_version() -> None:
 def test_secret_in_command_line_is_reported_without_its_value(word: str, kind: str) -> None:
     found = software.find_secrets({"this command": ["launch/train.py", word]})
     assert found == [f"{kind} in the command line of this command"]
-    message = judged(software.judge_arguments(found, CPU), verdicts={FAIL}, text=kind, remedy="revoke it")
+    message = judged(software.assess_arguments(found, CPU), verdicts={FAIL}, text=kind, remedy="revoke it")
     assert all(word not in finding.evidence + finding.remedy for finding in message)
 
 
@@ -146,7 +146,7 @@ def test_normal_arguments_are_not_secrets() -> None:
         "monitor.project=wandb",
     ]
     assert software.find_secrets({"this command": words}) == []
-    judged(software.judge_arguments([], CPU), verdicts={OK})
+    judged(software.assess_arguments([], CPU), verdicts={OK})
 
 
 # ---- driver and GPUs
@@ -167,7 +167,7 @@ DRIVER = gpus.DriverInfo(version="570.86", cuda=(12, 8), built=(12, 8))
 
 
 @pytest.mark.parametrize(
-    ("driver", "need", "verdict", "text"),
+    ("driver", "requirements", "verdict", "text"),
     [
         (DRIVER, GPU, OK, "570.86"),
         (replace(DRIVER, built=(12, 9)), GPU, WARN, "CUDA 12.9"),
@@ -178,16 +178,16 @@ DRIVER = gpus.DriverInfo(version="570.86", cuda=(12, 8), built=(12, 8))
     ],
 )
 def test_judge_driver(
-    driver: gpus.DriverInfo, need: RunRequirements, verdict: CheckVerdict, text: str
+    driver: gpus.DriverInfo, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(gpus.judge_driver(driver, need), verdicts={verdict}, text=text)
+    judged(gpus.assess_driver(driver, requirements), verdicts={verdict}, text=text)
 
 
 def test_healthy_gpus() -> None:
-    judged(gpus.judge_gpus(EIGHT, GPU), verdicts={OK}, text="8 x NVIDIA H100 80GB HBM3; ECC on")
-    judged(gpus.judge_gpus([], CPU), verdicts={OK}, text="CPU ranks")
+    judged(gpus.assess_gpus(EIGHT, GPU), verdicts={OK}, text="8 x NVIDIA H100 80GB HBM3; ECC on")
+    judged(gpus.assess_gpus([], CPU), verdicts={OK}, text="CPU ranks")
     judged(
-        gpus.judge_gpus([gpus.GpuState(index=0, name="MIG")], replace(GPU, ranks_per_node=1)),
+        gpus.assess_gpus([gpus.GpuState(index=0, name="MIG")], replace(GPU, ranks_per_node=1)),
         verdicts={OK, UNKNOWN},
         text="does not report",
     )
@@ -209,17 +209,17 @@ def test_healthy_gpus() -> None:
 def test_unhealthy_gpu(change: dict[str, object], verdict: CheckVerdict, text: str) -> None:
     cards = [replace(card, **change) if card.index == 3 else card for card in EIGHT]  # type: ignore[arg-type]
     message = " ".join(
-        item.evidence + item.remedy for item in judged(gpus.judge_gpus(cards, GPU), verdicts={verdict})
+        item.evidence + item.remedy for item in judged(gpus.assess_gpus(cards, GPU), verdicts={verdict})
     )
     assert text in message
     judged(
-        gpus.judge_gpus(cards, replace(GPU, ranks_per_node=3)), verdicts={OK}
+        gpus.assess_gpus(cards, replace(GPU, ranks_per_node=3)), verdicts={OK}
     )  # a GPU that the run does not use
 
 
 def test_too_few_gpus() -> None:
-    judged(gpus.judge_gpus(EIGHT[:7], GPU), verdicts={FAIL}, text="for 8 ranks")
-    judged(gpus.judge_gpus([], GPU), verdicts={FAIL}, text="none for 8 ranks")
+    judged(gpus.assess_gpus(EIGHT[:7], GPU), verdicts={FAIL}, text="for 8 ranks")
+    judged(gpus.assess_gpus([], GPU), verdicts={FAIL}, text="none for 8 ranks")
 
 
 class FakeNvml:
@@ -302,7 +302,7 @@ def test_measure_gpus_with_fake_nvml() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "need", "verdict"),
+    ("free", "requirements", "verdict"),
     [
         (16 * GIB, GPU, OK),
         (512 * 2**20, GPU, WARN),
@@ -311,9 +311,9 @@ def test_measure_gpus_with_fake_nvml() -> None:
         (64 * 2**20, replace(GPU, ranks_per_node=1), OK),
     ],
 )
-def test_judge_shared_memory(free: int, need: RunRequirements, verdict: CheckVerdict) -> None:
+def test_judge_shared_memory(free: int, requirements: RunRequirements, verdict: CheckVerdict) -> None:
     judged(
-        host.judge_shared(host.SharedMemory(16 * GIB, free), need),
+        host.assess_shared(host.SharedMemory(16 * GIB, free), requirements),
         verdicts={verdict},
         remedy="shm-size" if verdict is not OK else "",
     )
@@ -321,15 +321,15 @@ def test_judge_shared_memory(free: int, need: RunRequirements, verdict: CheckVer
 
 def test_judge_host_memory() -> None:
     judged(
-        host.judge_memory(host.HostMemory(64 * GIB, 20 * GIB), CPU),
+        host.assess_memory(host.HostMemory(64 * GIB, 20 * GIB), CPU),
         verdicts={OK},
         text="the run needs 10.0 GiB",
     )
     judged(
-        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, text="9.0 GiB available"
+        host.assess_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, text="9.0 GiB available"
     )
     judged(
-        host.judge_memory(host.HostMemory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)),
+        host.assess_memory(host.HostMemory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)),
         verdicts={UNKNOWN},
     )
 
@@ -338,7 +338,7 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
 
 
 @pytest.mark.parametrize(
-    ("cores", "need", "verdict", "text"),
+    ("cores", "requirements", "verdict", "text"),
     [
         (host.CpuCores(usable=frozenset(range(16)), numa=HALVES), GPU, OK, "16 cores on 2 NUMA nodes"),
         (host.CpuCores(usable=frozenset(range(4)), numa=HALVES), GPU, WARN, "4 cores"),
@@ -352,8 +352,10 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
         ),
     ],
 )
-def test_judge_cores(cores: host.CpuCores, need: RunRequirements, verdict: CheckVerdict, text: str) -> None:
-    judged(host.judge_cores(cores, need), verdicts={verdict}, text=text)
+def test_judge_cores(
+    cores: host.CpuCores, requirements: RunRequirements, verdict: CheckVerdict, text: str
+) -> None:
+    judged(host.assess_cores(cores, requirements), verdicts={verdict}, text=text)
 
 
 def test_parse_cpu_list() -> None:
@@ -365,7 +367,7 @@ LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rd
 
 
 @pytest.mark.parametrize(
-    ("limits", "need", "verdicts", "text"),
+    ("limits", "requirements", "verdicts", "text"),
     [
         (LIMITS, NODES, {OK}, "65,536 open files"),
         (replace(LIMITS, files=None), NODES, {OK}, "unlimited"),
@@ -376,15 +378,15 @@ LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rd
     ],
 )
 def test_judge_limits(
-    limits: host.ProcessLimits, need: RunRequirements, verdicts: set[CheckVerdict], text: str
+    limits: host.ProcessLimits, requirements: RunRequirements, verdicts: set[CheckVerdict], text: str
 ) -> None:
-    judged(host.judge_limits(limits, need), verdicts=verdicts, text=text)
+    judged(host.assess_limits(limits, requirements), verdicts=verdicts, text=text)
 
 
 def test_low_hard_limit_needs_root() -> None:
     low = host.ProcessLimits(files=1024, files_hard=1024, locked_bytes=None, rdma=True)
-    judged(host.judge_limits(low, NODES), verdicts={WARN, OK}, remedy="only root can raise")
-    assert not any("root" in item.remedy for item in host.judge_limits(replace(low, files_hard=None), NODES))
+    judged(host.assess_limits(low, NODES), verdicts={WARN, OK}, remedy="only root can raise")
+    assert not any("root" in item.remedy for item in host.assess_limits(replace(low, files_hard=None), NODES))
 
 
 # ---- the disk
@@ -393,7 +395,7 @@ FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 *
 
 
 @pytest.mark.parametrize(
-    ("found", "need", "verdicts", "text"),
+    ("found", "requirements", "verdicts", "text"),
     [
         (FAST, CPU, {OK}, "a save takes about 40 s"),
         (replace(FAST, seconds=1.0), CPU, {OK, WARN}, "about 400 s, more than cluster.grace_seconds=60"),
@@ -416,9 +418,9 @@ FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 *
     ],
 )
 def test_judge_disk(
-    found: disk.DiskProbe, need: RunRequirements, verdicts: set[CheckVerdict], text: str
+    found: disk.DiskProbe, requirements: RunRequirements, verdicts: set[CheckVerdict], text: str
 ) -> None:
-    judged(disk.judge(found, need), verdicts=verdicts, text=text)
+    judged(disk.assess(found, requirements), verdicts=verdicts, text=text)
 
 
 def test_disk_measurement_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,8 +460,12 @@ def test_compute_requirements() -> None:
     world = World(ranks=8, ranks_per_node=2, device=Device.CPU)
     plan = make_plan(config, world)
     assert plan.memory is not None
-    need = compute_requirements(config, world, plan)
-    assert (need.nodes, need.host_bytes, need.device_bytes) == (4, 2 * plan.memory.device_total, None)
+    requirements = compute_requirements(config, world, plan)
+    assert (requirements.nodes, requirements.host_bytes, requirements.device_bytes) == (
+        4,
+        2 * plan.memory.device_total,
+        None,
+    )
     behind = compose(["+exp=quickstart", "zero=stage1", "checkpoint.background=true"])
     saved = checkpoint_bytes(plan)
     assert saved is not None
@@ -474,7 +480,7 @@ def test_compute_requirements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "need", "verdict"),
+    ("name", "requirements", "verdict"),
     [
         (network.HostName("node1", ("10.0.0.1",)), NODES, OK),
         (network.HostName("node1", ()), NODES, WARN),
@@ -483,8 +489,10 @@ def test_compute_requirements() -> None:
         (network.HostName("node1", ("127.0.1.1",)), GPU, OK),
     ],
 )
-def test_judge_host_name(name: network.HostName, need: RunRequirements, verdict: CheckVerdict) -> None:
-    judged(network.judge_name(name, need), verdicts={verdict}, text="node1")
+def test_judge_host_name(
+    name: network.HostName, requirements: RunRequirements, verdict: CheckVerdict
+) -> None:
+    judged(network.assess_name(name, requirements), verdicts={verdict}, text="node1")
 
 
 UP = {"lo": True, "eth0": True, "eth1": False, "ib0": True}
@@ -497,7 +505,7 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Net
 
 
 @pytest.mark.parametrize(
-    ("found", "need", "verdict", "text"),
+    ("found", "requirements", "verdict", "text"),
     [
         (interfaces(), NODES, OK, "none is selected"),
         (interfaces(GLOO_SOCKET_IFNAME="eth0"), NODES, OK, "GLOO_SOCKET_IFNAME=eth0"),
@@ -517,13 +525,13 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Net
     ],
 )
 def test_judge_interfaces(
-    found: network.NetworkInterfaces, need: RunRequirements, verdict: CheckVerdict, text: str
+    found: network.NetworkInterfaces, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(network.judge_interfaces(found, need), verdicts={verdict}, text=text)
+    judged(network.assess_interfaces(found, requirements), verdicts={verdict}, text=text)
 
 
 @pytest.mark.parametrize(
-    ("place", "need", "verdict", "text"),
+    ("place", "requirements", "verdict", "text"),
     [
         (
             network.MasterAddress(addresses=("10.0.0.1",)),
@@ -553,9 +561,9 @@ def test_judge_interfaces(
     ],
 )
 def test_judge_master_address(
-    place: network.MasterAddress, need: RunRequirements, verdict: CheckVerdict, text: str
+    place: network.MasterAddress, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(network.judge_master_address(place, need), verdicts={verdict}, text=text)
+    judged(network.assess_master_address(place, requirements), verdicts={verdict}, text=text)
 
 
 def test_occupied_port_is_detected() -> None:
@@ -582,11 +590,11 @@ def test_judge_data() -> None:
     absent = Problem(
         "data.path", "s3://user:word@bucket/x: absent", "the store holds the data", "check data.path"
     )
-    judged(data.judge(read(), CPU), verdicts={OK}, text="read in 10 ms")
-    judged(data.judge(read(seconds=9.0), CPU), verdicts={WARN}, text="9.0 s")
-    judged(data.judge(read(seconds=None, note="made later"), CPU), verdicts={OK}, text="made later")
+    judged(data.assess(read(), CPU), verdicts={OK}, text="read in 10 ms")
+    judged(data.assess(read(seconds=9.0), CPU), verdicts={WARN}, text="9.0 s")
+    judged(data.assess(read(seconds=None, note="made later"), CPU), verdicts={OK}, text="made later")
     message = judged(
-        data.judge(read((absent,)), CPU), verdicts={FAIL}, text="absent", remedy="check data.path"
+        data.assess(read((absent,)), CPU), verdicts={FAIL}, text="absent", remedy="check data.path"
     )
     assert "word" not in message[0].evidence
 

@@ -126,15 +126,15 @@ def test_secrets_of_parent_commands_are_reported_once() -> None:
     assert "word" not in done.stdout.replace("password", "")
 
 
-def judge(facts: str, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess(facts: str, requirements: RunRequirements) -> Iterator[CheckFinding]:
     yield ok(facts) if facts == "well" else fail(facts, "fix it")
 
 
 CHECK = DoctorCheck(
     name="one",
     how="by asking",
-    measure=lambda need: "well",
-    judge=judge,
+    measure=lambda requirements: "well",
+    assess=assess,
     seconds=5,
     hang_remedy="restart the server",
     traits=lambda facts: {"one": facts},
@@ -142,8 +142,8 @@ CHECK = DoctorCheck(
 
 
 def test_checks_run_concurrently_despite_a_hanging_one() -> None:
-    slow = replace(CHECK, measure=lambda need: time.sleep(0.5) or "well")
-    hang_verdict = replace(CHECK, name="nfs", measure=lambda need: time.sleep(60), seconds=0.7)
+    slow = replace(CHECK, measure=lambda requirements: time.sleep(0.5) or "well")
+    hang_verdict = replace(CHECK, name="nfs", measure=lambda requirements: time.sleep(60), seconds=0.7)
     began = time.monotonic()
     report = run_checks(
         NEED,
@@ -151,8 +151,8 @@ def test_checks_run_concurrently_despite_a_hanging_one() -> None:
         [
             hang_verdict,
             *[slow] * 4,
-            replace(CHECK, measure=lambda need: broken()),
-            replace(CHECK, measure=lambda need: "ill"),
+            replace(CHECK, measure=lambda requirements: broken()),
+            replace(CHECK, measure=lambda requirements: "ill"),
         ],
     )
     assert time.monotonic() - began < 5  # sequentially, this would take at least four seconds

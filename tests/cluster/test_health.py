@@ -91,7 +91,7 @@ def test_hanging_file_system_is_unhealthy(tmp_path: Path, monkeypatch: pytest.Mo
     folder.mkdir()
     os.mkfifo(folder / "status.json")
     program = (
-        f"import toolkit.cluster.health as health, pathlib\nhealth.SECONDS = 1\n"
+        f"import toolkit.cluster.health as health, pathlib\nhealth.TIMEOUT_SECONDS = 1\n"
         f"health.find_run_folders = lambda _: [pathlib.Path({str(folder)!r})]\n"
         "raise SystemExit(health.main())"
     )

@@ -187,11 +187,11 @@ def test_pod_waits_for_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_single_node_uses_supervisor_and_several_use_torchrun() -> None:
     config = RunConfig(cluster=ClusterConfig(where=ClusterBackend.kubernetes, nodes=4, restarts=5))
-    alone = pod.build_command(config, "/c.yaml", meet=None, ranks=0, index=0, id="1")
+    alone = pod.build_command(config, "/c.yaml", rendezvous_address=None, ranks=0, index=0, id="1")
     assert alone == [sys.executable, "-u", str(pod.TRAIN), "--frozen=/c.yaml"]
     assert pod.TRAIN.is_file()
     first, last = (
-        pod.build_command(config, "/c.yaml", meet="h:29400", ranks=8, index=index, id="start-1")
+        pod.build_command(config, "/c.yaml", rendezvous_address="h:29400", ranks=8, index=index, id="start-1")
         for index in (0, 3)
     )
     assert first[-2:] == last[-2:] == [str(pod.TRAIN), "--frozen=/c.yaml"]

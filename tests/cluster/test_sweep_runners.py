@@ -141,7 +141,7 @@ def test_queued_point_is_submitted_once_and_ends_by_its_status(
     monkeypatch.setattr(backends, "get_backend", lambda where: queue)
     monkeypatch.setattr(runners, "FILE_SECONDS", 0.0)
     monkeypatch.setattr(runners, "QUEUE_SECONDS", 0.0)
-    monkeypatch.setattr(runners, "BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(runners, "MIN_POLL_GAP_SECONDS", 0.0)
     [made] = points("+exp=quickstart", "cluster=slurm", "cluster.gpus_per_node=0", folder=tmp_path)
     point = replace(made, plan=replace(made.plan, run_dir=str(tmp_path / made.name)))
     handle = QueueRunner(TRAIN).start(point, claim=0)

@@ -8,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.prepare import main
 from toolkit.data.prepare import plan, tokenise
 
-plan.LEAST_UNIT_BYTES = plan.MOST_UNIT_BYTES = 16 << 10
-tokenise.PART_BYTES, tokenise.TEXT_AT_ONCE = 6 << 10, 2 << 10
+plan.MIN_UNIT_BYTES = plan.MAX_UNIT_BYTES = 16 << 10
+tokenise.PART_BYTES, tokenise.BATCH_TEXT_BYTES = 6 << 10, 2 << 10
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -124,7 +124,7 @@ def test_hedged_attempts_are_bounded() -> None:
     """A store that suddenly becomes slow does not get twice the load."""
     limits = RequestLimits(hedge_share=1 / 16)
     pace = RequestPacing(limits)
-    pace.answered(0.01)
+    pace.record_answer(0.01)
     pace.count_requests(1600)
     assert sum(pace.hedge_due(60.0) for _ in range(1600)) == 8 + 100
     assert not RequestPacing(limits).hedge_due(0.09)  # nothing is known of the store: it gets its time
@@ -157,6 +157,6 @@ def test_overloaded_store_gets_fewer_concurrent_requests(monkeypatch: pytest.Mon
     assert fetch_all(calls, RequestPacing(limits), limits, seconds=60) == list(range(200))
     assert store.served < 500
     # The control: always as many at once.
-    monkeypatch.setattr(RequestPacing, "too_slow", lambda self, began: None)
+    monkeypatch.setattr(RequestPacing, "record_timeout", lambda self, began: None)
     with pytest.raises(RetriesExhausted, match="silent for too long"):
         fetch_all(calls, RequestPacing(limits), limits, seconds=3)

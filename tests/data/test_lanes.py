@@ -34,7 +34,7 @@ def little_ahead() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_module, "AHEAD_TOKENS", 500)
         patch.setattr(stream_module, "REQUEST_TOKENS", 60)
-        patch.setattr(stream_module, "GUESSED_TOKENS", 10.0)
+        patch.setattr(stream_module, "ASSUMED_DOCUMENT_TOKENS", 10.0)
         yield
 
 

@@ -221,7 +221,7 @@ def test_resume_at_any_step_with_other_ranks(
 ) -> None:
     """A run that changes its ranks at every resume has the samples of one rank that never stopped."""
     with patch.object(
-        stream_module, "ORDERED_AT_ONCE", 40
+        stream_module, "ORDER_CHUNK_SAMPLES", 40
     ):  # borders of chunks come in, and little is read ahead
         whole = global_batches(
             [mixed(sizes, seed=seed, batch=batch_plan(12, 12, 1))], 0, sum(steps for _, steps in stops)

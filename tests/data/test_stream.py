@@ -180,7 +180,7 @@ def test_windows_differ_between_epochs() -> None:
 
 def test_resume_at_any_step_gives_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the boundaries of chunks that are ordered and read at once."""
-    monkeypatch.setattr(stream_module, "ORDERED_AT_ONCE", 40)
+    monkeypatch.setattr(stream_module, "ORDER_CHUNK_SAMPLES", 40)
     monkeypatch.setattr(stream_module, "READ_AT_ONCE", 1 << 10)  # bytes: 16 samples
     source = Counting(1000)
     plan = batch_plan(2, 4, 1)

@@ -111,10 +111,10 @@ def small_units(
     monkeypatch: pytest.MonkeyPatch, unit: int = 9000, part: int = 4000, batch: int = 500
 ) -> None:
     """Bytes at which work is cut in this process; units in the others too, since the plan has them."""
-    monkeypatch.setattr(plan, "LEAST_UNIT_BYTES", unit)
-    monkeypatch.setattr(plan, "MOST_UNIT_BYTES", unit)
+    monkeypatch.setattr(plan, "MIN_UNIT_BYTES", unit)
+    monkeypatch.setattr(plan, "MAX_UNIT_BYTES", unit)
     monkeypatch.setattr(tokenise, "PART_BYTES", part)
-    monkeypatch.setattr(tokenise, "TEXT_AT_ONCE", batch)
+    monkeypatch.setattr(tokenise, "BATCH_TEXT_BYTES", batch)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -120,7 +120,7 @@ LOSSES: dict[str, tuple[Callable[[RunDirectory], object], str]] = {
 @pytest.mark.parametrize("what", LOSSES)
 def test_run_with_lost_files_is_rejected(what: str, tmp_path: Path) -> None:
     directory = trained(tmp_path)
-    assert directory.newest_agreed() == NewestCheckpoint(directory.checkpoints / step_name(30))
+    assert directory.newest_with_disagreements() == NewestCheckpoint(directory.checkpoints / step_name(30))
     lose, seen = LOSSES[what]
     lose(directory)
     before = sorted(tmp_path.rglob("*"))
@@ -175,7 +175,7 @@ def test_crash_leftovers_are_resumed(what: str, tmp_path: Path) -> None:
     leave, step = LEFT[what]
     leave(directory)
     directory.check(config())
-    assert directory.newest_agreed() == NewestCheckpoint(
+    assert directory.newest_with_disagreements() == NewestCheckpoint(
         None if step is None else directory.checkpoints / step_name(step)
     )
 

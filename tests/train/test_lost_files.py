@@ -30,7 +30,7 @@ def test_remedies_of_a_damaged_checkpoint_continue_or_restart_the_run(data: Path
         begins = 1 if resume == "never" else 3
         assert [row["step"] for row in again.rows()] == list(range(1, begins + 1))
         assert again.rows() == first.rows()[:begins], "each trains like the first attempt"
-        aside = again.directory.folder_of_older(again.attempt) / "checkpoints"
+        aside = again.directory.previous_attempt_folder(again.attempt) / "checkpoints"
         assert sorted(path.name for path in aside.iterdir()) == [step_name(step) for step in moved]
         last = TinyRun(folder, data)
         assert last.code is ExitCode.DONE

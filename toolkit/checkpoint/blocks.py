@@ -203,7 +203,7 @@ class BlockBuffer:
             verify_block(files, piece, (begin - piece.begin) // BLOCK_BYTES, xxhash.xxh3_128_hexdigest(view))
         self._holds = block
 
-    def room(self, numbytes: int) -> memoryview:
+    def allocate(self, numbytes: int) -> memoryview:
         """Return memory for the caller to fill, and drop the cached block."""
         self._holds = None
         return memoryview(self.buffer)[:numbytes]
@@ -224,7 +224,7 @@ class SequentialVerifier:
             tuple[str, int], tuple[int, xxhash.xxh3_128]
         ] = {}  # bytes read so far, and the hash of the current block's bytes
 
-    def takes(self, piece: TensorPiece) -> bool:
+    def can_verify(self, piece: TensorPiece) -> bool:
         """Return whether tiles of this order follow each other in the piece's file."""
         return piece.transposed == self._by_columns
 

@@ -14,20 +14,20 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
 
 
-def make_newest(directory: Path, checkpoint: Path, step: int, aside: Path) -> list[Path]:
+def rewind_to_checkpoint(directory: Path, checkpoint: Path, step: int, destination: Path) -> list[Path]:
     """Make ``checkpoint`` of ``step`` the newest one, to which ``latest`` points, until the next save.
 
-    Folders of later steps move to ``aside``: repeated steps may give other results, and a leftover checkpoint
-    could be mistaken for a new one. The latest folder moves first and the pointer is written last. If the
-    process is killed in between, the pointer names a missing folder and the next start asks which checkpoint
-    to use.
+    Folders of later steps move to ``destination``: repeated steps may give other results, and a leftover
+    checkpoint could be mistaken for a new one. The latest folder moves first and the pointer is written last.
+    If the process is killed in between, the pointer names a missing folder and the next start asks which
+    checkpoint to use.
 
     Returns:
         The moved folders, at their new paths.
     """
     checkpoint = checkpoint.absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    moved = _move(directory, step, aside)
+    moved = _move(directory, step, destination)
     write_whole(
         directory / POINTER,
         f"{checkpoint.name if checkpoint.parent == directory.absolute() else checkpoint}\n",
@@ -35,19 +35,19 @@ def make_newest(directory: Path, checkpoint: Path, step: int, aside: Path) -> li
     return moved
 
 
-def set_aside_all(directory: Path, aside: Path) -> list[Path]:
-    """Move all checkpoints to ``aside``. Returns the moved folders, at their new paths."""
-    moved = _move(directory, -1, aside)
+def move_all_checkpoints(directory: Path, destination: Path) -> list[Path]:
+    """Move all checkpoints to ``destination``. Returns the moved folders, at their new paths."""
+    moved = _move(directory, -1, destination)
     (directory / POINTER).unlink(missing_ok=True)
     return moved
 
 
-def _move(directory: Path, step: int, aside: Path) -> list[Path]:
+def _move(directory: Path, step: int, destination: Path) -> list[Path]:
     later = [folder for number, folder in step_folders(directory).items() if number > step]
     for folder in reversed(later):
-        aside.mkdir(parents=True, exist_ok=True)
-        folder.rename(aside / folder.name)
-    return [aside / folder.name for folder in later]
+        destination.mkdir(parents=True, exist_ok=True)
+        folder.rename(destination / folder.name)
+    return [destination / folder.name for folder in later]
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -105,7 +105,7 @@ def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
 
 
 def removable_steps(
-    steps: Collection[int], whole: Collection[int], *, saved: int, keep_last: int, keep_every: int
+    steps: Collection[int], complete_steps: Collection[int], *, saved: int, keep_last: int, keep_every: int
 ) -> list[int]:
     """Return the steps whose checkpoints may be removed after step ``saved`` was saved.
 
@@ -114,7 +114,7 @@ def removable_steps(
     them, and the run will reach them again.
     """
     past = sorted(step for step in steps if step <= saved)
-    complete = [step for step in past if step in whole]
+    complete = [step for step in past if step in complete_steps]
     keep = {
         saved,
         *complete[-keep_last:],

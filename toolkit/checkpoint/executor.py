@@ -68,7 +68,7 @@ def read_piece(
             Without it, blocks with hashes are read whole.
     """
     piece = read.piece
-    if check is not None and not check.takes(piece):
+    if check is not None and not check.can_verify(piece):
         check = None
     per_block = BLOCK_BYTES // piece.itemsize
     origin = tuple(-offset for offset in piece.box.offset)
@@ -95,7 +95,7 @@ def read_piece(
             )
             continue
         if check is not None:
-            check.fill(files, piece, start, block.room((stop - start) * piece.itemsize))
+            check.fill(files, piece, start, block.allocate((stop - start) * piece.itemsize))
         else:
             block.fill(files, piece, start, stop)
         at = 0

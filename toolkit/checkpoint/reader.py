@@ -27,10 +27,10 @@ class CatalogReader:
         *,
         namespace: str,
         step: int | None,
-        refuse: Callable[[Path, DamagedFile], CheckpointError],
+        damage_error: Callable[[Path, DamagedFile], CheckpointError],
     ) -> None:
         self.path, self.namespace, self.step = catalog.folder, namespace, step
-        self._catalog, self._refuse = catalog, refuse
+        self._catalog, self._damage_error = catalog, damage_error
         self._planner, self._checked = ReadPlanner(catalog), VerifiedRecords()
 
     @property
@@ -49,7 +49,7 @@ class CatalogReader:
             reads = self._planner.plan(shards)
             read_pieces(self.path, reads, self._checked)
         except DamagedFile as damage:
-            raise self._refuse(self.path, damage) from damage
+            raise self._damage_error(self.path, damage) from damage
 
 
 def read_windows(

@@ -52,9 +52,9 @@ class CheckpointSource:
         namespace: Namespace of the catalog's names, such as ``llama/1``.
         step: Completed optimizer steps; None if it has no step (published weights).
         shape: Shape of the model; None if unknown (``model.target``).
-        facts: What ``action=inspect`` prints, by label: engine, version, layout.
-        left_out: Descriptions of content that the catalog lacks, such as random state.
-        refuse: Creates the error for a damaged file.
+        description: What ``action=inspect`` prints, by label: engine, version, layout.
+        omitted: Descriptions of content that the catalog lacks, such as random state.
+        damage_error: Creates the error for a damaged file.
     """
 
     format: str
@@ -62,16 +62,18 @@ class CheckpointSource:
     namespace: str
     step: int | None
     shape: ModelShape | None
-    facts: Mapping[str, str] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    refuse: Callable[[Path, DamagedFile], CheckpointError]
+    description: Mapping[str, str] = field(default_factory=dict)
+    omitted: tuple[str, ...] = ()
+    damage_error: Callable[[Path, DamagedFile], CheckpointError]
 
     @property
     def folder(self) -> Path:
         return self.catalog.folder
 
     def reader(self) -> CatalogReader:
-        return CatalogReader(self.catalog, namespace=self.namespace, step=self.step, refuse=self.refuse)
+        return CatalogReader(
+            self.catalog, namespace=self.namespace, step=self.step, damage_error=self.damage_error
+        )
 
     def origin(self) -> str:
         """Return a text that changes if any file of the checkpoint changes: the path, and each file's size
@@ -255,15 +257,17 @@ def source_from_manifest(
     sizes = found.scalars.get(MODEL)
     recorded = parse_model_shape(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
     shape = model or recorded or model_discovery.find_model(folder)
-    facts = {"written by": ", ".join(f"{package} {version}" for package, version in found.software.items())}
+    description = {
+        "written by": ", ".join(f"{package} {version}" for package, version in found.software.items())
+    }
     return CheckpointSource(
         format=found.written_as,
         catalog=found.catalog(folder),
         namespace=found.namespace,
         step=found.step,
         shape=shape,
-        facts=facts,
-        refuse=directory.damage_error,
+        description=description,
+        damage_error=directory.damage_error,
     )
 
 

@@ -19,8 +19,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem, Severity
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
-from toolkit.rundir.continuing import check_remaining_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.start_checks import check_remaining_work, schedule_warning
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
         return jobs
     import psutil
 
-    return jobs + directory.begun_since(psutil.Process(os.getppid()).create_time())
+    return jobs + directory.count_attempts_since(psutil.Process(os.getppid()).create_time())
 
 
 def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int) -> AttemptSpec:

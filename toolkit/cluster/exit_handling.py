@@ -20,12 +20,12 @@ from toolkit.cluster.output_log import unwrap_stream
 from toolkit.cluster.rendezvous import PeerExited, Rendezvous
 from toolkit.cluster.tracebacks import format_user_frames
 from toolkit.errors import ExitCode, InputError, UserError
-from toolkit.rundir.continuing import NothingToDo
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.start_checks import NothingToDo
 from toolkit.rundir.status import RunState
 
 LOST_CONNECTION = "the connection to another rank was lost: that rank has ended or is unreachable"
-SIGNS_OF_LOSS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+LOST_CONNECTION_MESSAGES = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 TAKE_OVER_SECONDS = 1.0  # how long another rank waits for the lock of a dying rank 0
 POLL_SECONDS = 0.05
 PEER_ERROR_SECONDS = 3.0  # how long another rank waits for rank 0 to report the same mistake
@@ -35,7 +35,7 @@ def is_lost_connection(error: Exception) -> bool:
     """Return whether gloo, NCCL or the ``torch.distributed`` store reports that a peer process has gone."""
     text = str(error)
     return (type(error).__name__.startswith("Dist") or "/gloo/" in text) and any(
-        sign in text for sign in SIGNS_OF_LOSS
+        sign in text for sign in LOST_CONNECTION_MESSAGES
     )
 
 

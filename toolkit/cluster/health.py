@@ -22,13 +22,13 @@ import yaml
 
 from toolkit.rundir.status import RunState
 
-SECONDS = 10  # limit for everything: a file system that does not answer is unhealthy
+TIMEOUT_SECONDS = 10  # limit for everything: a file system that does not answer is unhealthy
 MARGIN_SECONDS = 60.0  # for the watchdog to collect stacks and end the run
 
 
 def main(proc: Path = Path("/proc")) -> int:
     signal.signal(signal.SIGALRM, _time_out)
-    signal.alarm(SECONDS)
+    signal.alarm(TIMEOUT_SECONDS)
     found = {folder: find_failure(folder, time.time()) for folder in sorted(set(find_run_folders(proc)))}
     print(
         "\n".join(f"{folder}: {problem or 'healthy'}" for folder, problem in found.items()) or "no run here"
@@ -76,7 +76,7 @@ def find_failure(folder: Path, now: float) -> str | None:
 
 
 def _time_out(*_: object) -> None:
-    print(f"the run's files could not be read within {SECONDS} s")
+    print(f"the run's files could not be read within {TIMEOUT_SECONDS} s")
     sys.stdout.flush()
     raise SystemExit(1)
 

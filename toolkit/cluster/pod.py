@@ -38,9 +38,9 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, UserError
 
 TRAIN = Path(toolkit.__file__).resolve().parents[1] / "launch" / "train.py"
-LEAVE_SECONDS = 15  # time for a launcher to end after the grace period of its ranks
+LAUNCHER_EXIT_SECONDS = 15  # time for a launcher to end after the grace period of its ranks
 # Without gang scheduling, some pods wait for nodes or images while others already run.
-MEET_SECONDS = 1800
+MAX_RENDEZVOUS_SECONDS = 1800
 PROBE_SECONDS = 2.0
 
 
@@ -68,7 +68,7 @@ class PodLauncher:
             self._process.send_signal(number)
 
     def run(self, build_command: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run ``command`` and return its exit code; return STOPPED if a stop was requested before it
+        """Run ``build_command`` and return its exit code; return STOPPED if a stop was requested before it
         started.
         """
         if self.stop_signal is not StopSignal.NONE:
@@ -77,11 +77,11 @@ class PodLauncher:
         self._forward_signal()  # a signal that arrived just before the start
         return self._process.wait()
 
-    def wait_for(self, meet: str, seconds: float = MEET_SECONDS) -> None:
-        """Wait until ``meet`` accepts connections, for at most ``seconds``: torchrun itself gives up after a
-        minute.
+    def wait_for(self, rendezvous_address: str, seconds: float = MAX_RENDEZVOUS_SECONDS) -> None:
+        """Wait until ``rendezvous_address`` accepts connections, for at most ``seconds``: torchrun itself
+        gives up after a minute.
         """
-        host, _, port = meet.rpartition(":")
+        host, _, port = rendezvous_address.rpartition(":")
         until = time.monotonic() + seconds
         while self.stop_signal is StopSignal.NONE and time.monotonic() < until:
             try:
@@ -93,18 +93,18 @@ class PodLauncher:
 
 
 def build_command(
-    config: RunConfig, config_file: str, *, meet: str | None, ranks: int, index: int, id: str
+    config: RunConfig, config_file: str, *, rendezvous_address: str | None, ranks: int, index: int, id: str
 ) -> list[str]:
     """Build the command that launches this node's ranks.
 
     Args:
-        meet: HOST:PORT of the rendezvous, served by the first pod; None: the job has one node.
+        rendezvous_address: HOST:PORT of the rendezvous, served by the first pod; None: the job has one node.
         ranks: number of ranks on this node.
         index: index of this pod in the job.
         id: identifies this start of the job, so that leftovers of an earlier one cannot join.
     """
     train = [str(TRAIN), f"{FROZEN}{config_file}"]
-    if meet is None:
+    if rendezvous_address is None:
         return [sys.executable, "-u", *train]
     return [
         sys.executable,
@@ -115,21 +115,21 @@ def build_command(
         f"--node-rank={index}",
         f"--nproc-per-node={ranks}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={meet}",
+        f"--rdzv-endpoint={rendezvous_address}",
         f"--rdzv-id={id}",
         # torchrun would compare its host name with the address, which also contains the network's name.
-        f"--rdzv-conf=is_host={int(index == 0)},join_timeout={MEET_SECONDS}",
+        f"--rdzv-conf=is_host={int(index == 0)},join_timeout={MAX_RENDEZVOUS_SECONDS}",
         f"--max-restarts={config.cluster.restarts}",
         *train,
     ]
 
 
-def choose_exit_code(decision: Decision, ended: JobOutcome, before: JobBaseline) -> ExitCode:
+def choose_exit_code(decision: Decision, outcome: JobOutcome, before: JobBaseline) -> ExitCode:
     """Return the exit code that Kubernetes acts on."""
     if decision.next is NextAction.AGAIN:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED
     if (
-        decision.code is ExitCode.FAILURE and ended.attempt <= before.attempt
+        decision.code is ExitCode.FAILURE and outcome.attempt <= before.attempt
     ):  # the pods did not meet; a restart may help
         return ExitCode.FAILURE
     return ExitCode.DONE if decision.code is ExitCode.DONE else ExitCode.USER
@@ -156,19 +156,24 @@ def main(arguments: Sequence[str]) -> int:
     if given.meet is not None and index > 0:
         launcher.wait_for(given.meet)
     leave = {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LEAVE_SECONDS)
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(config.cluster.grace_seconds + LAUNCHER_EXIT_SECONDS)
     }  # the default of torchrun is 30 s
     command = build_command(
-        config, given.config, meet=given.meet, ranks=given.ranks, index=index, id=f"start-{start}"
+        config,
+        given.config,
+        rendezvous_address=given.meet,
+        ranks=given.ranks,
+        index=index,
+        id=f"start-{start}",
     )
     code = launcher.run(command, os.environ | leave)
     # On a single node the supervisor has written the final status before it ended.
-    ended = wait_for_outcome(
+    outcome = wait_for_outcome(
         run_dir, before, launcher.stop_signal, code, SETTLE_SECONDS if given.meet is not None else 0.0
     )
-    decision = decide(before, ended, restarts=config.cluster.restarts, requeue=True)
+    decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=True)
     print(f"pod {index}, start {start} of the job: {decision.why}", flush=True)
-    return choose_exit_code(decision, ended, before)
+    return choose_exit_code(decision, outcome, before)
 
 
 if __name__ == "__main__":

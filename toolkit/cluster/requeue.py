@@ -83,7 +83,7 @@ class Decision:
     fruitless: int = 0
 
 
-def decide(before: JobBaseline, ended: JobOutcome, *, restarts: int, requeue: bool) -> Decision:
+def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: bool) -> Decision:
     """Decide how the job continues.
 
     Args:
@@ -99,40 +99,44 @@ def decide(before: JobBaseline, ended: JobOutcome, *, restarts: int, requeue: bo
     def end(code: ExitCode, why: str) -> Decision:
         return Decision(next=NextAction.END, code=code, why=why)
 
-    if ended.attempt <= before.attempt and ended.state is not RunState.DONE:
+    if outcome.attempt <= before.attempt and outcome.state is not RunState.DONE:
         # A start that was rejected before it wrote to the run directory would be rejected again.
-        if ended.asked is StopSignal.TERM and requeue:
+        if outcome.asked is StopSignal.TERM and requeue:
             return restart("stopped before an attempt started")
         code = (
             ExitCode.STOPPED
-            if ended.asked is not StopSignal.NONE
+            if outcome.asked is not StopSignal.NONE
             else ExitCode.USER
-            if ended.code == ExitCode.USER
+            if outcome.code == ExitCode.USER
             else ExitCode.FAILURE
         )
         return end(code, "no attempt was started; see the output above")
-    if ended.state is RunState.DONE:
+    if outcome.state is RunState.DONE:
         return end(ExitCode.DONE, "done")
-    if ended.state is RunState.REFUSED:
-        return end(ExitCode.USER, f"refused, and a restart would not help: {ended.reason}")
-    if ended.state is RunState.FAILED and ended.exit_code in (ExitCode.USER, ExitCode.DIVERGED):
-        return end(ExitCode(ended.exit_code), f"failed, and a restart would not help: {ended.reason}")
-    if ended.asked is StopSignal.INT:
+    if outcome.state is RunState.REFUSED:
+        return end(ExitCode.USER, f"refused, and a restart would not help: {outcome.reason}")
+    if outcome.state is RunState.FAILED and outcome.exit_code in (ExitCode.USER, ExitCode.DIVERGED):
+        return end(ExitCode(outcome.exit_code), f"failed, and a restart would not help: {outcome.reason}")
+    if outcome.asked is StopSignal.INT:
         return end(
-            ExitCode.STOPPED if ended.state is RunState.STOPPED else ExitCode.FAILURE,
-            f"stopped by the user: {ended.reason}",
+            ExitCode.STOPPED if outcome.state is RunState.STOPPED else ExitCode.FAILURE,
+            f"stopped by the user: {outcome.reason}",
         )
-    if ended.state is RunState.STOPPED:
-        if ended.reason is not None and ended.reason.startswith("SIGINT") and ended.asked is StopSignal.NONE:
+    if outcome.state is RunState.STOPPED:
+        if (
+            outcome.reason is not None
+            and outcome.reason.startswith("SIGINT")
+            and outcome.asked is StopSignal.NONE
+        ):
             return end(ExitCode.STOPPED, "stopped by the user (SIGINT), so it is not restarted")
         return (
-            restart(f"stopped ({ended.reason}); resumes from {ended.checkpoint or 'the beginning'}")
+            restart(f"stopped ({outcome.reason}); resumes from {outcome.checkpoint or 'the beginning'}")
             if requeue
-            else end(ExitCode.STOPPED, f"stopped ({ended.reason}), and cluster.slurm.requeue=false")
+            else end(ExitCode.STOPPED, f"stopped ({outcome.reason}), and cluster.slurm.requeue=false")
         )
-    recorded = ended.state is RunState.FAILED
+    recorded = outcome.state is RunState.FAILED
     what = (
-        f"failed: {ended.reason}"
+        f"failed: {outcome.reason}"
         if recorded
         else ("ended without recording a reason (killed, or the node was lost)")
     )
@@ -140,8 +144,8 @@ def decide(before: JobBaseline, ended: JobOutcome, *, restarts: int, requeue: bo
         return end(
             ExitCode.FAILURE, f"{what}; {'cluster.restarts=0' if requeue else 'cluster.slurm.requeue=false'}"
         )
-    if ended.checkpoint is not None and ended.checkpoint != before.checkpoint:
-        return restart(f"{what}; resumes from {ended.checkpoint}")
+    if outcome.checkpoint is not None and outcome.checkpoint != before.checkpoint:
+        return restart(f"{what}; resumes from {outcome.checkpoint}")
     if recorded:
         return end(
             ExitCode.FAILURE,
@@ -207,20 +211,20 @@ def wait_for_outcome(
     """Read the outcome once the run has recorded its end, or after ``seconds``."""
     until = time.monotonic() + seconds
     while True:
-        ended = read_outcome(run_dir, asked, code)
-        begun = ended.attempt > before.attempt
-        recorded = begun and ended.state is not None and not ended.state.live
+        outcome = read_outcome(run_dir, asked, code)
+        begun = outcome.attempt > before.attempt
+        recorded = begun and outcome.state is not None and not outcome.state.live
         if recorded or (not begun and code == ExitCode.USER) or time.monotonic() > until:
-            return ended
+            return outcome
         time.sleep(POLL_SECONDS)
 
 
-def append_outcome(folder: Path, ended: JobOutcome, decision: Decision) -> None:
+def append_outcome(folder: Path, outcome: JobOutcome, decision: Decision) -> None:
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        **asdict(ended),
+        **asdict(outcome),
         **asdict(decision),
-        "code": ended.code,
+        "code": outcome.code,
     }
     with (folder / ENDS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -270,11 +274,11 @@ def main(arguments: Sequence[str]) -> int:
     assert config.run.dir is not None, "a frozen configuration has its directory"
     before = load_baseline(given.folder)
     several = (config.cluster.nodes or 1) > 1
-    ended = wait_for_outcome(
+    outcome = wait_for_outcome(
         Path(config.run.dir), before, given.asked, given.code, SETTLE_SECONDS if several else 0.0
     )
-    decision = decide(before, ended, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
-    append_outcome(given.folder, ended, decision)
+    decision = decide(before, outcome, restarts=config.cluster.restarts, requeue=config.cluster.slurm.requeue)
+    append_outcome(given.folder, outcome, decision)
     job = os.environ["SLURM_JOB_ID"]
     print(f"job {job}: {decision.why}", flush=True)
     if decision.next is NextAction.AGAIN:

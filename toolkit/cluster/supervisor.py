@@ -160,7 +160,7 @@ def describe_restart(restart: Restart, *, failed: int, why: str, saved: int | No
 
 def _has_stepped(directory: RunDirectory, starts: int) -> bool:
     """Return whether one of the last ``starts`` attempts completed a step."""
-    return any(attempt.times.first_step is not None for attempt in directory.tried()[-starts:])
+    return any(attempt.times.first_step is not None for attempt in directory.attempt_times()[-starts:])
 
 
 def _wait_unless_stopped(stop: StopRequest, seconds: float) -> bool:

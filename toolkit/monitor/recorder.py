@@ -23,7 +23,7 @@ from toolkit.monitor.step_parts import (
     COMMUNICATION,
     DATA,
     EVALUATION,
-    NOT_SPLIT,
+    UNDIVIDED_PARTS,
     UNEXPLAINED,
     Recorder,
     communication,
@@ -266,7 +266,7 @@ class StepRecorder(Recorder):
     def _push(self, name: str) -> None:
         stack = self._stack
         now = stack[-1]
-        if now in NOT_SPLIT:
+        if now in UNDIVIDED_PARTS:
             name = now
         stack.append(name)
         if name != now and self._marks is not None:

@@ -2,7 +2,7 @@
 
 Code marks its work with ``with recorder.part(FORWARD): ...``. Parts nest, and time belongs to the innermost
 one: a collective inside backward is communication, not backward. Time outside all parts is unexplained.
-Evaluation, saving and hooks (``NOT_SPLIT``) own all time inside them, whatever parts they contain.
+Evaluation, saving and hooks (``UNDIVIDED_PARTS``) own all time inside them, whatever parts they contain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVALUATION = "evaluation"
 LOGGING = "logging"
 UNEXPLAINED = "unexplained"
 PARTS = (DATA, TRANSFER, FORWARD, BACKWARD, BUBBLE, OPTIMIZER, CHECKPOINT, EVALUATION, LOGGING, UNEXPLAINED)
-NOT_SPLIT = frozenset({CHECKPOINT, EVALUATION, LOGGING})
+UNDIVIDED_PARTS = frozenset({CHECKPOINT, EVALUATION, LOGGING})
 
 COMMUNICATION = "communication"  # exposed: what computing waits for
 

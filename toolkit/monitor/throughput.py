@@ -18,7 +18,7 @@ from toolkit.progress import duration
 TERA = 1e12
 HOUR = 3600.0
 WINDOW = 100  # steps from which the remaining time is estimated
-LEFT_OUT = 0.05  # trimmed at either end, so that a hiccup does not change the estimate
+TRIMMED_SHARE = 0.05  # trimmed at either end, so that a hiccup does not change the estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class RunTimer:
         Evaluations and saves are too rare for a window, so all steps of the attempt count for the latter.
         """
         ordered = sorted(self._recent)
-        out = -(-len(ordered) // round(1 / LEFT_OUT)) if len(ordered) > 2 else 0
+        out = -(-len(ordered) // round(1 / TRIMMED_SHARE)) if len(ordered) > 2 else 0
         middle = ordered[out : len(ordered) - out]
         samples = self._samples - self._plan.batch.at(step).first_sample
         return (

@@ -140,7 +140,7 @@ class RunDirectory:
         check_folder(self.path)
         check_identity(config, self.config_file)
         check_fork(config, self.path, self.fork_file, self.newest_checkpoint())
-        found = self.newest_agreed()
+        found = self.newest_with_disagreements()
         if config.resume == "auto" and found.disagreements:
             raise disagreement_error(self.checkpoints, found)
         # resume=never rejects a usable checkpoint; if the files disagree, it is the user's decision.
@@ -198,7 +198,7 @@ class RunDirectory:
         went = any(attempt is not None and attempt.times.first is not None for attempt in before)
         return replace(config, resume="auto") if went else config
 
-    def begun_since(self, moment: float) -> int:
+    def count_attempts_since(self, moment: float) -> int:
         """Return the number of attempts that began at or after ``moment``, in seconds since 1970."""
         found = (read_attempt(self.attempt_folder(number)) for number in self.attempts())
         return sum(attempt is not None and attempt.times.began >= moment for attempt in found)
@@ -257,7 +257,9 @@ class RunDirectory:
             reason=reason,
             overwrite=overwrite,
         )
-        total = compute_goodput(self.tried(), kept=None if state is RunState.DONE else self.saved_step() or 0)
+        total = compute_goodput(
+            self.attempt_times(), kept=None if state is RunState.DONE else self.saved_step() or 0
+        )
         self.write_status(
             Status(
                 state=state,
@@ -284,7 +286,7 @@ class RunDirectory:
                 at=times.seen if times is not None else None,
             )
 
-    def tried(self, before: int | None = None) -> list[Attempt]:
+    def attempt_times(self, before: int | None = None) -> list[Attempt]:
         """Return the times of the attempts in order, without those that left no file.
 
         Args:
@@ -307,11 +309,11 @@ class RunDirectory:
         """Return this run's newest checkpoint by folder name. Its content is checked when it is read."""
         return max((file.parent for file in self.checkpoints.glob("[!.]*/manifest.json")), default=None)
 
-    def newest_agreed(self) -> NewestCheckpoint:
+    def newest_with_disagreements(self) -> NewestCheckpoint:
         """Return the newest checkpoint, and whether the checkpoints folder and the run's other files agree
         on it.
         """
-        found = find_newest(self.checkpoints, self._claims())
+        found = find_newest(self.checkpoints, self._recorded_saves())
         row = last_row(self.metrics_file)
         if found.checkpoint is None and row is not None and not self.status_file.exists():
             found = replace(
@@ -323,7 +325,7 @@ class RunDirectory:
             )
         return found
 
-    def _claims(self) -> dict[str, int]:
+    def _recorded_saves(self) -> dict[str, int]:
         """Return the saved steps that the run's other files record, except those whose checkpoints were
         moved.
         """
@@ -345,7 +347,7 @@ class RunDirectory:
 
     # ---- repeated steps
 
-    def folder_of_older(self, attempt: int) -> Path:
+    def previous_attempt_folder(self, attempt: int) -> Path:
         """Return the folder of the attempt before ``attempt``, for rows and checkpoints of steps that
         ``attempt`` repeats.
         """
@@ -353,13 +355,13 @@ class RunDirectory:
             max((number for number in self.attempts() if number < attempt), default=attempt)
         )
 
-    def trim_after(self, step: int, attempt: int) -> None:
+    def move_rows_after(self, step: int, attempt: int) -> None:
         """Move rows after ``step`` to the attempt before ``attempt``, so that each repeated step is
         recorded once.
         """
         for file in (self.metrics_file, self.eval_file, self.ledger_file):
             if file.exists():
-                move_rows(file, self.folder_of_older(attempt) / file.name, step)
+                move_rows(file, self.previous_attempt_folder(attempt) / file.name, step)
 
     # ---- lock
 

@@ -93,7 +93,7 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     """
     context, monitor, data = training.context, training.monitor, training.data
     plan, directory, rank, attempt = context.plan, context.directory, context.rank, context.attempt
-    earlier = directory.tried(before=attempt)
+    earlier = directory.attempt_times(before=attempt)
     deadline = SaveDeadline(plan, (save for each in earlier for save in each.saves))
     save_timer = SaveTimer(parse_cadence(plan.config.checkpoint.every).seconds)
     goodput = GoodputTracker(directory.attempt_folder(attempt), earlier) if rank == 0 else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.directory import find_checkpoint, make_newest, set_aside_all
+from toolkit.checkpoint.directory import find_checkpoint, move_all_checkpoints, rewind_to_checkpoint
 from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint_folder import newest_checkpoint
 from toolkit.data.registry import SampleStream
@@ -49,11 +49,13 @@ def set_aside_later_checkpoints(
     """
     if plan.config.resume == "auto":
         return
-    aside = directory.folder_of_older(attempt) / "checkpoints"
+    aside = directory.previous_attempt_folder(attempt) / "checkpoints"
     if resume_point.checkpoint is None or plan.config.resume == "never":
-        moved = set_aside_all(directory.checkpoints, aside)
+        moved = move_all_checkpoints(directory.checkpoints, aside)
     else:
-        moved = make_newest(directory.checkpoints, resume_point.checkpoint, resume_point.state.step, aside)
+        moved = rewind_to_checkpoint(
+            directory.checkpoints, resume_point.checkpoint, resume_point.state.step, aside
+        )
     if moved:
         names = ", ".join(folder.name for folder in moved)
         log.info(

@@ -73,7 +73,7 @@ def run(
         fingerprint = fingerprint_data(context, run_data)
         restore_stream(resume_point, run_data.stream)
         if rank == 0:
-            directory.trim_after(state.step, attempt)
+            directory.move_rows_after(state.step, attempt)
             log.info(resume_point.description)
 
         sink = open_sinks(context, state.step, data=fingerprint, launcher=launcher)

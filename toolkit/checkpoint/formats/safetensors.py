@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.checkpoint.catalog import DTYPE_OF_CODE, DTYPES, DamagedFile, byte_length
 
 ALIGNMENT = 64  # of the first tensor, so that tensors of a memory-mapped file are aligned
-MOST_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 RULE = "a safetensors file is a header and the bytes that the header describes"
 
 
@@ -50,7 +50,7 @@ def encode_header(
     text = json.dumps(fields, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     header = struct.pack("<Q", length - 8) + text.ljust(length - 8)
-    assert length <= MOST_HEADER_BYTES, f"a header of {length} bytes"
+    assert length <= MAX_HEADER_BYTES, f"a header of {length} bytes"
     return header, [
         TensorEntry(entry.name, entry.dtype, entry.shape, entry.begin + length, entry.end + length)
         for entry in relative
@@ -67,7 +67,7 @@ def read_header(path: Path) -> tuple[list[TensorEntry], dict[str, str]]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size or length > MOST_HEADER_BYTES:
+        if 8 + length > size or length > MAX_HEADER_BYTES:
             raise DamagedFile(path.name, f"{path} has {size} bytes, fewer than its header asks for", RULE)
         text = file.read(length)
     try:

@@ -33,7 +33,7 @@ from toolkit.checkpoint.target import FileChecksum, TargetFile
 ALIGNMENT = 64
 ROOT = "archive"  # folder of the records if torch.save was not given a path
 RULE = "a file of torch.save is a complete zip of uncompressed records"
-_MOST_16, _MOST_32 = 0xFFFF, 0xFFFFFFFF
+_MAX_UINT16, _MAX_UINT32 = 0xFFFF, 0xFFFFFFFF
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR64 = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
 
 
@@ -292,11 +292,11 @@ def lay_out(
         path = f"{root}/{record}".encode()
         crc = zlib.crc32(content) if content is not None else 0
         header_at = at
-        wide = struct.pack("<HHQQ", 1, 16, numbytes, numbytes) if numbytes >= _MOST_32 else b""
+        wide = struct.pack("<HHQQ", 1, 16, numbytes, numbytes) if numbytes >= _MAX_UINT32 else b""
         unpadded = at + 30 + len(path) + len(wide) + 4
         padding = -(begin + unpadded) % ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-        size = _MOST_32 if wide else numbytes
+        size = _MAX_UINT32 if wide else numbytes
         header = struct.pack(
             "<IHHHHHIIIHH",
             _LOCAL,
@@ -337,13 +337,13 @@ def lay_out(
     crc_places: list[int] = []
     for path, crc, numbytes, offset in entries:
         wide = b""
-        if numbytes >= _MOST_32:
+        if numbytes >= _MAX_UINT32:
             wide += struct.pack("<QQ", numbytes, numbytes)
-        if offset >= _MOST_32:
+        if offset >= _MAX_UINT32:
             wide += struct.pack("<Q", offset)
         if wide:
             wide = struct.pack("<HH", 1, len(wide)) + wide
-        size = min(numbytes, _MOST_32)
+        size = min(numbytes, _MAX_UINT32)
         crc_places.append(begin + central_at + len(directory) + 16)
         directory += (
             struct.pack(
@@ -364,13 +364,13 @@ def lay_out(
                 0,
                 0,
                 0,
-                min(offset, _MOST_32),
+                min(offset, _MAX_UINT32),
             )
             + path
             + wide
         )
     length = len(directory)
-    if central_at >= _MOST_32 or length >= _MOST_32 or len(entries) >= _MOST_16:
+    if central_at >= _MAX_UINT32 or length >= _MAX_UINT32 or len(entries) >= _MAX_UINT16:
         directory += struct.pack(
             "<IQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, len(entries), len(entries), length, central_at
         )
@@ -380,10 +380,10 @@ def lay_out(
         _END,
         0,
         0,
-        min(len(entries), _MOST_16),
-        min(len(entries), _MOST_16),
-        min(length, _MOST_32),
-        min(central_at, _MOST_32),
+        min(len(entries), _MAX_UINT16),
+        min(len(entries), _MAX_UINT16),
+        min(length, _MAX_UINT32),
+        min(central_at, _MAX_UINT32),
         0,
     )
     fixed[begin + central_at] = bytes(directory)

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 from toolkit.checkpoint.formats.stored_tensor import STORAGE_OF_DTYPE, STORAGES, Storage, StoredTensor
 
 MAX_DEPTH = 100
-MOST_NODES_PER_BYTE = 16  # Shared objects are counted each time they occur.
-MOST_CLASSES = 10_000
-MOST_KEY = 16  # maximum length of a tuple that is a key
+MAX_NODES_PER_BYTE = 16  # Shared objects are counted each time they occur.
+MAX_CLASSES = 10_000
+MAX_KEY_LENGTH = 16  # maximum length of a tuple that is a key
 # Operations that no checkpoint needs: instances in protocols 0 and 1, registered extensions and out-of-band
 # buffers.
 _REFUSED = (
@@ -159,7 +159,7 @@ def _default(factory: Any = None, items: Any = ()) -> defaultdict[Any, Any]:
 
 def _key(key: Any) -> Any:
     """Return a dictionary key or set element, whose hash is cheap to compute. Raises UnpicklingError."""
-    if type(key) is tuple and len(key) <= MOST_KEY and all(type(part) in _SCALARS for part in key):
+    if type(key) is tuple and len(key) <= MAX_KEY_LENGTH and all(type(part) in _SCALARS for part in key):
         return key
     if type(key) not in _SCALARS and not isinstance(key, (ForeignObject, StoredTensor, frozenset)):
         raise pickle.UnpicklingError(f"a key of type {type(key).__name__}")
@@ -208,7 +208,7 @@ class _Unpickler(_PythonUnpickler):
         super().__init__(io.BytesIO(data))
         self._storage = storage
         self._classes: dict[tuple[str, str], type[ForeignObject]] = {}
-        self._copied, self._most_copied = 0, MOST_NODES_PER_BYTE * len(data)
+        self._copied, self._most_copied = 0, MAX_NODES_PER_BYTE * len(data)
 
     def load_reduce(self) -> None:
         """Limit the items that calls copy in total to what a pickle of this length can contain."""
@@ -277,8 +277,8 @@ class _Unpickler(_PythonUnpickler):
         if module == "torch" and name in STORAGE_OF_DTYPE:  # such as torch.float32
             return name
         if (module, name) not in self._classes:
-            if len(self._classes) == MOST_CLASSES:
-                raise pickle.UnpicklingError(f"more than {MOST_CLASSES} classes")
+            if len(self._classes) == MAX_CLASSES:
+                raise pickle.UnpicklingError(f"more than {MAX_CLASSES} classes")
             self._classes[module, name] = type(name, (ForeignObject,), {"name": f"{module}.{name}"})
         return self._classes[module, name]
 
@@ -311,7 +311,7 @@ def loads(data: bytes, storage: Callable[[str, str, int], Storage]) -> Any:
         struct.error,
     ) as error:
         raise pickle.UnpicklingError(f"{type(error).__name__}: {str(error)[:200]}") from error
-    _check_tree(found, MOST_NODES_PER_BYTE * len(data) + 10**6)
+    _check_tree(found, MAX_NODES_PER_BYTE * len(data) + 10**6)
     return found
 
 

@@ -120,7 +120,7 @@ class Conversion:
         except OSError as error:
             raise self._write_error(error) from error
         except DamagedFile as damage:
-            raise self.source.refuse(self.source.folder, damage) from damage
+            raise self.source.damage_error(self.source.folder, damage) from damage
         finally:
             output.close()
             journal.close()

@@ -260,7 +260,7 @@ class _Side:
         try:
             return self._reader.read(key, box)
         except DamagedFile as damage:
-            raise self.source.refuse(self.source.folder, damage) from damage
+            raise self.source.damage_error(self.source.folder, damage) from damage
 
 
 class _Comparison:

@@ -15,18 +15,18 @@ from toolkit.checkpoint.source import MODEL, CheckpointSource
 from toolkit.progress import quantity
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-MOST_NAMES = 8
+MAX_NAMES = 8
 
 
 def describe(source: CheckpointSource) -> list[str]:
     """Return the lines of ``action=inspect``."""
-    return [f"{label:<10} {text}" for label, text in _facts(source)] + [""] + _tensors(source)
+    return [f"{label:<10} {text}" for label, text in _description(source)] + [""] + _tensors(source)
 
 
-def _facts(source: CheckpointSource) -> Iterator[tuple[str, str]]:
+def _description(source: CheckpointSource) -> Iterator[tuple[str, str]]:
     yield "format", source.format
     yield "folder", str(source.folder)
-    yield from source.facts.items()
+    yield from source.description.items()
     yield "names", source.namespace
     if source.shape is not None:
         sizes = {name: value for name, value in asdict(source.shape).items() if name != "family" and value}
@@ -41,7 +41,7 @@ def _facts(source: CheckpointSource) -> Iterator[tuple[str, str]]:
             yield "scalar", _shortened(f"{name}={value}")
     files = [path.stat().st_size for path in source.folder.rglob("*") if path.is_file()]
     yield "on disk", f"{quantity(sum(files), 'B')} in {len(files)} files"
-    for label in source.left_out:
+    for label in source.omitted:
         yield "left out", label
 
 
@@ -120,8 +120,8 @@ def summarize_keys(keys: Iterable[TensorKey], among: Collection[TensorKey] = ())
             f"{state}:{kind} ({count})" if "*" in kind else f"{state}:{kind}"
             for kind, count in counts.items()
         ]
-    return ", ".join(shown[:MOST_NAMES]) + (
-        f" and {len(shown) - MOST_NAMES} more kinds" if len(shown) > MOST_NAMES else ""
+    return ", ".join(shown[:MAX_NAMES]) + (
+        f" and {len(shown) - MAX_NAMES} more kinds" if len(shown) > MAX_NAMES else ""
     )
 
 

@@ -202,7 +202,7 @@ def describe_result(result: ConversionResult) -> list[str]:
 
 def _dropped(unused: Sequence[TensorKey], source: CheckpointSource) -> list[str]:
     lines = [f"not used   {summarize_keys(unused, source.catalog.tensors)}"] if unused else []
-    return [*lines, *(f"left out   {label}" for label in source.left_out)]
+    return [*lines, *(f"left out   {label}" for label in source.omitted)]
 
 
 # ---- planning

@@ -27,7 +27,7 @@ from toolkit.files import sync_folder, write_whole
 
 FAILED = "failed.json"
 LOOK_SECONDS = 1.0  # between checks that awaited ranks are alive
-WHOLE = "a checkpoint is committed only after every rank has written its part"
+COMPLETE = "a checkpoint is committed only after every rank has written its part"
 # Errors that the user must fix, because another start would fail too. Other file system errors may be
 # transient, such as those of a restarting server.
 NO_ROOM_OR_ACCESS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -379,7 +379,7 @@ def _failed(save: RankSave, seen: str) -> SaveFailed:
 
 def _incomplete(save: RankSave, seen: str) -> CheckpointError:
     return CheckpointError(
-        Problem("checkpoint", seen, WHOLE, f"fix the cause and start again: {_newest_text(save)}")
+        Problem("checkpoint", seen, COMPLETE, f"fix the cause and start again: {_newest_text(save)}")
     )
 
 
@@ -399,4 +399,4 @@ def _not_written(save: RankSave, error: OSError) -> CheckpointError | SaveFailed
         )
     else:
         remedy = f"make it writable; {then}"
-    return CheckpointError(Problem("checkpoint", seen, WHOLE, remedy))
+    return CheckpointError(Problem("checkpoint", seen, COMPLETE, remedy))

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 JSON = "--json"
 MACHINE_SECONDS = 30.0  # for detecting the GPUs
-MEET_SECONDS = 120.0  # how long ranks wait for each other after their start
+MAX_RENDEZVOUS_SECONDS = 120.0  # how long ranks wait for each other after their start
 LINK_SECONDS = 120.0  # for the process group and all measurements on it
-ENDS_SECONDS = 5.0  # rank 0 reports first; then the others exit
+REPORT_HEAD_START_SECONDS = 5.0  # rank 0 reports first; then the others exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class DoctorCommand:
         target = planned_run.target_from_overrides(self._overrides, self._launch, machine, nvml_error)
         if target.world.ranks > 1 and target.plan is not None and self._launch.launcher is Launcher.NONE:
             return self._start_ranks(target, stop)
-        self._machines = [run_checks(target.need(self._launch), checks=self._checks(target))]
+        self._machines = [run_checks(target.requirements(self._launch), checks=self._checks(target))]
         rendezvous_findings = (
             cross_node.report_single_rank()
             if target.plan is not None
@@ -118,12 +118,16 @@ class DoctorCommand:
         launch = self._launch
         # before the rendezvous imports torch
         set_thread_default(os.environ, launch.ranks_per_node, os.cpu_count() or 1)
-        rendezvous = self._exit_handler.rendezvous = Rendezvous(launch, self._overrides, seconds=MEET_SECONDS)
+        rendezvous = self._exit_handler.rendezvous = Rendezvous(
+            launch, self._overrides, seconds=MAX_RENDEZVOUS_SECONDS
+        )
         try:
             if launch.rank == 0:
                 target = self._load_target(machine, nvml_error)
                 # before the rendezvous opens and this process takes the port
-                address_report = run_checks(target.need(launch), checks=[network.MASTER_ADDRESS_CHECK])
+                address_report = run_checks(
+                    target.requirements(launch), checks=[network.MASTER_ADDRESS_CHECK]
+                )
                 self._machines, self._cross_machine = (
                     [address_report],
                     cross_node.check_plan(target.plan, target.problems),
@@ -165,7 +169,10 @@ class DoctorCommand:
         # not all ranks have connected yet, since a machine may start late
         try:
             machines = gather_reports(
-                self._machines[0] if launch.local_rank == 0 else None, launch, rendezvous, MEET_SECONDS
+                self._machines[0] if launch.local_rank == 0 else None,
+                launch,
+                rendezvous,
+                MAX_RENDEZVOUS_SECONDS,
             )
         except MachinesTimedOut as silent:
             self._machines = silent.reports
@@ -182,7 +189,7 @@ class DoctorCommand:
         checks = [
             check for check in self._checks(target) if not (known and check is network.MASTER_ADDRESS_CHECK)
         ]
-        own = run_checks(target.need(self._launch), self._launch.node, checks)
+        own = run_checks(target.requirements(self._launch), self._launch.node, checks)
         return replace(own, findings=(*own.findings, *known))
 
     def _measure(self, rendezvous: Rendezvous, target: DoctorTarget, machine: MachineInfo | None) -> ExitCode:
@@ -197,7 +204,7 @@ class DoctorCommand:
         )
         import torch
 
-        guard = threading.Timer(LINK_SECONDS + (ENDS_SECONDS if launch.rank else 0), self._hangs)
+        guard = threading.Timer(LINK_SECONDS + (REPORT_HEAD_START_SECONDS if launch.rank else 0), self._hangs)
         guard.daemon = True
         guard.start()
         began = time.perf_counter()
@@ -244,7 +251,7 @@ class DoctorCommand:
 
             stop.abort = abort
             try:
-                return ranks.wait(stop, grace_seconds=ENDS_SECONDS)
+                return ranks.wait(stop, grace_seconds=REPORT_HEAD_START_SECONDS)
             finally:
                 ranks.kill()
 

@@ -28,10 +28,10 @@ def check_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> list[CheckF
     Args:
         problems: broken rules, and warnings.
     """
-    return _label("plan", "rules and memory estimate of launch/plan.py", _judge_plan(plan, problems))
+    return _label("plan", "rules and memory estimate of launch/plan.py", _assess_plan(plan, problems))
 
 
-def _judge_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[CheckFinding]:
+def _assess_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[CheckFinding]:
     for problem in problems:
         make = fail if problem.severity is Severity.ERROR else warn
         yield make(f"{problem.seen}: {problem.rule}", problem.remedy)
@@ -44,20 +44,20 @@ def _judge_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[C
             f"{'memory of model.target' if plan.memory is None else 'memory of the devices'} unknown"
         )
         return
-    need = plan.memory.device_total
+    requirements = plan.memory.device_total
     unit = "a GPU" if plan.world.device is Device.CUDA else "a machine"
     ranks = f"{plan.world.ranks} rank{'s' * (plan.world.ranks > 1)}"
-    yield ok(f"{ranks}, {need / 1e9:,.1f} GB each; {unit} has {have / 1e9:,.1f} GB")
+    yield ok(f"{ranks}, {requirements / 1e9:,.1f} GB each; {unit} has {have / 1e9:,.1f} GB")
 
 
 def check_uniformity(machines: Sequence[MachineReport]) -> list[CheckFinding]:
     """Compare versions, drivers and GPUs of all machines."""
     if len(machines) < 2:
         return []
-    return _label("alike", "properties of all machines, compared", _judge_uniformity(machines))
+    return _label("alike", "properties of all machines, compared", _assess_uniformity(machines))
 
 
-def _judge_uniformity(machines: Sequence[MachineReport]) -> Iterator[CheckFinding]:
+def _assess_uniformity(machines: Sequence[MachineReport]) -> Iterator[CheckFinding]:
     names = dict.fromkeys(name for machine in machines for name in machine.traits)
     differing = False
     for name in names:
@@ -96,11 +96,11 @@ def check_clocks(offsets: Mapping[str, ClockOffset]) -> list[CheckFinding]:
     return _label(
         "clocks",
         "the first machine's time, read through the store; half the round-trip time is the error",
-        _judge_clocks(offsets),
+        _assess_clocks(offsets),
     )
 
 
-def _judge_clocks(offsets: Mapping[str, ClockOffset]) -> Iterator[CheckFinding]:
+def _assess_clocks(offsets: Mapping[str, ClockOffset]) -> Iterator[CheckFinding]:
     wrong = False
     for host, offset in offsets.items():
         least = abs(offset.seconds) - offset.error_seconds  # lower bound of the offset
@@ -133,10 +133,10 @@ def check_links(rows: Sequence[Mapping[str, Any]], seconds: float) -> list[Check
         rows: one per axis, from toolkit/observe/comm_benchmark.py.
         seconds: how long the ranks took to connect.
     """
-    return _label("rendezvous", LINKS_METHOD, _judge_links(rows, seconds))
+    return _label("rendezvous", LINKS_METHOD, _assess_links(rows, seconds))
 
 
-def _judge_links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[CheckFinding]:
+def _assess_links(rows: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[CheckFinding]:
     yield ok(f"all ranks connected in {seconds:.1f} s")
     for row in rows:
         slow, fast = row["bandwidth_bytes_per_second"], row["best_bandwidth_bytes_per_second"]

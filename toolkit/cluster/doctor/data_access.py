@@ -27,7 +27,7 @@ class DataReadResult(Protocol):
     def note(self) -> str | None: ...
 
 
-def judge(found: DataReadResult, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess(found: DataReadResult, requirements: RunRequirements) -> Iterator[CheckFinding]:
     for problem in found.problems:
         yield fail(f"{problem.seen}: {problem.rule}", problem.remedy)
     if found.problems:
@@ -52,8 +52,8 @@ def make_data_check(read: Callable[[], DataReadResult]) -> DoctorCheck:
         how=(
             "open the data and read the samples of the first step, as the run will, with the same credentials"
         ),
-        measure=lambda need: read(),
-        judge=judge,
+        measure=lambda requirements: read(),
+        assess=assess,
         seconds=HANGS_SECONDS,
         hang_remedy=(
             "the store or file system of data.path hangs: check the network, the credentials' server, "

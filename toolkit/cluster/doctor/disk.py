@@ -40,8 +40,8 @@ class DiskProbe:
     seconds: float = 0.0
 
 
-def measure(need: RunRequirements) -> DiskProbe:
-    folder = need.run_dir.absolute()
+def measure(requirements: RunRequirements) -> DiskProbe:
+    folder = requirements.run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent
     free = os.statvfs(folder)
@@ -75,14 +75,14 @@ def timed_write(path: Path, most: int, seconds: float = MAX_SECONDS) -> tuple[in
     return written, time.perf_counter() - began
 
 
-def judge(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess(disk: DiskProbe, requirements: RunRequirements) -> Iterator[CheckFinding]:
     if disk.problem is not None:
         yield fail(
             f"{disk.folder}: {disk.problem}",
             "make it writable for this user and free some space, or set run.dir=FOLDER",
         )
         return
-    size = need.checkpoint_bytes
+    size = requirements.checkpoint_bytes
     room = f"{disk.folder}: {format_size(disk.free_bytes)} free"
     if size is None:
         yield ok(f"{room}; size of a checkpoint unknown")
@@ -91,36 +91,36 @@ def judge(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
             f"{room}; one checkpoint takes {format_size(size)}",
             "free some space, or set run.dir=FOLDER on a larger disk",
         )
-    elif disk.free_bytes < size * (need.keep_checkpoints + 1):
+    elif disk.free_bytes < size * (requirements.keep_checkpoints + 1):
         yield warn(
-            f"{room}; {need.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being written "
-            f"take {format_size(size * (need.keep_checkpoints + 1))}",
+            f"{room}; {requirements.keep_checkpoints} checkpoints (checkpoint.keep_last) and the one being "
+            f"written take {format_size(size * (requirements.keep_checkpoints + 1))}",
             "free some space, or reduce checkpoint.keep_last",
         )
     else:
         yield ok(f"{room}; one checkpoint takes {format_size(size)}")
-    yield from _judge_speed(disk, need)
+    yield from _assess_speed(disk, requirements)
 
 
-def _judge_speed(disk: DiskProbe, need: RunRequirements) -> Iterator[CheckFinding]:
+def _assess_speed(disk: DiskProbe, requirements: RunRequirements) -> Iterator[CheckFinding]:
     if not disk.written_bytes:
         yield warn(f"{disk.folder}: too full to measure its speed", "free some space")
         return
     speed = disk.written_bytes / disk.seconds
     text = f"{format_size(disk.written_bytes)} written and synced at {speed / 1e6:,.0f} MB/s"
-    if need.checkpoint_bytes is None:
+    if requirements.checkpoint_bytes is None:
         yield ok(text)
         return
-    save_seconds = need.checkpoint_bytes / need.nodes / speed
+    save_seconds = requirements.checkpoint_bytes / requirements.nodes / speed
     text += (
         f": a save takes about {save_seconds:,.0f} s"
         if save_seconds >= 1
         else ": a save takes less than a second"
     )
-    if save_seconds > need.grace_seconds:
+    if save_seconds > requirements.grace_seconds:
         yield warn(
-            f"{text}, more than cluster.grace_seconds={need.grace_seconds}: a run stopped by a signal "
-            "cannot finish saving",
+            f"{text}, more than cluster.grace_seconds={requirements.grace_seconds}: a run stopped by a "
+            "signal cannot finish saving",
             f"set cluster.grace_seconds={round(1.5 * save_seconds)} if the cluster allows it, use a "
             "faster run.dir, or save more often",
         )
@@ -136,7 +136,7 @@ CHECK = DoctorCheck(
         "machine's share of the checkpoint at that speed"
     ),
     measure=measure,
-    judge=judge,
+    assess=assess,
     hang_remedy=(
         "the file system of run.dir hangs: check its server and mounts (mount, dmesg), or set run.dir=FOLDER"
     ),

@@ -66,7 +66,7 @@ class DriverInfo:
     built: tuple[int, int] | None = None
 
 
-def measure_driver(need: RunRequirements, nvml: Any = None) -> DriverInfo:
+def measure_driver(requirements: RunRequirements, nvml: Any = None) -> DriverInfo:
     nvml = nvml or load_nvml()
     try:
         nvml.nvmlInit()
@@ -82,9 +82,9 @@ def measure_driver(need: RunRequirements, nvml: Any = None) -> DriverInfo:
     )
 
 
-def judge_driver(driver: DriverInfo, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess_driver(driver: DriverInfo, requirements: RunRequirements) -> Iterator[CheckFinding]:
     if driver.version is None or driver.cuda is None:
-        if need.device is Device.CPU:
+        if requirements.device is Device.CPU:
             yield ok("none, and the run is planned for CPU ranks")
         else:
             yield fail(
@@ -94,7 +94,7 @@ def judge_driver(driver: DriverInfo, need: RunRequirements) -> Iterator[CheckFin
             )
         return
     seen = f"{driver.version}, up to CUDA {_format_version(driver.cuda)}"
-    if driver.built is None or need.device is Device.CPU:
+    if driver.built is None or requirements.device is Device.CPU:
         yield ok(seen)
     elif driver.built[0] > driver.cuda[0]:
         yield fail(
@@ -113,7 +113,9 @@ def judge_driver(driver: DriverInfo, need: RunRequirements) -> Iterator[CheckFin
         yield ok(f"{seen}; torch was built with CUDA {_format_version(driver.built)}")
 
 
-def measure_gpus(need: RunRequirements, nvml: Any = None, selection: str | None = None) -> list[GpuState]:
+def measure_gpus(
+    requirements: RunRequirements, nvml: Any = None, selection: str | None = None
+) -> list[GpuState]:
     nvml = nvml or load_nvml()
     try:
         nvml.nvmlInit()
@@ -173,19 +175,19 @@ def _read_gpu(nvml: Any, handle: Any, index: int, name: str) -> GpuState:
     )
 
 
-def judge_gpus(cards: Sequence[GpuState], need: RunRequirements) -> Iterator[CheckFinding]:
+def assess_gpus(cards: Sequence[GpuState], requirements: RunRequirements) -> Iterator[CheckFinding]:
     kinds = sorted({card.name for card in cards})
     seen = f"{len(cards)} x {' and '.join(kinds)}" if cards else "none"
-    if need.device is Device.CPU:
+    if requirements.device is Device.CPU:
         yield ok(f"{seen}; the run is planned for CPU ranks")
         return
-    if len(cards) < need.ranks_per_node:
+    if len(cards) < requirements.ranks_per_node:
         yield fail(
-            f"{seen} for {need.ranks_per_node} ranks",
+            f"{seen} for {requirements.ranks_per_node} ranks",
             "check for lost GPUs (nvidia-smi, dmesg) and CUDA_VISIBLE_DEVICES, or start fewer ranks",
         )
-    used = cards[: need.ranks_per_node]
-    problems = [problem for card in used for problem in _find_gpu_problems(card, need)]
+    used = cards[: requirements.ranks_per_node]
+    problems = [problem for card in used for problem in _find_gpu_problems(card, requirements)]
     if len({card.name for card in used}) > 1:
         problems.append(
             warn(
@@ -201,12 +203,12 @@ def judge_gpus(cards: Sequence[GpuState], need: RunRequirements) -> Iterator[Che
     ]
     if quiet:
         yield unknown(f"the driver does not report {', '.join(quiet)}")
-    if not problems and len(cards) >= need.ranks_per_node:
+    if not problems and len(cards) >= requirements.ranks_per_node:
         ecc = "ECC on" if all(card.ecc for card in used) else "ECC off or not available"
         yield ok(f"{seen}; {ecc}, no memory errors, no harmful throttling")
 
 
-def _find_gpu_problems(card: GpuState, need: RunRequirements) -> Iterator[CheckFinding]:
+def _find_gpu_problems(card: GpuState, requirements: RunRequirements) -> Iterator[CheckFinding]:
     name = f"GPU {card.index}"
     if card.uncorrected:
         yield fail(
@@ -233,10 +235,10 @@ def _find_gpu_problems(card: GpuState, need: RunRequirements) -> Iterator[CheckF
         )
     if card.used_bytes is not None and card.total_bytes is not None:
         free = card.total_bytes - card.used_bytes
-        if need.device_bytes is not None and free < need.device_bytes:
+        if requirements.device_bytes is not None and free < requirements.device_bytes:
             yield fail(
                 f"{name}: {format_size(free)} free of {format_size(card.total_bytes)}; the run needs "
-                f"{format_size(need.device_bytes)}",
+                f"{format_size(requirements.device_bytes)}",
                 "end the processes that nvidia-smi shows, or plan for less memory per rank (launch/plan.py)",
             )
         elif card.used_bytes > IDLE_BYTES:
@@ -268,7 +270,7 @@ CHECKS = (
         name="driver",
         how="NVML, compared with the CUDA version of torch/version.py",
         measure=measure_driver,
-        judge=judge_driver,
+        assess=assess_driver,
         hang_remedy=DRIVER_HANGS_REMEDY,
         traits=lambda driver: {"driver": str(driver.version)},
     ),
@@ -276,7 +278,7 @@ CHECKS = (
         name="GPUs",
         how="NVML: count, model, memory in use, ECC, row remapping, persistence mode, current throttling",
         measure=measure_gpus,
-        judge=judge_gpus,
+        assess=assess_gpus,
         hang_remedy=DRIVER_HANGS_REMEDY,
         traits=lambda cards: {"GPUs": ", ".join(sorted({card.name for card in cards})) or "none"},
     ),

@@ -36,18 +36,18 @@ class SharedMemory:
     free_bytes: int
 
 
-def measure_shared(need: RunRequirements) -> SharedMemory:
+def measure_shared(requirements: RunRequirements) -> SharedMemory:
     found = os.statvfs(SHARED)
     return SharedMemory(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
 
-def judge_shared(shared: SharedMemory, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess_shared(shared: SharedMemory, requirements: RunRequirements) -> Iterator[CheckFinding]:
     seen = f"{format_size(shared.free_bytes)} free of {format_size(shared.total_bytes)}"
     remedy = (
         "docker run --shm-size=16g, cluster.kubernetes.shared_memory_gib=16, or: mount -o "
         "remount,size=16G /dev/shm; or delete files that ended runs left there"
     )
-    if need.device is Device.CPU or need.ranks_per_node == 1:
+    if requirements.device is Device.CPU or requirements.ranks_per_node == 1:
         yield ok(f"{seen}; not used by this run")
     elif shared.free_bytes <= DOCKER_SHARED_BYTES:
         yield fail(f"{seen}: NCCL connects the ranks of a machine through it, and needs about 1 GiB", remedy)
@@ -66,7 +66,7 @@ class HostMemory:
     available_bytes: int
 
 
-def measure_memory(need: RunRequirements) -> HostMemory:
+def measure_memory(requirements: RunRequirements) -> HostMemory:
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     total, available = (
         int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024  # type: ignore[index]
@@ -78,17 +78,18 @@ def measure_memory(need: RunRequirements) -> HostMemory:
     return HostMemory(total, available)
 
 
-def judge_memory(memory: HostMemory, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess_memory(memory: HostMemory, requirements: RunRequirements) -> Iterator[CheckFinding]:
     seen = f"{format_size(memory.available_bytes)} available of {format_size(memory.total_bytes)}"
-    if need.host_bytes is None:
+    if requirements.host_bytes is None:
         yield unknown(f"{seen}; memory use of the run unknown")
-    elif need.host_bytes > memory.available_bytes:
+    elif requirements.host_bytes > memory.available_bytes:
         yield fail(
-            f"{seen}; the run's {need.ranks_per_node} ranks here need {format_size(need.host_bytes)}",
+            f"{seen}; the run's {requirements.ranks_per_node} ranks here need "
+            f"{format_size(requirements.host_bytes)}",
             "end other processes, use more machines or a smaller model, or offload less to host memory",
         )
     else:
-        yield ok(f"{seen}; the run needs {format_size(need.host_bytes)} for states and activations")
+        yield ok(f"{seen}; the run needs {format_size(requirements.host_bytes)} for states and activations")
 
 
 def _number(path: Path) -> int | None:
@@ -117,7 +118,7 @@ class CpuCores:
     balancing: bool = False
 
 
-def measure_cores(need: RunRequirements) -> CpuCores:
+def measure_cores(requirements: RunRequirements) -> CpuCores:
     folders = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     numa = (parse_cpu_list((folder / "cpulist").read_text(encoding="utf-8")) for folder in folders)
     return CpuCores(
@@ -133,21 +134,21 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(core for first, _, last in spans for core in range(int(first), int(last or first) + 1))
 
 
-def judge_cores(cores: CpuCores, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess_cores(cores: CpuCores, requirements: RunRequirements) -> Iterator[CheckFinding]:
     seen = f"{len(cores.usable)} cores on {len(cores.numa) or 1} NUMA node{'s' * (len(cores.numa) > 1)}"
-    if len(cores.usable) < need.ranks_per_node:
+    if len(cores.usable) < requirements.ranks_per_node:
         yield warn(
-            f"{seen} for {need.ranks_per_node} ranks, which will wait for each other",
+            f"{seen} for {requirements.ranks_per_node} ranks, which will wait for each other",
             "request more cores (cluster.slurm.cpus_per_task, cluster.kubernetes.cpus), or start fewer ranks",
         )
         return
     left_out = [number for number, own in enumerate(cores.numa) if not own & cores.usable]
-    if need.device is Device.CUDA and left_out and need.ranks_per_node > 1:
+    if requirements.device is Device.CUDA and left_out and requirements.ranks_per_node > 1:
         yield warn(
             f"{seen}; none on NUMA node {', '.join(map(str, left_out))}: its GPUs are fed from a remote node",
             "request the cores of the whole machine (srun --cpu-bind=none, cluster.slurm.cpus_per_task)",
         )
-    elif need.device is Device.CUDA and cores.balancing and len(cores.numa) > 1:
+    elif requirements.device is Device.CUDA and cores.balancing and len(cores.numa) > 1:
         yield warn(
             f"{seen}; the kernel migrates pages between them while ranks use them",
             "sysctl kernel.numa_balancing=0",
@@ -173,7 +174,7 @@ class ProcessLimits:
     rdma: bool
 
 
-def measure_limits(need: RunRequirements) -> ProcessLimits:
+def measure_limits(requirements: RunRequirements) -> ProcessLimits:
     files, files_hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
     locked = _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     devices = Path("/sys/class/infiniband")
@@ -189,7 +190,7 @@ def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def judge_limits(limits: ProcessLimits, need: RunRequirements) -> Iterator[CheckFinding]:
+def assess_limits(limits: ProcessLimits, requirements: RunRequirements) -> Iterator[CheckFinding]:
     files = "unlimited" if limits.files is None else f"{limits.files:,}"
     if limits.files is not None and limits.files < RECOMMENDED_FILES:
         higher = limits.files_hard is None or limits.files_hard >= RECOMMENDED_FILES
@@ -199,7 +200,7 @@ def judge_limits(limits: ProcessLimits, need: RunRequirements) -> Iterator[Check
         remedy = f"ulimit -n 65536{'' if higher else by_root}"
         # Needed for sockets between all ranks, data shards and libraries; importing the engines alone takes
         # about a hundred.
-        make = fail if limits.files < MIN_FILES or limits.files < 4 * need.ranks else warn
+        make = fail if limits.files < MIN_FILES or limits.files < 4 * requirements.ranks else warn
         yield make(f"{files} open files per process (ulimit -n)", remedy)
     else:
         yield ok(f"{files} open files per process")
@@ -222,24 +223,24 @@ CHECKS = (
         name="shared memory",
         how="size and free space of /dev/shm",
         measure=measure_shared,
-        judge=judge_shared,
+        assess=assess_shared,
     ),
     DoctorCheck(
         name="host memory",
         how="MemAvailable and the container's limit, compared with the plan",
         measure=measure_memory,
-        judge=judge_memory,
+        assess=assess_memory,
     ),
     DoctorCheck(
         name="cores",
         how="CPU affinity of the process and /sys/devices/system/node",
         measure=measure_cores,
-        judge=judge_cores,
+        assess=assess_cores,
     ),
     DoctorCheck(
         name="limits",
         how="limits of this process, which its ranks inherit",
         measure=measure_limits,
-        judge=judge_limits,
+        assess=assess_limits,
     ),
 )

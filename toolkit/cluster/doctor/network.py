@@ -28,7 +28,7 @@ class HostName:
     addresses: tuple[str, ...]
 
 
-def measure_name(need: RunRequirements) -> HostName:
+def measure_name(requirements: RunRequirements) -> HostName:
     return HostName(host := socket.gethostname(), resolve(host))
 
 
@@ -41,8 +41,8 @@ def resolve(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def judge_name(name: HostName, need: RunRequirements) -> Iterator[CheckFinding]:
-    several = need.nodes > 1
+def assess_name(name: HostName, requirements: RunRequirements) -> Iterator[CheckFinding]:
+    several = requirements.nodes > 1
     if not name.addresses and several:
         # Only a warning, since gloo and NCCL get an explicit interface (cluster/environment.py); torchrun
         # passes this name on.
@@ -88,7 +88,7 @@ class NetworkInterfaces:
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 
 
-def measure_interfaces(need: RunRequirements) -> NetworkInterfaces:
+def measure_interfaces(requirements: RunRequirements) -> NetworkInterfaces:
     import psutil
 
     # From this process's network namespace: in a container /sys/class/net may show the host's.
@@ -103,10 +103,10 @@ def measure_interfaces(need: RunRequirements) -> NetworkInterfaces:
     )
 
 
-def judge_interfaces(found: NetworkInterfaces, need: RunRequirements) -> Iterator[CheckFinding]:
-    problems = list(_check_selection(found, need))
+def assess_interfaces(found: NetworkInterfaces, requirements: RunRequirements) -> Iterator[CheckFinding]:
+    problems = list(_check_selection(found, requirements))
     down = [port for port, state in found.rdma.items() if state != "ACTIVE"]
-    if need.device is Device.CUDA and need.nodes > 1 and down:
+    if requirements.device is Device.CUDA and requirements.nodes > 1 and down:
         problems.append(
             warn(
                 f"RDMA port {', '.join(down)}: {', '.join(dict.fromkeys(found.rdma[port] for port in down))}",
@@ -122,10 +122,10 @@ def judge_interfaces(found: NetworkInterfaces, need: RunRequirements) -> Iterato
         yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {selection}")
 
 
-def _check_selection(found: NetworkInterfaces, need: RunRequirements) -> Iterator[CheckFinding]:
+def _check_selection(found: NetworkInterfaces, requirements: RunRequirements) -> Iterator[CheckFinding]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         text = found.chosen.get(variable)
-        if text is None or (variable.startswith("NCCL") and need.device is Device.CPU):
+        if text is None or (variable.startswith("NCCL") and requirements.device is Device.CPU):
             continue
         named = select_interfaces(text, found.up, exact=variable.startswith("GLOO"))
         there = ", ".join(found.up)
@@ -139,14 +139,14 @@ def _check_selection(found: NetworkInterfaces, need: RunRequirements) -> Iterato
                 f"{variable}={text}: the interface is down",
                 f"bring it up, select another one of {there}, or: unset {variable}",
             )
-        elif need.nodes > 1 and set(named) == {"lo"}:
+        elif requirements.nodes > 1 and set(named) == {"lo"}:
             yield fail(
-                f"{variable}={text} with {need.nodes} machines: the loopback interface does not reach "
-                "other machines",
+                f"{variable}={text} with {requirements.nodes} machines: the loopback interface does not "
+                "reach other machines",
                 f"set it to the interface of the machines' network, or: unset {variable}",
             )
     text = found.chosen.get("NCCL_IB_HCA")
-    if text is not None and need.device is Device.CUDA and not text.startswith("^"):
+    if text is not None and requirements.device is Device.CUDA and not text.startswith("^"):
         devices = {port.partition(":")[0] for port in found.rdma}
         if not any(select_interfaces(text, dict.fromkeys(devices, True), exact=False)):
             yield fail(
@@ -187,11 +187,12 @@ class MasterAddress:
     taken: str | None = None
 
 
-def measure_master_address(need: RunRequirements) -> MasterAddress:
-    host = need.address or "127.0.0.1"
+def measure_master_address(requirements: RunRequirements) -> MasterAddress:
+    host = requirements.address or "127.0.0.1"
     addresses = resolve(host)
     return MasterAddress(
-        addresses=addresses, taken=_probe_port(need.serves_port) if need.serves_port is not None else None
+        addresses=addresses,
+        taken=_probe_port(requirements.serves_port) if requirements.serves_port is not None else None,
     )
 
 
@@ -209,31 +210,35 @@ def _probe_port(port: int) -> str | None:
     return None
 
 
-def judge_master_address(master: MasterAddress, need: RunRequirements) -> Iterator[CheckFinding]:
-    host = need.address or "127.0.0.1"
-    if need.ranks == 1:
+def assess_master_address(master: MasterAddress, requirements: RunRequirements) -> Iterator[CheckFinding]:
+    host = requirements.address or "127.0.0.1"
+    if requirements.ranks == 1:
         yield ok("not needed for one rank")
     elif not master.addresses:
         yield fail(
             f"MASTER_ADDR={host} does not resolve",
             "use its IP address, or add the name to DNS or /etc/hosts of all machines",
         )
-    elif need.nodes > 1 and all(map(_is_loopback, master.addresses)):
+    elif requirements.nodes > 1 and all(map(_is_loopback, master.addresses)):
         yield fail(
-            f"MASTER_ADDR={host} is {', '.join(master.addresses)} with {need.nodes} machines: only one of "
-            "them can reach it",
+            f"MASTER_ADDR={host} is {', '.join(master.addresses)} with {requirements.nodes} machines: only "
+            "one of them can reach it",
             "set the first machine's address: torchrun --master_addr (or --rdzv-endpoint), deepspeed "
             "--master_addr",
         )
     elif master.taken is not None:
         yield fail(
-            f"port {need.serves_port}: {master.taken}",
+            f"port {requirements.serves_port}: {master.taken}",
             "another run may use it: set torchrun --master_port N or deepspeed --master_port N; torchrun "
             "--standalone picks a free one",
         )
     else:
-        free = "a free port was found" if need.serves_port == 0 else f"port {need.serves_port} is free"
-        served = "" if need.serves_port is None else f", {free}"
+        free = (
+            "a free port was found"
+            if requirements.serves_port == 0
+            else f"port {requirements.serves_port} is free"
+        )
+        served = "" if requirements.serves_port is None else f", {free}"
         yield ok(f"{host} is {', '.join(master.addresses[:3])}{served}")
 
 
@@ -241,7 +246,7 @@ MASTER_ADDRESS_CHECK = DoctorCheck(
     name="master address",
     how="MASTER_ADDR is resolved; if this process serves the port, it is opened",
     measure=measure_master_address,
-    judge=judge_master_address,
+    assess=assess_master_address,
     hang_remedy="a name server does not respond: set MASTER_ADDR to an IP address",
 )
 CHECKS = (
@@ -250,7 +255,7 @@ CHECKS = (
         name="host name",
         how="this machine's name is resolved",
         measure=measure_name,
-        judge=judge_name,
+        assess=assess_name,
         hang_verdict=CheckVerdict.WARN,
         hang_remedy="a name server does not respond: check /etc/resolv.conf, or add the name to /etc/hosts",
     ),
@@ -258,6 +263,6 @@ CHECKS = (
         name="interfaces",
         how="interface flags, /sys/class/infiniband and the environment",
         measure=measure_interfaces,
-        judge=judge_interfaces,
+        assess=assess_interfaces,
     ),
 )

@@ -32,7 +32,7 @@ class DoctorTarget:
 
         return AttemptSpec(to_yaml(self.config), self.world, attempt=0)
 
-    def need(self, launch: Launch) -> RunRequirements:
+    def requirements(self, launch: Launch) -> RunRequirements:
         serves = launch.rank == 0 and not launch.agent_store  # otherwise the launcher serves it
         return compute_requirements(
             self.config,

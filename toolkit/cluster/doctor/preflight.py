@@ -30,26 +30,30 @@ CHECKS_SECONDS = 90.0
 MIN_RECEIVE_SECONDS = 0.1  # for a message that has already arrived
 
 
-def run_checks(need: RunRequirements, node: int = 0, checks: Sequence[DoctorCheck] = CHECKS) -> MachineReport:
+def run_checks(
+    requirements: RunRequirements, node: int = 0, checks: Sequence[DoctorCheck] = CHECKS
+) -> MachineReport:
     """Run all checks of this machine concurrently, so that this takes as long as the slowest one."""
-    calls = [(check, TimedCall(partial(check.measure, need), check.seconds)) for check in checks]
+    calls = [(check, TimedCall(partial(check.measure, requirements), check.seconds)) for check in checks]
     findings: list[CheckFinding] = []
     traits: dict[str, str] = {}
     for check, call in calls:
         result = call.result()
-        findings += judge_result(check, result, need)
+        findings += assess_result(check, result, requirements)
         if result.problem is None:
             traits |= check.traits(result.value)
     return MachineReport(node=node, host=socket.gethostname(), findings=tuple(findings), traits=traits)
 
 
-def judge_result(check: DoctorCheck, result: TimedResult, need: RunRequirements) -> list[CheckFinding]:
+def assess_result(
+    check: DoctorCheck, result: TimedResult, requirements: RunRequirements
+) -> list[CheckFinding]:
     if result.hangs:
         found = [CheckFinding(check.hang_verdict, f"no answer within {check.seconds:g} s", check.hang_remedy)]
     elif result.problem is not None:
         found = [warn(f"the check failed: {result.problem}", "check by hand; other checks are not affected")]
     else:
-        found = list(check.judge(result.value, need))
+        found = list(check.assess(result.value, requirements))
     return [CheckFinding(item.verdict, item.evidence, item.remedy, check.name, check.how) for item in found]
 
 
@@ -128,10 +132,10 @@ def run_preflight(plan: RunPlan, launch: Launch, rendezvous: Rendezvous) -> Doct
         InputError: on rank 0, with everything that fails.
         PeerExited: on the other ranks, if something fails.
     """
-    need = compute_requirements(
+    requirements = compute_requirements(
         plan.config, plan.world, plan, address=launch.address if launch.ranks > 1 else None
     )
-    own = run_checks(need, launch.node) if launch.local_rank == 0 else None
+    own = run_checks(requirements, launch.node) if launch.local_rank == 0 else None
     if launch.ranks == 1:
         assert own is not None
         machines, clock_findings = [own], []

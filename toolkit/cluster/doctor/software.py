@@ -47,22 +47,22 @@ class InstalledVersions:
     nccl: str | None = None
 
 
-def measure_versions(need: RunRequirements) -> InstalledVersions:
+def measure_versions(requirements: RunRequirements) -> InstalledVersions:
     own = metadata.metadata(PROJECT)
-    requirements = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
-    names = [Requirement(text).name for text in requirements]
+    dependencies = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
+    names = [Requirement(text).name for text in dependencies]
     return InstalledVersions(
         python=platform.python_version(),
         python_range=own["Requires-Python"] or "",
-        requirements=requirements,
+        requirements=dependencies,
         installed={name: _installed(name) for name in names},
         cuda=torch_cuda(),
         nccl=next(filter(None, map(_installed, NCCL_PACKAGES)), None),
     )
 
 
-def judge_versions(versions: InstalledVersions, need: RunRequirements) -> Iterator[CheckFinding]:
-    wrong = list(_find_version_problems(versions, need))
+def assess_versions(versions: InstalledVersions, requirements: RunRequirements) -> Iterator[CheckFinding]:
+    wrong = list(_find_version_problems(versions, requirements))
     yield from wrong
     shown = ", ".join(
         f"{name} {version}"
@@ -71,7 +71,7 @@ def judge_versions(versions: InstalledVersions, need: RunRequirements) -> Iterat
     )
     built = f"CUDA {versions.cuda}" if versions.cuda else "no CUDA"
     nccl = f", NCCL {versions.nccl}" if versions.nccl else ""
-    if need.device is Device.CUDA and versions.cuda is None:
+    if requirements.device is Device.CUDA and versions.cuda is None:
         yield fail(
             f"{shown}: a torch built without CUDA",
             "install a CUDA build of torch, or set cluster.gpus_per_node=0",
@@ -83,7 +83,9 @@ def judge_versions(versions: InstalledVersions, need: RunRequirements) -> Iterat
         )
 
 
-def _find_version_problems(versions: InstalledVersions, need: RunRequirements) -> Iterator[CheckFinding]:
+def _find_version_problems(
+    versions: InstalledVersions, requirements: RunRequirements
+) -> Iterator[CheckFinding]:
     if versions.python_range and not _within(versions.python, versions.python_range):
         yield fail(
             f"Python {versions.python}", f"install one of the tested versions: {versions.python_range}"
@@ -92,7 +94,7 @@ def _find_version_problems(versions: InstalledVersions, need: RunRequirements) -
         requirement = Requirement(text)
         name, tested = requirement.name, str(requirement.specifier)
         engine = ENGINES.get(name)
-        if engine is not None and engine is not need.engine:
+        if engine is not None and engine is not requirements.engine:
             continue
         found = versions.installed.get(name)
         if found is None:
@@ -143,7 +145,7 @@ SECRETS: Mapping[str, re.Pattern[str]] = {
 MAX_ANCESTORS = 16  # length of the chain of parent processes
 
 
-def measure_arguments(need: RunRequirements) -> list[str]:
+def measure_arguments(requirements: RunRequirements) -> list[str]:
     """Return which kinds of secrets appear in which command lines, never the secrets themselves."""
     asker = os.getppid()  # checks run in a child process
     return find_secrets(
@@ -163,7 +165,7 @@ def find_secrets(lines: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def judge_arguments(found: list[str], need: RunRequirements) -> Iterator[CheckFinding]:
+def assess_arguments(found: list[str], requirements: RunRequirements) -> Iterator[CheckFinding]:
     for text in found:
         yield fail(
             f"{text}: every user of the machine can see command lines, and logs keep them",
@@ -196,7 +198,7 @@ VERSIONS = DoctorCheck(
         "imported"
     ),
     measure=measure_versions,
-    judge=judge_versions,
+    assess=assess_versions,
     hang_remedy="the file system of the Python environment hangs",
     traits=lambda versions: {
         "Python": versions.python,
@@ -208,6 +210,6 @@ ARGUMENTS = DoctorCheck(
     name="secrets",
     how="search for tokens of known formats in the command lines of this process and its ancestors",
     measure=measure_arguments,
-    judge=judge_arguments,
+    assess=assess_arguments,
 )
 CHECKS = (VERSIONS, ARGUMENTS)

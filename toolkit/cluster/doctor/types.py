@@ -134,7 +134,7 @@ class DoctorCheck:
         name: label in the table.
         how: the method, in one sentence.
         measure: reads the machine; runs in a child process, and its result is pickled.
-        judge: converts a measurement to findings; pure.
+        assess: converts a measurement to findings; pure.
         seconds: timeout of the measurement.
         hang_verdict, hang_remedy: finding after a timeout.
         traits: properties that should be equal on all machines, by name.
@@ -143,7 +143,7 @@ class DoctorCheck:
     name: str
     how: str
     measure: Callable[[RunRequirements], Any]
-    judge: Callable[[Any, RunRequirements], Iterable[CheckFinding]]
+    assess: Callable[[Any, RunRequirements], Iterable[CheckFinding]]
     seconds: float = 30.0  # all checks run concurrently, possibly on a busy machine
     hang_verdict: CheckVerdict = CheckVerdict.FAIL
     hang_remedy: str = "check the machine's kernel log (dmesg) for hung tasks"

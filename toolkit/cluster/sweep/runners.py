@@ -24,7 +24,7 @@ from toolkit.errors import InputError
 KILL_SECONDS = 30.0  # in addition to the grace period: launchers end after their ranks
 FILE_SECONDS = 1.0  # poll interval of a queued job's status.json
 QUEUE_SECONDS = 5.0  # minimum poll interval of a queued job's state
-BETWEEN_SECONDS = 0.5  # minimum interval between two such polls of any job
+MIN_POLL_GAP_SECONDS = 0.5  # minimum interval between two such polls of any job
 OUTPUT_TAIL = 2000  # characters of a process's output, if it left no status
 
 
@@ -152,7 +152,7 @@ class QueuedPoint:
             return self._over()
         if now < self._queue_at:
             return False
-        self._queue_at = now + max(QUEUE_SECONDS, self._runner.jobs * BETWEEN_SECONDS)
+        self._queue_at = now + max(QUEUE_SECONDS, self._runner.jobs * MIN_POLL_GAP_SECONDS)
         with suppress(InputError):  # the cluster does not respond; the job may still be running
             if backends.get_backend(self._id.where).state(self._id) is JobState.ENDED:
                 return self._over()

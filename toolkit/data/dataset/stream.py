@@ -27,8 +27,8 @@ LANES_VERSION = "lanes-1"  # names the assignment of documents to lanes and thei
 AHEAD_TOKENS = 1 << 18  # per rank, tokenised or requested in advance; at least two windows per lane
 REQUEST_TOKENS = 1 << 15  # approximate size of a request: 30 ms of tokenising, much longer than sending it
 STEPS_AHEAD = 3
-GUESSED_TOKENS = 500.0  # assumed document length until some are known
-PASSED_EVERY = 64  # steps
+ASSUMED_DOCUMENT_TOKENS = 500.0  # assumed document length until some are known
+RELEASE_INTERVAL_STEPS = 64  # steps
 
 # Entry of a fingerprint -> its key, and what to do if it differs.
 _REMEDIES = {
@@ -190,7 +190,7 @@ class DatasetStream:
 
     def _advance(self, step: int, positions: Ints) -> None:
         self._step_done, self._positions = step, positions
-        if step % PASSED_EVERY == 0:
+        if step % RELEASE_INTERVAL_STEPS == 0:
             self._documents.release(self._first_needed_document())
 
     def _first_needed_document(self) -> int:
@@ -252,7 +252,7 @@ class _Packer:
         self._lanes = [Lane(document, offset) for document, offset in positions.tolist()]
         self._target = max(2 * length + 1, AHEAD_TOKENS // len(lanes))
         self._pending_requests: deque[tuple[DocumentRequest, Future[Encoded]]] = deque()
-        self._seen_documents, self._seen_tokens, self._empty = 1.0, GUESSED_TOKENS, 0
+        self._seen_documents, self._seen_tokens, self._empty = 1.0, ASSUMED_DOCUMENT_TOKENS, 0
 
     def rows(self, count: int) -> Ints:
         """Return the next sample of each of the first ``count`` lanes: int64 [count, length + 1]."""

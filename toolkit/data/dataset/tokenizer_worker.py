@@ -23,7 +23,7 @@ from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.tokens.special_tokens import SpecialTokenFinder, configure_tokenizer
 from toolkit.errors import InputError
 
-SHOWN = 60  # characters of a document shown in an error
+MAX_SHOWN_CHARACTERS = 60  # characters of a document shown in an error
 WATCH_SECONDS = (
     5.0  # how often to check the parent: a process forked from it may keep the other end of the socket open
 )
@@ -77,7 +77,7 @@ def serve(
                 for document in texts:
                     special.check(
                         document,
-                        location=f"a document that begins {document[:SHOWN]!r}",
+                        location=f"a document that begins {document[:MAX_SHOWN_CHARACTERS]!r}",
                         key="data.special_tokens",
                     )
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -86,7 +86,7 @@ class Mixture:
         # Samples of each source before each phase.
         self._before_phase = list(accumulate(ends, initial=np.zeros(self.sources, dtype=np.int64)))
 
-    def under(self, version: str) -> Mixture:
+    def with_version(self, version: str) -> Mixture:
         """Return the same mixture in the order of another version."""
         return self if version == self.version else Mixture(self.phases, self._seed, version)
 

@@ -65,9 +65,9 @@ Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
 # Steps are ordered, read and delivered in chunks: a permutation is a hundred numpy calls, whatever its size.
-ORDERED_AT_ONCE = 4096  # samples
+ORDER_CHUNK_SAMPLES = 4096  # samples
 # Samples at first, doubled each time: with many ranks, a rank's samples are spread over many blocks.
-ORDERED_AT_FIRST = 64
+FIRST_ORDER_CHUNK_SAMPLES = 64
 READ_AT_ONCE = 1 << 21  # bytes for which numpy's calls per source are paid once
 CHUNKS_AHEAD = 3  # of at least one step
 
@@ -188,11 +188,11 @@ class Stream:
         """Return ``locate(positions)``, faster for callers that need a few positions at a time.
 
         A hundred numpy calls for 8 samples cost more than reading them. All but shuffling samplers use rising
-        positions, so a run of ORDERED_AT_ONCE positions is computed and cached when it is used twice in a
+        positions, so a run of ORDER_CHUNK_SAMPLES positions is computed and cached when it is used twice in a
         row.
         """
-        first = int(positions.min()) // ORDERED_AT_ONCE if positions.size else 0
-        if not positions.size or int(positions.max()) // ORDERED_AT_ONCE != first:
+        first = int(positions.min()) // ORDER_CHUNK_SAMPLES if positions.size else 0
+        if not positions.size or int(positions.max()) // ORDER_CHUNK_SAMPLES != first:
             return self.locate(positions)
         repeated, self._last_run = self._last_run == first, first
         if self._cached_run is None or self._cached_run[0] != first:
@@ -201,11 +201,11 @@ class Stream:
             self._cached_run = (
                 first,
                 self.locate(
-                    np.arange(first * ORDERED_AT_ONCE, (first + 1) * ORDERED_AT_ONCE, dtype=np.int64)
+                    np.arange(first * ORDER_CHUNK_SAMPLES, (first + 1) * ORDER_CHUNK_SAMPLES, dtype=np.int64)
                 ),
             )
         which, epochs, numbers = self._cached_run[1]
-        rows = positions - first * ORDERED_AT_ONCE
+        rows = positions - first * ORDER_CHUNK_SAMPLES
         return which[rows], epochs[rows], numbers[rows]
 
     def first_sample(self, step: int) -> int:
@@ -239,7 +239,7 @@ class Stream:
         """
         version = str(saved.get("mixture", "")).partition(" ")[0]
         if self._mixture is not None and version in MIXTURE_VERSIONS:
-            self._mixture = self._mixture.under(version)
+            self._mixture = self._mixture.with_version(version)
             self._cached_run = None
         compare_fingerprints(self.fingerprint(), saved, _REMEDIES, default=_DEFAULT_REMEDY)
 
@@ -260,7 +260,7 @@ class Stream:
     def _chunks(self, first_step: int, stride: int) -> Iterator[list[list[Array]]]:
         """Yield chunks of steps: single steps at first, for a quick start, then up to READ_AT_ONCE bytes."""
         step = first_step
-        at_once, ordered = 1, ORDERED_AT_FIRST
+        at_once, ordered = 1, FIRST_ORDER_CHUNK_SAMPLES
         while True:
             ahead = self._positions(step, stride, ordered)
             located = self.locate(ahead.ravel())
@@ -273,7 +273,7 @@ class Stream:
                 at_once = max(1, min(2 * len(chunk), READ_AT_ONCE * len(chunk) // max(1, rows.nbytes)))
                 first += len(chunk)
             step += len(ahead) * stride
-            ordered = min(2 * ordered, ORDERED_AT_ONCE)
+            ordered = min(2 * ordered, ORDER_CHUNK_SAMPLES)
 
     def _positions(self, step: int, stride: int, samples: int) -> Ints:
         """Return positions of every ``stride``-th step from ``step`` on: [steps, accumulation, micro_batch].

@@ -46,7 +46,7 @@ from toolkit.progress import Progress, ProgressTask
 
 READABLE = ("uint16", "int32")
 TOKENS_AT_ONCE = 8 << 20
-NEW = ".import"  # temporary folder next to the files for the tokenizer
+TEMPORARY_FOLDER = ".import"  # temporary folder next to the files for the tokenizer
 
 
 def import_megatron(config: PrepareConfig, progress: Progress) -> DataManifest:
@@ -64,7 +64,7 @@ def import_megatron(config: PrepareConfig, progress: Progress) -> DataManifest:
     _check_folder(config, folder, [path for paths in indexes.values() for path in paths])
     indexes_by_split = {split: [_opened(path) for path in paths] for split, paths in indexes.items()}
     dtype = _dtype([index for found in indexes_by_split.values() for index in found])
-    temporary = folder / NEW
+    temporary = folder / TEMPORARY_FOLDER
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()

@@ -32,7 +32,7 @@ from toolkit.progress import Progress
 # Replaces a unit whose files changed: units keep their numbers, after which parts are named.
 EMPTY_UNIT = WorkUnit(0, 0, 0, 0, 0)
 # Settings that only refuse input: tokens are the same with any other value.
-REFUSING = {"special_tokens": SpecialTokens.refuse.name, "on_bad_row": OnBadRow.refuse.name}
+STRICT_SETTINGS = {"special_tokens": SpecialTokens.refuse.name, "on_bad_row": OnBadRow.refuse.name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class InputChanges:
 def find_changes(plan: PreparationPlan, listed: InputListing) -> InputChanges:
     """Compare names, sizes and times; read and compare files of which only the time differs."""
     planned = {source.name: source for source in plan.present}
-    current = _as_now(listed)
+    current = _current_stats(listed)
     differing = {
         name
         for name in planned.keys() & current.keys()
@@ -83,7 +83,9 @@ def find_changes(plan: PreparationPlan, listed: InputListing) -> InputChanges:
 def relax_recipe(plan: PreparationPlan, config: PrepareConfig) -> PreparationPlan:
     """Update ``special_tokens`` and ``on_bad_row`` in the plan if their planned values only refuse input."""
     requested = build_recipe(config)
-    changed = {key: requested[key] for key, refusing in REFUSING.items() if plan.recipe.get(key) == refusing}
+    changed = {
+        key: requested[key] for key, refusing in STRICT_SETTINGS.items() if plan.recipe.get(key) == refusing
+    }
     return replace(plan, recipe={**plan.recipe, **changed})
 
 
@@ -165,7 +167,7 @@ def _updated(
     )
 
 
-def _as_now(listed: InputListing) -> dict[str, tuple[int, int]]:
+def _current_stats(listed: InputListing) -> dict[str, tuple[int, int]]:
     """Return the current size and modification time of each listed file."""
     input_changes: dict[str, tuple[int, int]] = {}
     for name, _, size, modified in listed.files:

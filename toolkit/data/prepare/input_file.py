@@ -64,7 +64,7 @@ BUFFER_BYTES = 1 << 20
 HEAD_BYTES = 4096
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # More invalid UTF-8 than this share and number of the first bytes means another encoding.
-MOST_INVALID, LEAST_INVALID = 0.3, 16
+MAX_INVALID, MIN_INVALID = 0.3, 16
 UNREADABLE = (
     OSError,
     EOFError,
@@ -202,7 +202,7 @@ def detect_non_text(head: bytes) -> str | None:
     if b"\0" in head:
         return "binary, or text in UTF-16"
     invalid = len(head) - len(head.decode(errors="ignore").encode())
-    if invalid >= LEAST_INVALID and invalid > MOST_INVALID * len(head):
+    if invalid >= MIN_INVALID and invalid > MAX_INVALID * len(head):
         return "not in UTF-8"
     return None
 

@@ -31,7 +31,7 @@ from toolkit.progress import Progress
 READ_AT_ONCE = 16 << 20
 SHOWN_TOKENS = 48
 SHOWN_SOURCES = 5
-DOMAINS, SEGMENTS, LEAST_IN_A_CELL = 8, 64, 8
+DOMAINS, SEGMENTS, MIN_CELL_COUNT = 8, 64, 8
 
 Lengths = npt.NDArray[np.int32]
 
@@ -162,7 +162,7 @@ def shuffle_quality(lengths: Lengths) -> float | None:
     edges = np.unique(np.quantile(lengths, np.arange(1, DOMAINS) / DOMAINS))
     length_range = np.searchsorted(edges, lengths, side="right")
     shares = np.bincount(length_range, minlength=len(edges) + 1) / len(lengths)
-    segments = min(SEGMENTS, int(len(lengths) * shares[shares > 0].min() / LEAST_IN_A_CELL))
+    segments = min(SEGMENTS, int(len(lengths) * shares[shares > 0].min() / MIN_CELL_COUNT))
     domains = int((shares > 0).sum())
     if segments < 2 or domains < 2:
         return None

@@ -21,7 +21,7 @@ VERSION = 2  # of the recipe: increase it if the same settings and input would g
 PLAN_NAME = "plan.json"
 # Units are small enough to occupy every process to the end and large enough to be few. They do not affect the
 # bytes.
-LEAST_UNIT_BYTES, MOST_UNIT_BYTES, UNITS = 1 << 20, 32 << 20, 64
+MIN_UNIT_BYTES, MAX_UNIT_BYTES, UNITS = 1 << 20, 32 << 20, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def cut_units(
     config: PrepareConfig, root: str, numbered: Sequence[tuple[int, InputSource]], total: int
 ) -> Iterator[WorkUnit]:
     """Cut some of the sources, given with their numbers, into units; the whole input has ``total`` bytes."""
-    target_bytes = max(LEAST_UNIT_BYTES, min(MOST_UNIT_BYTES, total // UNITS))
+    target_bytes = max(MIN_UNIT_BYTES, min(MAX_UNIT_BYTES, total // UNITS))
     if numbered and numbered[0][1].format == InputFormat.dataset.name:
         first, last = numbered[0][0], numbered[-1][0] + 1
         yield from (

@@ -25,7 +25,7 @@ from toolkit.files import write_whole
 
 SOURCES, REPORT, PICTURE = "sources.json", "report.json", "lengths.png"
 VERSIONED = ("tokenizers", "numpy", "xxhash")  # packages that affect the bytes
-BINS_A_DOUBLING = 2
+BINS_PER_DOUBLING = 2
 LONGEST = 1 << 31
 
 
@@ -148,7 +148,7 @@ def _sources(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> list[dic
 def _statistics(
     receipts: Sequence[PartReceipt], shard_receipts: Any, splits: Mapping[str, TokenSplit], output: Path
 ) -> PreparationStatistics:
-    edges = np.unique((2 ** (np.arange(31 * BINS_A_DOUBLING + 1) / BINS_A_DOUBLING)).astype(np.int64))
+    edges = np.unique((2 ** (np.arange(31 * BINS_PER_DOUBLING + 1) / BINS_PER_DOUBLING)).astype(np.int64))
     counts = np.zeros(len(edges), dtype=np.int64)
     shortest, longest = LONGEST, 0
     for name in (shard.name for split in splits.values() for shard in split.shards):
@@ -217,7 +217,7 @@ def draw_histogram(statistics: PreparationStatistics, path: Path) -> None:
     axes = figure.subplots()
     starts: npt.NDArray[Any] = np.array([start for start, _ in statistics.histogram], dtype=np.float64)
     counts = [count for _, count in statistics.histogram]
-    tokenizer_info = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_A_DOUBLING))
+    tokenizer_info = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_PER_DOUBLING))
     axes.bar(starts, counts, width=tokenizer_info - starts, align="edge", edgecolor="white", linewidth=0.5)
     axes.set(
         xscale="log",

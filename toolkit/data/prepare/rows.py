@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 from toolkit.config.prepare import InputFormat
 
 CHUNK = 256 << 10
-MOST_ELEMENT = 256 << 20  # characters
+MAX_ELEMENT_LENGTH = 256 << 20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -26,7 +26,9 @@ class BadRow(Exception):
 
 
 NumberedRow = tuple[int, bytes | BadRow]  # its number in the file from 0, and its document
-FIX = "correct or remove it, then start again to continue; or write on_bad_row=skip to skip such rows"
+BAD_ROW_REMEDY = (
+    "correct or remove it, then start again to continue; or write on_bad_row=skip to skip such rows"
+)
 
 
 def read_rows(kind: str, file: IO[bytes], name: str) -> Iterator[NumberedRow]:
@@ -50,7 +52,7 @@ def parse_line(kind: str, line: bytes, name: str) -> bytes:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRow("input", str(error), "every line of a .jsonl file is JSON", FIX) from error
+        raise BadRow("input", str(error), "every line of a .jsonl file is JSON", BAD_ROW_REMEDY) from error
     return extract_text(record, name)
 
 
@@ -168,7 +170,7 @@ def _json_elements(file: IO[bytes]) -> Iterator[Any]:
             if end == len(buffer) and read_more():
                 continue  # a number may continue in the next chunk
         except json.JSONDecodeError as error:
-            if len(buffer) - position > MOST_ELEMENT or not read_more():
+            if len(buffer) - position > MAX_ELEMENT_LENGTH or not read_more():
                 raise malformed(error) from error
             continue
         except RecursionError as error:
@@ -208,7 +210,7 @@ def _read_separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Numbe
                     number,
                     error
                     if isinstance(error, BadRow)
-                    else BadRow("input", str(error), "a row follows the rules of CSV", FIX),
+                    else BadRow("input", str(error), "a row follows the rules of CSV", BAD_ROW_REMEDY),
                 )
             number += 1
 
@@ -218,7 +220,10 @@ def _read_separated(delimiter: str) -> Callable[[IO[bytes], str], Iterator[Numbe
 def _read_cell(row: list[str], column: int, columns: int) -> bytes:
     if row and len(row) != columns:
         raise BadRow(
-            "input", f"{len(row)} fields", f"every row has the {columns} fields of the first line", FIX
+            "input",
+            f"{len(row)} fields",
+            f"every row has the {columns} fields of the first line",
+            BAD_ROW_REMEDY,
         )
     return row[column].encode("utf-8", errors="surrogateescape") if row else b""
 

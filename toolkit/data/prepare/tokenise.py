@@ -1,6 +1,6 @@
 """First pass: tokenise a work unit into parts, each committed when it is complete.
 
-Memory of a process: the tokens of one part (PART_BYTES of text), the tokenizer's results for TEXT_AT_ONCE,
+Memory of a process: the tokens of one part (PART_BYTES of text), tokenizer results for BATCH_TEXT_BYTES,
 and one document.
 """
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 PART_BYTES = 16 << 20  # of text: what each process can lose in a kill
 # Bytes of text encoded in one call: the library's results need a hundred times the memory of the text.
-TEXT_AT_ONCE = 256 << 10
+BATCH_TEXT_BYTES = 256 << 10
 PARTS = "parts"
-SHOWN = 240  # characters of an error about a row
+MAX_SHOWN_CHARACTERS = 240  # characters of an error about a row
 
 
 def start_tokenising(work: Path, vocabulary: TokenizerSpec) -> Callable[[int, Callable[[int], None]], None]:
@@ -81,7 +81,7 @@ def _batches(documents: Iterator[InputDocument]) -> Iterator[list[InputDocument]
     for document in documents:
         batch.append(document)
         size += len(document.content)
-        if size >= TEXT_AT_ONCE:
+        if size >= BATCH_TEXT_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
@@ -121,7 +121,11 @@ class _Part:
             self.documents_read += 1
             if document.bad:
                 self._bad.append(
-                    (document.source, document.position, f"{document.location}: {document.bad}"[:SHOWN])
+                    (
+                        document.source,
+                        document.position,
+                        f"{document.location}: {document.bad}"[:MAX_SHOWN_CHARACTERS],
+                    )
                 )
                 continue
             if not document.content:

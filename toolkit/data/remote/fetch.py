@@ -101,7 +101,7 @@ class RequestPacing:
         with self._lock:
             self.requests += requests
 
-    def answered(self, seconds: float) -> None:
+    def record_answer(self, seconds: float) -> None:
         with self._lock:
             self._usual_seconds = (
                 seconds if self._usual_seconds is None else 0.9 * self._usual_seconds + 0.1 * seconds
@@ -113,7 +113,7 @@ class RequestPacing:
         """Concurrent requests of one read, at least one."""
         return int(self._at_once)
 
-    def too_slow(self, started: float) -> None:
+    def record_timeout(self, started: float) -> None:
         """Count a timeout of an attempt, unless the attempt started before the last halving."""
         with self._lock:
             if started > self._halved_at:
@@ -238,7 +238,7 @@ def fetch_all(
                     continue
                 if error is None:
                     assert attempt.started is not None
-                    pace.answered(time.monotonic() - attempt.started)
+                    pace.record_answer(time.monotonic() - attempt.started)
                     job.result, job.finished = result, True  # type: ignore[assignment]
                     remaining -= 1
                     active_requests -= 1
@@ -247,7 +247,7 @@ def fetch_all(
                 else:
                     if isinstance(error, RequestTimeout):
                         assert attempt.started is not None
-                        pace.too_slow(attempt.started)
+                        pace.record_timeout(attempt.started)
                     if not job.running:  # no parallel attempt is running
                         active_requests -= 1
                         job.retry_at = time.monotonic() + _backoff_seconds(job.failures, limits)

@@ -12,7 +12,7 @@ from toolkit.errors import InputError, Problem
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-AROUND = 30  # characters of context shown on each side of a match
+CONTEXT_CHARACTERS = 30  # characters of context shown on each side of a match
 
 
 class SpecialTokenFinder:
@@ -44,7 +44,7 @@ class SpecialTokenFinder:
         found = self._pattern.search(text) if self._pattern else None
         if found is None:
             return
-        context = text[max(0, found.start() - AROUND) : found.end() + AROUND]
+        context = text[max(0, found.start() - CONTEXT_CHARACTERS) : found.end() + CONTEXT_CHARACTERS]
         rule = (
             f"with {key}=refuse, no text contains the string of one of the tokenizer's special tokens "
             f"(here: {found.group()})"

@@ -63,13 +63,13 @@ def diagnose(evidence: HangEvidence) -> Diagnosis:
 
 def diagnose_mismatch(evidence: HangEvidence) -> Diagnosis | None:
     """Check only whether ranks make different calls, which may be why a run fails."""
-    return _differ(evidence)
+    return _calls_differ(evidence)
 
 
 # ---- the rules
 
 
-def _failed(evidence: HangEvidence) -> Diagnosis | None:
+def _ranks_failed(evidence: HangEvidence) -> Diagnosis | None:
     failed = [rank for rank, report in evidence.reports.items() if report.failure]
     if not failed:
         return None
@@ -82,7 +82,7 @@ def _failed(evidence: HangEvidence) -> Diagnosis | None:
     )
 
 
-def _silent(evidence: HangEvidence) -> Diagnosis | None:
+def _ranks_silent(evidence: HangEvidence) -> Diagnosis | None:
     silent = evidence.silent
     if not silent:
         return None
@@ -102,7 +102,7 @@ def _silent(evidence: HangEvidence) -> Diagnosis | None:
             f"{format_ranks(ranks)} {condition}",
             format_ranks(ranks),
             f"{seen}; {describe_waits(evidence)}",
-            _SILENT.get(state, _ENDED),
+            _SILENT_REMEDIES.get(state, _ENDED_REMEDY),
         )
     frozen = [rank for rank in silent if rank in evidence.neighbours and evidence.neighbours[rank].notes]
     if frozen:
@@ -138,20 +138,20 @@ def _last_call(evidence: HangEvidence, ranks: Sequence[int]) -> str:
     return f"; the last call of {format_ranks(ranks[:1])}: {last}" if last else ""
 
 
-_CONTINUE = "the same command continues from the newest checkpoint"
-_SILENT = {
-    "T": f"find out what stopped it (SIGSTOP, Ctrl-Z, a paused container); {_CONTINUE}",
-    "t": f"leave the debugger; {_CONTINUE}",
+_CONTINUES = "the same command continues from the newest checkpoint"
+_SILENT_REMEDIES = {
+    "T": f"find out what stopped it (SIGSTOP, Ctrl-Z, a paused container); {_CONTINUES}",
+    "t": f"leave the debugger; {_CONTINUES}",
     "D": "check the kernel's log of its machine (dmesg): a disk, a file server or a driver does not respond",
 }
-_ENDED = f"find out why that process ended: dmesg (out of memory?), the attempt's log; {_CONTINUE}"
+_ENDED_REMEDY = f"find out why that process ended: dmesg (out of memory?), the attempt's log; {_CONTINUES}"
 
 
-def _differ(evidence: HangEvidence) -> Diagnosis | None:
+def _calls_differ(evidence: HangEvidence) -> Diagnosis | None:
     """Ranks of a group made different calls of one number, and one of them has not returned."""
     for group in _groups(evidence):
-        members = [report for report in evidence.members(group) if _made(report, group.group)]
-        last = {_made(report, group.group) for report in members}
+        members = [report for report in evidence.members(group) if _calls_made(report, group.group)]
+        last = {_calls_made(report, group.group) for report in members}
         stuck = {
             call.number
             for report in members
@@ -165,12 +165,12 @@ def _differ(evidence: HangEvidence) -> Diagnosis | None:
                 for call in _collectives(report, group.group)
                 if call.number == number
             }
-            kinds = group_ranks(there, lambda rank: _compared(there[rank]))  # noqa: B023  used at once
+            kinds = group_ranks(there, lambda rank: _comparison_key(there[rank]))  # noqa: B023  used at once
             if len(kinds) < 2:
                 continue
             odd = min(kinds.values(), key=len) if len(there) > 2 else sorted(there)
             calls = "; ".join(f"{format_ranks(ranks)}: {there[ranks[0]].what}" for ranks in kinds.values())
-            skipped = _skipped_call(evidence, group, number, kinds)
+            skipped = _describe_skipped_call(evidence, group, number, kinds)
             same = len({call.operation for call in there.values()}) == 1
             what = "with different shapes" if same else "that differ"
             return Diagnosis(
@@ -183,7 +183,7 @@ def _differ(evidence: HangEvidence) -> Diagnosis | None:
     return None
 
 
-def _skipped_call(
+def _describe_skipped_call(
     evidence: HangEvidence, group: CollectiveCall, number: int, kinds: Mapping[str, Sequence[int]]
 ) -> str:
     """Name the call that only one side made, if one side's calls are the other's shifted by one."""
@@ -193,14 +193,14 @@ def _skipped_call(
         own = next(
             call for call in _collectives(evidence.reports[these[0]], group.group) if call.number == number
         )
-        if number + 1 in ahead and _compared(ahead[number + 1]) == _compared(own):
+        if number + 1 in ahead and _comparison_key(ahead[number + 1]) == _comparison_key(own):
             return (
                 f"; {format_ranks(these)} skipped {ahead[number].what}, or only {format_ranks(those)} made it"
             )
     return ""
 
 
-def _absent(evidence: HangEvidence) -> Diagnosis | None:
+def _ranks_outside_calls(evidence: HangEvidence) -> Diagnosis | None:
     """Some ranks wait in a call, and some in none."""
     free = [rank for rank, report in evidence.reports.items() if report.blocking_call is None]
     if not free or len(free) == len(evidence.reports):
@@ -208,16 +208,16 @@ def _absent(evidence: HangEvidence) -> Diagnosis | None:
     activity, ranks = max(
         group_ranks(free, lambda rank: evidence.reports[rank].activity).items(), key=lambda pair: len(pair[1])
     )
-    behind = [line for blocked in _blocked(evidence) for line in blocked.lagging(ranks)]
+    late_ranks = [line for blocked in _blocked_collectives(evidence) for line in blocked.lagging(ranks)]
     text = "; ".join(
         [
-            *behind[:1],
-            *([_reading(evidence.reports[ranks[0]])] if activity == SAMPLES else []),
+            *late_ranks[:1],
+            *([_locate_prefetch_thread(evidence.reports[ranks[0]])] if activity == SAMPLES else []),
             describe_waits(evidence),
         ]
     )
     next_step = (
-        _SAMPLES
+        _SAMPLES_REMEDY
         if activity == SAMPLES
         else f"see in the report where {format_ranks(ranks)} {is_or_are(ranks)}"
     )
@@ -230,13 +230,13 @@ def _absent(evidence: HangEvidence) -> Diagnosis | None:
     )
 
 
-_SAMPLES = (
+_SAMPLES_REMEDY = (
     "check the storage under data.path, and in the report the thread that prefetches samples; the same "
     "command continues"
 )
 
 
-def _reading(report: RankReport) -> str:
+def _locate_prefetch_thread(report: RankReport) -> str:
     """Locate the thread that prefetches samples."""
     ahead = [
         thread for thread in report.threads if not thread.main and describe_activity(thread.frames) == SAMPLES
@@ -250,45 +250,48 @@ def _reading(report: RankReport) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocked:
+class _BlockedCollective:
     """A collective that some ranks wait in and others have not reached.
 
     Attributes:
-        behind: number of the group's calls that the latter have made, by rank.
+        calls_by_late_rank: number of the group's calls that the latter have made, by rank.
     """
 
     call: CollectiveCall
     waiting: tuple[int, ...]
-    behind: Mapping[int, int]
+    calls_by_late_rank: Mapping[int, int]
 
     def lagging(self, ranks: Iterable[int]) -> list[str]:
         """Describe those of ``ranks`` that have not reached the call."""
-        late = group_ranks([rank for rank in ranks if rank in self.behind], lambda rank: self.behind[rank])
+        late = group_ranks(
+            [rank for rank in ranks if rank in self.calls_by_late_rank],
+            lambda rank: self.calls_by_late_rank[rank],
+        )
         wait = f"wait{'s' * (len(self.waiting) == 1)}"
         number = format_ordinal(self.call.number)
         others = f"{format_ranks(self.waiting)} {wait} in the {number}: {self.call.what}"
         axis = format_axis(self.call)
         return [
-            f"{format_ranks(behind)} {has_or_have(behind)} made {count} calls on {axis}, {others}"
-            for count, behind in late.items()
+            f"{format_ranks(members)} {has_or_have(members)} made {count} calls on {axis}, {others}"
+            for count, members in late.items()
         ]
 
 
-def _blocked(evidence: HangEvidence) -> list[_Blocked]:
+def _blocked_collectives(evidence: HangEvidence) -> list[_BlockedCollective]:
     """Return blocked calls, the likeliest cause first.
 
     Calls that few ranks have not reached come first, then ranks that made a transition between calls that no
     rank made before, then the call that blocked first.
     """
-    seen = Counter(step for report in evidence.reports.values() for step in _steps(report)[:-1])
+    seen = Counter(step for report in evidence.reports.values() for step in _call_transitions(report)[:-1])
 
-    def key(blocked: _Blocked) -> tuple[int, int, float]:
+    def key(blocked: _BlockedCollective) -> tuple[int, int, float]:
         new = sum(
-            seen[_steps(evidence.reports[rank])[-1]] == 0
-            for rank in blocked.behind
-            if _steps(evidence.reports[rank])
+            seen[_call_transitions(evidence.reports[rank])[-1]] == 0
+            for rank in blocked.calls_by_late_rank
+            if _call_transitions(evidence.reports[rank])
         )
-        return len(blocked.behind), -new, blocked.call.begun
+        return len(blocked.calls_by_late_rank), -new, blocked.call.begun
 
     waiting: defaultdict[tuple[str, int], list[tuple[int, CollectiveCall]]] = defaultdict(list)
     for rank, report in evidence.reports.items():
@@ -298,28 +301,28 @@ def _blocked(evidence: HangEvidence) -> list[_Blocked]:
     entries = []
     for ranks in waiting.values():
         call = min((call for _, call in ranks), key=lambda call: call.begun)
-        behind = {
+        calls_made = {
             report.rank: made
             for report in evidence.members(call)
-            if (made := _made(report, call.group)) < call.number
+            if (made := _calls_made(report, call.group)) < call.number
         }
-        if behind:
-            entries.append(_Blocked(call, tuple(rank for rank, _ in ranks), behind))
+        if calls_made:
+            entries.append(_BlockedCollective(call, tuple(rank for rank, _ in ranks), calls_made))
     return sorted(entries, key=key)
 
 
-def _steps(report: RankReport) -> list[tuple[str, str]]:
+def _call_transitions(report: RankReport) -> list[tuple[str, str]]:
     """Return the transitions from call to call on this rank, the newest last."""
     made = [f"{call.group} {call.what}" for call in sorted(report.calls, key=lambda call: call.begun)]
     return list(pairwise(made))
 
 
-def _skipped(evidence: HangEvidence) -> Diagnosis | None:
+def _call_skipped(evidence: HangEvidence) -> Diagnosis | None:
     """A rank waits in a collective that another rank has not made, which waits in a different one."""
-    blocked = next(iter(_blocked(evidence)), None)
+    blocked = next(iter(_blocked_collectives(evidence)), None)
     if blocked is None:
         return None
-    ranks = list(blocked.behind)
+    ranks = list(blocked.calls_by_late_rank)
     return Diagnosis(
         "; ".join(blocked.lagging(ranks)),
         format_ranks(ranks),
@@ -329,7 +332,7 @@ def _skipped(evidence: HangEvidence) -> Diagnosis | None:
     )
 
 
-def _all_in_one_call(evidence: HangEvidence) -> Diagnosis | None:
+def _all_ranks_in_calls(evidence: HangEvidence) -> Diagnosis | None:
     """All ranks wait in calls that every rank has made."""
     calls = [report.blocking_call for report in evidence.reports.values()]
     if None in calls:
@@ -343,7 +346,7 @@ def _all_in_one_call(evidence: HangEvidence) -> Diagnosis | None:
     )
 
 
-def _none_in_a_call(evidence: HangEvidence) -> Diagnosis:
+def _no_rank_in_call(evidence: HangEvidence) -> Diagnosis:
     """No rank waits in a call."""
     activities = group_ranks(evidence.reports, lambda rank: evidence.reports[rank].activity)
     cause = ", ".join(
@@ -354,21 +357,21 @@ def _none_in_a_call(evidence: HangEvidence) -> Diagnosis:
     return Diagnosis(
         cause,
         "" if len(evidence.reports) > 1 else format_ranks(evidence.reports),
-        _reading(first) if samples else describe_waits(evidence),
-        _SAMPLES
+        _locate_prefetch_thread(first) if samples else describe_waits(evidence),
+        _SAMPLES_REMEDY
         if samples
         else "see the stacks in the report; if the work is only slow, raise monitor.hang_seconds",
     )
 
 
 RULES: tuple[Callable[[HangEvidence], Diagnosis | None], ...] = (
-    _failed,
-    _silent,
-    _differ,
-    _absent,
-    _skipped,
-    _all_in_one_call,
-    _none_in_a_call,
+    _ranks_failed,
+    _ranks_silent,
+    _calls_differ,
+    _ranks_outside_calls,
+    _call_skipped,
+    _all_ranks_in_calls,
+    _no_rank_in_call,
 )
 
 
@@ -391,11 +394,11 @@ def _collectives(report: RankReport, group: str) -> list[CollectiveCall]:
     return [call for call in report.calls if call.group == group and call.peer is None]
 
 
-def _made(report: RankReport, group: str) -> int:
+def _calls_made(report: RankReport, group: str) -> int:
     return max((call.number for call in _collectives(report, group)), default=0)
 
 
-def _compared(call: CollectiveCall) -> str:
+def _comparison_key(call: CollectiveCall) -> str:
     """Return what must be equal on all ranks."""
     return call.operation if call.operation.startswith(UNEQUAL) else call.what
 

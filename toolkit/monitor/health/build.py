@@ -14,7 +14,13 @@ from toolkit.monitor.health.loss import (
     RisingValidation,
 )
 from toolkit.monitor.health.memory import MemoryGrowth, device_memory, host_memory
-from toolkit.monitor.health.stalls import DataStall, GarbageCollection, HostBusy, Pauses, Stops
+from toolkit.monitor.health.stalls import (
+    BusyHost,
+    DataStall,
+    GarbageCollection,
+    RepeatedPauses,
+    StoppedProcess,
+)
 from toolkit.monitor.health.throughput import FallingThroughput, SlowCollective, Straggler
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import RunPlan
@@ -35,9 +41,9 @@ def build_detectors(plan: RunPlan) -> list[Detector]:
         RisingValidation(),
         DataStall(data_remedy(plan), ranks_per_node=per_node, ledger=plan.config.monitor.ledger),
         GarbageCollection(),
-        HostBusy(per_node),
-        Stops(per_node),
-        Pauses(size_of_step),
+        BusyHost(per_node),
+        StoppedProcess(per_node),
+        RepeatedPauses(size_of_step),
         FallingThroughput(size_of_step),
         Straggler(ranks_per_node=per_node, stages=plan.axes.pipeline),
         SlowCollective(size_of_step),

@@ -15,13 +15,13 @@ from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.health.robust_stats import noise_level
 from toolkit.monitor.sink import Kind, Row
 
-BEFORE = 50  # steps from which the noise is estimated
-LEVEL = 10  # the newest of them, whose median is the reference because the loss falls
-ENOUGH = 20  # steps needed before anything is judged
-WATCHED = 10  # steps after a spike in which it returns or stays
+NOISE_STEPS = 50  # steps from which the noise is estimated
+REFERENCE_STEPS = 10  # the newest of them, whose median is the reference because the loss falls
+MIN_STEPS = 20  # steps needed before anything is judged
+WATCHED_STEPS = 10  # steps after a spike in which it returns or stays
 
 
-def go_back(step: int) -> str:
+def fork_advice(step: int) -> str:
     """Advise a fork: a resumed run must keep optim.*, so another learning rate needs a new run."""
     return f"start a new run with run.fork=RUN_DIR/checkpoints/step-N of a checkpoint before step {step}"
 
@@ -67,7 +67,7 @@ class NonFinite(Detector):
             step=step,
             cause=f"the {what} is not a finite number, first in step {began}: {where_from}{weights}",
             evidence=f"loss {row['loss']:g}, gradient norm {row['grad_norm']:g}, learning rate {row['lr']:g}",
-            next_step=f"{go_back(began)}, with a smaller optim.lr or optim.clip=1, or precision=bf16 "
+            next_step=f"{fork_advice(began)}, with a smaller optim.lr or optim.clip=1, or precision=bf16 "
             "instead of fp16; if it recurs in the same step, check that step's samples; if not, "
             "test the GPUs: dcgmi diag -r 3",
         )
@@ -121,13 +121,13 @@ class JumpDetector(Detector):
     A rise without a spike is a shift too: eight of the last ten steps above the ten before them.
     """
 
-    STAYED = 8  # of WATCHED
+    STAYED = 8  # of WATCHED_STEPS
 
     def __init__(self, figure: JumpCriteria) -> None:
         self._figure = figure
-        self._before: deque[float] = deque(maxlen=BEFORE)
+        self._before: deque[float] = deque(maxlen=NOISE_STEPS)
         # step, compared value, logged value
-        self._newest: deque[tuple[int, float, float]] = deque(maxlen=WATCHED)
+        self._newest: deque[tuple[int, float, float]] = deque(maxlen=WATCHED_STEPS)
         # step and logged value of the highest point of the watched spike
         self._spike: tuple[int, float] | None = None
         self._watched = 0
@@ -137,14 +137,14 @@ class JumpDetector(Detector):
         if not math.isfinite(shown) or row.get("skipped"):
             return None  # NonFinite reports these
         self._newest.append((row["step"], self._figure.value(shown), shown))
-        found = self._judge(row) if len(self._before) >= ENOUGH else None
-        if len(self._newest) == WATCHED and (self._spike is None or found is not None):
+        found = self._assess(row) if len(self._before) >= MIN_STEPS else None
+        if len(self._newest) == WATCHED_STEPS and (self._spike is None or found is not None):
             self._before.append(self._newest[0][1])
         return found
 
-    def _judge(self, row: Row) -> Alert | None:
+    def _assess(self, row: Row) -> Alert | None:
         figure, before = self._figure, list(self._before)
-        middle = median(before[-LEVEL:])
+        middle = median(before[-REFERENCE_STEPS:])
         scale = max(noise_level(before), figure.least(middle))
         high = [(step, shown) for step, value, shown in self._newest if value > middle + figure.shift * scale]
         if len(high) >= self.STAYED:
@@ -164,7 +164,7 @@ class JumpDetector(Detector):
         calm = len(self._newest) >= 3 and all(
             value <= middle + figure.shift * scale for _, value, _ in list(self._newest)[-3:]
         )
-        if not calm and self._watched < WATCHED:
+        if not calm and self._watched < WATCHED_STEPS:
             return None
         at, _ = self._spike
         self._spike = None
@@ -196,9 +196,10 @@ class JumpDetector(Detector):
             level=Level.WARNING,
             step=row["step"],
             cause=f"the {figure.subject} {text}",
-            evidence=f"{peak:.4g} in step {peak_step}, {times:.0f} times the noise above the {LEVEL} steps "
-            f"before (median {usual:.4g})",
-            next_step=f"if it does not recover: {go_back(peak_step)}, with a smaller optim.lr or optim.clip"
+            evidence=f"{peak:.4g} in step {peak_step}, {times:.0f} times the noise above the "
+            f"{REFERENCE_STEPS} steps before (median {usual:.4g})",
+            next_step=f"if it does not recover: {fork_advice(peak_step)}, with a smaller optim.lr or "
+            "optim.clip"
             if what == "shift"
             else "none if it stays a single one; if they become more frequent, use a smaller optim.clip "
             f"or optim.lr, and check the samples of step {peak_step}",
@@ -240,7 +241,7 @@ class LossScaleCollapse(Detector):
             evidence=f"{self._skipped} consecutive steps were skipped; the loss scale went from "
             f"{self._from:g} to {row['loss_scale']:g}",
             next_step="start the same command with precision=bf16 if the GPU supports it, or "
-            f"{go_back(row['step'] - self._skipped)}, with a smaller optim.lr",
+            f"{fork_advice(row['step'] - self._skipped)}, with a smaller optim.lr",
         )
 
 
@@ -271,7 +272,7 @@ class RisingValidation(Detector):
                 step=step,
                 cause=f"the loss on {name} is not a finite number",
                 evidence=f"loss {loss:g} after step {step}",
-                next_step=f"{go_back(step)}; if the training loss is finite, look for samples in {name} "
+                next_step=f"{fork_advice(step)}; if the training loss is finite, look for samples in {name} "
                 "that are unlike all training samples",
             )
         curve = self._sets.setdefault(name, _Curve())

@@ -357,8 +357,8 @@ def gpus(row: Row) -> range:
     return range(int(row.get("gpu/count", 0)))
 
 
-def _lasts(rows: Sequence[Row], so: Callable[[Row], bool]) -> bool:
-    return len(rows) == LASTING_SAMPLES and all(so(row) for row in rows)
+def _lasts(rows: Sequence[Row], condition: Callable[[Row], bool]) -> bool:
+    return len(rows) == LASTING_SAMPLES and all(condition(row) for row in rows)
 
 
 def _begins(before: Row, row: Row, name: str) -> bool:

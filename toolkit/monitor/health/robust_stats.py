@@ -49,8 +49,8 @@ class LastingCondition:
         self._newest: deque[bool] = deque(maxlen=length)
         self.length, self._least = length, least
 
-    def add(self, so: bool) -> bool:
-        self._newest.append(so)
+    def add(self, holds: bool) -> bool:
+        self._newest.append(holds)
         return self.count >= self._least
 
     @property

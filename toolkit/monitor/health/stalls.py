@@ -164,7 +164,7 @@ class GarbageCollection(Detector):
         )
 
 
-class Pauses(Detector):
+class RepeatedPauses(Detector):
     """Detect single steps that repeatedly take far longer than the others.
 
     Spikes of three times the median in one step of a hundred are normal on shared networks and disks. An
@@ -207,9 +207,9 @@ class Pauses(Detector):
             return None
         middle = median(measured for _, measured, _ in self._newest)
         limit = max(self.TIMES * middle, middle + self.LEAST_PAUSE / size)
-        return self._judge(row["step"], size, middle, limit) if self._newest[-1][0] > limit else None
+        return self._assess(row["step"], size, middle, limit) if self._newest[-1][0] > limit else None
 
-    def _judge(self, step: int, size: int, middle: float, limit: float) -> Alert | None:
+    def _assess(self, step: int, size: int, middle: float, limit: float) -> Alert | None:
         for length, least in ((WINDOW, self.FEW), (LONG_WINDOW, self.OFTEN)):
             steps = list(self._newest)[-length:]
             long = [now for before, now in itertools.pairwise(steps) if now[0] > limit >= before[0]]
@@ -254,7 +254,7 @@ def _next_step(part: str, step: int) -> str:
     )
 
 
-class Stops(Detector):
+class StoppedProcess(Detector):
     """Detect a process that was stopped twice in the last 200 steps.
 
     Once may be a deliberate pause or the migration of a virtual machine.
@@ -296,7 +296,7 @@ class Stops(Detector):
         )
 
 
-class HostBusy(Detector):
+class BusyHost(Detector):
     """Detect a rank that was ready to run but had no processor for 10% of the time, in 16 of the last 20
     steps.
 

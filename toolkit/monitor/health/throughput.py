@@ -130,9 +130,9 @@ class Straggler(Detector):
             excess[rank] += corrected - usual * others
         rank, more = max(excess.items(), key=lambda item: item[1])
         self._newest.append((rank, more, usual * theirs, len(unit)))
-        return self._judge(row, usual)
+        return self._assess(row, usual)
 
-    def _judge(self, row: Row, usual: float) -> Alert | None:
+    def _assess(self, row: Row, usual: float) -> Alert | None:
         rank = Counter(rank for rank, *_ in self._newest).most_common(1)[0][0]
         slow = [
             (more, theirs, steps)
@@ -184,9 +184,9 @@ class SlowCollective(Detector):
             return None
         account = cost_of_row(row, self._size(row["step"]))
         unit = self._units.add(account.measured, account)
-        return None if unit is None else self._judge(row, unit)
+        return None if unit is None else self._assess(row, unit)
 
-    def _judge(self, row: Row, unit: Sequence[StepCost]) -> Alert | None:
+    def _assess(self, row: Row, unit: Sequence[StepCost]) -> Alert | None:
         samples = sum(one.samples for one in unit)
         self._whole.add(sum(one.measured for one in unit) / samples)
         whole, least, found = self._whole.value, MIN_SECONDS * len(unit) / samples, None

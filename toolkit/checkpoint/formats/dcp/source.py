@@ -117,9 +117,12 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
         namespace=family.namespace,
         step=step if isinstance(step, int) else None,
         shape=shape,
-        left_out=(*others, *found.rest),
-        refuse=foreign_damage_error,
-        facts={"written by": "torch.distributed.checkpoint", "layout": f"tensors in up to {chunks} chunks"},
+        omitted=(*others, *found.rest),
+        damage_error=foreign_damage_error,
+        description={
+            "written by": "torch.distributed.checkpoint",
+            "layout": f"tensors in up to {chunks} chunks",
+        },
     )
 
 

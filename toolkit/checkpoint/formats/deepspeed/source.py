@@ -88,21 +88,25 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
 
 
 def build_source(
-    name: str, catalog: Catalog, model: ModelShape, facts: Mapping[str, str], models: Sequence[SavedFile]
+    name: str,
+    catalog: Catalog,
+    model: ModelShape,
+    description: Mapping[str, str],
+    models: Sequence[SavedFile],
 ) -> CheckpointSource:
     """Build the source of either of DeepSpeed's formats."""
     step = catalog.scalars[STEP]
     assert isinstance(step, int)
-    facts = {"written by": f"deepspeed {models[0].content.get('ds_version')}", **facts}
+    description = {"written by": f"deepspeed {models[0].content.get('ds_version')}", **description}
     return CheckpointSource(
         format=name,
         catalog=catalog,
         namespace=families.get_family(model.family).namespace,
         step=step,
         shape=model,
-        facts=facts,
-        left_out=tuple(find_omitted(models)),
-        refuse=foreign_damage_error,
+        description=description,
+        omitted=tuple(find_omitted(models)),
+        damage_error=foreign_damage_error,
     )
 
 

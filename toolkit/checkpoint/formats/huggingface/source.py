@@ -59,7 +59,7 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
     try:
         return _open(folder)
     except DamagedFile as damage:
-        raise _refuse(folder, damage) from damage
+        raise _damage_error(folder, damage) from damage
 
 
 def _open(folder: Path) -> CheckpointSource:
@@ -90,13 +90,13 @@ def _open(folder: Path) -> CheckpointSource:
         namespace=family.namespace,
         step=step if isinstance(step, int) else None,
         shape=shape,
-        facts=_facts(config),
-        left_out=published.left_out(weights),
-        refuse=_refuse,
+        description=_description(config),
+        omitted=published.omitted(weights),
+        damage_error=_damage_error,
     )
 
 
-def _facts(config: Mapping[str, Any]) -> dict[str, str]:
+def _description(config: Mapping[str, Any]) -> dict[str, str]:
     recorded = {
         "architecture": ", ".join(config.get("architectures") or ()),
         "transformers": config.get("transformers_version"),
@@ -181,7 +181,7 @@ def _optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Slots]]:
     }
 
 
-def _refuse(folder: Path, damage: DamagedFile) -> CheckpointError:
+def _damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
     remedy = (
         "download or export the folder again; other formats become safetensors with transformers' "
         "save_pretrained"
@@ -287,7 +287,7 @@ class _Published:
                 )
         return found
 
-    def left_out(self, slots: Slots) -> tuple[str, ...]:
+    def omitted(self, slots: Slots) -> tuple[str, ...]:
         """Return a description of stored tensors that are not parameters, such as rotary tables and masks."""
         known = {name for tensor in self.hub for name in (tensor.name, *tensor.aliases)} | self.tied.keys()
         names = [name for name in slots if name not in known]

@@ -49,14 +49,14 @@ class CommonState:
         args: Megatron-LM's arguments; may be empty.
         sharding: How the distributed optimizer's state is sharded; None without one.
         scalars: What training resumes from, except the step.
-        left_out: Keys that are not carried over.
+        omitted: Keys that are not carried over.
     """
 
     step: int | None
     args: Mapping[str, Any]
     sharding: str | None
     scalars: Mapping[str, object]
-    left_out: tuple[str, ...]
+    omitted: tuple[str, ...]
 
 
 def load_common(folder: Path) -> CommonState:
@@ -81,7 +81,7 @@ def load_common(folder: Path) -> CommonState:
         args=arguments,
         sharding=sharding[0] if sharding else None,
         scalars=scalars | _optimizer_scalars(folder, parts),
-        left_out=tuple(str(key) for key in found if key not in _KNOWN),
+        omitted=tuple(str(key) for key in found if key not in _KNOWN),
     )
 
 

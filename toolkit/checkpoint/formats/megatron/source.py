@@ -159,12 +159,12 @@ def _locate_parts(
             other shapes.
     """
     places: _PartsByTensor = {}
-    left_out, problems = [], []
+    omitted, problems = [], []
     keys = {name: parse_key(name) for name in metadata.tensors}
     for name, key in sorted(keys.items(), key=lambda item: item[1] is None or item[1].weight != item[0]):
         stored = metadata.tensors[name]
         if key is None:
-            left_out.append(name)
+            omitted.append(name)
             continue
         tensor = tables.get(key.name.format(layer=0, expert=0))
         if tensor is None or stored.dtype not in DTYPES or not _fits(key, stored, tensor, shape):
@@ -186,7 +186,7 @@ def _locate_parts(
                 )
     if problems:
         raise CheckpointError(*problems[:MAX_PROBLEMS])
-    return places, left_out
+    return places, omitted
 
 
 def _fits(key: MegatronKey, stored: ChunkedTensor, tensor: MegatronTensor, shape: ModelShape) -> bool:
@@ -352,13 +352,13 @@ def _source(folder: Path, common: CommonState, metadata: DcpMetadata, shape: Mod
         namespace=families.get_family(shape.family).namespace,
         step=common.step,
         shape=shape,
-        facts=_facts(metadata),
-        left_out=(*common.left_out, *objects, *unknown_keys),
-        refuse=foreign_damage_error,
+        description=_description(metadata),
+        omitted=(*common.omitted, *objects, *unknown_keys),
+        damage_error=foreign_damage_error,
     )
 
 
-def _facts(metadata: DcpMetadata) -> dict[str, str]:
+def _description(metadata: DcpMetadata) -> dict[str, str]:
     keys = [key for name in metadata.tensors if (key := parse_key(name)) is not None]
     stacked = any(key.stacked for key in keys)
     halved = any(key.half is not None for key in keys)

@@ -1,6 +1,6 @@
 """A start in an existing run: whether there is anything to do, and whether its learning rate changes.
 
-pytest tests/rundir/test_continuing.py
+pytest tests/rundir/test_start_checks.py
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tests.rundir.runs import begun, checkpoint, config
 from toolkit.config.schema import CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
 from toolkit.errors import Severity
 from toolkit.plan.schedule import scheduled_rate
-from toolkit.rundir.continuing import NothingToDo, check_remaining_work, schedule_warning
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.start_checks import NothingToDo, check_remaining_work, schedule_warning
 from toolkit.rundir.status import RunState
 
 
