@@ -122,7 +122,7 @@ def test_part_of_the_step_describes_the_engine() -> None:
         part="backward",
         threads=(ThreadStack("MainThread", "S", (engine,)),),
     )
-    assert report.activity == "in the model's backward, in Step.run (toolkit/engine/megatron/step.py:2)"
+    assert report.activity == "in the model's backward, in Step.run (toolkit/engine/megatron/engine.py:2)"
     assert replace(report, part="").activity == "in the engine"
 
 

@@ -49,7 +49,12 @@ class InstalledVersions:
 
 def measure_versions(requirements: RunRequirements) -> InstalledVersions:
     own = metadata.metadata(PROJECT)
-    dependencies = tuple(text for text in metadata.requires(PROJECT) or () if 'extra == "dev"' not in text)
+    for_development = ('extra == "dev"', 'extra == "docs"')
+    dependencies = tuple(
+        text
+        for text in metadata.requires(PROJECT) or ()
+        if not any(marker in text for marker in for_development)
+    )
     names = [Requirement(text).name for text in dependencies]
     return InstalledVersions(
         python=platform.python_version(),
