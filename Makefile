@@ -34,7 +34,7 @@ setup: $(VENV)/.installed  ## create the virtual environment and install everyth
 train: setup  ## train the quickstart with DeepSpeed on real text (minutes), sample from it and plot it
 	$(if $(filter 0,$(GPUS)),DS_ACCELERATOR=cpu )$(BIN)/deepspeed --quiet $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)
 
-test: setup  ## the quick suite (about 10 minutes on two cores)
+test: setup  ## the quick suite (10 to 13 minutes on two cores)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: setup  ## also the tests marked full (about an hour on two cores)

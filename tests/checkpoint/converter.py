@@ -125,22 +125,22 @@ def work(
 
     write, replace, sync_folder = TargetOutput.write, Path.replace, convert.sync_folder
 
-    def telling_write(output: TargetOutput, name: str, begin: int, data: memoryview) -> None:
+    def printing_write(output: TargetOutput, name: str, begin: int, data: memoryview) -> None:
         write(output, name, begin, data[: len(data) // 2])  # a kill may cut a write short
         at(WRITE)
         write(output, name, begin, data)
         outcome.writes.append((name, begin, len(data)))
 
-    def telling_replace(path: Path, to: Path) -> Path:
+    def printing_replace(path: Path, to: Path) -> Path:
         at(REPLACE)
         return replace(path, to)
 
-    def telling_sync(folder: Path) -> None:
+    def printing_sync(folder: Path) -> None:
         if target.exists():
             at(RENAMED)
         sync_folder(folder)
 
-    TargetOutput.write, Path.replace, convert.sync_folder = telling_write, telling_replace, telling_sync  # type: ignore[method-assign]
+    TargetOutput.write, Path.replace, convert.sync_folder = printing_write, printing_replace, printing_sync  # type: ignore[method-assign]
     try:
         outcome.resumed = conversion(source, target, kind, on_phase=at).run()
     except CheckpointError as error:
