@@ -4,6 +4,7 @@
 #   docker build -t toolkit:gpu --build-arg BASE=nvcr.io/nvidia/pytorch:26.05-py3 --build-arg KEEP_TORCH=1 .
 #                                                                    GPUs; keeps the base's torch (2.12)
 #   docker run --rm -v "$PWD/runs:/workspace/runs" toolkit +exp=quickstart          arguments of launch/train.py
+#   docker run --rm --entrypoint dmt toolkit plan +exp=quickstart                   every other command
 #   docker run --rm --gpus all --ipc=host --stop-timeout 90 -v "$PWD/runs:/workspace/runs" toolkit:gpu +exp=quickstart
 # A private index: --secret id=pip,src=$HOME/.config/pip/pip.conf. It is available while pip runs and in no layer.
 ARG BASE=python:3.11-slim

@@ -9,13 +9,21 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 TORCH_INDEX ?=
 RANKS ?=
 ARGS ?=
+# Processes that share the tests; each test may start up to four ranks of its own.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# A Python that finds every package, installed or in a folder on PYTHONPATH; empty if there is none.
+READY = $(shell for p in $(BIN)/python $(PYTHON); do $$p -c "import sys; from importlib.util import find_spec; \
+	sys.exit(not all(map(find_spec, 'torch deepspeed megatron.core transformers pytest'.split())))" 2>/dev/null && \
+	{ echo $$p; break; }; done)
 
 # Without GPUs the DeepSpeed launcher counts NUMA nodes as devices, so set two ranks.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 LAUNCH_RANKS = $(if $(RANKS),--num_gpus $(RANKS),$(if $(filter 0,$(GPUS)),--num_gpus 2,))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu image verify story lint format docs bench clean
+.PHONY: help setup train test test-all test-gpu gpu image verify story lint format docs wheel bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -34,14 +42,19 @@ setup: $(VENV)/.installed  ## create the virtual environment and install everyth
 train: setup  ## train the quickstart with DeepSpeed on real text (minutes), sample from it and plot it
 	$(if $(filter 0,$(GPUS)),DS_ACCELERATOR=cpu )$(BIN)/deepspeed --quiet $(LAUNCH_RANKS) launch/train.py +exp=quickstart $(ARGS)
 
-test: setup  ## the quick suite (10 to 13 minutes on two cores)
-	$(BIN)/python -m pytest $(ARGS)
+test: setup  ## the quick suite (about ten minutes on two cores)
+	$(PYTEST) $(ARGS)
 
-test-all: setup  ## also the tests marked full (about an hour on two cores)
-	$(BIN)/python -m pytest -m "not gpu and not image" $(ARGS)
+test-all: setup  ## also the tests marked full (more than an hour on two cores)
+	$(PYTEST) -m "not gpu and not image" $(ARGS)
 
-test-gpu: setup  ## both engines on one GPU (<= 8 minutes); skipped without a GPU
-	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
+test-gpu:  ## both engines on one GPU (<= 8 minutes); skipped without a GPU; needs no index if all packages are there
+	$(if $(READY),,$(MAKE) setup)
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(or $(READY),$(BIN)/python) -m pytest tests/gpu -m gpu $(ARGS)
+
+gpu:  ## parity and throughput of both engines on one GPU (10 minutes); needs no index if all packages are there
+	$(if $(READY),,$(MAKE) setup)
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(or $(READY),$(BIN)/python) benchmarks/gpu.py $(ARGS)
 
 image: setup  ## build the CPU image without a Docker daemon and train in it (root, buildah, debootstrap)
 	$(BIN)/python -m pytest tests/cluster/test_image.py -m image -rs -s $(ARGS)
@@ -64,6 +77,11 @@ format: setup  ## fix linting and format the code
 docs: setup  ## build the documentation site into site/
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+wheel: setup  ## build a wheel with configuration and commands into dist/
+	rm -rf build dist
+	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@rm -rf build; ls dist/*.whl
 
 bench: setup  ## measure the toolkit's overhead against plain scripts (benchmarks/results)
 	$(BIN)/python benchmarks/engine_step.py $(ARGS)

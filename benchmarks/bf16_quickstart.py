@@ -33,6 +33,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from toolkit.plan.devices import HIDE_GPUS
 from toolkit.progress import Progress
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
@@ -124,7 +125,7 @@ def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str,
             f"data.path={ROOT / 'data' / 'stdlib'}",
         ]
         started = time.monotonic()
-        settings = {**os.environ, "TORCHDYNAMO_DISABLE": "1", **environ}
+        settings = {**os.environ, **HIDE_GPUS, "TORCHDYNAMO_DISABLE": "1", **environ}
         done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{(done.stdout + done.stderr)[-3000:]}")
@@ -143,7 +144,7 @@ def compare_with_local(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {"local": local}
     mean, deviation, freedom = statistics.mean(local), statistics.stdev(local), len(local) - 1
     alone, reach = (t[freedom - 1] * deviation * math.sqrt(1 + 1 / len(local)) for t in (T, T_TEN))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "mean": mean,
         "standard_deviation": deviation,
         "least": min(local),
@@ -151,7 +152,7 @@ def compare_with_local(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "reach_alone": alone,
         "reach": reach,
     }
-    found["runs"] = {
+    results["runs"] = {
         name: {
             "from_mean": runs[name]["validation_loss"] - mean,
             "agrees": abs(runs[name]["validation_loss"] - mean) <= reach,
@@ -162,8 +163,8 @@ def compare_with_local(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
     losses = [runs[name]["validation_loss"] for name in ENGINES if name in runs]
     if len(losses) > 1:
-        found["means"] = welch_t(local, losses)
-    return found
+        results["means"] = welch_t(local, losses)
+    return results
 
 
 def welch_t(a: list[float], b: list[float]) -> dict[str, Any]:
@@ -191,8 +192,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "bf16_quickstart.json")
     given = parser.parse_args()
     common = [*COMMON, f"train.steps={given.steps}", f"eval.every={given.steps}", *given.words]
-    held = json.loads(given.out.read_text()) if given.out.exists() else {}
-    runs: dict[str, dict[str, Any]] = held.get("runs", {}) if held.get("words") == common else {}
+    earlier = json.loads(given.out.read_text()) if given.out.exists() else {}
+    runs: dict[str, dict[str, Any]] = earlier.get("runs", {}) if earlier.get("words") == common else {}
     versions = {
         name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core", "transformers")
     }
@@ -204,14 +205,14 @@ def main() -> None:
                 "words": words,
                 **train([*common, *words], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {}),
             }
-            found = {
+            results = {
                 "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
                 "versions": versions,
                 "words": common,
                 "runs": runs,
                 "verdict": compare_with_local(runs),
             }
-            given.out.write_text(json.dumps(found, indent=1) + "\n")
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
             task.advance(note=f"{name} {runs[name]['validation_loss']:.4f}")
             print(
                 f"{name:>22}: {runs[name]['validation_loss']:.5f} in {runs[name]['seconds']:.0f} s",

@@ -6,11 +6,11 @@
 
 On a virtual machine steps vary by several per cent, so alternating whole steps would take hours to resolve
 1%. Here two jobs run in slices of 50 to 100 ms, each stopped with all its processes while the other runs, so
-that background work falls into its own job's slices (benchmarks/sides/slices.py). Time is counted by the
-parts of a step that ran completely within a slice (benchmarks/sides/slowness.py). A pair is about two
-seconds of each job, and its figure is the ratio of their slowness; a comparison's figure is the median over
-the pairs of several launches. ``mean`` is the mean over pairs, and ``cpu`` the ratio of CPU time per step of
-all processes, which includes work on cores that training does not use. All are compared with
+that background work falls into its own job's slices (harness/time_slices.py). Time is counted by the parts of
+a step that ran completely within a slice (harness/slice_statistics.py). A pair is about two seconds of each
+job, and its figure is the ratio of their slowness; a comparison's figure is the median over pairs of several
+launches. ``mean`` is the mean over pairs, and ``cpu`` the ratio of CPU time per step of all processes, which
+includes work on cores that training does not use. All are compared with
 
     off      no sinks, not even files, no ledger, probe, sampler, replicas, watchdog
 
@@ -45,9 +45,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sides.slices import SlicedJob, take_slices
-from sides.slowness import Floats, median_over_launches, ratios, usual_seconds, whole_parts
-from sides.torchrun import ON_CPU, ROOT
+from harness.slice_statistics import (
+    Floats,
+    complete_parts,
+    mean_seconds_by_position,
+    median_over_launches,
+    ratios,
+)
+from harness.time_slices import SlicedJob, take_slices
+from harness.torchrun_job import ON_CPU, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "monitoring.json"
 STEP_SECONDS = 0.2  # minimum
@@ -116,7 +122,7 @@ def run_launch(
             ]
             job = SlicedJob(
                 side,
-                "monitored_side.py",
+                "toolkit_in_slices.py",
                 {**its, "overrides": overrides},
                 Path(folder),
                 ranks=ranks,
@@ -137,8 +143,8 @@ def run_launch(
             side: (job.cpu_seconds() - before[side][0]) / (len(marks[side]) - before[side][1])
             for side, job in jobs.items()
         }
-        parts = {side: whole_parts(marks[side], job.slices) for side, job in jobs.items()}
-    usual = {side: usual_seconds(parts[side], marks["off"].shape[1]) for side in parts}
+        parts = {side: complete_parts(marks[side], job.slices) for side, job in jobs.items()}
+    usual = {side: mean_seconds_by_position(parts[side], marks["off"].shape[1]) for side in parts}
     return ratios(parts[name], parts["off"], usual["off"], slices, SLICES_A_PAIR), {
         "cpu": cpu[name] / cpu["off"],
         "step_seconds": {side: float(seconds.sum()) for side, seconds in usual.items()},
@@ -161,7 +167,7 @@ def summarise(launches: Sequence[Floats]) -> dict[str, Any]:
 def run_comparison(
     name: str, spec: Mapping[str, Any], ranks: int, launches: int, pairs: int
 ) -> dict[str, Any]:
-    """Run one comparison. ``spec`` is for ``sides/monitored_side.py``; ``pairs`` counts pairs per launch."""
+    """Run one comparison. ``spec`` is for ``toolkit_in_slices.py``; ``pairs`` counts pairs per launch."""
     figures, facts = zip(
         *(run_launch(name, spec, ranks, pairs, number) for number in range(launches)), strict=True
     )
@@ -183,15 +189,15 @@ def run_comparison(
     return row
 
 
-def find_problems(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def find_problems(comparisons: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return every bound that is exceeded and every control that fails."""
     problems = [
         f"{name}: upper bound {row['upper_95']:.4f}, allowed {BOUND}"
         + ("; the figure itself keeps it: use more --launches" if row["ratio"] < BOUND else "")
-        for name, row in found.items()
+        for name, row in comparisons.items()
         if name in ("on", "flood") and row["upper_95"] >= BOUND
     ]
-    same, asleep = found["same"], found["asleep"]
+    same, asleep = comparisons["same"], comparisons["asleep"]
     if abs(same["ratio"] - 1) >= (BOUND - 1) / 2:
         problems.append(f"two jobs that do the same differ: {same['ratio']:.4f}")
     if asleep["lower_95"] <= 1.0 or asleep["upper_95"] < BOUND:
@@ -200,7 +206,7 @@ def find_problems(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
     return problems + [
         f"{name}: a step of {row['step_seconds']['off']:.3f} s, needed {STEP_SECONDS}"
-        for name, row in found.items()
+        for name, row in comparisons.items()
         if row["step_seconds"]["off"] < STEP_SECONDS
     ]
 
@@ -230,7 +236,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     on = {"words": ON}
     half = (given.launches + 1) // 2
-    found = {
+    comparisons = {
         name: run_comparison(name, spec, ranks, launches, given.pairs)
         for name, spec, ranks, launches in (
             ("same", NOTHING, 1, half),
@@ -240,12 +246,13 @@ def main() -> None:
             ("crowded", on, 2, half),
         )
     }
-    problems = find_problems(found)
+    problems = find_problems(comparisons)
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
     given.out.write_text(
         json.dumps(
-            {"machine": machine, "versions": versions, "over_off": found, "mistakes": problems}, indent=1
+            {"machine": machine, "versions": versions, "over_off": comparisons, "mistakes": problems},
+            indent=1,
         )
         + "\n"
     )

@@ -35,7 +35,7 @@ from toolkit.data.records.reader import RECORD_SUFFIX, RecordSamples, open_recor
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.tiles import make_tile
 from toolkit.plan.types import BatchPlan, RampStage
-from toolkit.train.vision import VisionTask
+from toolkit.train.vision import ImageClassificationTask
 
 BATCH, STEPS = 64, 16
 Job = Callable[[], object]
@@ -64,7 +64,7 @@ def jobs_of(records: RecordSamples, folder: Path) -> dict[str, Job]:
         micro_batch=BATCH, global_batch=BATCH, data_parallel=1, stages=(RampStage(BATCH, 0, 0, None),)
     )
     stream = Stream({"train": records}, None, seed=0, batch=batch, data_rank=0)
-    steps, task = stream.steps(0), VisionTask("", records.manifest)
+    steps, task = stream.steps(0), ImageClassificationTask("", records.manifest)
     held: deque[np.ndarray] = deque(maxlen=CHUNKS_AHEAD + 2)
     zeros = np.zeros(BATCH, dtype=np.int64)
     shuffled = np.random.default_rng(0).permutation(records.count)[: BATCH * STEPS].reshape(STEPS, BATCH)
@@ -73,7 +73,7 @@ def jobs_of(records: RecordSamples, folder: Path) -> dict[str, Job]:
         "held": lambda: [held.append(mapped[numbers]) for numbers in shuffled],
         "records": lambda: [records.read(zeros, numbers) for numbers in shuffled],
         "stream": lambda: [next(steps) for _ in range(STEPS)],
-        "collated": lambda: [task.collate(next(steps)[0], torch.device("cpu")) for _ in range(STEPS)],
+        "collated": lambda: [task.collate(next(steps)[0]) for _ in range(STEPS)],
     }
 
 

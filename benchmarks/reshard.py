@@ -1,11 +1,11 @@
 """Compare resharding a checkpoint with ``cp`` and sync of the same bytes, and with the vendors' tools.
 
-    python benchmarks/reshard.py                                        322 M parameters with Adam's state:
-        3.9 GB,
-                                                                        five runs, 10 to 20 minutes, 20 GB of
-                                                                            disk
+    python benchmarks/reshard.py                                        the whole comparison
     python benchmarks/reshard.py --folder /mnt/nvme --only cp native    another folder; some contenders
     python benchmarks/reshard.py --parameters 20 --runs 1               a quick try
+
+The whole comparison takes 10 to 20 minutes and 20 GB of disk: five runs with 322 M parameters and Adam's
+state (3.9 GB).
 
 Contenders, each in its own process, alternating within each run:
 
@@ -40,118 +40,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from reshard_sources import NATIVE, convert, make_dcp, make_native
 
-from toolkit import families
-from toolkit.checkpoint.catalog import Catalog, TensorPiece, byte_length
-from toolkit.checkpoint.offline import reshard
-from toolkit.checkpoint.offline.convert import Conversion
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, WEIGHT, Box, TensorInfo, TensorKey
-from toolkit.checkpoint.source import CheckpointSource, foreign_damage_error, open_source
-from toolkit.config.reshard import (
-    TargetConfig,
-    TargetFormat,
-    TargetOptimConfig,
-    TargetParallelConfig,
-    TargetZeroStage,
-)
-from toolkit.families.base import ModelShape
+from toolkit.checkpoint.source import open_source
+from toolkit.config.reshard import TargetFormat, TargetOptimConfig, TargetParallelConfig, TargetZeroStage
 
 BYTES_PER_PARAMETER = 12
-NOISE_ELEMENTS = 2**24
 RANKS = 4
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 SMALLER = (16, 4, 1)  # divisors of the model size, for the memory by size
-NATIVE, ZERO3, DCP = "native", "zero3", "dcp"
+ZERO3, DCP = "zero3", "dcp"
 # The source that each contender reads.
 CONTENDERS = {"cp": NATIVE, "native": NATIVE, "zero3-megatron": ZERO3, "universal": ZERO3, "dcp": DCP}
 OURS = ("native", "zero3-megatron")
 
 
-def llama(parameters: float) -> ModelShape:
-    """Return a Llama of about this many parameters: 20 layers, untied embeddings of 31.25 rows per hidden
-    unit."""
-    hidden = max(64, round((parameters / 307.5) ** 0.5 / 64) * 64)
-    return ModelShape(
-        family="llama",
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=20,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        head_dim=64,
-        vocab_size=hidden * 125 // 4,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-
-
-# ---- sources
-
-
-def make_native(folder: Path, parameters: float) -> int:
-    """Write weights and moments with random values; return the number of parameters."""
-    shape = llama(parameters)
-    specs = families.get_family(shape.family).parameters(shape)
-    tensors = {
-        TensorKey(state, spec.name): TensorInfo("float32", spec.shape)
-        for state in (WEIGHT, EXP_AVG, EXP_AVG_SQ)
-        for spec in specs
-    }
-    noise, pieces, at = folder / "noise", {}, 0
-    noise.parent.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(1)
-    with noise.open("wb") as file:
-        for key, info in tensors.items():
-            numbytes = byte_length(info.dtype, info.shape)
-            pieces[key] = (
-                TensorPiece(
-                    key, info.dtype, info.shape, Box.whole(info.shape), noise.name, at, at + numbytes
-                ),
-            )
-            for first in range(0, numbytes // 4, NOISE_ELEMENTS):
-                count = min(NOISE_ELEMENTS, numbytes // 4 - first)
-                file.write(np.square(random.standard_normal(count, np.float32)).data)
-            at += numbytes
-    source = CheckpointSource(
-        format="noise",
-        catalog=Catalog(folder, tensors, pieces, {"step": 10, "optimizer_step": 10, "consumed_samples": 80}),
-        namespace=families.get_family(shape.family).namespace,
-        step=10,
-        shape=shape,
-        damage_error=foreign_damage_error,
-    )
-    convert(source, folder / NATIVE, TargetFormat.native)
-    noise.unlink()
-    return sum(spec.numel for spec in specs)
-
-
-def make_dcp(source: Path, target: Path) -> None:
-    """Save the same tensors with torch."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    from toolkit.checkpoint.shard import Shard
-
-    reader = open_source(source).reader()
-    tensors = {f"{key}": torch.empty(info.shape) for key, info in reader.tensors.items()}
-    reader.read(
-        [
-            Shard(key, info.shape, Box.whole(info.shape), tensors[f"{key}"])
-            for key, info in reader.tensors.items()
-        ]
-    )
-    dcp.save(tensors, checkpoint_id=target, no_dist=True)
-
-
 # ---- jobs
-
-
-def convert(source: CheckpointSource, target: Path, form: TargetFormat, **more: Any) -> None:
-    laid_out = reshard.lay_out(source, TargetConfig(format=form, **more))
-    Conversion(source, laid_out, target).run()
 
 
 def copy_and_sync(source: Path, target: Path) -> None:
@@ -179,8 +84,8 @@ def make_job(name: str, source: Path, target: Path) -> Callable[[], object]:
         import torch.distributed.checkpoint as dcp
 
         def load_and_save() -> None:
-            stored_dtype = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-            tensors = {key: torch.empty(of.size) for key, of in stored_dtype.items()}  # type: ignore[union-attr]
+            stored = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+            tensors = {key: torch.empty(metadata.size) for key, metadata in stored.items()}  # type: ignore[union-attr]
             dcp.load(tensors, checkpoint_id=source, no_dist=True)
             dcp.save(tensors, checkpoint_id=target, no_dist=True)
 
@@ -212,7 +117,7 @@ def run_job(name: str, source: Path, target: Path) -> None:
 
 def _cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 # ---- measuring
@@ -236,10 +141,10 @@ def drop_page_cache(folder: Path, cold: str) -> str:
 def allocated_bytes(folder: Path) -> int:
     """Return the bytes that are allocated in ``folder`` now."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for directory, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):  # removed in the meantime
-                total += 512 * Path(place, name).lstat().st_blocks
+                total += 512 * Path(directory, name).lstat().st_blocks
     return total
 
 
@@ -248,15 +153,15 @@ def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
     out = work / "out"
     out.mkdir()
     drop_page_cache(source, cold)
-    command = [sys.executable, __file__, "--child", name, str(source), str(out / "made")]
+    command = [sys.executable, __file__, "--child", name, str(source), str(out / "target")]
     most, ended = 0, threading.Event()
 
-    def look() -> None:
+    def watch_size() -> None:
         nonlocal most
         while not ended.wait(0.5):
             most = max(most, allocated_bytes(out))
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=watch_size)
     watcher.start()
     try:
         done = subprocess.run(
@@ -269,8 +174,8 @@ def measure(name: str, source: Path, work: Path, cold: str) -> dict[str, float]:
         raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     left = allocated_bytes(out)
     shutil.rmtree(out)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found | {"temporary_bytes": max(0, most - left)}
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures | {"temporary_bytes": max(0, most - left)}
 
 
 def prepare(work: Path, parameters: float, contenders: list[str]) -> int:
@@ -300,16 +205,16 @@ def memory_by_size(
     work: Path, parameters: float, contenders: list[str], cold: str
 ) -> dict[str, dict[str, float]]:
     """Return the toolkit's peak bytes for a sixteenth of the model, a quarter, and all of it."""
-    found: dict[str, dict[str, float]] = {name: {} for name in OURS if name in contenders}
-    for part in SMALLER if found else ():
+    peaks_by_contender: dict[str, dict[str, float]] = {name: {} for name in OURS if name in contenders}
+    for part in SMALLER if peaks_by_contender else ():
         folder = work / f"part-{part}"
-        count = prepare(folder, parameters / part, list(found))
-        for name, peaks in found.items():
+        count = prepare(folder, parameters / part, list(peaks_by_contender))
+        for name, peaks in peaks_by_contender.items():
             peaks[f"1/{part}: {count / 1e6:.1f} M"] = measure(name, folder / CONTENDERS[name], folder, cold)[
                 "peak_bytes"
             ]
         shutil.rmtree(folder)
-    return found
+    return peaks_by_contender
 
 
 def main() -> None:

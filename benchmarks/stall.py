@@ -74,8 +74,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    found = {name: stall(ENGINES[name], given.steps, given.data) for name in given.only}
-    for name, row in found.items():
+    stalls = {name: stall(ENGINES[name], given.steps, given.data) for name in given.only}
+    for name, row in stalls.items():
         print(
             f"{name:>9}: {row['share']:.3%} of {row['step_seconds'] * 1e3:.0f} ms per step: waiting for data",
             flush=True,
@@ -83,7 +83,7 @@ def main() -> None:
     versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core")}
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
     given.out.write_text(
-        json.dumps({"machine": machine, "versions": versions, "engines": found}, indent=1) + "\n"
+        json.dumps({"machine": machine, "versions": versions, "engines": stalls}, indent=1) + "\n"
     )
 
 

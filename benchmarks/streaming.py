@@ -8,7 +8,7 @@
     python benchmarks/streaming.py --report                   the table, docs/streaming.md and its picture
         from the JSON
 
-One synthetic corpus of 200 M tokens (benchmarks/sides/corpus.py) is written in each contender's own format.
+One synthetic corpus of 200 M tokens (benchmarks/harness/corpus.py) is written in each contender's own format.
 Every measurement is a process of its own with a time limit; rounds go through all contenders, so that noise
 shows as spread. Within a process the contender alternates with slices of a memory map. Other loaders come
 from benchmarks/peers.txt, in a virtual environment on top of this one, which is created if it is absent; a
@@ -23,11 +23,9 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -37,18 +35,18 @@ from typing import Any
 
 import numpy as np
 import streaming_report
-from sides.corpus import Corpus, make_corpus
-from sides.mixing import BATCH, at_scale, chi2_per_df
-from sides.read_stream import AFTER
-from sides.streams import SIDES
-from sides.streams.common import GLOBAL_BATCH, LENGTH
+from harness.contender_runner import ContenderFailed, ContenderRunner, peers_python
+from harness.contenders import CONTENDERS
+from harness.contenders.common import GLOBAL_BATCH, LENGTH
+from harness.corpus import make_corpus
+from harness.mixing_quality import BATCH, at_scale, chi2_per_df
+from harness.read_contender import AFTER
 
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.progress import Progress
 
 BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results" / "streaming.json"
-PEERS = BENCHMARKS / "peers.txt"
 RANKS = 2  # for the resume on another number of ranks
 FLAT_SAMPLES = (10**6, 10**9, 10**12)
 FEWEST_TOKENS = 2 * BATCH * LENGTH
@@ -56,92 +54,17 @@ LAYOUTS_LIMIT_SECONDS = 900.0
 QUIET_LOAD = 0.5  # of other processes, in cores: above it the report calls the machine busy
 
 
-class ContenderFailed(Exception):
-    """A process of a contender failed or exceeded its time limit; the message is its last line."""
-
-
-class ContenderRunner:
-    """Run benchmarks/sides/read_stream.py for contenders."""
-
-    def __init__(self, corpus: Corpus, python: Path, limit_seconds: float) -> None:
-        self._corpus, self._python, self._limit = corpus, python, limit_seconds
-
-    def files(self, name: str) -> Path:
-        """Return the folder of the files; contenders with one format share it."""
-        return self._corpus.folder / "formats" / SIDES[name].open.__module__.rpartition(".")[2]
-
-    def make(self, name: str) -> dict[str, Any]:
-        files = self.files(name)
-        done = files / "made.json"
-        if not done.is_file():
-            if files.exists() and any(files.iterdir()):
-                raise SystemExit(f"{files} holds incomplete files: empty it")
-            files.mkdir(parents=True, exist_ok=True)
-            done.write_text(json.dumps(self.run(name, "make")))
-        found: dict[str, Any] = json.loads(done.read_text())
-        return {
-            **found,
-            "disk_bytes": sum(file.stat().st_size for file in files.rglob("*") if file.is_file()),
-        }
-
-    def run(self, name: str, task: str, *words: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
-        return self.finish(self.start(name, task, *words, environ=environ))
-
-    def start(
-        self, name: str, task: str, *words: str, environ: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        script = str(BENCHMARKS / "sides" / "read_stream.py")
-        argv = [
-            str(self._python),
-            script,
-            name,
-            task,
-            "--corpus",
-            str(self._corpus.folder),
-            "--files",
-            str(self.files(name)),
-            *words,
-        ]
-        settings = {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-            "HF_DATASETS_CACHE": str(self._corpus.folder / "formats" / "hf-cache"),
-        }
-        return subprocess.Popen(
-            argv,
-            env={**os.environ, **settings, **(environ or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def finish(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        try:
-            output, errors = process.communicate(timeout=self._limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session, so workers end as well
-            process.communicate()
-            raise ContenderFailed(f"not done after {self._limit:.0f} s") from None
-        if process.returncode:
-            lines = [line.strip() for line in errors.splitlines() if line.strip()]
-            raise ContenderFailed(lines[-1][:300] if lines else f"exit code {process.returncode}")
-        found: dict[str, Any] = json.loads(output.splitlines()[-1])
-        return found
-
-
 def measure(
-    sides: ContenderRunner, names: Sequence[str], rounds: int, seconds: float, progress: Progress
+    runner: ContenderRunner, names: Sequence[str], rounds: int, seconds: float, progress: Progress
 ) -> dict[str, Any]:
     """Return the rows of streaming_report.py by contender."""
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
-        side = SIDES[name]
+        contender = CONTENDERS[name]
         rows[name] = {
-            "label": side.label,
-            "settings": side.settings,
-            "peer": side.peer,
+            "label": contender.label,
+            "settings": contender.settings,
+            "peer": contender.peer,
             "failed": None,
             "speed": [],
             "resume_seconds": [],
@@ -151,7 +74,7 @@ def measure(
             for name in names:
                 task.advance(0, note=name)
                 run_guarded(
-                    rows[name], lambda row, name=name: row.update(measure_order(sides, name, Path(kept)))
+                    rows[name], lambda row, name=name: row.update(measure_order(runner, name, Path(kept)))
                 )
                 task.advance(1)
         with progress.task("rounds", total=rounds * len(names), unit="turns") as task:
@@ -161,7 +84,7 @@ def measure(
                     task.advance(0, note=name)
                     run_guarded(
                         rows[name],
-                        lambda row, name=name: measure_round(row, sides, name, Path(kept), seconds),
+                        lambda row, name=name: measure_round(row, runner, name, Path(kept), seconds),
                     )
                     task.advance(1)
     return rows
@@ -177,10 +100,10 @@ def run_guarded(row: dict[str, Any], work: Any) -> None:
             print(f"{row['label']}: {error}", file=sys.stderr, flush=True)
 
 
-def measure_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, Any]:
-    made = sides.make(name)
+def measure_order(runner: ContenderRunner, name: str, kept: Path) -> dict[str, Any]:
+    made = runner.make(name)
     state, out = kept / f"{name}.state", kept / f"{name}.npz"
-    found = sides.run(name, "order", "--state", str(state), "--out", str(out))
+    found = runner.run(name, "order", "--state", str(state), "--out", str(out))
     with np.load(out) as epoch:
         numbers, domains = epoch["numbers"], epoch["domains"].ravel()
     shares = (
@@ -192,22 +115,22 @@ def measure_order(sides: ContenderRunner, name: str, kept: Path) -> dict[str, An
         "chi2_per_df": chi2_per_df(domains, shares),
         "epoch_samples": int(numbers.size),
         "epoch_distinct": len(np.unique(numbers)),
-        "resume": compare_batches(numbers, resumed_samples(sides, name, state, kept, 1), found["state_at"]),
-        "elastic": measure_elastic(sides, name, state, kept, numbers, found["state_at"]),
+        "resume": compare_batches(numbers, resumed_samples(runner, name, state, kept, 1), found["state_at"]),
+        "elastic": measure_elastic(runner, name, state, kept, numbers, found["state_at"]),
     }
 
 
 def measure_elastic(
-    sides: ContenderRunner, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int
+    runner: ContenderRunner, name: str, state: Path, kept: Path, numbers: np.ndarray, at: int
 ) -> dict[str, Any]:
     """Return the comparison on another number of ranks; a refusal is a result, not a failure."""
     try:
-        return compare_batches(numbers, resumed_samples(sides, name, state, kept, RANKS), at)
+        return compare_batches(numbers, resumed_samples(runner, name, state, kept, RANKS), at)
     except ContenderFailed as error:
         return {"exact": False, "refused": str(error)}
 
 
-def resumed_samples(sides: ContenderRunner, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
+def resumed_samples(runner: ContenderRunner, name: str, state: Path, kept: Path, ranks: int) -> np.ndarray:
     """Return the numbers of the samples after a resume, [AFTER, GLOBAL_BATCH], over all ranks."""
     outs = [kept / f"{name}-{rank}.npy" for rank in range(ranks)]
     environ = {
@@ -217,7 +140,7 @@ def resumed_samples(sides: ContenderRunner, name: str, state: Path, kept: Path, 
         "LOCAL_WORLD_SIZE": str(ranks),
     }
     processes = [
-        sides.start(
+        runner.start(
             name,
             "resume",
             "--state",
@@ -235,7 +158,7 @@ def resumed_samples(sides: ContenderRunner, name: str, state: Path, kept: Path, 
     problems = []
     for process in processes:
         try:
-            sides.finish(process)
+            runner.finish(process)
         except ContenderFailed as error:
             problems.append(error)
     if problems:
@@ -254,12 +177,14 @@ def compare_batches(numbers: np.ndarray, after: np.ndarray, at: int) -> dict[str
     return {"exact": exact, "taken_before": float(np.isin(after, numbers[:at]).mean())}
 
 
-def measure_round(row: dict[str, Any], sides: ContenderRunner, name: str, kept: Path, seconds: float) -> None:
-    found = sides.run(name, "speed", "--seconds", str(seconds))
+def measure_round(
+    row: dict[str, Any], runner: ContenderRunner, name: str, kept: Path, seconds: float
+) -> None:
+    found = runner.run(name, "speed", "--seconds", str(seconds))
     turns = found.pop("turns")
     row["versions"] = found.pop("versions")
     row["speed"].append({**found, **turn_medians(turns)})
-    again = sides.run(
+    again = runner.run(
         name, "resume", "--state", str(kept / f"{name}.state"), "--out", str(kept / f"{name}-again.npy")
     )
     row["resume_seconds"].append(again["resume_seconds"])
@@ -292,8 +217,8 @@ def measure_flat(python: Path) -> list[dict[str, Any]]:
 
 
 def measure_layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[str, Any]:
-    """Run benchmarks/sides/data_layouts.py in its own process."""
-    script, before = str(BENCHMARKS / "sides" / "data_layouts.py"), os.getloadavg()[0]
+    """Run benchmarks/harness/data_layouts.py in its own process."""
+    script, before = str(BENCHMARKS / "harness" / "data_layouts.py"), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, script, folder, "--tokens", str(tokens), "--seconds", str(seconds)]
         done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, timeout=limit_seconds)
@@ -306,26 +231,6 @@ def measure_layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[s
         "seconds": seconds,
         "cases": json.loads(done.stdout.splitlines()[-1]),
     }
-
-
-def peers_python(venv: Path | None) -> Path:
-    """Return the Python that has the other loaders, after creating ``venv`` if it is absent."""
-    if venv is None:
-        return Path(sys.executable)
-    python = venv / "bin" / "python"
-    if not (venv / "made.txt").is_file():
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        ours = sysconfig.get_path("purelib")
-        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        places = subprocess.run(
-            [str(python), "-c", ask], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        # Its own packages come first; addsitedir also reads our .pth files, so this toolkit is found.
-        Path(places, "zz_below.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "-r", str(PEERS)], check=True)
-        (venv / "made.txt").write_text(PEERS.read_text())
-    return python
 
 
 def describe_machine() -> dict[str, Any]:
@@ -350,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument(
         "--corpus", type=Path, help="folder of the corpus and its formats; default: a temporary one"
     )
@@ -377,16 +282,16 @@ def main() -> None:
             f"--tokens={given.tokens}: mixing needs batches of 1,024 samples, so at least {FEWEST_TOKENS}"
         )
     if given.layouts:
-        found = json.loads(given.out.read_text())
-        found["layouts"] = measure_layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        results = json.loads(given.out.read_text())
+        results["layouts"] = measure_layouts(given.layout_tokens, given.seconds, LAYOUTS_LIMIT_SECONDS)
+        given.out.write_text(json.dumps(results, indent=1) + "\n")
     elif not given.report:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(run(given), indent=1) + "\n")
-    found = json.loads(given.out.read_text())
-    streaming_report.print_table(found)
+    results = json.loads(given.out.read_text())
+    streaming_report.print_table(results)
     if given.out == RESULTS:
-        streaming_report.write_page(found)
+        streaming_report.write_page(results)
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:

@@ -112,14 +112,14 @@ def list_shortcomings(rows: Mapping[str, Row]) -> list[str]:
     return sentences
 
 
-def print_table(found: Mapping[str, Any]) -> None:
+def print_table(results: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = found["rows"]
+    rows = results["rows"]
     console = Console(width=max(170, Console().width))  # wrapped lines are more readable than narrow columns
     table = Table(
-        title=f"{found['settings']['tokens']:,} tokens, {'a busy' if found['busy'] else 'a quiet'} machine"
+        title=f"{results['settings']['tokens']:,} tokens, a {'busy' if results['busy'] else 'quiet'} machine"
     )
     table.add_column("loader")
     for column in COLUMNS:
@@ -130,33 +130,34 @@ def print_table(found: Mapping[str, Any]) -> None:
         else:
             table.add_row(row["label"], *format_cells(row, rows), style=None if row["peer"] else "bold")
     console.print(table)
-    for line in format_layouts(found.get("layouts")):
+    for line in format_layouts(results.get("layouts")):
         if line.startswith("| "):
             console.print(line)
     for sentence in list_shortcomings(rows):
         console.print(f"not ahead: {sentence}")
 
 
-def write_page(found: Mapping[str, Any]) -> None:
-    (DOCS / "streaming.md").write_text(format_page(found))
-    plot(found, DOCS / "images" / "streaming.png")
+def write_page(results: Mapping[str, Any]) -> None:
+    (DOCS / "streaming.md").write_text(format_page(results))
+    plot(results, DOCS / "images" / "streaming.png")
 
 
-def format_page(found: Mapping[str, Any]) -> str:
+def format_page(results: Mapping[str, Any]) -> str:
     """Return docs/streaming.md."""
-    rows, settings, machine = found["rows"], found["settings"], found["machine"]
+    rows, settings, machine = results["rows"], results["settings"], results["machine"]
     there = {name: row for name, row in rows.items() if not row["failed"]}
-    versions = dict(found["versions"])
+    versions = dict(results["versions"])
     for row in there.values():
         versions |= row["versions"]
     busy = (
         ""
-        if not found["busy"]
+        if not results["busy"]
         else (
-            f" **Measured on a busy machine** (load {found['load_before']:.1f} before): compare ratios only."
+            f" **Measured on a busy machine** (load {results['load_before']:.1f} before): "
+            "compare ratios only."
         )
     )
-    scale = found["at_scale"]
+    scale = results["at_scale"]
     lines = [
         "# Data loading cost",
         "",
@@ -172,7 +173,7 @@ def format_page(found: Mapping[str, Any]) -> str:
         "",
         f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}; "
         + ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-        + f"; {found['date']}.{busy}",
+        + f"; {results['date']}.{busy}",
         "",
     ]
     for row in rows.values():
@@ -204,7 +205,7 @@ def format_page(found: Mapping[str, Any]) -> str:
         *(
             f"| {3 if one['mixed'] else 1} | {one['samples']:.0e} | {one['first_batch_seconds'] * 1e3:.1f} | "
             f"{one['resume_seconds'] * 1e3:.1f} | {one['peak_bytes']:,} | {one['state_bytes']:,} |"
-            for one in found["flat"]
+            for one in results["flat"]
         ),
         "",
         "Mixing of 4 million windows of 4 KiB (16 GB) in 64 sorted domains, as chi2/df of domain counts per "
@@ -212,7 +213,7 @@ def format_page(found: Mapping[str, Any]) -> str:
         + ", ".join(f"{name} {value:.2f}" for name, value in scale.items())
         + ".",
         "",
-        *format_layouts(found.get("layouts")),
+        *format_layouts(results.get("layouts")),
         "## Settings",
         "",
         *(f"- **{row['label']}**: {row['settings']}." for row in rows.values()),
@@ -286,13 +287,13 @@ process (no worker processes), with one torch thread.
   domains."""
 
 
-def plot(found: Mapping[str, Any], path: Path) -> None:
+def plot(results: Mapping[str, Any], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    rows = {name: row for name, row in found["rows"].items() if not row["failed"]}
+    rows = {name: row for name, row in results["rows"].items() if not row["failed"]}
     panels = [column for column in COLUMNS if column.title in ("x floor", "first batch s", "resume s")]
     titles = {
         "x floor": "CPU time per token, times the floor",

@@ -29,9 +29,7 @@ class ToolkitLauncher(Launcher):
 
         # another program, whose task takes a single configuration
         if not isinstance(task_function, BatchRunner):
-            raise HydraException(
-                "hydra/launcher=toolkit runs only sweeps of this toolkit's launch/train.py -m"
-            )
+            raise HydraException("hydra/launcher=toolkit runs only the sweeps of this toolkit: dmt train -m")
         self._carry_out = task_function
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

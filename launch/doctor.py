@@ -2,13 +2,13 @@
 
     python launch/doctor.py                                          this machine, default configuration
     python launch/doctor.py +exp=quickstart cluster.cpu_ranks=2      also connects the ranks
-    torchrun --nnodes 2 ... launch/doctor.py +exp=gpt2_125m        every machine, started like launch/train.py
+    torchrun --nnodes 2 ... launch/doctor.py +exp=gpt2_125m        every machine, started like training
     python launch/doctor.py --json +exp=gpt2_125m > report.json
     python launch/doctor.py --help
 
-The arguments are those of launch/train.py, which runs the same checks if cluster.preflight=true. Every check
-has a timeout, so a hanging file system or driver is reported. Exit code: 0 ready (perhaps with warnings), 2 a
-check failed; launchers may change it.
+The arguments are those of training, which runs the same checks if cluster.preflight=true. Every check has
+a timeout, so a hanging file system or driver is reported. Exit code: 0 ready (perhaps with
+warnings), 2 a check failed; launchers may change it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from toolkit.cluster.doctor.data_access import DataReadResult
 from toolkit.cluster.environment import read_launch
 from toolkit.cluster.exit_handling import ExitHandler, exit_now
 from toolkit.cluster.stop_request import StopRequest, find_launchers
+from toolkit.commands import entry_point
 from toolkit.config.schema import RunConfig
 from toolkit.layout.axes import Axes
 from toolkit.logs import configure_logging
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         stop.install(find_launchers(launch))
         measurements = Measurements(check_data_read=check_data_read, links=links)
         exit_handler.code = DoctorCommand(
-            launch, words, exit_handler, measurements, script=sys.argv[0], as_json=JSON in arguments
+            launch, words, exit_handler, measurements, script=entry_point("doctor"), as_json=JSON in arguments
         ).run(stop)
     stop.close()
     return exit_handler.code

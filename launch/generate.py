@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.commands import command_line, in_this_form
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
 from toolkit.rundir.directory import RunDirectory
@@ -21,7 +22,9 @@ from toolkit.rundir.find import find_run
 def main(arguments: Sequence[str]) -> int:
     configure_logging()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_line("generate"),
+        description=in_this_form(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run directory, or runs/NAME of a run named NAME")
     parser.add_argument("prompt", help="the text to continue")
@@ -60,7 +63,7 @@ def generate(options: argparse.Namespace) -> str:
                 "run",
                 f"run={options.run}",
                 "a run directory has a plan.json",
-                "pass the folder that train.py printed",
+                "pass the folder that training printed",
             )
         )
     model = json.loads(directory.plan_file.read_text(encoding="utf-8"))["model"]

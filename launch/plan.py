@@ -3,20 +3,46 @@
     python launch/plan.py +exp=quickstart
     python launch/plan.py +exp=llama_8b_zero3_offload cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
     python launch/plan.py --json +exp=gpt2_125m > plan.json
+    python launch/plan.py --trace +exp=qwen3_8b          compare the formulas with a trace of the module
+    python launch/plan.py scaling=1..1024 +exp=bench_8b cluster.gpus_per_node=8 cluster.gpu=h100
+    python launch/plan.py advise=true +exp=qwen3_8b cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
     python launch/plan.py --help
 
-The arguments are those of launch/train.py. cluster.* may describe machines other than this one. No GPU is
-needed. Exit codes: 0 if the run can be planned, 2 for errors, which are printed with rule and remedy.
+advise=true searches the best layout of the run for these machines; out=NAME writes it as an experiment.
+scaling=1..1024 shows strong and weak scaling, as a table and as a page with charts; measured=RUN_DIR,RUN_DIR
+corrects it by measured runs.
+
+The other arguments are those of training. cluster.* may describe machines other than this one. No GPU is
+needed. The module of a model without a family is traced on fake tensors, which runs its code; --trace also
+reads samples if their shapes are not known otherwise. Exit codes: 0 if the run can be planned, 2 for errors,
+which are printed with rule and remedy.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.errors import ExitCode, UserError, file_errors
+from toolkit.commands import in_this_form
+from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from toolkit.config.plan_arguments import PlanArguments
+    from toolkit.config.schema import RunConfig
+    from toolkit.estimate.types import StepEstimate
+    from toolkit.plan.formula_check import CheckedFormulas
+    from toolkit.plan.trace import ModuleTrace, NotTraced
+    from toolkit.plan.types import RunPlan
+
+JSON, TRACE = "--json", "--trace"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,30 +53,171 @@ def main(arguments: Sequence[str]) -> int:
         return show_help(arguments, above=__doc__ or "")
     try:
         with file_errors():
-            show([argument for argument in arguments if argument != "--json"], as_json="--json" in arguments)
+            show(
+                [argument for argument in arguments if argument not in (JSON, TRACE)],
+                as_json=JSON in arguments,
+                trace=TRACE in arguments,
+            )
     except UserError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
     return ExitCode.DONE
 
 
-def show(overrides: Sequence[str], *, as_json: bool) -> None:
-    """Print the plan of ``overrides``. Raises UserError with all problems."""
+def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> None:
+    """Print the plan of ``arguments``, the advice or the scaling.
+
+    Args:
+        trace: compare the formulas of a family with a trace of its module; read samples to trace other models
+            if their shapes are not known otherwise.
+
+    Raises:
+        UserError: with all problems.
+    """
+    from toolkit.cluster.job import plan_job
+    from toolkit.config.compose import compose, compose_plan_arguments
+    from toolkit.estimate.present import format_plan, to_json
+    from toolkit.plan.schedule import check_schedule
+    from toolkit.user_code import check_user_code
+
+    own, overrides = compose_plan_arguments(arguments)
+    config = compose(overrides)
+    if own.advise:
+        show_advice(config, own, overrides, as_json=as_json)
+        return
+    if own.scaling is not None:
+        show_scaling(config, own, overrides, as_json=as_json)
+        return
+
+    def trace_other_model(plan: RunPlan) -> ModuleTrace | NotTraced:
+        from toolkit.train.trace import trace_model  # imports torch
+
+        return trace_model(plan, read_data=trace)
+
+    # For the machines of cluster.*, else for this machine.
+    plan = plan_job(config, trace=trace_other_model)
+    check_user_code(plan.config)
+    check_schedule(plan)
+    checked = _trace_family(plan) if trace and plan.shape is not None else None
+    if as_json:
+        print(json.dumps({**to_json(plan), **({"trace": checked.to_json()} if checked else {})}, indent=2))
+    else:
+        print_tables(format_plan(plan))
+        if checked is not None:
+            print_tables(checked.format())
+
+
+def _trace_family(plan: RunPlan) -> CheckedFormulas:
+    """Trace the module of a family, and compare the formulas with it."""
+    from toolkit.plan.formula_check import CheckedFormulas, whole_model
+    from toolkit.train.trace import trace_model
+
+    whole = whole_model(plan)
+    return CheckedFormulas(whole, trace_model(whole))
+
+
+def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print strong and weak scaling of ``config``, and write the page and the plot to the folder
+    ``own.out``.
+    """
+    from toolkit.cluster.job import resolve_from_files, resolve_world
+    from toolkit.config.overrides import typed_keys
+    from toolkit.estimate.measured_factors import fit_factors
+    from toolkit.estimate.present_scaling import create_report, format_scaling, scaling_to_json
+    from toolkit.estimate.profile import load_profile
+    from toolkit.estimate.scaling import parse_ranks
+    from toolkit.estimate.step import estimate_step
+    from toolkit.files import write_whole
+    from toolkit.monitor.report.scaling_page import render_scaling_page, render_scaling_plot
+    from toolkit.monitor.scaling_runs import estimate_measured
+    from toolkit.progress import Progress
+    from toolkit.rundir.find import find_run
+    from toolkit.user_code import check_user_code
+
+    def estimate(plan: RunPlan) -> StepEstimate | None:
+        profile = load_profile(config.cluster, plan.world)
+        if profile is None:
+            raise InputError(
+                Problem(
+                    "cluster.gpu",
+                    f"cluster.gpu={plan.world.gpu or 'null'}",
+                    "a step time is predicted for a kind of GPU whose speed is known",
+                    "name a GPU of toolkit/plan/devices.py, for example cluster.gpu=h100",
+                )
+            )
+        return estimate_step(plan, profile)
+
+    ranks = parse_ranks(own.scaling or "")
+    check_user_code(config)
+    config = resolve_from_files(config)
+    world = resolve_world(config.cluster)
+    folders = [find_run(folder, "measured") for folder in (own.measured or "").split(",") if folder]
+    measured = estimate_measured(folders, config, world, estimate)
+    factors = fit_factors(measured) if measured else None
+    with Progress() as progress, progress.task("planning", total=4 * len(ranks)) as task:
+        report = create_report(
+            config,
+            world,
+            ranks,
+            estimate,
+            measured=measured,
+            factors=factors,
+            fixed=typed_keys(overrides),
+            advance=lambda: task.advance(1),
+        )
+    folder = Path(own.out or f"scaling/{config.run.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "scaling.html", render_scaling_page(report, time.time()), durable=False)
+    write_whole(folder / "scaling.svg", render_scaling_plot(report), durable=False)
+    if as_json:
+        print(json.dumps(scaling_to_json(report), indent=2))
+    else:
+        print_tables(format_scaling(report))
+    print(f"wrote {folder / 'scaling.html'} and scaling.svg", file=sys.stderr)
+
+
+def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print the best layouts of ``config``, and write the first to the file that ``own.out`` names."""
+    from toolkit.cluster.job import resolve_from_files, resolve_world
+    from toolkit.config.experiment import experiment_file, experiment_text
+    from toolkit.config.numbers import hours_until
+    from toolkit.config.overrides import split_options, typed_keys
+    from toolkit.estimate.advice import advise
+    from toolkit.estimate.advice_table import forecast_lines, format_advice, start_command, to_json
+    from toolkit.files import write_whole
+    from toolkit.user_code import check_user_code
+
+    check_user_code(config)
+    path = None if own.out is None else experiment_file(own.out, split_options(overrides)[1])
+    advice = advise(
+        resolve_from_files(config),
+        resolve_world(config.cluster),
+        typed=typed_keys(overrides),
+        budget=own.budget.usd,
+        hours=None if own.deadline is None else hours_until(own.deadline, datetime.now()),
+    )
+    if as_json:
+        print(json.dumps(to_json(advice), indent=2))
+    else:
+        print_tables(format_advice(advice))
+    if path is not None:
+        plan = advice.best[0].plan
+        comment = [in_this_form(start_command(plan, f"+exp={path.stem}")), *forecast_lines(advice)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, experiment_text(advice.best[0].layout.apply(config), comment))
+        print(f"wrote {path}: {comment[0]}", file=sys.stderr)
+
+
+def print_tables(shown: RenderableType) -> None:
+    """Print to the terminal, below the project's folder. rich would wrap files and pipes at 80 columns."""
     from rich.console import Console
 
-    from toolkit.cluster.job import plan_job
-    from toolkit.config.compose import compose
-    from toolkit.plan.model_target import check_model_target
-    from toolkit.plan.present import format_plan, to_json
+    from toolkit.config.project import find_project
 
-    plan = plan_job(compose(overrides))  # for the machines of cluster.*, else for this machine
-    check_model_target(plan.config.model)
-    if as_json:
-        print(json.dumps(to_json(plan), indent=2))
-    else:
-        # rich would wrap at 80 columns in a file or pipe.
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(format_plan(plan))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    if (project := find_project()) is not None:
+        console.print(str(project), soft_wrap=True, markup=False, highlight=False)
+    console.print(shown)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.commands import command_line, in_this_form
 from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
 
 # a run's directory has at least one of them
 RUN_FILES = ("status.json", "config.yaml", "plan.json", "metrics.jsonl")
-PATH_REMEDY = "pass the folder that train.py printed"
+PATH_REMEDY = "pass the folder that training printed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class ReportArguments:
 def main(arguments: Sequence[str]) -> int:
     configure_logging()
     if not {"--help", "-h"}.isdisjoint(arguments):
-        print((__doc__ or "").strip())
+        print(in_this_form(__doc__ or "").strip())
         return ExitCode.DONE
     try:
         with file_errors():
@@ -59,14 +60,16 @@ def parse_arguments(arguments: Sequence[str]) -> ReportArguments:
             name,
             f"{name}={value}",
             "a report has only the options out= and nodes=",
-            "python launch/report.py --help",
+            f"see {command_line('report', '--help')}",
         )
         for name, value in options.items()
         if name not in ("out", "nodes")
     ]
     if len(runs) != 1:
         seen = f"{len(runs)} run directories: {' '.join(map(str, runs))}" if runs else "no run directory"
-        problems.append(Problem("run", seen, "a report covers one run", "python launch/report.py runs/MINE"))
+        problems.append(
+            Problem("run", seen, "a report covers one run", f"write {command_line('report', 'runs/MINE')}")
+        )
     nodes = tuple(Path(folder) for folder in options.get("nodes", "").split(",") if folder)
     for folder in runs:
         if not folder.is_dir():
@@ -96,7 +99,7 @@ def write_report(options: ReportArguments) -> Path:
     """Write the page and return its path. Raises InputError if ``out`` cannot be written."""
     from toolkit.files import write_whole
     from toolkit.monitor.report.page import render_page
-    from toolkit.monitor.report.run_data import read_run
+    from toolkit.monitor.report.run_reader import read_run
     from toolkit.progress import Progress
 
     with Progress() as progress:

@@ -1,12 +1,12 @@
 """Submit a run as one job to Slurm, Kubernetes or this machine, or show what would be submitted.
 
-    python launch/submit.py cluster=slurm cluster.nodes=4 cluster.gpus_per_node=8 +exp=gpt2_125m
-    python launch/submit.py cluster=slurm cluster.gpus_per_node=8 +exp=gpt2_125m dry_run=true
-    python launch/submit.py cluster=kubernetes cluster.gpus_per_node=8 cluster.kubernetes.image=IMG
-    +exp=gpt2_125m python launch/submit.py +exp=quickstart            this machine, in the background python
-    launch/submit.py --help
+    python launch/submit.py +exp=gpt2_125m cluster=slurm cluster.nodes=4 cluster.gpus_per_node=8
+    python launch/submit.py +exp=gpt2_125m cluster=slurm cluster.gpus_per_node=8 dry_run=true
+    python launch/submit.py +exp=gpt2_125m cluster=kubernetes cluster.kubernetes.image=IMAGE
+    python launch/submit.py +exp=quickstart            this machine, in the background
+    python launch/submit.py --help
 
-The arguments are those of launch/train.py. The run is composed and planned here, and every mistake is
+The arguments are those of training. The run is composed and planned here, and every mistake is
 reported before anything is written. Exit code: 0 submitted or shown, 2 a mistake or rejected by the cluster.
 """
 
@@ -17,13 +17,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from toolkit.commands import entry_point
 from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
 from toolkit.logs import configure_logging
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.start_checks import NothingToDo, check_remaining_work
 
 DRY_RUN = "dry_run"
-TRAIN = Path(__file__).resolve().with_name("train.py")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,14 +64,17 @@ def submit_or_print(words: Sequence[str], *, dry_run: bool) -> None:
     from toolkit.cluster import backends, submission
     from toolkit.cluster.job import create_job, plan_job
     from toolkit.config.compose import compose
-    from toolkit.plan.model_target import check_model_target
+    from toolkit.plan.schedule import check_schedule
+    from toolkit.user_code import check_user_code
 
     plan = plan_job(compose(words))
-    check_model_target(plan.config.model)
+    check_user_code(plan.config)
+    check_schedule(plan)
     for warning in plan.warnings:
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     check_remaining_work(plan.config, RunDirectory(plan.run_dir))
-    job = create_job(plan, TRAIN)
+    entry = entry_point("train")
+    job = create_job(plan, Path(entry).resolve() if entry.endswith(".py") else entry)
     backend = backends.get_backend(job.config.cluster.where)
     if dry_run:
         for name, text in backend.render(job).items():

@@ -23,6 +23,7 @@ from toolkit.cluster.environment import Launch
 from toolkit.cluster.exit_handling import exit_now
 from toolkit.cluster.launch_process import RunCallbacks
 from toolkit.cluster.stop_request import StopRequest
+from toolkit.commands import entry_point
 from toolkit.errors import ExitCode
 from toolkit.plan.types import RunPlan
 
@@ -32,17 +33,28 @@ def main(arguments: Sequence[str]) -> int:
         from toolkit.config.help import show_help
 
         return show_help(arguments)
-    callbacks = RunCallbacks(prepare_data=make_data_ready, train=train)
-    return run_entry_point(arguments, callbacks, script=sys.argv[0])
+    return run_entry_point(arguments, make_callbacks(), script=entry_point("train"))
 
 
 def make_data_ready(plan: RunPlan) -> str:
-    """Prepare and check the data of the run. Returns their folder."""
+    """Prepare and check the data of the run, and check the user's own code. Returns the data's folder."""
     from toolkit.data.registry import prepare_data
     from toolkit.progress import Progress
 
+    if plan.config.task.target is not None or plan.config.metrics:
+        from toolkit.train.user_task import check_user_task
+
+        check_user_task(plan.config)
+    if plan.config.hooks:
+        from toolkit.train.user_hooks import check_user_hooks
+
+        check_user_hooks(plan.config)
+    if plan.config.monitor.sinks:
+        from toolkit.observe.sinks import check_user_sinks
+
+        check_user_sinks(plan.config)
     with Progress() as progress:
-        return prepare_data(plan.config, plan.shape.vocab_size if plan.shape is not None else None, progress)
+        return prepare_data(plan.config, plan.vocab_size, progress)
 
 
 def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) -> ExitCode:
@@ -59,6 +71,10 @@ def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) 
         launcher=launch.launcher.value,
         seconds_left=stop.seconds_left,
     )
+
+
+def make_callbacks() -> RunCallbacks:
+    return RunCallbacks(prepare_data=make_data_ready, train=train)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python launch/verify.py --cells 'megatron/*' deepspeed/llama/dp2-zero3
     python launch/verify.py --list
 
-Writes docs/parity.md and benchmarks/results/parity.json; rows of cells that do not run are kept. Cells that
-need more GPUs than there are are reported as not run. Exit code: 0 every cell that ran agrees, 1 a cell does
-not agree, 2 a usage error.
+Writes docs/parity.md and benchmarks/results/parity.json in a checkout, else parity.md and parity.json here;
+rows of cells that do not run are kept. Cells that need more GPUs than there are are reported as not run.
+Exit code: 0 every cell that ran agrees, 1 a cell does not agree, 2 a usage error.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.cluster.machine_info import detect_machine
+from toolkit.commands import command_line, in_this_form
 from toolkit.errors import ExitCode, UserError
 from toolkit.logs import configure_logging
 from toolkit.plan.types import Device
 from toolkit.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
+MARKDOWN, ROWS = ROOT / "docs" / "parity.md", ROOT / "benchmarks" / "results" / "parity.json"
+IN_CHECKOUT = MARKDOWN.is_file()
 CPU_RANKS = 4
 
 
 def main(arguments: Sequence[str]) -> int:
     configure_logging()
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=command_line("verify"),
+        description=in_this_form(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--cells", nargs="+", default=["core"], help="core, all, names, or patterns of names with *"
     )
     parser.add_argument("--cpu", action="store_true", help="use CPU ranks even if there are GPUs")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "parity.json")
-    parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "parity.md")
+    parser.add_argument("--json", type=Path, default=ROWS if IN_CHECKOUT else Path(ROWS.name))
+    parser.add_argument("--markdown", type=Path, default=MARKDOWN if IN_CHECKOUT else Path(MARKDOWN.name))
     parser.add_argument("--list", action="store_true", help="list the names of the cells and exit")
     given = parser.parse_args(arguments)
     from toolkit.testing.matrix import select_cells
@@ -58,7 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     from toolkit.testing.dist import rank_pool
     from toolkit.testing.verify import ParityRow, failed_rows, verify
 
-    def print_row(row: ParityRow) -> None:
+    before, measured = report.read_rows(given.json), list[ParityRow]()
+
+    def record_row(row: ParityRow) -> None:
+        """Print a row and save it, so that a verification that is stopped keeps what it measured."""
+        measured.append(row)
+        report.write_json(report.merge_rows(before, measured), given.json)
         loss = "" if row.differences is None else f"  loss {row.differences.loss:.1e}"
         cause = f"  {row.cause}" if row.cause else ""
         print(f"{row.cell} {row.case}: {row.verdict}{loss}  ({row.seconds:.1f} s){cause}", flush=True)
@@ -68,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
         rank_pool(max(1, min(devices, max(cell.ranks for cell in cells))), device) as pool,
         Progress() as progress,
     ):
-        rows = verify(cells, pool, devices=devices, device=device, progress=progress, report=print_row)
-    merged = report.merge_rows(report.read_rows(given.json), rows)
+        rows = verify(cells, pool, devices=devices, device=device, progress=progress, report=record_row)
+    merged = report.merge_rows(before, rows)
     report.write_json(merged, given.json)
     report.write_markdown(merged, given.markdown)
     wrong = failed_rows(rows)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from toolkit.logs import ROOT
+from toolkit.plan.devices import HIDE_GPUS
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that expect CPU ranks, and from the processes that they start."""
+    if config.option.markexpr != "gpu":
+        os.environ.update(HIDE_GPUS)
 
 
 @pytest.fixture(autouse=True)

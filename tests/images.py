@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from toolkit.config.schema import EngineName, EvalConfig, ModelConfig, RunConfig
+from toolkit.config.model import ModelConfig
+from toolkit.config.schema import EngineName, EvalConfig, RunConfig
 from toolkit.data.kinds.arrays import ARRAYS
 from toolkit.data.order.stream import Stream, rank_positions
 from toolkit.data.records.reader import RecordManifest, read_record_manifest
@@ -18,7 +17,8 @@ from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.testing.parity import RunTrace, run_trace
 from toolkit.testing.tiny import tiny_config
-from toolkit.train.vision import VisionTask, vision_task
+from toolkit.train.micro_batches import prepare_batch
+from toolkit.train.vision import ImageClassificationTask, vision_task
 
 BANDS, SIZE, CLASSES = 4, 16, 4
 VIT: dict[str, Any] = {
@@ -50,9 +50,9 @@ def image_plan(folder: Path, *, ranks: int = 1, **changes: Any) -> RunPlan:
     return make_plan(config, World(ranks=ranks, ranks_per_node=ranks, device=Device.CPU, has_compiler=True))
 
 
-def image_task(plan: RunPlan) -> VisionTask:
+def image_task(plan: RunPlan) -> ImageClassificationTask:
     task = vision_task(plan, read_record_manifest(plan.config.data.path))
-    assert isinstance(task, VisionTask)
+    assert isinstance(task, ImageClassificationTask)
     return task
 
 
@@ -61,7 +61,7 @@ def image_batches(plan: RunPlan, step: int, data_rank: int) -> list[MicroBatch]:
     stream = ARRAYS.open(plan.config, plan.batch, data_rank, plan.config.data.path).stream
     assert isinstance(stream, Stream)
     task, positions = image_task(plan), rank_positions(plan.batch, step, data_rank)
-    return [task.collate(stream.samples(some), torch.device("cpu")) for some in positions]
+    return [task.collate(stream.samples(some)) for some in positions]
 
 
 def trace_images(rank: int, ranks: int, plan: RunPlan, steps: int = 20) -> RunTrace:
@@ -77,7 +77,7 @@ def evaluate_images(rank: int, ranks: int, plan: RunPlan, evaluation: EvalConfig
     engine = build_engine(plan, task, rank=rank, local_rank=rank)
     engine.load(open_initial_weights(plan))
     results = [
-        engine.eval_step([task.collate(some, engine.device) for some in batch])
+        engine.eval_step([prepare_batch(task, some, engine.device) for some in batch])
         for batch in data.sets["validation"].batches()
     ]
     engine.close()

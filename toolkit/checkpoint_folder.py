@@ -4,6 +4,7 @@
     atomically. After
                                        resume=PATH, until the next save, the checkpoint at PATH: an absolute
                                        path if elsewhere
+    checkpoints/best                   one line with the name of the best checkpoint: ``checkpoint.keep_best``
     checkpoints/step-00000123/         complete: renamed to this after its bytes were durable
     checkpoints/.tmp-...               being written, or left by an attempt that died
     checkpoints/.removed-...           being removed
@@ -23,6 +24,7 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.paths import UnsafePath, inside
 
 POINTER = "latest"
+BEST_POINTER = "best"
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
 REMOVED = ".removed-"
@@ -182,6 +184,14 @@ def read_pointer(directory: Path) -> str | None:
     """Return the line of ``latest``, or None without the file."""
     path = directory / POINTER
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
+
+
+def resolve_pointer(path: Path) -> Path:
+    """Return the checkpoint that ``checkpoints/best`` or ``latest`` names; other paths unchanged."""
+    if path.name not in (POINTER, BEST_POINTER) or not path.is_file():
+        return path
+    name = path.read_text(encoding="utf-8", errors="replace").strip()
+    return path.parent / name if step_of(Path(name)) is not None and name == Path(name).name else path
 
 
 def moved_steps(attempts: Path) -> Iterator[int]:

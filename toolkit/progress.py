@@ -3,8 +3,8 @@
     with Progress() as progress, progress.task("tokenising", total=12_000_000, unit="B") as task:
         task.advance(65536)
 
-On a terminal rich draws live bars. In a log file or pipe each task prints a line at a bounded rate. Ranks and
-processes whose output is not watched use ``Progress.silent()``.
+On a terminal, and in a notebook with ipywidgets, rich draws live bars. In a log file or pipe each task
+prints a line at a bounded rate. Ranks and processes whose output is not watched use ``Progress.silent()``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast, runtime_checkable
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Progress:
         """
         Args:
             stream: where to show progress; default stderr, so that stdout has only a command's output.
-            terminal: whether to draw live bars; default: whether ``stream`` is a terminal.
+            terminal: whether to draw live bars; default: whether ``stream`` is a terminal or a notebook.
             line_seconds: minimum time between two lines of a task if there are no bars.
             clock: current time in seconds.
 
@@ -119,7 +120,7 @@ class Progress:
             live: whether there are bars.
         """
         self._stream = sys.stderr if stream is None else stream
-        self.live = self._stream.isatty() if terminal is None else terminal
+        self.live = (self._stream.isatty() or in_notebook()) if terminal is None else terminal
         self.clock = clock
         self._line_seconds = line_seconds
         self._silent = False
@@ -236,6 +237,31 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_listener: Callable[[str], None] | None = None
+
+
+def set_progress_listener(listener: Callable[[str], None] | None) -> None:
+    """Pass what long work of this process reports to ``listener``, from any thread; None removes it."""
+    global _listener
+    _listener = listener
+
+
+def report_progress(what: str) -> None:
+    """Report that ``what``, a part of work that may take minutes, has made progress.
+
+    The watchdog listens, so that reading or drawing the state of a run is not mistaken for a hang.
+    """
+    if _listener is not None:
+        _listener(what)
+
+
+def in_notebook() -> bool:
+    """Return whether rich can draw live bars in the notebook that runs in this process."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell" and find_spec("ipywidgets") is not None
 
 
 def quantity(value: float, unit: str) -> str:

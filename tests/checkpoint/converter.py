@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.checkpoint.catalog import TensorPiece
 from toolkit.checkpoint.formats import native, torch_zip
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor, row_major
-from toolkit.checkpoint.offline import convert, fill
+from toolkit.checkpoint.offline import convert, unit_writer
 from toolkit.checkpoint.offline.convert import Conversion, ConversionPhase
 from toolkit.checkpoint.offline.output import TargetOutput
 from toolkit.checkpoint.shard import Box, TensorKey
@@ -87,7 +87,7 @@ def conversion(source: Path, target: Path, kind: str, **more: Any) -> Conversion
 
 def small() -> None:
     """Use small tiles and syncs in this process."""
-    convert.SYNC_BYTES, fill.TILE_BYTES = SYNC_BYTES, TILE_BYTES
+    convert.SYNC_BYTES, unit_writer.TILE_BYTES = SYNC_BYTES, TILE_BYTES
 
 
 def work(

@@ -11,15 +11,15 @@ from tests.checkpoint.layouts import same_bits, whole
 from toolkit.checkpoint.shard import Box, Shard
 from toolkit.checkpoint.source import CheckpointSource
 
-# Nothing is a multiple of anything, and norms of heads have two elements.
+# No size divides another, and norms of heads have two elements.
 ODD: dict[str, Any] = {"model__vocab_size": 263, "model__intermediate_size": 37}
 EVEN: dict[str, Any] = {
     "model__vocab_size": 266,
     "model__intermediate_size": 38,
-}  # as a tensor axis of two asks
+}  # divisible by two tensor ranks
 
 
-def assembled(source: CheckpointSource, like: State) -> State:
+def read_like(source: CheckpointSource, like: State) -> State:
     """Read the tensors of ``like`` from the source, in their dtypes."""
     found = {key: torch.empty_like(tensor) for key, tensor in like.items()}
     source.reader().read(
@@ -28,8 +28,8 @@ def assembled(source: CheckpointSource, like: State) -> State:
     return found
 
 
-def differing(found: State, held: State) -> list[str]:
-    return [str(key) for key in held if not same_bits(found[key], held[key])]
+def differing(actual: State, expected: State) -> list[str]:
+    return [str(key) for key in expected if not same_bits(actual[key], expected[key])]
 
 
 def compare_copies(source: CheckpointSource) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.checkpoint.deepspeed_saves import BASE, STOP, TAG, State, groups_of
+from tests.checkpoint.deepspeed_saves import BASE, STOP, TAG, State, groups_of, states_of_group
 from toolkit import families
 from toolkit.checkpoint.shard import Box
 from toolkit.engine.deepspeed import patches, state
@@ -65,7 +65,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def save_layers(
     rank: int, ranks: int, plan: RunPlan, folder: Path, settings: Mapping[str, Any], tensor: int = 1
 ) -> State:
-    """Three steps of a pipeline of two stages, DeepSpeed's own checkpoint, and what it holds."""
+    """Three steps of a pipeline of two stages, DeepSpeed's own checkpoint, and its expected tensors."""
     deepspeed = patches.import_deepspeed(Device.CPU, rank)
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -98,6 +98,7 @@ def save_layers(
     partitions = read_partitions(
         engine.optimizer,
         places,
+        states_of_group,
         rank=grid.get_data_parallel_rank(),
         ranks=grid.get_data_parallel_world_size(),
     )
@@ -149,7 +150,7 @@ def cut(net: Any) -> None:
 
 
 def place_of(name: str, parameter: torch.Tensor, shape: ModelShape, rank: int, ranks: int) -> ParameterBox:
-    """By hand: layer 0 is the embedding, then blocks, the norm, the output layer."""
+    """Return expected names: layer 0 is the embedding, then blocks, the norm, the output layer."""
     local = tuple(parameter.shape)
     if name.startswith("tied_modules.embed."):
         canonical = "model.embed_tokens.weight"

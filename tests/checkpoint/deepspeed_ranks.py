@@ -72,7 +72,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadOutcome:
     """Rank 0's state after loading, and the steps that follow."""
 
     state: dict[TensorKey, torch.Tensor]
@@ -96,7 +96,7 @@ def train(rank: int, ranks: int, plan: RunPlan, folder: Path) -> list[StepResult
     return results
 
 
-def go_on(
+def continue_with_vendor(
     rank: int,
     ranks: int,
     plan: RunPlan,
@@ -104,11 +104,11 @@ def go_on(
     again: Path | None = None,
     universal: bool = False,
     own_counters: bool = True,
-) -> Opened:
+) -> LoadOutcome:
     """Load ``folder`` with DeepSpeed, then train ``MORE`` steps.
 
     Args:
-        layout: The run.
+        plan: The run.
         folder: The checkpoint.
         again: Folder where DeepSpeed saves it again before it continues.
         own_counters: Apply the workaround of ``universal.target.NOTES`` for ZeRO 3.
@@ -125,4 +125,4 @@ def go_on(
     decays = [group["weight_decay"] for group in ds.optimizer.param_groups]
     results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
-    return Opened(state, engine_scalars, counts, decays, results)
+    return LoadOutcome(state, engine_scalars, counts, decays, results)

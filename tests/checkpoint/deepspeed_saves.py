@@ -17,10 +17,12 @@ from torch import nn
 from tests.checkpoint.vendors import vendor_save
 from tests.engine.cases import Cell, WithoutMoments, make, steps
 from toolkit.checkpoint import open_reader
-from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Box, TensorKey
+from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, Box, TensorKey
 from toolkit.engine.deepspeed import patches, state
 from toolkit.engine.deepspeed.partitions import ParameterBox, frozen_shards, read_partitions
 from toolkit.engine.protocol import Engine
+from toolkit.optimizers.adamw import ADAM_STATES
+from toolkit.optimizers.base import StateLayout
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.parity import RunTrace, gather_tensors
 
@@ -60,7 +62,7 @@ def save_plain(
     frozen: Sequence[str] = (),
     shuffled: bool = False,
 ) -> State:
-    """The same with DeepSpeed as users call it: a transformers model and a DeepSpeed dictionary.
+    """Train and save with DeepSpeed as users call it: a transformers model and a DeepSpeed dictionary.
 
     Args:
         frozen: Parameters that are not trained.
@@ -90,7 +92,7 @@ def save_plain(
     if hasattr(engine.optimizer, "fp32_groups"):
         found = unfused(engine.optimizer, places)
     else:
-        partitions = read_partitions(engine.optimizer, places, rank=rank, ranks=ranks)
+        partitions = read_partitions(engine.optimizer, places, states_of_group, rank=rank, ranks=ranks)
         shards = state.shards(engine.optimizer, partitions) + list(
             frozen_shards(model, places, rank=rank, ranks=ranks)
         )
@@ -157,8 +159,15 @@ def scheduled(
     return rates[-MORE:], losses[-MORE:]
 
 
+def states_of_group(group: Mapping[str, Any]) -> StateLayout:
+    """The states of a parameter group of torch's AdamW or SGD, or of DeepSpeed's Muon."""
+    if "betas" in group:
+        return ADAM_STATES
+    return StateLayout(tensors=(MOMENTUM,) if group.get("momentum") else ())
+
+
 def unfused(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> State:
-    """16 bits without ZeRO: every rank has all parameters."""
+    """Return the state of a 16-bit run without ZeRO: every rank has all parameters."""
     found: State = {}
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
@@ -197,7 +206,7 @@ def fuse(path: Path) -> None:
 
 
 def forget_shapes(path: Path) -> None:
-    """As with ``BF16_Optimizer`` without ZeRO, which does not save shapes."""
+    """Remove the shapes from a file, as ``BF16_Optimizer`` without ZeRO does not save them."""
     torch.save(torch.load(path, weights_only=False) | {"param_shapes": None}, path)
 
 
@@ -211,7 +220,7 @@ BASE: Mapping[str, Any] = {
 
 
 def hugging_face(plan: RunPlan) -> nn.Module:
-    """Equal random weights on all ranks."""
+    """Return a transformers model with equal random weights on all ranks."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from toolkit import families

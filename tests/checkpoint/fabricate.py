@@ -16,25 +16,25 @@ from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import CheckpointSource, foreign_damage_error
 
 
-def of_ranks(
+def write_rank_files(
     folder: Path,
     named: Mapping[TensorKey, torch.Tensor],
     *,
     ranks: int = 2,
     replicated: Collection[str] = (),
-    turned: Collection[str] = (),
+    transposed: Collection[str] = (),
     scalars: Mapping[str, object] | None = None,
     step: int = 1,
     checksums: bool = False,
 ) -> CheckpointSource:
     """Cut tensors along their first dim; those in ``replicated`` are whole in every file, those in
-    ``turned`` are transposed.
+    ``transposed`` are transposed.
     """
     folder.mkdir(parents=True)
     for rank in range(ranks):
         torch.save(
             {
-                str(key): _of_rank(tensor, rank, ranks, key.name in replicated, key.name in turned)
+                str(key): _of_rank(tensor, rank, ranks, key.name in replicated, key.name in transposed)
                 for key, tensor in named.items()
             },
             folder / f"rank{rank}.pt",
@@ -47,7 +47,7 @@ def of_ranks(
         },
         ranks=ranks,
         replicated=replicated,
-        turned=turned,
+        transposed=transposed,
         scalars=scalars,
         step=step,
         checksums=checksums,
@@ -60,7 +60,7 @@ def read(
     *,
     ranks: int,
     replicated: Collection[str],
-    turned: Collection[str],
+    transposed: Collection[str],
     scalars: Mapping[str, object] | None,
     step: int,
     checksums: bool = False,
@@ -75,7 +75,7 @@ def read(
             low, high = (0, info.shape[0]) if whole else _rows(info.shape[0], rank, ranks)
             box = Box((low, *(0 for _ in info.shape[1:])), (high - low, *info.shape[1:]))
             stored = saved[str(key)]
-            if key.name in turned:
+            if key.name in transposed:
                 stored = StoredTensor(stored.storage, stored.offset, stored.shape[::-1], stored.strides[::-1])
             found = tuple(torch_zip.tensor_pieces(stored, key, info.shape, box))
             into = copies if whole and rank else pieces
@@ -93,17 +93,17 @@ def read(
     )
 
 
-def _of_rank(tensor: torch.Tensor, rank: int, ranks: int, whole: bool, turned: bool) -> torch.Tensor:
+def _of_rank(tensor: torch.Tensor, rank: int, ranks: int, whole: bool, transposed: bool) -> torch.Tensor:
     low, high = _rows(len(tensor), rank, ranks)
     part = tensor.clone() if whole else tensor[low:high].clone()
-    return part.T.contiguous() if turned else part
+    return part.T.contiguous() if transposed else part
 
 
 def _rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
-def write_at(
+def overwrite_element(
     source: CheckpointSource, key: TensorKey, element: int, raw: bytes, *, copy: bool = False
 ) -> TensorPiece:
     """Overwrite a flat element of ``key`` in its file (of its first copy), as a disk or a bug would."""
@@ -113,22 +113,22 @@ def write_at(
             tuple(slice(o, o + s) for o, s in zip(piece.box.offset, piece.box.shape, strict=True))
         ]
         inside = (inside.T if piece.transposed else inside).reshape(-1)
-        place = (inside == element).nonzero()
-        if len(place):
+        position = (inside == element).nonzero()
+        if len(position):
             with (source.folder / piece.file).open("r+b") as file:
-                file.seek(piece.begin + int(place[0, 0]) * piece.itemsize)
+                file.seek(piece.begin + int(position[0, 0]) * piece.itemsize)
                 file.write(raw)
             return piece
     raise AssertionError(f"{key} has no element {element}")
 
 
-def read_at(source: CheckpointSource, key: TensorKey, element: int) -> bytes:
+def read_element(source: CheckpointSource, key: TensorKey, element: int) -> bytes:
     """Return the bytes of a flat element of a tensor that is cut along its first dim."""
     for piece in source.catalog.pieces[key]:
         row = torch.Size(piece.global_shape[1:]).numel()
-        at = element - piece.box.offset[0] * row
-        if 0 <= at < piece.box.numel:
+        index = element - piece.box.offset[0] * row
+        if 0 <= index < piece.box.numel:
             with (source.folder / piece.file).open("rb") as file:
-                file.seek(piece.begin + at * piece.itemsize)
+                file.seek(piece.begin + index * piece.itemsize)
                 return file.read(piece.itemsize)
     raise AssertionError(f"{key} has no element {element}")

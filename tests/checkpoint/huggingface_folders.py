@@ -15,8 +15,8 @@ from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, MOMENTUM, WEIGHT, TensorKey
 from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.target import CheckpointTarget
+from toolkit.config.model import ModelConfig
 from toolkit.config.reshard import TargetConfig, TargetFormat
-from toolkit.config.schema import ModelConfig
 from toolkit.families.base import ModelShape
 
 FAMILIES = tuple(families.FAMILIES)

@@ -20,69 +20,69 @@ NAMESPACE = "test/1"
 
 
 @dataclass(frozen=True)
-class Held:
+class ReplicaBox:
     box: Box
     replica: int = 0
     replicas: int = 1
 
 
-Layout = Callable[[Sequence[int], int], list[list[Held]]]
+Layout = Callable[[Sequence[int], int], list[list[ReplicaBox]]]
 
 
-def flat(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+def flat(shape: Sequence[int], ranks: int) -> list[list[ReplicaBox]]:
     """A ZeRO partition: equal flat ranges, the last ones short or empty."""
     numel = torch.Size(shape).numel()
     each = -(-numel // ranks)
     ranges = [(min(rank * each, numel), min((rank + 1) * each, numel)) for rank in range(ranks)]
-    return [[Held(box) for box in flat_boxes(shape, *part)] for part in ranges]
+    return [[ReplicaBox(box) for box in flat_boxes(shape, *part)] for part in ranges]
 
 
-def along(dim: int) -> Layout:
+def split_along(dim: int) -> Layout:
     """A tensor-parallel split into unequal parts; a tensor without that dim is replicated."""
 
-    def split(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+    def split(shape: Sequence[int], ranks: int) -> list[list[ReplicaBox]]:
         if len(shape) <= dim:
             return replicated(shape, ranks)
         cuts = [shape[dim] * rank * rank // (ranks * ranks) for rank in range(ranks + 1)]
-        held = []
+        boxes = []
         for low, high in pairwise(cuts):
             offset, extent = [0] * len(shape), list(shape)
             offset[dim], extent[dim] = low, high - low
-            held.append([Held(Box(tuple(offset), tuple(extent)))])
-        return held
+            boxes.append([ReplicaBox(Box(tuple(offset), tuple(extent)))])
+        return boxes
 
     return split
 
 
-def replicated(shape: Sequence[int], ranks: int) -> list[list[Held]]:
-    return [[Held(Box.whole(shape), rank, ranks)] for rank in range(ranks)]
+def replicated(shape: Sequence[int], ranks: int) -> list[list[ReplicaBox]]:
+    return [[ReplicaBox(Box.whole(shape), rank, ranks)] for rank in range(ranks)]
 
 
-def flat_in_pairs(shape: Sequence[int], ranks: int) -> list[list[Held]]:
+def flat_in_pairs(shape: Sequence[int], ranks: int) -> list[list[ReplicaBox]]:
     """ZeRO within halves of the ranks, replicated over the halves; an odd rank has nothing."""
     if ranks < 2:
         return replicated(shape, ranks)
     half = ranks // 2
     parts = flat(shape, half)
-    held = [[Held(item.box, copy, 2) for item in part] for copy in range(2) for part in parts]
-    return held + [[] for _ in range(ranks - 2 * half)]
+    boxes = [[ReplicaBox(item.box, copy, 2) for item in part] for copy in range(2) for part in parts]
+    return boxes + [[] for _ in range(ranks - 2 * half)]
 
 
-def first_only(shape: Sequence[int], ranks: int) -> list[list[Held]]:
-    return [[Held(Box.whole(shape))], *([] for _ in range(ranks - 1))]
+def first_only(shape: Sequence[int], ranks: int) -> list[list[ReplicaBox]]:
+    return [[ReplicaBox(Box.whole(shape))], *([] for _ in range(ranks - 1))]
 
 
 LAYOUTS: Mapping[str, Layout] = {
     "flat": flat,
-    "rows": along(0),
-    "columns": along(1),
+    "rows": split_along(0),
+    "columns": split_along(1),
     "replicated": replicated,
     "flat_in_pairs": flat_in_pairs,
     "first_only": first_only,
 }
 
 
-def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def slice_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))]
 
 
@@ -92,15 +92,19 @@ def shards_of(
     """Return each rank's shards: views of the tensors (column splits are not contiguous), or buffers to
     load into.
     """
-    held: list[list[Shard]] = [[] for _ in range(ranks)]
+    shards: list[list[Shard]] = [[] for _ in range(ranks)]
     for key, tensor in tensors.items():
         for rank, items in enumerate(layout(tensor.shape, ranks)):
             for item in items:
-                data = torch.full(item.box.shape, 7, dtype=tensor.dtype) if empty else cut(tensor, item.box)
-                held[rank].append(
+                data = (
+                    torch.full(item.box.shape, 7, dtype=tensor.dtype)
+                    if empty
+                    else slice_box(tensor, item.box)
+                )
+                shards[rank].append(
                     Shard(key, tuple(tensor.shape), item.box, data, item.replica, item.replicas)
                 )
-    return held
+    return shards
 
 
 def save(
@@ -117,7 +121,7 @@ def save(
     stores = stores or [CheckpointStore(directory, keep_last=9, timeout_seconds=20) for _ in ranks]
     errors: list[BaseException] = []
 
-    def one(rank: int) -> None:
+    def save_rank(rank: int) -> None:
         try:
             stores[rank].save(
                 step,
@@ -132,7 +136,7 @@ def save(
         except BaseException as error:  # noqa: BLE001  raised in the caller's thread
             errors.append(error)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(ranks))]
+    threads = [threading.Thread(target=save_rank, args=(rank,)) for rank in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint import megatron_ranks as work
 from tests.checkpoint.layouts import same_bits
-from tests.checkpoint.megatron_ranks import Held, State
+from tests.checkpoint.megatron_ranks import RankOutcome, State
 from toolkit.checkpoint.shard import Box, Shard
 from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.config.schema import Precision
@@ -68,9 +68,9 @@ class Saves:
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self.pool, self._folder = pool, folder
-        self.of = cache(self._make)
+        self.get = cache(self._make)
 
-    def _make(self, case: Cell) -> tuple[Path, Held]:
+    def _make(self, case: Cell) -> tuple[Path, RankOutcome]:
         folder = self._folder / f"{len(list(self._folder.iterdir()))}"
         return folder, self.pool.run(
             work.train, case.plan, folder, {"singleton": case.singleton}, case.with_args, ranks=case.ranks
@@ -86,8 +86,8 @@ def differing(source: CheckpointSource, state: State) -> list[str]:
     return [str(key) for key in state if not same_bits(found[key], state[key])]
 
 
-def apart(ours: list[StepResult], theirs: list[StepResult]) -> float:
-    """Differences of losses and gradient norms."""
+def max_difference(ours: list[StepResult], theirs: list[StepResult]) -> float:
+    """Return the largest difference of losses and gradient norms."""
     return max(
         max(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in zip(ours, theirs, strict=True)
     )
@@ -102,7 +102,7 @@ QUICK = (LLAMA_TP, GPT2_3D, MIXTRAL_EP, QWEN2_BF16)
 FULL = (
     *(
         cell(family, singleton=singleton)
-        for family in ("llama", "gpt2", "qwen2", "qwen3", "mixtral")
+        for family in ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
         for singleton in (False, True)
     ),
     *(
@@ -147,7 +147,7 @@ def opened(case: Cell, folder: Path) -> CheckpointSource:
     return open_source(folder, case.plan.shape)
 
 
-def by_pytorch(folder: Path) -> dict[str, torch.Tensor]:
+def read_with_pytorch(folder: Path) -> dict[str, torch.Tensor]:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

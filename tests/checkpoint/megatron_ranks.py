@@ -21,13 +21,13 @@ from toolkit.testing.parity import gather_tensors, train_steps
 from toolkit.train.task import text_task
 
 STOP, MORE = 4, 6
-SAMPLES = 32  # that Megatron-LM's arguments say are consumed
+SAMPLES = 32  # consumed samples in Megatron-LM's arguments
 
 State = dict[TensorKey, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Held:
+class RankOutcome:
     """Rank 0's state, and the steps that follow."""
 
     state: State
@@ -37,7 +37,7 @@ class Held:
 
 def train(
     rank: int, ranks: int, plan: RunPlan, folder: Path, settings: dict[str, Any], with_args: bool = False
-) -> Held:
+) -> RankOutcome:
     """``STOP`` steps and Megatron-core's checkpoint, then ``MORE`` uninterrupted steps."""
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(open_initial_weights(plan))
@@ -47,33 +47,33 @@ def train(
     state, scalars = gather_tensors(engine.shards(), rank, ranks), engine.scalars()
     results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
-    return Held(state, scalars, results)
+    return RankOutcome(state, scalars, results)
 
 
-def go_on(rank: int, ranks: int, plan: RunPlan, folder: Path) -> Held:
+def continue_with_vendor(rank: int, ranks: int, plan: RunPlan, folder: Path) -> RankOutcome:
     """Load ``folder`` with Megatron-core, then train ``MORE`` steps."""
     engine: Any = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     vendor_load_megatron(engine, folder)
-    return _further(engine, rank, ranks, plan)
+    return _continue_training(engine, rank, ranks, plan)
 
 
-def resume(rank: int, ranks: int, plan: RunPlan, folder: Path, forget: bool = False) -> Held:
-    """The same with this toolkit's reader, in any engine."""
+def resume(rank: int, ranks: int, plan: RunPlan, folder: Path, forget: bool = False) -> RankOutcome:
+    """Load ``folder`` with this toolkit's reader, in any engine, then train ``MORE`` steps."""
     reader = open_reader(folder, model=plan.shape)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     engine.load(WithoutMoments(reader) if forget else reader)
-    return _further(engine, rank, ranks, plan)
+    return _continue_training(engine, rank, ranks, plan)
 
 
-def _further(engine: Any, rank: int, ranks: int, plan: RunPlan) -> Held:
+def _continue_training(engine: Any, rank: int, ranks: int, plan: RunPlan) -> RankOutcome:
     state, scalars = gather_tensors(engine.shards(), rank, ranks), engine.scalars()
     results = train_steps(engine, plan, range(STOP, STOP + MORE), rank=rank)
     engine.close()
-    return Held(state, scalars, results)
+    return RankOutcome(state, scalars, results)
 
 
 def arguments(plan: RunPlan) -> Namespace:
-    """Those of Megatron-LM's arguments that describe the model."""
+    """Return Megatron-LM's arguments that describe the model."""
     shape = plan.shape
     assert shape is not None
     assert plan.megatron is not None

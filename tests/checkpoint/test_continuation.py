@@ -89,7 +89,7 @@ QUICK = [
     ("zero1-tp2", "huggingface"),
     ("huggingface", "zero1"),
 ]
-# A prime number of layouts: each of these steps goes round all of them.
+# The number of layouts is prime, so each of these strides visits all of them.
 FULL = [(name, NAMES[(at + step) % len(NAMES)]) for at, name in enumerate(NAMES) for step in (1, 4, 7, 11)]
 assert len(NAMES) == 13
 
@@ -121,7 +121,7 @@ def train(rank: int, ranks: int, layout: Layout, folder: Path) -> None:
     engine.close()
 
 
-def go_on(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> list[StepResult]:
+def resume_and_train(rank: int, ranks: int, layout: Layout, folder: Path, forget: bool) -> list[StepResult]:
     """The vendor's load, and six steps."""
     plan = layout.cell.plan(CASE)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
@@ -158,12 +158,12 @@ class Saved:
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
-        self.of = cache(self._make)
+        self.get = cache(self._make)
 
     def _make(self, name: str) -> CheckpointSource:
         layout, folder = LAYOUTS[name], self._folder / name
         if layout.form is TargetFormat.huggingface:  # no vendor writes this format with optimizer state
-            return convert(self.of("native"), layout, folder)
+            return convert(self.get("native"), layout, folder)
         self._pool.run(train, layout, folder, ranks=layout.cell.ranks)
         return open_source(folder, layout.cell.plan(CASE).shape)
 
@@ -184,7 +184,7 @@ def unbroken() -> list[StepResult]:
     return results[STOP:]
 
 
-def apart(
+def resume_and_compare(
     pool: RankPool,
     source: CheckpointSource,
     name: str,
@@ -192,10 +192,10 @@ def apart(
     unbroken: list[StepResult],
     forget: bool = False,
 ) -> tuple[float, float]:
-    """Return how far losses and gradient norms are from those of the uninterrupted run."""
+    """Return the largest differences of losses and gradient norms from the uninterrupted run."""
     layout = LAYOUTS[name]
     convert(source, layout, path)
-    by_rank = pool.run(go_on, layout, path, forget, ranks=layout.cell.ranks)
+    by_rank = pool.run(resume_and_train, layout, path, forget, ranks=layout.cell.ranks)
     assert all(results == by_rank[0] for results in by_rank)
     pairs = list(zip(by_rank[0], unbroken, strict=True))
     return max(abs(a.loss - b.loss) for a, b in pairs), max(abs(a.grad_norm - b.grad_norm) for a, b in pairs)
@@ -205,13 +205,13 @@ def check_pair(
     pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], path: Path
 ) -> None:
     before, after = pair
-    loss, norm = apart(pool, saved.of(before), after, path / "t", unbroken)
+    loss, norm = resume_and_compare(pool, saved.get(before), after, path / "t", unbroken)
     print(f"{before} -> {after}: {loss:.1e} {norm:.1e}")
     assert max(loss, norm) <= TOLERANCE, f"loss {loss:.1e}, norm {norm:.1e}"
 
 
 @pytest.mark.parametrize("pair", QUICK, ids="-to-".join)
-def test_training_goes_on(
+def test_training_resumes_from_converted_checkpoint(
     pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
 ) -> None:
     check_pair(pair, saved, pool, unbroken, tmp_path)
@@ -219,7 +219,7 @@ def test_training_goes_on(
 
 @pytest.mark.full
 @pytest.mark.parametrize("pair", FULL, ids="-to-".join)
-def test_training_goes_on_between_all(
+def test_training_resumes_between_all_formats(
     pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
 ) -> None:
     check_pair(pair, saved, pool, unbroken, tmp_path)
@@ -229,13 +229,13 @@ def test_training_goes_on_between_all(
 def test_control_zeroed_moments_change_losses(
     pair: tuple[str, str], saved: Saved, pool: RankPool, unbroken: list[StepResult], tmp_path: Path
 ) -> None:
-    loss, norm = apart(pool, saved.of(pair[0]), pair[1], tmp_path / "t", unbroken, forget=True)
+    loss, norm = resume_and_compare(pool, saved.get(pair[0]), pair[1], tmp_path / "t", unbroken, forget=True)
     assert min(loss, norm) > 10 * TOLERANCE, f"loss {loss:.1e}, norm {norm:.1e}"
 
 
 def check_round_trip(pair: tuple[str, str], saved: Saved, path: Path) -> None:
     here, there = pair
-    source = saved.of(here)
+    source = saved.get(here)
     between = convert(source, LAYOUTS[there], path / "there")
     back = convert(between, LAYOUTS[here], path / "back")
     expected, found = compute_digest(source.reader()), compute_digest(back.reader())
@@ -249,12 +249,12 @@ def check_round_trip(pair: tuple[str, str], saved: Saved, path: Path) -> None:
 
 
 @pytest.mark.parametrize("pair", QUICK, ids="-to-".join)
-def test_there_and_back(pair: tuple[str, str], saved: Saved, tmp_path: Path) -> None:
+def test_round_trip_restores_every_tensor(pair: tuple[str, str], saved: Saved, tmp_path: Path) -> None:
     check_round_trip(pair, saved, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("here", NAMES)
-def test_there_and_back_between_all(here: str, saved: Saved, tmp_path: Path) -> None:
+def test_round_trip_between_all_formats(here: str, saved: Saved, tmp_path: Path) -> None:
     for there in NAMES:
         check_round_trip((here, there), saved, tmp_path / there)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from tests.checkpoint import fabricate
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
-from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
+from toolkit.checkpoint import catalog, file_reader, open_reader, piece_reader, planner
 from toolkit.checkpoint.catalog import DamagedFile, TensorPiece
 from toolkit.checkpoint.formats import native, torch_zip
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
-from toolkit.checkpoint.offline import fill
+from toolkit.checkpoint.offline import unit_writer
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.offline.output import combine_checksums
 from toolkit.checkpoint.online import writing
@@ -37,11 +37,11 @@ from toolkit.errors import CheckpointError, Problem
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (catalog, blocks, executor, writing):
+    for module in (catalog, file_reader, piece_reader, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     monkeypatch.setattr("toolkit.checkpoint.offline.output.BLOCK_BYTES", 64)
     monkeypatch.setattr(planner, "SPLIT_BYTES", 32)
-    monkeypatch.setattr(fill, "TILE_BYTES", 96)
+    monkeypatch.setattr(unit_writer, "TILE_BYTES", 96)
 
 
 def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
@@ -70,7 +70,7 @@ def test_tiles_cover_tensor_in_order(shape: tuple[int, ...], most: int, columns:
     cut = list(split_into_tiles(shape, most, by_columns=columns))
     seen = np.zeros(shape, int)
     for tile in cut:
-        seen[blocks.box_slices(tile)] += 1
+        seen[file_reader.box_slices(tile)] += 1
         assert tile.numel <= most
     assert (seen == 1).all()
     low = [data.draw(st.integers(0, size - 1)) for size in shape]
@@ -249,7 +249,7 @@ def test_torch_save_tensors_are_located_without_reading(tmp_path: Path, dtype: t
         "plain": base,
         "view": base[2:5],
         "columns": base[:, 10:30],
-        "turned": base.T,
+        "transposed": base.T,
         "every": base[::3, 5],
         "scalar": base[3, 4],
         "stacked": base.reshape(10, 10, 10).transpose(1, 2),
@@ -268,7 +268,7 @@ def test_torch_save_tensors_are_located_without_reading(tmp_path: Path, dtype: t
                 piece.shape_in_file
             )
             values = values.swapaxes(-1, -2) if piece.transposed else values
-            assert torch.equal(values, blocks.view_box(tensor.detach(), piece.box)), name
+            assert torch.equal(values, file_reader.view_box(tensor.detach(), piece.box)), name
         assert len(pieces) == {"columns": 10, "every": 4, "none": 0}.get(name, 1)
 
 
@@ -311,10 +311,10 @@ def test_differing_copy_is_rejected(tmp_path: Path, small_blocks: None) -> None:
     """Copies are replicated over ranks, tied, or a weight that is its own master and stored as both."""
     key, other = TensorKey(WEIGHT, "w"), TensorKey(WEIGHT, "norm")
     named = {key: values_of((40, 3), 1), other: values_of((50,), 2)}
-    source = fabricate.of_ranks(tmp_path / "a", named, replicated=["norm"])
+    source = fabricate.write_rank_files(tmp_path / "a", named, replicated=["norm"])
     target = native.lay_out(source, dict(source.catalog.tensors))
     run(source, target, tmp_path / "sound")
-    fabricate.write_at(source, other, 37, values_of((1,), 3).numpy().tobytes(), copy=True)
+    fabricate.overwrite_element(source, other, 37, values_of((1,), 3).numpy().tobytes(), copy=True)
     with pytest.raises(CheckpointError, match=r"1 of .* differ in rank1\.pt"):
         run(source, target, tmp_path / "b")
     run(source, target, tmp_path / "unseen", examine=False)
@@ -328,13 +328,13 @@ def test_conversion_reads_each_byte_once(
     named = {TensorKey(WEIGHT, name): values_of((37, 90), seed) for seed, name in enumerate("ab")}
     source = open_source(save(tmp_path / "a", 3, shards_of(named, LAYOUTS[layout], 4)))
     lengths: list[int] = []
-    fill_once = blocks.CheckpointFiles.fill
+    fill_once = file_reader.CheckpointFiles.read_into
 
-    def counted(files: blocks.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
+    def counted(files: file_reader.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
         lengths.append(len(buffer))
         fill_once(files, file, begin, buffer)
 
-    monkeypatch.setattr(blocks.CheckpointFiles, "fill", counted)
+    monkeypatch.setattr(file_reader.CheckpointFiles, "read_into", counted)
     run(source, native.lay_out(source, dict(source.catalog.tensors)), tmp_path / "b")
     assert sum(lengths) == sum(tensor.nbytes for tensor in named.values())
     assert len(lengths) > 100, "in many steps"

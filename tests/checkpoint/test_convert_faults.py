@@ -25,11 +25,11 @@ import torch
 from tests.checkpoint import converter
 from tests.checkpoint.converter import RENAMED, REPLACE, TARGETS, WRITE, ConversionOutcome, conversion
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from toolkit.checkpoint.offline import convert, fill
+from toolkit.checkpoint.offline import convert, unit_writer
 from toolkit.checkpoint.offline.convert import JOURNAL, Conversion, ConversionPhase
-from toolkit.checkpoint.offline.fill import WrittenPiece
 from toolkit.checkpoint.offline.journal import ConversionJournal
 from toolkit.checkpoint.offline.output import TargetOutput
+from toolkit.checkpoint.offline.unit_writer import WrittenPiece
 from toolkit.checkpoint.shard import EXP_AVG_SQ, WEIGHT, TensorKey
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import compute_digest
@@ -77,7 +77,7 @@ def unbroken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several syncs per conversion, in this process as in those that are killed."""
     monkeypatch.setattr(convert, "SYNC_BYTES", converter.SYNC_BYTES)
-    monkeypatch.setattr(fill, "TILE_BYTES", converter.TILE_BYTES)
+    monkeypatch.setattr(unit_writer, "TILE_BYTES", converter.TILE_BYTES)
 
 
 class Attempt:
@@ -348,7 +348,7 @@ TAKEN: dict[str, Callable[[Path], object]] = {
 def test_existing_target_is_rejected(
     what: str, source: Path, unbroken: dict[str, Files], tmp_path: Path
 ) -> None:
-    """It appears before anything is written, or after everything is."""
+    """The other folder appears before anything is written, or after everything is."""
     target = tmp_path / "t"
     TAKEN[what](target)
     with pytest.raises(CheckpointError, match="t already exists"):
@@ -409,7 +409,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, int], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_source_is_rejected(damage: str, tmp_path: Path) -> None:
-    """It is damaged after it was opened, so that only reading detects it."""
+    """The source is damaged after it was opened, so that only reading detects it."""
     source = written(tmp_path / "source")
     piece = open_source(source).catalog.pieces[TensorKey(EXP_AVG_SQ, "t3")][1]
     made = conversion(source, tmp_path / "t", "zips")

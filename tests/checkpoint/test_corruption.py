@@ -108,7 +108,9 @@ def test_damage_is_reported_with_previous_checkpoint(run: Path, name: str) -> No
     assert problem.remedy.endswith(f"resume={run / 'checkpoints' / 'step-00000002'}")
     assert next(iter(verify(folder))).where == file
     whole(open_reader(run / "checkpoints" / "step-00000002"))
-    with pytest.raises(CheckpointError, match="step-00000003"):  # the newest is never passed over in silence
+    with pytest.raises(
+        CheckpointError, match="step-00000003"
+    ):  # an error about the newest checkpoint is always reported
         whole(open_reader(run))
 
 

@@ -37,11 +37,11 @@ class Run:
     def attempt_killed(
         self, victim: int, kill_at: tuple[SavePhase, int] | None, after_seconds: float = 0
     ) -> list[int]:
-        """Start both writers and let one be killed; the launcher then ends the other. Returns the phase of
+        """Start both writers, kill one, and end the other as a launcher does. Returns the phase of
         each.
         """
         self.attempt += 1
-        where = [self.context.Value("i", writer.OUTSIDE, lock=False) for _ in range(writer.RANKS)]
+        where = [self.context.Value("i", writer.NOT_SAVING, lock=False) for _ in range(writer.RANKS)]
         ranks = []
         for rank, phase in enumerate(where):
             arguments = (self.folder, rank, self.attempt, phase, kill_at if rank == victim else None)
@@ -50,7 +50,7 @@ class Run:
         for process in ranks:
             process.start()
         if kill_at is None:
-            self._await_newer(before)  # then both are at work
+            self._await_newer(before)  # both writers have started
             time.sleep(after_seconds)
             ranks[victim].kill()
         ranks[victim].join(30)
@@ -112,7 +112,7 @@ def test_save_killed_in_each_phase_keeps_previous_checkpoint(run: Run) -> None:
         assert phases[victim] == 1 + list(SavePhase).index(phase)
         run.check()
     assert run.steps_seen[-1] > 10, "attempts go on from each other"
-    assert run.attempt_killed(0, (SavePhase.PIECES, 0))  # cleans what was left before it
+    assert run.attempt_killed(0, (SavePhase.PIECES, 0))  # removes leftovers of earlier attempts
     left = [
         entry.name
         for entry in run.folder.iterdir()
@@ -127,7 +127,7 @@ def test_killed_at_random_times_resumes(run: Run) -> None:
     in_a_save = 0
     for _ in range(10):
         phases = run.attempt_killed(moments.randrange(writer.RANKS), None, moments.uniform(0, 0.05))
-        in_a_save += any(phase != writer.OUTSIDE for phase in phases)
+        in_a_save += any(phase != writer.NOT_SAVING for phase in phases)
         run.check()
     assert in_a_save, f"no kill fell into a save: CRASH_SEED={SEED} proves nothing"
     assert len(set(run.steps_seen)) == 10

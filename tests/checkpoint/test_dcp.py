@@ -48,7 +48,7 @@ def plan_of(family: str) -> RunPlan:
 class Saves:
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool, self._folder = pool, folder
-        self.of = cache(self._make)
+        self.get = cache(self._make)
 
     def _make(self, case: Case) -> tuple[Path, State]:
         family, ranks, *how = case
@@ -62,11 +62,11 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
 
 
 def check(case: Case, saved: Saves) -> None:
-    folder, held = saved.of(case)
+    folder, saved_state = saved.get(case)
     source = open_source(folder, plan_of(case[0]).shape)
     assert (source.format, source.step) == ("dcp", STOP)
-    assert source.catalog.tensors.keys() == held.keys()
-    assert not differing(source, held)
+    assert source.catalog.tensors.keys() == saved_state.keys()
+    assert not differing(source, saved_state)
     assert source.catalog.scalars == {
         "step": STOP,
         "optimizer_step": STOP,
@@ -87,7 +87,7 @@ def test_read_every_dcp_variant(case: Case, saved: Saves) -> None:
 
 
 def test_model_is_required_and_must_match(saved: Saves, tmp_path: Path) -> None:
-    folder = shutil.copytree(saved.of(QUICK[1])[0], tmp_path / "alone" / "deeper" / "here" / "copy")
+    folder = shutil.copytree(saved.get(QUICK[1])[0], tmp_path / "alone" / "deeper" / "here" / "copy")
     with pytest.raises(InputError, match="does not describe its model"):
         open_source(folder)
     shape = plan_of("gpt2").shape

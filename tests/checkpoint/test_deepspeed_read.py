@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import deepspeed_saves as saves
-from tests.checkpoint.deepspeed_checks import EVEN, ODD, assembled, compare_copies, differing
+from tests.checkpoint.deepspeed_checks import EVEN, ODD, compare_copies, differing, read_like
 from tests.checkpoint.deepspeed_saves import MORE, STOP, TAG, State
 from tests.checkpoint.layouts import same_bits, whole
 from tests.engine.cases import BF16, FP16, OFFLOAD, OFFLOAD_ALL, SGD, Cell, cell
@@ -30,14 +30,14 @@ from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, StateReader, 
 from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.checkpoint.verify import compute_digest, verify, verify_source
-from toolkit.config.schema import OptimizerName, Precision
+from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
 from toolkit.testing.parity import RunTrace
 from toolkit.testing.tiny import tiny_plan
 
 TOLERANCE = 1e-5
-MUON: dict[str, Any] = {"optim__name": OptimizerName.muon, "optim__clip": 0.0, "optim__momentum": 0.9}
+MUON: dict[str, Any] = {"optim__name": "muon", "optim__clip": 0.0, "optim__momentum": 0.9}
 EXPERTS: dict[str, Any] = {
     "model__vocab_size": 263,
     "model__intermediate_size": 40,
@@ -59,7 +59,7 @@ class Saves:
         self.pool, self._folder = pool, folder
         self._made: dict[str, tuple[Path, State, dict[str, object], RunTrace]] = {}
 
-    def of(self, case: Cell) -> tuple[Path, State, dict[str, object], RunTrace]:
+    def get(self, case: Cell) -> tuple[Path, State, dict[str, object], RunTrace]:
         """Return the folder, the engine's state and scalars, and the steps that follow."""
         if str(case) not in self._made:
             self._made[str(case)] = self._make(case)
@@ -67,10 +67,10 @@ class Saves:
 
     def _make(self, case: Cell) -> tuple[Path, State, dict[str, object], RunTrace]:
         folder = self._folder / f"{len(self._made)}"
-        held, scalars, went_on = self.pool.run(
+        saved_state, scalars, continued = self.pool.run(
             saves.save, case, folder, MORE if case in RESUMED else 0, ranks=case.ranks
         )[0]
-        return folder, held, scalars, went_on
+        return folder, saved_state, scalars, continued
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +131,18 @@ FULL = [
 
 
 def check(case: Cell, saved: Saves) -> CheckpointSource:
-    folder, held, scalars, _ = saved.of(case)
+    folder, saved_state, scalars, _ = saved.get(case)
     source = open_source(folder, case.plan().shape)
     assert (source.format, source.step) == ("deepspeed", STOP)
-    assert not differing(assembled(source, held), held)
+    assert not differing(read_like(source, saved_state), saved_state)
     absent = {
-        key for key in held if key.state == WEIGHT and case.stage == 3 and TensorKey(MASTER, key.name) in held
+        key
+        for key in saved_state
+        if key.state == WEIGHT and case.stage == 3 and TensorKey(MASTER, key.name) in saved_state
     }
-    assert source.catalog.tensors.keys() == held.keys() - absent, "in 16 bits ZeRO 3 saves masters alone"
+    assert source.catalog.tensors.keys() == saved_state.keys() - absent, (
+        "in 16 bits ZeRO 3 saves masters alone"
+    )
     for key, value in scalars.items():
         if (
             key == LOSS_SCALER
@@ -159,7 +163,7 @@ def test_read_deepspeed_checkpoint(case: Cell, saved: Saves) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL, ids=str)
-def test_every_layout(case: Cell, saved: Saves) -> None:
+def test_read_every_deepspeed_layout(case: Cell, saved: Saves) -> None:
     check(case, saved)
 
 
@@ -184,7 +188,7 @@ def changed_over(folder: Path, path: Path) -> Path:
 
 
 def test_swapped_rank_files_are_rejected(saved: Saves, tmp_path: Path) -> None:
-    folder, *_ = saved.of(QUICK[4])
+    folder, *_ = saved.get(QUICK[4])
     with pytest.raises(
         CheckpointError,
         match=r"rank_0_mp_rank_00_optim_states.pt was saved as bf16_zero_pp_rank_1_mp_rank_00",
@@ -194,29 +198,29 @@ def test_swapped_rank_files_are_rejected(saved: Saves, tmp_path: Path) -> None:
 
 def test_control_swapped_ranks_change_tensors(saved: Saves, tmp_path: Path, any_name: None) -> None:
     """Control: a reader that swapped two ranks' files would give other tensors."""
-    folder, held, *_ = saved.of(QUICK[4])
+    folder, saved_state, *_ = saved.get(QUICK[4])
     changed_over(folder, tmp_path / "changed")
-    found = assembled(open_source(tmp_path / "changed", QUICK[4].plan().shape), held)
-    assert len(differing(found, held)) > len(held) // 2
+    found = read_like(open_source(tmp_path / "changed", QUICK[4].plan().shape), saved_state)
+    assert len(differing(found, saved_state)) > len(saved_state) // 2
 
 
 def test_verify_detects_swapped_rank_files(saved: Saves, tmp_path: Path, any_name: None) -> None:
     """The model's weights, if saved, differ from their masters."""
-    folder, *_ = saved.of(QUICK[1])
+    folder, *_ = saved.get(QUICK[1])
     changed_over(folder, tmp_path / "changed")
     found = verify(tmp_path / "changed", QUICK[1].plan().shape)
     assert any("not their master" in str(finding) for finding in found), found
 
 
-def test_a_conversion(saved: Saves, tmp_path: Path) -> None:
+def test_zero3_converts_to_bf16_weights_and_masters(saved: Saves, tmp_path: Path) -> None:
     """ZeRO 3 masters become 16-bit weights and masters."""
-    folder, held, *_ = saved.of(QUICK[4])
+    folder, saved_state, *_ = saved.get(QUICK[4])
     source = open_source(folder, QUICK[4].plan().shape)
     target = native.lay_out(source, select_target_tensors(source, Precision.bf16, optimizer=True))
     Conversion(source, target, tmp_path / "native").run()
     made = open_source(tmp_path / "native")
-    assert made.catalog.tensors.keys() == held.keys()
-    assert not differing(assembled(made, held), held)
+    assert made.catalog.tensors.keys() == saved_state.keys()
+    assert not differing(read_like(made, saved_state), saved_state)
     assert made.catalog.scalars["optimizer_step"] == STOP
 
 
@@ -251,12 +255,12 @@ def test_read_output_of_deepspeed_tools_in_every_layout(case: Cell, saved: Saves
 
 def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
     """The outputs of zero_to_fp32 and ds_to_universal equal what is read here."""
-    made, held, *_ = saved.of(case)
+    made, saved_state, *_ = saved.get(case)
     shape = case.plan().shape
     source = open_source(made, shape)
     weights = saved.pool.run(saves.full_weights, made, ranks=1)[0]
     aliases = names.build_name_table(shape) if shape else {}
-    state = MASTER if TensorKey(MASTER, next(iter(held)).name) in held else WEIGHT
+    state = MASTER if TensorKey(MASTER, next(iter(saved_state)).name) in saved_state else WEIGHT
     read = whole(source.reader())
     for name, tensor in weights.items():
         assert same_bits(tensor, read[TensorKey(state, aliases[name].name)]), name
@@ -274,18 +278,20 @@ def check_tools(case: Cell, saved: Saves, folder: Path) -> None:
 def test_universal_of_a_pipeline(precision: dict[str, Any], saved: Saves, tmp_path: Path) -> None:
     """The converter copies no layers, so 16-bit weights are missing."""
     case = cell(1, 4, 1, "gpt2", **ODD, **precision, parallel__pipeline=2)
-    folder, held, *_ = saved.of(case)
+    folder, saved_state, *_ = saved.get(case)
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
     converted = open_source(tmp_path / "universal", case.plan().shape)
-    assert converted.catalog.tensors.keys() == {key for key in held if key.state != WEIGHT or not precision}
-    assert not differing(assembled(converted, held), held)
+    assert converted.catalog.tensors.keys() == {
+        key for key in saved_state if key.state != WEIGHT or not precision
+    }
+    assert not differing(read_like(converted, saved_state), saved_state)
 
 
 @pytest.mark.full
 def test_universal_with_unrecorded_tensor_axis(saved: Saves, tmp_path: Path) -> None:
     """DeepSpeed's converter concatenates tensor ranks if the cut is not recorded; shapes reveal it."""
     case = cell(1, 4, 1, "llama", **EVEN, **BF16, parallel__tensor=2)
-    folder, *_ = saved.of(case)
+    folder, *_ = saved.get(case)
     saved.pool.run(saves.to_universal, folder, tmp_path / "universal", ranks=1)
     with pytest.raises(CheckpointError, match="whole or cut along one dim"):
         open_source(tmp_path / "universal", case.plan().shape)
@@ -295,27 +301,27 @@ def test_universal_with_unrecorded_tensor_axis(saved: Saves, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("case", RESUMED[1:2], ids=str)
-def test_training_goes_on(case: Cell, saved: Saves) -> None:
+def test_training_resumes_from_deepspeed_checkpoint(case: Cell, saved: Saves) -> None:
     check_resumed(case, saved)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [RESUMED[0], *RESUMED[2:]], ids=str)
-def test_training_goes_on_everywhere(case: Cell, saved: Saves) -> None:
+def test_training_resumes_from_every_deepspeed_checkpoint(case: Cell, saved: Saves) -> None:
     check_resumed(case, saved)
 
 
 def check_resumed(case: Cell, saved: Saves) -> None:
     """Six steps match an uninterrupted run; with zeroed moments they do not."""
-    folder, _, _, went_on = saved.of(case)
+    folder, _, _, continued = saved.get(case)
     again, forgot = (
         saved.pool.run(saves.resume, case, folder, forget, ranks=case.ranks)[0] for forget in (False, True)
     )
 
     def apart(trace: RunTrace) -> float:
-        return max(abs(a - b) for a, b in zip(trace.losses, went_on.losses, strict=True))
+        return max(abs(a - b) for a, b in zip(trace.losses, continued.losses, strict=True))
 
-    assert len(went_on.losses) == MORE
+    assert len(continued.losses) == MORE
     assert apart(again) <= TOLERANCE, apart(again)
     assert apart(forgot) > 10 * TOLERANCE, apart(forgot)
 
@@ -324,14 +330,14 @@ def check_resumed(case: Cell, saved: Saves) -> None:
 
 
 def test_deepspeed_model_is_required(saved: Saves) -> None:
-    folder, *_ = saved.of(QUICK[0])
+    folder, *_ = saved.get(QUICK[0])
     with pytest.raises(InputError, match="describe the model"):
         open_source(folder)
 
 
 def test_model_is_found_in_nearby_config(saved: Saves, tmp_path: Path) -> None:
     """As transformers' Trainer saves: a DeepSpeed checkpoint with optimizer state."""
-    folder, held, *_ = saved.of(QUICK[3])
+    folder, saved_state, *_ = saved.get(QUICK[3])
     shape = QUICK[3].plan().shape
     assert shape is not None
     shutil.copytree(folder, tmp_path / "checkpoint-3")
@@ -339,11 +345,11 @@ def test_model_is_found_in_nearby_config(saved: Saves, tmp_path: Path) -> None:
         json.dumps(families.get_family(shape.family).hugging_face_config(shape))
     )
     source = open_source(tmp_path / "checkpoint-3")
-    assert (source.format, source.catalog.tensors.keys()) == ("deepspeed", held.keys())
+    assert (source.format, source.catalog.tensors.keys()) == ("deepspeed", saved_state.keys())
 
 
 def test_other_model_is_rejected(saved: Saves) -> None:
-    folder, *_ = saved.of(QUICK[0])
+    folder, *_ = saved.get(QUICK[0])
     with pytest.raises(CheckpointError, match="no parameter of llama"):
         open_source(folder, tiny_plan("llama").shape)
     with pytest.raises(CheckpointError, match="whole or cut along one dim"):
@@ -357,7 +363,7 @@ def test_other_model_is_rejected(saved: Saves) -> None:
 )
 @pytest.mark.parametrize("how", ["missing", "short"])
 def test_damaged_files_are_reported_by_name(file: str, how: str, saved: Saves, tmp_path: Path) -> None:
-    folder, *_ = saved.of(QUICK[4])
+    folder, *_ = saved.get(QUICK[4])
     shutil.copytree(folder, tmp_path / "damaged")
     path = tmp_path / "damaged" / TAG / file
     data = path.read_bytes()
@@ -372,8 +378,8 @@ def test_damaged_files_are_reported_by_name(file: str, how: str, saved: Saves, t
 
 def test_files_of_different_runs_are_rejected(saved: Saves, tmp_path: Path, any_name: None) -> None:
     """A rank's file of another layout is detected by its sizes."""
-    folder, *_ = saved.of(QUICK[4])
-    other, *_ = saved.of(QUICK[3])
+    folder, *_ = saved.get(QUICK[4])
+    other, *_ = saved.get(QUICK[3])
     shutil.copytree(folder, tmp_path / "mixed")
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(other / TAG / name, tmp_path / "mixed" / TAG / f"bf16_{name}")
@@ -382,7 +388,7 @@ def test_files_of_different_runs_are_rejected(saved: Saves, tmp_path: Path, any_
 
 
 def test_deepspeed_experts_are_rejected(saved: Saves, tmp_path: Path) -> None:
-    folder, *_ = saved.of(QUICK[0])
+    folder, *_ = saved.get(QUICK[0])
     shutil.copytree(folder, tmp_path / "experts")
     (tmp_path / "experts" / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match="own experts"):
@@ -417,7 +423,7 @@ def test_reading_imports_neither_deepspeed_nor_torch() -> None:
 
 
 def test_training_checks_namespace(saved: Saves) -> None:
-    folder, held, *_ = saved.of(QUICK[0])
+    folder, saved_state, *_ = saved.get(QUICK[0])
     reader: StateReader = open_reader(folder, "gpt2/1", QUICK[0].plan().shape)
-    assert {key.state for key in reader.tensors} == {key.state for key in held}
-    assert EXP_AVG in {key.state for key in held}
+    assert {key.state for key in reader.tensors} == {key.state for key in saved_state}
+    assert EXP_AVG in {key.state for key in saved_state}

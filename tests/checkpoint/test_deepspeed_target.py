@@ -25,8 +25,9 @@ from toolkit.checkpoint.scalars import OPTIM, OPTIMIZER_STEP
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorInfo, TensorKey
 from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.verify import verify
+from toolkit.config.model import ModelConfig
 from toolkit.config.reshard import TargetConfig, TargetOptimConfig, TargetParallelConfig, TargetZeroStage
-from toolkit.config.schema import ModelConfig, Precision
+from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.families import get_family
 
@@ -106,7 +107,7 @@ def saying(source: CheckpointSource, optim: Mapping[str, Any] | None) -> Checkpo
 
 
 def test_unknown_model_is_rejected(tmp_path: Path) -> None:
-    source = open_source(tiny_checkpoint(tmp_path, says_model=False))
+    source = open_source(tiny_checkpoint(tmp_path, with_model=False))
     with pytest.raises(InputError, match="does not describe its model"):
         deepspeed_target.lay_out(source, TargetConfig())
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint import deepspeed_layers as layers
 from tests.checkpoint import deepspeed_saves as saves
-from tests.checkpoint.deepspeed_checks import EVEN, ODD, assembled, compare_copies, differing
+from tests.checkpoint.deepspeed_checks import EVEN, ODD, compare_copies, differing, read_like
 from tests.checkpoint.deepspeed_saves import TAG
 from tests.checkpoint.layouts import same_bits, whole
 from toolkit.checkpoint.formats.deepspeed.plain_optimizer import infer_group_names
@@ -71,12 +71,12 @@ PLAIN: dict[str, dict[str, Any]] = {
             "data_types": {"grad_accum_dtype": "fp32"},
         },
         "tools": False,
-    },  # zero_to_fp32 calls it no checkpoint
+    },  # zero_to_fp32 does not recognise it as a checkpoint
     "reversed": {"settings": {"zero_optimization": {"stage": 1}}, "shuffled": True, "tools": True},
 }
 
 
-# The same in a form that the DeepSpeed that is installed does not write, or not on a CPU.
+# Forms that the installed DeepSpeed does not write, or not on a CPU.
 ALTERED = {"bf16-stage-0": saves.fuse, "bf16-optimizer": saves.forget_shapes}
 
 
@@ -95,18 +95,18 @@ def check_plain(name: str, pool: RankPool, folder: Path) -> None:
     more = dict(PLAIN[name])
     tools = more.pop("tools")
     plan = tiny_plan("llama", **ODD)
-    held = (
+    saved_state = (
         pool.run(saves.save_plain, plan, folder, *more.values(), ranks=2)[0]
         if "shuffled" not in more
         else pool.run(saves.save_plain, plan, folder, more["settings"], (), True, ranks=2)[0]
     )
     source = open_source(folder, plan.shape)
-    assert not differing(assembled(source, held), held)
+    assert not differing(read_like(source, saved_state), saved_state)
     compare_copies(source)
     if name in ALTERED:
         ALTERED[name](folder / TAG / "mp_rank_00_model_states.pt")
         source = open_source(folder, plan.shape)
-        assert not differing(assembled(source, held), held)
+        assert not differing(read_like(source, saved_state), saved_state)
     if tools:
         weights = pool.run(saves.full_weights, folder, ranks=1)[0]
         for key, tensor in whole(source.reader()).items():
@@ -161,18 +161,18 @@ def test_universal_of_autotp(family: str, stage: int, pool: RankPool, tmp_path: 
 def test_scrambled_universal_checkpoint_is_rejected(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: if it is read anyway, most parameters differ from the original checkpoint."""
+    """Control: read without the check, most parameters differ from the original checkpoint."""
     plan = tiny_plan("llama", **ODD)
     settings = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
-    held = pool.run(saves.save_plain, plan, tmp_path / "saved", settings, ranks=2)[0]
-    assert not differing(assembled(open_source(tmp_path / "saved", plan.shape), held), held)
+    saved_state = pool.run(saves.save_plain, plan, tmp_path / "saved", settings, ranks=2)[0]
+    assert not differing(read_like(open_source(tmp_path / "saved", plan.shape), saved_state), saved_state)
     pool.run(saves.to_universal, tmp_path / "saved", tmp_path / "universal", ranks=1)
     with pytest.raises(CheckpointError, match="round_robin_gradients"):
         open_source(tmp_path / "universal", plan.shape)
     monkeypatch.setattr(universal, "_refuse_scrambled", lambda saved: None)
     assert (
-        len(differing(assembled(open_source(tmp_path / "universal", plan.shape), held), held))
-        > len(held) // 2
+        len(differing(read_like(open_source(tmp_path / "universal", plan.shape), saved_state), saved_state))
+        > len(saved_state) // 2
     )
 
 
@@ -346,10 +346,10 @@ def test_read_all_pipelines_of_layers(name: str, pool: RankPool, tmp_path: Path)
 def check_layers(name: str, pool: RankPool, folder: Path) -> None:
     case = LAYERS[name]
     plan = tiny_plan("llama", **EVEN, model__num_hidden_layers=3, model__tie_word_embeddings=case["tied"])
-    held = pool.run(layers.save_layers, plan, folder, case["settings"], case["tensor"], ranks=case["ranks"])[
-        0
-    ]
+    saved_state = pool.run(
+        layers.save_layers, plan, folder, case["settings"], case["tensor"], ranks=case["ranks"]
+    )[0]
     source = open_source(folder, plan.shape)
-    assert not differing(assembled(source, held), held)
-    assert source.catalog.tensors.keys() == held.keys()
+    assert not differing(read_like(source, saved_state), saved_state)
+    assert source.catalog.tensors.keys() == saved_state.keys()
     compare_copies(source)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.fabricate import of_ranks
+from tests.checkpoint.fabricate import write_rank_files
 from tests.checkpoint.huggingface_folders import SCALARS, converted, with_optimizer
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from toolkit.checkpoint import manifest, tile_reader
@@ -43,7 +43,7 @@ def adam(*, mixed: bool) -> dict[TensorKey, torch.Tensor]:
 
 
 def made(folder: Path, named: dict[TensorKey, torch.Tensor], **settings: object) -> CheckpointSource:
-    return of_ranks(folder, named, **settings)  # type: ignore[arg-type]
+    return write_rank_files(folder, named, **settings)  # type: ignore[arg-type]
 
 
 def outcomes(found: CheckpointDiff) -> dict[str, DiffOutcome]:
@@ -53,7 +53,7 @@ def outcomes(found: CheckpointDiff) -> dict[str, DiffOutcome]:
 def test_other_layout_is_equal(tmp_path: Path) -> None:
     named = adam(mixed=True)
     native = open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3)))
-    for number, settings in enumerate(({"ranks": 5}, {"replicated": ("w",)}, {"turned": ("w",)})):
+    for number, settings in enumerate(({"ranks": 5}, {"replicated": ("w",)}, {"transposed": ("w",)})):
         other = made(tmp_path / f"{number}", named, **settings)
         progress: list[tuple[int, int]] = []
         found = diff_sources(
@@ -127,9 +127,11 @@ def test_differing_values_are_counted_and_measured(tmp_path: Path) -> None:
     a[0, 0], a[5, 5], a[11, 9] = 2.0, 0.0, 8.0
     b = a.clone()
     b[0, 0], b[5, 5], b[11, 9] = 2.5, -0.0, 9.0
-    for turned in ((), ("w",)):
-        left = made(tmp_path / f"a{len(turned)}", {KEY: a})
-        [one] = diff_sources(left, made(tmp_path / f"b{len(turned)}", {KEY: b}, turned=turned)).tensors
+    for transposed in ((), ("w",)):
+        left = made(tmp_path / f"a{len(transposed)}", {KEY: a})
+        [one] = diff_sources(
+            left, made(tmp_path / f"b{len(transposed)}", {KEY: b}, transposed=transposed)
+        ).tensors
         assert (one.outcome, one.differing, one.max_abs, one.max_relative) == (
             DiffOutcome.VALUES,
             3,

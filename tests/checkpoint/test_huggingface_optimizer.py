@@ -49,7 +49,7 @@ from toolkit.train.task import text_task
     "name",
     [pytest.param(name, marks=() if name in ("gpt2", "mixtral") else pytest.mark.full) for name in FAMILIES],
 )
-def test_there_and_back(tmp_path: Path, name: str) -> None:
+def test_round_trip_keeps_optimizer_state(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     source = with_optimizer(name, tmp_path / "run")

@@ -28,11 +28,11 @@ from tests.checkpoint.megatron_cells import (
     TOLERANCE,
     Cell,
     Saves,
-    apart,
-    by_pytorch,
     cell,
     differing,
+    max_difference,
     opened,
+    read_with_pytorch,
 )
 from tests.checkpoint.megatron_ranks import SAMPLES, STOP
 from toolkit import families
@@ -44,19 +44,19 @@ from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, TensorKey
 from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.target_tensors import select_target_tensors
 from toolkit.checkpoint.verify import verify
-from toolkit.config.schema import OptimizerName, Precision
+from toolkit.config.schema import Precision
 from toolkit.errors import CheckpointError, InputError
 from toolkit.testing.matrix import Cell as Layout
 from toolkit.testing.matrix import OptimizerCase, megatron
 
 
 def check(case: Cell, saved: Saves) -> CheckpointSource:
-    folder, held = saved.of(case)
+    folder, saved_state = saved.get(case)
     source = opened(case, folder)
     assert (source.format, source.step) == ("megatron", STOP)
-    assert source.catalog.tensors.keys() == held.state.keys()
-    assert not differing(source, held.state)
-    for key, value in held.scalars.items():
+    assert source.catalog.tensors.keys() == saved_state.state.keys()
+    assert not differing(source, saved_state.state)
+    for key, value in saved_state.scalars.items():
         assert source.catalog.scalars[key] == value, key
     optim = case.plan.config.optim
     expected = {
@@ -89,12 +89,12 @@ def test_read_megatron_checkpoint(case: Cell, megatron_saved: Saves) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in FULL if case not in QUICK], ids=str)
-def test_every_layout(case: Cell, megatron_saved: Saves) -> None:
+def test_read_every_megatron_layout(case: Cell, megatron_saved: Saves) -> None:
     check(case, megatron_saved)
 
 
 def test_model_is_derived_from_megatron_lm_arguments(megatron_saved: Saves) -> None:
-    folder, _ = megatron_saved.of(LLAMA_TP)
+    folder, _ = megatron_saved.get(LLAMA_TP)
     source = open_source(folder)
     assert source.shape == LLAMA_TP.plan.shape
     assert source.catalog.scalars["consumed_samples"] == SAMPLES
@@ -117,7 +117,7 @@ def test_arguments_distinguish_families(family: str) -> None:
 
 
 def test_megatron_model_is_required(megatron_saved: Saves, tmp_path: Path) -> None:
-    folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "alone" / "deeper" / "here" / "copy")
+    folder = shutil.copytree(megatron_saved.get(GPT2_3D)[0], tmp_path / "alone" / "deeper" / "here" / "copy")
     with pytest.raises(InputError, match="does not describe its model"):
         open_source(folder)
 
@@ -127,7 +127,7 @@ def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    folder, held = megatron_saved.of(MIXTRAL_EP)
+    folder, saved_state = megatron_saved.get(MIXTRAL_EP)
     metadata = FileSystemReader(str(folder / f"iter_{STOP:07d}")).read_metadata()
     keys = {
         key for key, about in metadata.state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)
@@ -135,7 +135,7 @@ def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
     ours = dcp_metadata.load_metadata(folder / f"iter_{STOP:07d}")
     assert ours.tensors.keys() == keys
     assert ours.objects.keys() == metadata.state_dict_metadata.keys() - keys
-    whole = by_pytorch(folder / f"iter_{STOP:07d}")
+    whole = read_with_pytorch(folder / f"iter_{STOP:07d}")
     assert MIXTRAL_EP.plan.shape is not None
     for tensor in families.get_family("mixtral").megatron_tensors(MIXTRAL_EP.plan.shape):
         if tensor.expert is None:
@@ -147,7 +147,7 @@ def test_pytorch_reads_equal_values(megatron_saved: Saves) -> None:
             assert tensor.layer is not None
             assert same_bits(
                 part.view(stacked[tensor.layer, tensor.expert]),
-                held.state[TensorKey(EXP_AVG, part.canonical)][place],
+                saved_state.state[TensorKey(EXP_AVG, part.canonical)][place],
             )
 
 
@@ -164,7 +164,7 @@ def test_other_sharding_types_are_rejected(megatron_saved: Saves, tmp_path: Path
 
 
 def test_other_model_is_reported(megatron_saved: Saves) -> None:
-    folder, _ = megatron_saved.of(GPT2_3D)
+    folder, _ = megatron_saved.get(GPT2_3D)
     shape = GPT2_3D.plan.shape
     assert shape is not None
     with pytest.raises(CheckpointError, match=r"linear_fc1\.weight"):
@@ -190,7 +190,7 @@ def test_other_model_is_reported(megatron_saved: Saves) -> None:
     ],
 )
 def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damage: str, message: str) -> None:
-    folder = shutil.copytree(megatron_saved.of(GPT2_3D)[0], tmp_path / "copy")
+    folder = shutil.copytree(megatron_saved.get(GPT2_3D)[0], tmp_path / "copy")
     iteration = folder / f"iter_{STOP:07d}"
     file = max(iteration.glob("*.distcp"), key=lambda path: path.stat().st_size)
     if damage == "metadata":
@@ -219,7 +219,7 @@ def test_damage_is_reported_by_file(megatron_saved: Saves, tmp_path: Path, damag
             stream.seek(blob.end - 22)
             stream.write(bytes(22))
     with pytest.raises(CheckpointError, match=message):
-        differing(opened(GPT2_3D, folder), megatron_saved.of(GPT2_3D)[1].state)
+        differing(opened(GPT2_3D, folder), megatron_saved.get(GPT2_3D)[1].state)
 
 
 # ---- what upstream writes wrongly
@@ -237,14 +237,14 @@ def test_known_upstream_corruption_is_rejected(megatron_saved: Saves, tmp_path: 
     """
     layout = megatron("llama", data=2, zero=1, label="overlap", own=OVERLAP)
     case = Cell(layout, precision or LLAMA_TP.precision)
-    folder, held = megatron_saved.of(case)
+    folder, saved_state = megatron_saved.get(case)
     source = opened(case, folder)
-    wrong = differing(source, held.state)
+    wrong = differing(source, saved_state.state)
     assert wrong, "upstream has fixed it: update the docs and remove this test"
     with pytest.raises(CheckpointError, match="corrupt"):
         convert(source, tmp_path / "native")
     assert verify(folder, case.plan.shape)
-    sound, _ = megatron_saved.of(QWEN2_BF16)
+    sound, _ = megatron_saved.get(QWEN2_BF16)
     convert(opened(QWEN2_BF16, sound), tmp_path / "sound")
     assert verify(sound, QWEN2_BF16.plan.shape) == []
 
@@ -263,13 +263,13 @@ RESUMED = [(LLAMA_TP, megatron("llama", pipeline=2, vocabulary=LLAMA_TP.layout.v
 
 @pytest.mark.parametrize(("case", "into"), RESUMED, ids=["llama"])
 def test_training_resumes_in_other_layout(case: Cell, into: Layout, megatron_saved: Saves) -> None:
-    folder, held = megatron_saved.of(case)
+    folder, saved_state = megatron_saved.get(case)
     plan = into.plan(OptimizerCase.ADAM)
     assert plan.shape == case.plan.shape
     found = megatron_saved.pool.run(work.resume, plan, folder, ranks=into.ranks)[0]
-    assert apart(found.results, held.results) <= TOLERANCE
+    assert max_difference(found.results, saved_state.results) <= TOLERANCE
     forgot = megatron_saved.pool.run(work.resume, plan, folder, True, ranks=into.ranks)[0]
-    assert apart(forgot.results, held.results) > 10 * TOLERANCE
+    assert max_difference(forgot.results, saved_state.results) > 10 * TOLERANCE
 
 
 # ---- names
@@ -311,15 +311,10 @@ def test_parse_half_keys_and_unknown_keys() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [Precision.fp32, BF16])
 def test_sgd_momentum_is_read(megatron_saved: Saves, precision: Precision) -> None:
-    settings = {
-        "optim__name": OptimizerName.sgd,
-        "optim__momentum": 0.9,
-        "optim__lr": 0.1,
-        "optim__clip": 0.0,
-    }
+    settings = {"optim__name": "sgd", "optim__momentum": 0.9, "optim__lr": 0.1, "optim__clip": 0.0}
     case = Cell(megatron("llama", tensor=2), precision, more=tuple(settings.items()))
-    folder, held = megatron_saved.of(case)
+    folder, saved_state = megatron_saved.get(case)
     source = opened(case, folder)
     assert "momentum_buffer" in {key.state for key in source.catalog.tensors}
-    assert source.catalog.tensors.keys() == held.state.keys()
-    assert not differing(source, held.state)
+    assert source.catalog.tensors.keys() == saved_state.state.keys()
+    assert not differing(source, saved_state.state)

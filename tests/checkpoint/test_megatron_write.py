@@ -24,15 +24,16 @@ from tests.checkpoint.megatron_cells import (
     TOLERANCE,
     Cell,
     Saves,
-    apart,
-    by_pytorch,
     cell,
+    max_difference,
     opened,
+    read_with_pytorch,
 )
 from tests.checkpoint.megatron_ranks import STOP
 from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.formats.dcp import metadata as dcp_metadata
+from toolkit.checkpoint.formats.megatron import rank_files
 from toolkit.checkpoint.formats.megatron import target as megatron_target
 from toolkit.checkpoint.offline.convert import Conversion
 from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIM
@@ -130,14 +131,16 @@ def test_megatron_resumes_for_every_layout_pair(
 
 
 def check(case: Cell, opens: Cell, saved: Saves, path: Path) -> None:
-    folder, held = saved.of(case)
+    folder, saved_state = saved.get(case)
     assert opens.plan.shape == case.plan.shape
     written = write(opened(case, folder), in_layout(opens), path / "written")
-    found = saved.pool.run(work.go_on, opens.plan, written, ranks=opens.ranks)[0]
-    assert found.state.keys() == held.state.keys()
-    assert not [str(key) for key in held.state if not same_bits(found.state[key], held.state[key])]
-    assert found.scalars == held.scalars
-    assert apart(found.results, held.results) <= TOLERANCE
+    found = saved.pool.run(work.continue_with_vendor, opens.plan, written, ranks=opens.ranks)[0]
+    assert found.state.keys() == saved_state.state.keys()
+    assert not [
+        str(key) for key in saved_state.state if not same_bits(found.state[key], saved_state.state[key])
+    ]
+    assert found.scalars == saved_state.scalars
+    assert max_difference(found.results, saved_state.results) <= TOLERANCE
     again = open_source(written, case.plan.shape)
     assert compute_digest(again.reader()) == compute_digest(opened(case, folder).reader())
     assert {key: again.catalog.scalars[key] for key in ("step", "optimizer_step", OPTIM)} == {
@@ -146,11 +149,13 @@ def check(case: Cell, opens: Cell, saved: Saves, path: Path) -> None:
 
 
 def test_control_zeroed_moments_change_losses(megatron_saved: Saves, tmp_path: Path) -> None:
-    folder, held = megatron_saved.of(QWEN2_BF16)
+    folder, saved_state = megatron_saved.get(QWEN2_BF16)
     written = write(opened(QWEN2_BF16, folder), in_layout(QWEN2_BF16), tmp_path / "written")
     forget(written / f"iter_{STOP:07d}")
-    found = megatron_saved.pool.run(work.go_on, QWEN2_BF16.plan, written, ranks=QWEN2_BF16.ranks)[0]
-    assert apart(found.results, held.results) > 10 * TOLERANCE
+    found = megatron_saved.pool.run(
+        work.continue_with_vendor, QWEN2_BF16.plan, written, ranks=QWEN2_BF16.ranks
+    )[0]
+    assert max_difference(found.results, saved_state.results) > 10 * TOLERANCE
 
 
 def forget(iteration: Path) -> None:
@@ -181,9 +186,9 @@ def forget(iteration: Path) -> None:
 def test_every_key_of_megatron_is_written(megatron_saved: Saves, tmp_path: Path) -> None:
     """PyTorch's loader finds every tensor and object that Megatron-core saved, bitwise equal."""
     case = LLAMA_TP
-    folder, _ = megatron_saved.of(case)
+    folder, _ = megatron_saved.get(case)
     written = write(opened(case, folder), in_layout(case), tmp_path / "written")
-    theirs, ours = (by_pytorch(one / f"iter_{STOP:07d}") for one in (folder, written))
+    theirs, ours = (read_with_pytorch(one / f"iter_{STOP:07d}") for one in (folder, written))
     assert theirs.keys() <= ours.keys()
     vocabulary = case.layout.vocabulary
     for key, tensor in theirs.items():
@@ -220,7 +225,7 @@ def test_chunks_match_requested_tensor_ranks(tmp_path: Path) -> None:
 
 
 def test_files_are_split_at_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_target, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(rank_files, "FILE_BYTES", 100_000)
     source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
     written = write(source, asked(tensor=2, optim=SETTINGS), tmp_path / "written")
     files = list((written / "iter_0000003").glob("__0_*.distcp"))
@@ -229,9 +234,9 @@ def test_files_are_split_at_size_limit(tmp_path: Path, monkeypatch: pytest.Monke
     assert compute_digest(open_source(written, tiny_shape()).reader()) == compute_digest(source.reader())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
-def test_there_and_back(family: str, mixed: bool, tmp_path: Path) -> None:
+def test_round_trip_restores_every_tensor(family: str, mixed: bool, tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", family, mixed=mixed))
     written = write(source, asked(tensor=2, pipeline=2, optim=SETTINGS), tmp_path / "written")
     again = open_source(written, source.shape)
@@ -246,7 +251,7 @@ def test_there_and_back(family: str, mixed: bool, tmp_path: Path) -> None:
     assert not again.catalog.copies, "keys that name the same bytes are no copies"
 
 
-def test_weights_alone(tmp_path: Path) -> None:
+def test_write_weights_without_optimizer(tmp_path: Path) -> None:
     source = open_source(tiny_checkpoint(tmp_path / "run", mixed=True))
     written = write(source, asked(optimizer=False, precision=Precision.fp32), tmp_path / "written")
     again = open_source(written, source.shape)

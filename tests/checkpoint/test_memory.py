@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.chores import CHORES
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
-from toolkit.checkpoint import blocks, catalog, executor, planner, tile_reader, verify
-from toolkit.checkpoint.offline import fill, output
+from tests.checkpoint.memory_programs import PROGRAMS
+from toolkit.checkpoint import catalog, file_reader, piece_reader, planner, tile_reader, verify
+from toolkit.checkpoint.offline import output, unit_writer
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import MASTER, WEIGHT, TensorKey
 
@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (catalog, blocks, executor, output, verify, writing):
+    for module in (catalog, file_reader, piece_reader, output, verify, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", ROOM)
     monkeypatch.setattr(planner, "SPLIT_BYTES", ROOM)
-    monkeypatch.setattr(fill, "TILE_BYTES", ROOM)
+    monkeypatch.setattr(unit_writer, "TILE_BYTES", ROOM)
     monkeypatch.setattr(tile_reader, "TILE_BYTES", ROOM)
 
 
@@ -54,20 +54,20 @@ def peak(work: Callable[[Path], None], folder: Path) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", CHORES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_traced_memory_is_bounded(tmp_path: Path, small_rooms: None, name: str) -> None:
     """Masters of 0.5, 2 and 8 MB, with buffers of 64 KiB. The overlap of two threads is random; the bound
     is not.
     """
     folders = [checkpoints(tmp_path / f"{rows}", rows) for rows in (512, 2048, 8192)]
-    CHORES[name](checkpoints(tmp_path / "imports", 512))
-    peaks = [peak(CHORES[name], folder) for folder in folders]
+    PROGRAMS[name](checkpoints(tmp_path / "imports", 512))
+    peaks = [peak(PROGRAMS[name], folder) for folder in folders]
     print(name, peaks)
     assert max(peaks) < 16 * ROOM, "the largest master is 128 rooms"
 
 
 def test_control_reading_whole_file_grows_memory(tmp_path: Path) -> None:
-    """Control."""
+    """Control: the measurement detects memory that grows with the tensor."""
 
     def read(folder: Path) -> None:
         np.fromfile(next((folder / "run" / "step-00000001").glob("*.safetensors")), np.uint8)
@@ -76,7 +76,7 @@ def test_control_reading_whole_file_grows_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", CHORES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_resident_memory_is_bounded(tmp_path: Path, name: str) -> None:
     """Masters of 32, 128 and 512 MiB and their weights, with two workers of 128 MB each. The smallest
     finishes before both workers fill their buffers, so it only has an upper bound.
@@ -84,7 +84,7 @@ def test_resident_memory_is_bounded(tmp_path: Path, name: str) -> None:
     found = []
     for rows in (2**15, 2**17, 2**19):
         folder = checkpoints(tmp_path / f"{rows}", rows)
-        command = [sys.executable, "-m", "tests.checkpoint.chores", name, str(folder)]
+        command = [sys.executable, "-m", "tests.checkpoint.memory_programs", name, str(folder)]
         found.append(
             int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
         )

@@ -77,7 +77,7 @@ def test_manifest_cannot_name_outside_files(kind: str, where: str, native: Path,
 
 @pytest.mark.parametrize(
     "kind", [kind for kind in HOSTILE if kind != "absolute"]
-)  # a whole path is what resume=PATH leaves
+)  # resume=PATH writes an absolute path
 def test_latest_cannot_name_outside_folder(kind: str, native: Path, tmp_path: Path) -> None:
     """A relative name of an outside checkpoint is treated like a missing one."""
     (tmp_path / "checkpoints").mkdir()
@@ -105,10 +105,7 @@ def test_tracker_cannot_name_outside_folder(
     here.mkdir()
     name = {"absolute": str(tag), "parent": f"../outside/{tag.name}"}.get(kind, HOSTILE[kind])
     (here / TRACKERS[vendor_kind]).write_text(name)
-    if (kind, vendor_kind) != (
-        "absolute",
-        "deepspeed",
-    ):  # `latest` with a whole path is what resume=PATH leaves in a run's folder
+    if (kind, vendor_kind) != ("absolute", "deepspeed"):  # resume=PATH writes an absolute path to `latest`
         with pytest.raises(CheckpointError, match="the path"):
             open_source(here, tiny_shape())
     (here / TRACKERS[vendor_kind]).write_text(tag.name if vendor_kind != "megatron" else str(STEP))

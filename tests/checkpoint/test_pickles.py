@@ -22,7 +22,7 @@ from toolkit.checkpoint.catalog import DamagedFile
 from toolkit.checkpoint.formats import torch_zip, unpickle
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 
-SIZE = 200_000  # levels: many more than C's stack has room for
+SIZE = 200_000  # levels: far more than fit the C stack
 MARK, TUPLE1, TUPLE2, DICT, LIST, STOP = b"(", b"\x85", b"\x86", b"}", b"]", b"."
 
 

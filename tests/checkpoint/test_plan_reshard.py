@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint import described
+from tests.checkpoint import synthetic_catalogs
 from tests.checkpoint.tiny_run import tiny_checkpoint
 from toolkit.checkpoint.catalog import Catalog, TensorPiece
 from toolkit.checkpoint.formats import native
@@ -113,16 +113,16 @@ def native_target(source: CheckpointSource) -> CheckpointTarget:
 
 
 def test_plan_zero3_of_64_ranks_with_missing_rank() -> None:
-    source = described.zero3("llama-3-8b", ranks=64)
+    source = synthetic_catalogs.zero3("llama-3-8b", ranks=64)
     plan = plan_reshard(source.catalog, native_target(source))
     parameters = 8_030_261_248
     assert plan.bytes_read == 12 * parameters
     assert plan.bytes_written == 14 * parameters
     assert plan.source_pieces >= 64 * 3 * 291 * 0.9
     assert (plan.files_read, plan.unused) == (64, [])
-    lame = described.zero3("llama-3-8b", ranks=64, missing=17)
+    incomplete = synthetic_catalogs.zero3("llama-3-8b", ranks=64, missing=17)
     with pytest.raises(CheckpointError, match=r"elements are stored") as caught:
-        plan_reshard(lame.catalog, native_target(lame))
+        plan_reshard(incomplete.catalog, native_target(incomplete))
     assert "master:model.embed_tokens.weight" in str(caught.value)
 
 
@@ -146,7 +146,7 @@ def planned(model: str, ranks: int, missing: int | None) -> Mapping[str, str]:
     """The output of a planning process."""
     arguments = [model, str(ranks), str(missing)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.described", *arguments],
+        [sys.executable, "-m", "tests.checkpoint.synthetic_catalogs", *arguments],
         capture_output=True,
         text=True,
         timeout=500,

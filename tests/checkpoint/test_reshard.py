@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.layouts import LAYOUTS, cut, same_bits, save, shards_of, whole
-from toolkit.checkpoint import blocks, catalog, executor, open_reader, planner
+from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, slice_box, whole
+from toolkit.checkpoint import catalog, file_reader, open_reader, piece_reader, planner
 from toolkit.checkpoint.online import writing
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, TensorKey, flat_shards
 from toolkit.checkpoint.verify import compute_digest, verify
@@ -37,7 +37,7 @@ DTYPES = (
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use blocks of 64 bytes and split from 32, so that small tensors take every code path."""
-    for module in (catalog, blocks, executor, writing):
+    for module in (catalog, file_reader, piece_reader, writing):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     monkeypatch.setattr(planner, "SPLIT_BYTES", 32)
 
@@ -94,7 +94,7 @@ def test_any_layout_loads_any_other(
         for rank in shards_of(named, LAYOUTS[target], target_ranks, empty=True):
             reader.read(rank)
             for shard in rank:
-                assert same_bits(shard.data, cut(named[shard.key], shard.box)), shard
+                assert same_bits(shard.data, slice_box(named[shard.key], shard.box)), shard
         assert {key: info.shape for key, info in reader.tensors.items()} == {
             key: tuple(tensor.shape) for key, tensor in named.items()
         }
@@ -132,7 +132,7 @@ def test_tensors_larger_than_a_block(tmp_path: Path) -> None:
         reader = open_reader(save(tmp_path / source, 1, shards_of(named, LAYOUTS[source], 2)))
         for rank in shards_of(named, LAYOUTS[target], 3, empty=True):
             reader.read(rank)
-            assert all(same_bits(shard.data, cut(named[shard.key], shard.box)) for shard in rank)
+            assert all(same_bits(shard.data, slice_box(named[shard.key], shard.box)) for shard in rank)
 
 
 def test_replicas_share_writing(tmp_path: Path, small_blocks: None) -> None:
@@ -153,13 +153,13 @@ def test_read_touches_only_required_bytes(
     tensor = random_tensor((1000,), torch.float32, 0)
     reader = open_reader(save(tmp_path, 1, shards_of({key: tensor}, LAYOUTS["flat"], 2)))
     read: list[int] = []
-    fill = blocks.CheckpointFiles.fill
+    fill = file_reader.CheckpointFiles.read_into
 
-    def counted(self: blocks.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
+    def counted(self: file_reader.CheckpointFiles, file: str, begin: int, buffer: memoryview) -> None:
         read.append(len(buffer))
         fill(self, file, begin, buffer)
 
-    monkeypatch.setattr(blocks.CheckpointFiles, "fill", counted)
+    monkeypatch.setattr(file_reader.CheckpointFiles, "read_into", counted)
     shards = flat_shards(key, (1000,), 490, torch.empty(20))
     reader.read(shards)
     assert torch.equal(shards[0].data, tensor[490:510])

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, Box, Shard, TensorKey
 from toolkit.checkpoint.verify import verify
 from toolkit.errors import CheckpointError
+from toolkit.rundir.find import find_run
 
 KEY = TensorKey(WEIGHT, "w")
 
@@ -40,7 +41,13 @@ def state(value: float, size: int = 64) -> list[Shard]:
 
 
 def save_alone(
-    store: CheckpointStore, step: int, shards: list[Shard], *, attempt: int = 1, background: bool = False
+    store: CheckpointStore,
+    step: int,
+    shards: list[Shard],
+    *,
+    attempt: int = 1,
+    background: bool = False,
+    best: Sequence[int] = (),
 ) -> Path:
     return store.save(
         step,
@@ -51,6 +58,7 @@ def save_alone(
         ranks=1,
         attempt=attempt,
         background=background,
+        best=best,
     ).wait()
 
 
@@ -70,6 +78,44 @@ def test_retention_keeps_last_multiples_and_pointed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*")), "nothing temporary stays"
 
 
+# The best steps at each save, the best first.
+BEST = {1: [1], 2: [2], 3: [2], 4: [2], 5: [5, 2], 6: [5, 2]}
+
+
+def test_retention_keeps_the_best_and_points_to_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    for step, best in BEST.items():
+        save_alone(store, step, state(step), best=best)
+        folders = checkpoint_folder.committed_checkpoints(tmp_path)
+        assert sorted(folders) == sorted({step, *best})
+        assert directory.find_checkpoint(tmp_path / "best") == folders[best[0]]
+        assert store.newest() == folders[step]
+    assert find_run(tmp_path / "best", "resume") == tmp_path / "step-00000005"
+    directory.rewind_to_checkpoint(tmp_path, tmp_path / "step-00000002", 2, tmp_path / "aside")
+    assert not (tmp_path / "best").exists(), "it does not name a checkpoint that was moved"
+    save_alone(store, 3, state(3), best=[7, 2])
+    assert value(directory.find_checkpoint(tmp_path / "best")) == 2, "step 7 does not exist"
+    save_alone(store, 4, state(4))
+    assert not (tmp_path / "best").exists()
+
+
+@pytest.mark.parametrize("phase", [SavePhase.RENAME, SavePhase.POINTER, SavePhase.RETENTION])
+def test_death_during_a_save_leaves_the_best_checkpoint(phase: SavePhase, tmp_path: Path) -> None:
+    def die(reached: SavePhase) -> None:
+        if reached is phase:
+            raise KeyboardInterrupt
+
+    for step, best in BEST.items():
+        if step > 1:
+            store = CheckpointStore(tmp_path, keep_last=1, on_phase=die)
+            with pytest.raises(KeyboardInterrupt):
+                save_alone(store, step, state(step), attempt=step, best=best)
+            named = directory.find_checkpoint(tmp_path / "best")
+            assert value(named) in (BEST[step][0], BEST[step - 1][0]), "it names a checkpoint that exists"
+        save_alone(CheckpointStore(tmp_path, keep_last=1), step, state(step), attempt=10 + step, best=best)
+        assert value(directory.find_checkpoint(tmp_path / "best")) == best[0]
+
+
 def test_retention_uses_step_and_completeness() -> None:
     def removed(steps: list[int], whole: list[int] | None = None, **options: int) -> list[int]:
         options = {"saved": max(steps), "keep_last": 1, "keep_every": 0, **options}
@@ -80,9 +126,9 @@ def test_retention_uses_step_and_completeness() -> None:
     assert removed([1, 2, 3, 4], whole=[1, 2, 4], keep_last=2) == [
         1,
         3,
-    ]  # a damaged one does not count as one that is kept
+    ]  # a damaged checkpoint does not count as kept
     assert removed([5, 10, 15, 20], keep_every=10) == [5, 15]
-    assert removed([10, 20, 30, 40], saved=20) == [10]  # what lies ahead is left alone
+    assert removed([10, 20, 30, 40], saved=20) == [10]  # later steps are kept
 
 
 def test_crash_leftovers_are_consistent(tmp_path: Path) -> None:
@@ -230,6 +276,29 @@ def test_background_save_equals_blocking_save(tmp_path: Path) -> None:
     assert float(whole(open_reader(store.newest() or path))[TensorKey(WEIGHT, "a")].abs().max()) == 0
 
 
+def test_background_saves_reuse_their_buffer(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save_alone(store, 1, state(1), background=True)
+    buffer = store._snapshot._buffer.data_ptr()
+    path = save_alone(store, 2, state(2), background=True)
+    assert store._snapshot._buffer.data_ptr() == buffer
+    assert value(path) == 2
+
+
+def test_more_state_than_the_staging_area_is_saved_in_the_foreground(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, staging_bytes=256)
+    for step, size, copied in ((1, 64, True), (2, 65, False)):
+        options = {"namespace": NAMESPACE, "rank": 0, "ranks": 1, "attempt": 1, "background": True}
+        shards = state(step, size)
+        pending = store.save(step, shards, {}, **options)
+        assert pending.waited is not copied, "it waits for a save in the foreground only"
+        assert value(pending.wait()) == step
+        assert ("in the foreground" in caplog.text) is not copied
+    assert store._snapshot._buffer.numel() == 256
+
+
 def test_background_error_is_raised_once(tmp_path: Path) -> None:
     def fail(phase: SavePhase) -> None:
         raise OSError(errno.EIO, "the disk says no")
@@ -247,7 +316,7 @@ def test_saving_same_step_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = save_alone(store, 5, state(1))
     inode = path.stat().st_ino
-    assert save_alone(store, 5, state(1)) == path  # within an attempt: nothing is written again
+    assert save_alone(store, 5, state(1)) == path  # within one attempt the step is not written twice
     assert path.stat().st_ino == inode
     assert save_alone(CheckpointStore(tmp_path), 5, state(2), attempt=2) == path
     assert value(path) == 1, "a complete checkpoint of the step is kept"
@@ -350,7 +419,7 @@ store.save(1, [shard], {}, namespace="test/1", rank=rank, ranks=2, attempt=1)
 
 @pytest.mark.parametrize("dies", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_killed_rank_fails_save_on_other_ranks(dies: int, tmp_path: Path) -> None:
-    """Without waiting for the timeout (30 minutes), and without signals from a launcher."""
+    """The death is detected before the timeout (30 minutes), and without signals from a launcher."""
     other = subprocess.Popen([sys.executable, "-c", RANK_THAT_DIES, str(tmp_path), str(dies)])
     shard = Shard(KEY, (128,), Box((64 * (1 - dies),), (64,)), torch.zeros(64))
     began = time.monotonic()
@@ -377,8 +446,8 @@ def test_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:
 def test_write_error_keeps_previous_checkpoint(
     number: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the user must fix is a user error on all ranks; other file system errors are failures on all
-    ranks.
+    """A cause that the user must fix is a user error on all ranks; other file system errors are failures on
+    all ranks.
     """
     named = {KEY: torch.arange(4096.0)}
     stores = [CheckpointStore(tmp_path, timeout_seconds=20) for _ in range(2)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.fabricate import of_ranks, read_at, write_at
+from tests.checkpoint.fabricate import overwrite_element, read_element, write_rank_files
 from tests.checkpoint.huggingface_folders import converted, model_of, tiny
 from tests.checkpoint.layouts import LAYOUTS, save, shards_of
 from toolkit.checkpoint import manifest, tile_reader
@@ -46,7 +46,7 @@ def sound(names: tuple[str, ...] = ("w", "norm")) -> dict[TensorKey, torch.Tenso
 
 
 def of_vendor(folder: Path) -> CheckpointSource:
-    return of_ranks(folder, sound(), replicated=("norm",))
+    return write_rank_files(folder, sound(), replicated=("norm",))
 
 
 def describe_findings(source: CheckpointSource, workers: int = 2) -> list[str]:
@@ -57,7 +57,7 @@ def test_intact_checkpoint_has_no_findings(tmp_path: Path) -> None:
     named = sound()
     for source in (
         of_vendor(tmp_path / "vendor"),
-        of_ranks(tmp_path / "turned", named, replicated=("norm",), turned=("w",)),
+        write_rank_files(tmp_path / "transposed", named, replicated=("norm",), transposed=("w",)),
         open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["columns"], 3))),
     ):
         progress: list[tuple[int, int]] = []
@@ -78,12 +78,12 @@ def test_intact_checkpoint_has_no_findings(tmp_path: Path) -> None:
 # ---- values
 
 
-@pytest.mark.parametrize("turned", [(), ("w",)])
-def test_verify_detects_weight_that_differs_from_master(tmp_path: Path, turned: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("transposed", [(), ("w",)])
+def test_verify_detects_weight_that_differs_from_master(tmp_path: Path, transposed: tuple[str, ...]) -> None:
     """megatron-core 0.16.1 wrote this with several buckets: another parameter's optimizer state."""
-    source = of_ranks(tmp_path / "a", sound(), replicated=("norm",), turned=turned)
-    write_at(source, TensorKey(MASTER, "w"), 77, struct.pack("<f", 3.0))
-    write_at(source, TensorKey(WEIGHT, "w"), 119, b"\x00\x3f")
+    source = write_rank_files(tmp_path / "a", sound(), replicated=("norm",), transposed=transposed)
+    overwrite_element(source, TensorKey(MASTER, "w"), 77, struct.pack("<f", 3.0))
+    overwrite_element(source, TensorKey(WEIGHT, "w"), 119, b"\x00\x3f")
     assert describe_findings(source) == [
         "weight:w: 2 of 120 values are not their master weights, cast to bfloat16; the first is in rank1.pt"
     ]
@@ -96,7 +96,7 @@ def test_verify_detects_other_parameters_state(tmp_path: Path) -> None:
             named[TensorKey(state, "b")],
             named[TensorKey(state, "a")],
         )
-    found = verify_source(of_ranks(tmp_path / "a", named))
+    found = verify_source(write_rank_files(tmp_path / "a", named))
     assert [finding.where for finding in found] == ["weight:a", "weight:b"]
 
 
@@ -113,17 +113,17 @@ def test_verify_detects_nonfinite_and_negative_values(
     tmp_path: Path, state: str, raw: bytes, seen: str
 ) -> None:
     source = of_vendor(tmp_path / "a")
-    write_at(source, TensorKey(state, "w"), 100, raw)
+    overwrite_element(source, TensorKey(state, "w"), 100, raw)
     assert describe_findings(source) == [f"{state}:w: {seen}"]
 
 
 def test_verify_detects_differing_replica(tmp_path: Path) -> None:
-    for turned in ((), ("w",)):
-        source = of_ranks(
-            tmp_path / f"{len(turned)}", sound(), ranks=3, replicated=("w", "norm"), turned=turned
+    for transposed in ((), ("w",)):
+        source = write_rank_files(
+            tmp_path / f"{len(transposed)}", sound(), ranks=3, replicated=("w", "norm"), transposed=transposed
         )
-        write_at(source, TensorKey(EXP_AVG, "norm"), 5, struct.pack("<f", 1.25), copy=True)
-        write_at(source, TensorKey(WEIGHT, "w"), 11, b"\x00\x3e", copy=True)
+        overwrite_element(source, TensorKey(EXP_AVG, "norm"), 5, struct.pack("<f", 1.25), copy=True)
+        overwrite_element(source, TensorKey(WEIGHT, "w"), 11, b"\x00\x3e", copy=True)
         assert describe_findings(source) == [
             "weight:w: 1 of 120 values differ between rank0.pt and rank1.pt",
             "exp_avg:norm: 1 of 12 values differ between rank0.pt and rank1.pt",
@@ -132,7 +132,7 @@ def test_verify_detects_differing_replica(tmp_path: Path) -> None:
 
 def test_verify_reports_file_of_invalid_copy(tmp_path: Path) -> None:
     source = of_vendor(tmp_path / "a")
-    write_at(source, TensorKey(EXP_AVG_SQ, "norm"), 5, struct.pack("<f", -1.0), copy=True)
+    overwrite_element(source, TensorKey(EXP_AVG_SQ, "norm"), 5, struct.pack("<f", -1.0), copy=True)
     assert describe_findings(source) == ["exp_avg_sq:norm: an average of squares is negative, in rank1.pt"]
 
 
@@ -167,7 +167,7 @@ def test_verify_detects_disagreeing_steps(
     tmp_path: Path, scalars: dict[str, object], seen: list[str]
 ) -> None:
     assert [
-        finding.what for finding in verify_source(of_ranks(tmp_path / "a", sound(), scalars=scalars))
+        finding.what for finding in verify_source(write_rank_files(tmp_path / "a", sound(), scalars=scalars))
     ] == seen
     folder = save(tmp_path / "native", 1, shards_of(sound(), LAYOUTS["flat"], 2), scalars=scalars)
     assert [finding.what.split(",")[0] for finding in verify(folder)] == [
@@ -203,7 +203,7 @@ def test_verify_detects_missing_and_duplicate_elements(tmp_path: Path) -> None:
 
 def test_verify_detects_different_shapes(tmp_path: Path) -> None:
     named = {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(MASTER, "w"): torch.ones(4, 6)}
-    assert describe_findings(of_ranks(tmp_path / "a", named)) == [
+    assert describe_findings(write_rank_files(tmp_path / "a", named)) == [
         "weight:w: its states differ in shape: weight (4, 5), master (4, 6)"
     ]
 
@@ -224,9 +224,9 @@ def test_verify_detects_truncated_and_missing_files(tmp_path: Path) -> None:
 
 
 def test_findings_are_independent_of_threads(tmp_path: Path) -> None:
-    source = of_ranks(tmp_path / "a", sound(tuple("abcdefgh")))
+    source = write_rank_files(tmp_path / "a", sound(tuple("abcdefgh")))
     for number, name in enumerate("abcdefgh"):
-        write_at(source, TensorKey(MASTER, name), 13 * number, struct.pack("<f", 100.0))
+        overwrite_element(source, TensorKey(MASTER, name), 13 * number, struct.pack("<f", 100.0))
     assert describe_findings(source, 1) == describe_findings(source, 5)
     assert len(describe_findings(source, 1)) == 8
 
@@ -236,16 +236,16 @@ def test_findings_are_independent_of_threads(tmp_path: Path) -> None:
 
 def flipped(source: CheckpointSource, key: TensorKey, element: int) -> int:
     """Return how many flipped bits of one element are detected, one at a time."""
-    raw = read_at(source, key, element)
+    raw = read_element(source, key, element)
     found = 0
     for bit in range(8 * len(raw)):
         changed = bytearray(raw)
         changed[bit // 8] ^= 1 << bit % 8
-        piece = write_at(source, key, element, bytes(changed))
+        piece = overwrite_element(source, key, element, bytes(changed))
         findings = verify_source(source, workers=1)
         assert all(finding.where in (piece.file, str(key), f"weight:{key.name}") for finding in findings)
         found += bool(findings)
-    write_at(source, key, element, raw)
+    overwrite_element(source, key, element, raw)
     return found
 
 
@@ -256,7 +256,7 @@ def test_verify_flipped_bits(tmp_path: Path) -> None:
     """
     named = {TensorKey(state, "w"): torch.full((4, 3), 1.0) for state in STATES}
     named[TensorKey(WEIGHT, "w")] = named[TensorKey(WEIGHT, "w")].bfloat16()
-    of_vendor = of_ranks(tmp_path / "vendor", named)
+    of_vendor = write_rank_files(tmp_path / "vendor", named)
     native = open_source(save(tmp_path / "native", 1, shards_of(named, LAYOUTS["flat"], 2)))
     bits = {WEIGHT: 16, MASTER: 32, EXP_AVG: 32, EXP_AVG_SQ: 32}
     assert {state: flipped(of_vendor, TensorKey(state, "w"), 7) for state in STATES} == {
@@ -265,7 +265,7 @@ def test_verify_flipped_bits(tmp_path: Path) -> None:
         EXP_AVG: 1,
         EXP_AVG_SQ: 2,
     }
-    archives = of_ranks(tmp_path / "archives", named, checksums=True)
+    archives = write_rank_files(tmp_path / "archives", named, checksums=True)
     assert {state: flipped(archives, TensorKey(state, "w"), 7) for state in STATES} == bits
     for state, count in bits.items():
         piece = native.catalog.pieces[TensorKey(state, "w")][0]
@@ -302,7 +302,7 @@ def test_a_target_of_another_format_is_verified_by_its_manifest(tmp_path: Path) 
 
 
 def test_empty_tensors_are_valid(tmp_path: Path) -> None:
-    source = of_ranks(
+    source = write_rank_files(
         tmp_path / "a",
         {TensorKey(WEIGHT, "w"): torch.ones(4, 5), TensorKey(WEIGHT, "none"): torch.ones(0, 5)},
     )

@@ -12,7 +12,7 @@ from toolkit import families
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, TensorKey
 from toolkit.checkpoint.source import MODEL
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.families.base import ModelShape
 from toolkit.testing.tiny import FAMILIES, SIZES
 
@@ -40,7 +40,7 @@ def tensors_of(shape: ModelShape, *, mixed: bool = False) -> dict[TensorKey, tor
 
 
 def tiny_checkpoint(
-    directory: Path, family: str = "llama", *, mixed: bool = False, says_model: bool = True
+    directory: Path, family: str = "llama", *, mixed: bool = False, with_model: bool = True
 ) -> Path:
     """Create ``step-00000003`` in ``directory``."""
     shape = tiny_shape(family)
@@ -51,7 +51,7 @@ def tiny_checkpoint(
         "consumed_samples": 24,
         "optimizer_step": STEP,
         "optim": optim,
-        **({MODEL: asdict(shape)} if says_model else {}),
+        **({MODEL: asdict(shape)} if with_model else {}),
     }
     return (
         CheckpointStore(directory)

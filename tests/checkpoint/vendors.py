@@ -51,13 +51,13 @@ def vendor_save_megatron(
 
     Args:
         singleton: Separate keys for layers and experts instead of stacked ones.
-        more: Further entries of ``common.pt``, such as ``args``.
+        **more: Further entries of ``common.pt``, such as ``args``.
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # Otherwise it starts a process for a queue that only this process uses, and which is left behind when
+    # Otherwise it starts a process for a queue of this process, which keeps running when
     # ranks are ended.
     filesystem_async._results_queue = Queue()
     iteration = folder / ITERATION.format(step)

@@ -16,7 +16,7 @@ from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
 
 RANKS = 2
-OUTSIDE = 0  # of any save; phases count from 1
+NOT_SAVING = 0  # phases of a save count from 1
 
 
 def state(step: int) -> dict[TensorKey, torch.Tensor]:
@@ -29,19 +29,19 @@ def state(step: int) -> dict[TensorKey, torch.Tensor]:
 
 
 def write(
-    directory: Path, rank: int, attempt: int, where: Any, kill_at: tuple[SavePhase, int] | None
+    directory: Path, rank: int, attempt: int, current_phase: Any, kill_at: tuple[SavePhase, int] | None
 ) -> None:
     """Save the steps after the newest checkpoint's, until killed.
 
     Args:
-        where: Shared integer that is set to the rank's phase.
+        current_phase: Shared integer that is set to the rank's phase.
         kill_at: Die as by ``kill -9`` when this phase is entered for the n-th time (from 0).
     """
     torch.set_num_threads(1)
     entered: dict[SavePhase, int] = {}
 
     def on_phase(phase: SavePhase) -> None:
-        where.value = 1 + list(SavePhase).index(phase)
+        current_phase.value = 1 + list(SavePhase).index(phase)
         if kill_at == (phase, entered.setdefault(phase, 0)):
             os.kill(os.getpid(), signal.SIGKILL)
         entered[phase] += 1
@@ -62,4 +62,4 @@ def write(
             background=number % 2 == 0,
         )
         pending.wait()
-        where.value = OUTSIDE
+        current_phase.value = NOT_SAVING

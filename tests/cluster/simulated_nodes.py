@@ -28,6 +28,9 @@ import pytest
 
 from tests.waiting import wait_until
 
+PORT = 29400  # interfaces of namespaces only
+ENVIRON = {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 ADDRESSES = ("10.213.0.1", "10.213.0.2")  # used only inside the namespaces
@@ -294,3 +297,9 @@ def _bare() -> dict[str, str]:
     """Return the environment without variables of a surrounding launcher."""
     ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
     return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def wait_for_exit_codes(commands: Sequence[OnNode], seconds: float) -> list[int | None]:
+    """Wait until the commands have ended and return their exit codes."""
+    wait_for(lambda: all(item.code() is not None for item in commands), seconds, "ended", *commands)
+    return [item.code() for item in commands]

@@ -1,4 +1,4 @@
-"""The doctor's judges, applied to good and bad measurements."""
+"""Findings of the doctor's checks for good and bad measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.cluster.doctor import clocks, cross_node, disk, gpus, host, network, software
+from toolkit.cluster.doctor import clocks, compilers, cross_node, disk, gpus, host, network, software
 from toolkit.cluster.doctor import data_access as data
 from toolkit.cluster.doctor.preflight import find_failures
 from toolkit.cluster.doctor.report import format_summary, to_json
@@ -28,7 +28,7 @@ from toolkit.cluster.doctor.types import (
 from toolkit.config.compose import compose
 from toolkit.config.schema import EngineName
 from toolkit.errors import Problem
-from toolkit.monitor.link_probe import ALL_REDUCE, probe_row
+from toolkit.monitor.comm_benchmark_rows import ALL_REDUCE, probe_row
 from toolkit.plan import make_plan
 from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.plan.types import Device, World
@@ -52,7 +52,7 @@ GPU = replace(CPU, device=Device.CUDA, ranks=8, ranks_per_node=8, device_bytes=6
 NODES = replace(GPU, ranks=32, nodes=4)
 
 
-def judged(
+def check_findings(
     findings: Iterable[CheckFinding], *, verdicts: set[CheckVerdict], text: str = "", remedy: str = ""
 ) -> list[CheckFinding]:
     """Findings that are not ok have a remedy; ok findings have none."""
@@ -92,9 +92,9 @@ def with_versions(**versions: str | None) -> software.InstalledVersions:
 
 
 def test_versions_in_tested_ranges_are_ok() -> None:
-    judged(software.assess_versions(VERSIONS, GPU), verdicts={OK}, text="CUDA 12.8, NCCL 2.27.3")
+    check_findings(software.assess_versions(VERSIONS, GPU), verdicts={OK}, text="CUDA 12.8, NCCL 2.27.3")
     nvidia = with_versions(torch="2.11.0a0+5228986c39.nv25.6")
-    judged(software.assess_versions(nvidia, GPU), verdicts={OK})
+    check_findings(software.assess_versions(nvidia, GPU), verdicts={OK})
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_versions_in_tested_ranges_are_ok() -> None:
 def test_untested_versions_are_reported(
     versions: software.InstalledVersions, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(software.assess_versions(versions, requirements), verdicts={verdict}, text=text)
+    check_findings(software.assess_versions(versions, requirements), verdicts={verdict}, text=text)
 
 
 def test_unused_engine_may_have_any_version() -> None:
-    judged(
+    check_findings(
         software.assess_versions(with_versions(deepspeed="0.1"), replace(GPU, engine=EngineName.local)),
         verdicts={OK},
     )
@@ -133,7 +133,9 @@ def test_unused_engine_may_have_any_version() -> None:
 def test_secret_in_command_line_is_reported_without_its_value(word: str, kind: str) -> None:
     found = software.find_secrets({"this command": ["launch/train.py", word]})
     assert found == [f"{kind} in the command line of this command"]
-    message = judged(software.assess_arguments(found, CPU), verdicts={FAIL}, text=kind, remedy="revoke it")
+    message = check_findings(
+        software.assess_arguments(found, CPU), verdicts={FAIL}, text=kind, remedy="revoke it"
+    )
     assert all(word not in finding.evidence + finding.remedy for finding in message)
 
 
@@ -146,7 +148,7 @@ def test_normal_arguments_are_not_secrets() -> None:
         "monitor.project=wandb",
     ]
     assert software.find_secrets({"this command": words}) == []
-    judged(software.assess_arguments([], CPU), verdicts={OK})
+    check_findings(software.assess_arguments([], CPU), verdicts={OK})
 
 
 # ---- driver and GPUs
@@ -177,16 +179,16 @@ DRIVER = gpus.DriverInfo(version="570.86", cuda=(12, 8), built=(12, 8))
         (gpus.DriverInfo(version=None), CPU, OK, "none"),
     ],
 )
-def test_judge_driver(
+def test_driver_verdict(
     driver: gpus.DriverInfo, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(gpus.assess_driver(driver, requirements), verdicts={verdict}, text=text)
+    check_findings(gpus.assess_driver(driver, requirements), verdicts={verdict}, text=text)
 
 
 def test_healthy_gpus() -> None:
-    judged(gpus.assess_gpus(EIGHT, GPU), verdicts={OK}, text="8 x NVIDIA H100 80GB HBM3; ECC on")
-    judged(gpus.assess_gpus([], CPU), verdicts={OK}, text="CPU ranks")
-    judged(
+    check_findings(gpus.assess_gpus(EIGHT, GPU), verdicts={OK}, text="8 x NVIDIA H100 80GB HBM3; ECC on")
+    check_findings(gpus.assess_gpus([], CPU), verdicts={OK}, text="CPU ranks")
+    check_findings(
         gpus.assess_gpus([gpus.GpuState(index=0, name="MIG")], replace(GPU, ranks_per_node=1)),
         verdicts={OK, UNKNOWN},
         text="does not report",
@@ -209,17 +211,18 @@ def test_healthy_gpus() -> None:
 def test_unhealthy_gpu(change: dict[str, object], verdict: CheckVerdict, text: str) -> None:
     cards = [replace(card, **change) if card.index == 3 else card for card in EIGHT]  # type: ignore[arg-type]
     message = " ".join(
-        item.evidence + item.remedy for item in judged(gpus.assess_gpus(cards, GPU), verdicts={verdict})
+        item.evidence + item.remedy
+        for item in check_findings(gpus.assess_gpus(cards, GPU), verdicts={verdict})
     )
     assert text in message
-    judged(
+    check_findings(
         gpus.assess_gpus(cards, replace(GPU, ranks_per_node=3)), verdicts={OK}
     )  # a GPU that the run does not use
 
 
 def test_too_few_gpus() -> None:
-    judged(gpus.assess_gpus(EIGHT[:7], GPU), verdicts={FAIL}, text="for 8 ranks")
-    judged(gpus.assess_gpus([], GPU), verdicts={FAIL}, text="none for 8 ranks")
+    check_findings(gpus.assess_gpus(EIGHT[:7], GPU), verdicts={FAIL}, text="for 8 ranks")
+    check_findings(gpus.assess_gpus([], GPU), verdicts={FAIL}, text="none for 8 ranks")
 
 
 class FakeNvml:
@@ -311,24 +314,24 @@ def test_measure_gpus_with_fake_nvml() -> None:
         (64 * 2**20, replace(GPU, ranks_per_node=1), OK),
     ],
 )
-def test_judge_shared_memory(free: int, requirements: RunRequirements, verdict: CheckVerdict) -> None:
-    judged(
+def test_shared_memory_verdict(free: int, requirements: RunRequirements, verdict: CheckVerdict) -> None:
+    check_findings(
         host.assess_shared(host.SharedMemory(16 * GIB, free), requirements),
         verdicts={verdict},
         remedy="shm-size" if verdict is not OK else "",
     )
 
 
-def test_judge_host_memory() -> None:
-    judged(
+def test_host_memory_verdict() -> None:
+    check_findings(
         host.assess_memory(host.HostMemory(64 * GIB, 20 * GIB), CPU),
         verdicts={OK},
         text="the run needs 10.0 GiB",
     )
-    judged(
+    check_findings(
         host.assess_memory(host.HostMemory(64 * GIB, 9 * GIB), CPU), verdicts={FAIL}, text="9.0 GiB available"
     )
-    judged(
+    check_findings(
         host.assess_memory(host.HostMemory(64 * GIB, 9 * GIB), replace(CPU, host_bytes=None)),
         verdicts={UNKNOWN},
     )
@@ -352,10 +355,10 @@ HALVES = (frozenset(range(8)), frozenset(range(8, 16)))
         ),
     ],
 )
-def test_judge_cores(
+def test_cores_verdict(
     cores: host.CpuCores, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(host.assess_cores(cores, requirements), verdicts={verdict}, text=text)
+    check_findings(host.assess_cores(cores, requirements), verdicts={verdict}, text=text)
 
 
 def test_parse_cpu_list() -> None:
@@ -377,15 +380,15 @@ LIMITS = host.ProcessLimits(files=65536, files_hard=65536, locked_bytes=None, rd
         (replace(LIMITS, locked_bytes=65536, rdma=False), NODES, {OK}, "without RDMA"),
     ],
 )
-def test_judge_limits(
+def test_limits_verdict(
     limits: host.ProcessLimits, requirements: RunRequirements, verdicts: set[CheckVerdict], text: str
 ) -> None:
-    judged(host.assess_limits(limits, requirements), verdicts=verdicts, text=text)
+    check_findings(host.assess_limits(limits, requirements), verdicts=verdicts, text=text)
 
 
 def test_low_hard_limit_needs_root() -> None:
     low = host.ProcessLimits(files=1024, files_hard=1024, locked_bytes=None, rdma=True)
-    judged(host.assess_limits(low, NODES), verdicts={WARN, OK}, remedy="only root can raise")
+    check_findings(host.assess_limits(low, NODES), verdicts={WARN, OK}, remedy="only root can raise")
     assert not any("root" in item.remedy for item in host.assess_limits(replace(low, files_hard=None), NODES))
 
 
@@ -417,10 +420,10 @@ FAST = disk.DiskProbe(folder="/runs", free_bytes=1000 * GIB, written_bytes=256 *
         ),
     ],
 )
-def test_judge_disk(
+def test_disk_verdict(
     found: disk.DiskProbe, requirements: RunRequirements, verdicts: set[CheckVerdict], text: str
 ) -> None:
-    judged(disk.assess(found, requirements), verdicts=verdicts, text=text)
+    check_findings(disk.assess(found, requirements), verdicts=verdicts, text=text)
 
 
 def test_disk_measurement_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,10 +492,10 @@ def test_compute_requirements() -> None:
         (network.HostName("node1", ("127.0.1.1",)), GPU, OK),
     ],
 )
-def test_judge_host_name(
+def test_host_name_verdict(
     name: network.HostName, requirements: RunRequirements, verdict: CheckVerdict
 ) -> None:
-    judged(network.assess_name(name, requirements), verdicts={verdict}, text="node1")
+    check_findings(network.assess_name(name, requirements), verdicts={verdict}, text="node1")
 
 
 UP = {"lo": True, "eth0": True, "eth1": False, "ib0": True}
@@ -524,10 +527,10 @@ def interfaces(rdma: dict[str, str] | None = None, **chosen: str) -> network.Net
         (interfaces({"mlx5_0:1": "DOWN"}), GPU, OK, "eth0"),
     ],
 )
-def test_judge_interfaces(
+def test_interfaces_verdict(
     found: network.NetworkInterfaces, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(network.assess_interfaces(found, requirements), verdicts={verdict}, text=text)
+    check_findings(network.assess_interfaces(found, requirements), verdicts={verdict}, text=text)
 
 
 @pytest.mark.parametrize(
@@ -560,10 +563,10 @@ def test_judge_interfaces(
         ),
     ],
 )
-def test_judge_master_address(
+def test_master_address_verdict(
     place: network.MasterAddress, requirements: RunRequirements, verdict: CheckVerdict, text: str
 ) -> None:
-    judged(network.assess_master_address(place, requirements), verdicts={verdict}, text=text)
+    check_findings(network.assess_master_address(place, requirements), verdicts={verdict}, text=text)
 
 
 def test_occupied_port_is_detected() -> None:
@@ -586,14 +589,14 @@ def read(
     return SimpleNamespace(problems=problems, open_seconds=0.1, read_seconds=seconds, note=note)
 
 
-def test_judge_data() -> None:
+def test_unreadable_data_fails() -> None:
     absent = Problem(
         "data.path", "s3://user:word@bucket/x: absent", "the store holds the data", "check data.path"
     )
-    judged(data.assess(read(), CPU), verdicts={OK}, text="read in 10 ms")
-    judged(data.assess(read(seconds=9.0), CPU), verdicts={WARN}, text="9.0 s")
-    judged(data.assess(read(seconds=None, note="made later"), CPU), verdicts={OK}, text="made later")
-    message = judged(
+    check_findings(data.assess(read(), CPU), verdicts={OK}, text="read in 10 ms")
+    check_findings(data.assess(read(seconds=9.0), CPU), verdicts={WARN}, text="9.0 s")
+    check_findings(data.assess(read(seconds=None, note="made later"), CPU), verdicts={OK}, text="made later")
+    message = check_findings(
         data.assess(read((absent,)), CPU), verdicts={FAIL}, text="absent", remedy="check data.path"
     )
     assert "word" not in message[0].evidence
@@ -610,17 +613,17 @@ def machine(node: int, **traits: str) -> MachineReport:
 
 def test_check_uniformity() -> None:
     assert cross_node.check_uniformity([machine(0)]) == []
-    judged(
+    check_findings(
         cross_node.check_uniformity([machine(0), machine(1)]),
         verdicts={OK},
         text="2 machines have the same torch, GPUs",
     )
-    judged(
+    check_findings(
         cross_node.check_uniformity([machine(0), machine(1), machine(2, torch="2.12.0")]),
         verdicts={FAIL},
         text="torch: 2.13.0 on node0, node1; 2.12.0 on node2",
     )
-    judged(
+    check_findings(
         cross_node.check_uniformity([machine(0), machine(1, GPUs="A100")]),
         verdicts={WARN},
         text="A100 on node1",
@@ -636,7 +639,7 @@ def test_check_clocks(seconds: float, error: float, verdict: CheckVerdict) -> No
     found = cross_node.check_clocks(
         {"node1": clocks.ClockOffset(0.0, 0.001), "node2": clocks.ClockOffset(seconds, error)}
     )
-    judged(found, verdicts={verdict}, text="node2")
+    check_findings(found, verdicts={verdict}, text="node2")
     assert cross_node.check_clocks({}) == []
 
 
@@ -655,13 +658,15 @@ def row(slowest: float, fastest: float) -> dict[str, object]:
 
 
 def test_check_links() -> None:
-    judged(
+    check_findings(
         cross_node.check_links([row(0.001, 0.0009)], 1.2),
         verdicts={OK},
         text="tensor (2 ranks): 10 µs (p99 20), bus bandwidth 67.11 GB/s",
     )
-    judged(cross_node.check_links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, text="between ranks 6, 7")
-    judged(
+    check_findings(
+        cross_node.check_links([row(0.003, 0.001)], 1.2), verdicts={OK, WARN}, text="between ranks 6, 7"
+    )
+    check_findings(
         cross_node.report_failed_rendezvous("rank 1 waited 120 s"),
         verdicts={FAIL},
         text="rank 1",
@@ -672,10 +677,12 @@ def test_check_links() -> None:
 def test_check_plan() -> None:
     config = compose(["+exp=quickstart", "zero=stage1"])
     plan = make_plan(config, World(ranks=2, ranks_per_node=2, device=Device.CPU, host_memory_bytes=64 * GIB))
-    judged(cross_node.check_plan(plan, ()), verdicts={OK}, text="2 ranks")
-    judged(cross_node.check_plan(replace(plan, memory=None), ()), verdicts={UNKNOWN})
+    check_findings(cross_node.check_plan(plan, ()), verdicts={OK}, text="2 ranks")
+    check_findings(cross_node.check_plan(replace(plan, memory=None), ()), verdicts={UNKNOWN})
     broken = Problem("zero.stage", "82 GB of states", "they fit on the device", "write zero=stage3")
-    judged(cross_node.check_plan(None, (broken,)), verdicts={FAIL}, text="82 GB", remedy="zero=stage3")
+    check_findings(
+        cross_node.check_plan(None, (broken,)), verdicts={FAIL}, text="82 GB", remedy="zero=stage3"
+    )
 
 
 # ---- the report
@@ -706,3 +713,50 @@ def test_machine_report_survives_json() -> None:
         message["verdict"],
         message["machines"][0]["findings"][1]["remedy"],
     ) == (1, "fail", "cool it")
+
+
+# ---- compilers and Transformer Engine
+
+
+@pytest.mark.parametrize(
+    ("tools", "verdict", "text", "remedy"),
+    [
+        (compilers.BuildTools(nvcc="12.8", torch_cuda="12.6"), OK, "nvcc of CUDA 12.8; libaio", ""),
+        (compilers.BuildTools(nvcc="12.8", libaio=False), OK, "no libaio", ""),
+        (
+            compilers.BuildTools(torch_cuda="13.0", matches=False),
+            WARN,
+            "no nvcc, and torch was built with CUDA 13.0",
+            "CUDA_HOME",
+        ),
+        (
+            compilers.BuildTools(nvcc="12.4", torch_cuda="13.0", matches=False),
+            WARN,
+            "nvcc of CUDA 12.4, and torch",
+            "the CUDA toolkit 13.0",
+        ),
+        (
+            compilers.BuildTools(lacking=("Python.h",), ninja=False),
+            WARN,
+            "Python.h, ninja: absent",
+            "python3-dev",
+        ),
+    ],
+)
+def test_build_tools(tools: compilers.BuildTools, verdict: CheckVerdict, text: str, remedy: str) -> None:
+    check_findings(compilers.assess_build_tools(tools, GPU), verdicts={verdict}, text=text, remedy=remedy)
+
+
+def test_transformer_engine_is_checked_for_megatron_on_gpus() -> None:
+    megatron = replace(GPU, engine=EngineName.megatron)
+    assess = compilers.assess_transformer_engine
+    check_findings(assess(("2.11.0", "13.0"), megatron), verdicts={OK}, text="in Megatron-core's range")
+    check_findings(assess(("2.20.2", "13.0"), megatron), verdicts={WARN}, text="2.20.2", remedy="core_cu13")
+    check_findings(assess((None, "12.8"), megatron), verdicts={WARN}, text="FP8", remedy="core_cu12")
+    check_findings(assess((None, None), GPU), verdicts={OK}, text="not used")
+
+
+def test_measurements_of_this_machine() -> None:
+    assert compilers.measure_build_tools(CPU).nvcc is None, "no GPU, no nvcc"
+    version, _ = compilers.measure_transformer_engine(CPU)
+    assert version is None or version[0].isdigit()

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.simulated_nodes import deepspeed, torchrun, two_nodes
-from tests.cluster.test_nodes import ENVIRON, PORT, ended
+from tests.cluster.simulated_nodes import ENVIRON, PORT, deepspeed, torchrun, two_nodes, wait_for_exit_codes
 from tests.launch.processes import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
@@ -38,7 +37,7 @@ def test_doctor_on_two_nodes(launcher: str, fit: bool, tmp_path: Path) -> None:
                     node.start([*around, *argv], tmp_path / f"output-{node.number}.txt", ENVIRON)
                 )
             )
-        codes = ended(commands, 200)
+        codes = wait_for_exit_codes(commands, 200)
         output = commands[0].output
     assert (codes == [0, 0]) is fit, output
     assert '"format_version"' not in commands[1].output, "only the first machine reports"

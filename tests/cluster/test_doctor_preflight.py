@@ -69,7 +69,7 @@ def test_hanging_call_is_killed() -> None:
     path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     before = set(path.read_text().split())
     began = time.monotonic()
-    assert call_with_timeout(lambda: time.sleep(60), 0.3).hangs
+    assert call_with_timeout(lambda: time.sleep(60), 0.3).timed_out
     assert time.monotonic() - began < 5
     for _ in range(100):  # killed, and reaped here
         left = set(path.read_text().split()) - before
@@ -87,7 +87,7 @@ LEFT_BEHIND = """
 import os, time
 from toolkit.cluster.doctor.timeout import call_with_timeout
 os.kill = lambda *_: None  # as if it hung in the kernel
-print(call_with_timeout(lambda: time.sleep(20), 0.3).hangs)
+print(call_with_timeout(lambda: time.sleep(20), 0.3).timed_out)
 """
 
 
@@ -100,7 +100,7 @@ def test_abandoned_process_does_not_block_output_pipe() -> None:
 
 def test_hanging_disk_measurement_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: time.sleep(60))
-    assert call_with_timeout(partial(disk.measure, replace(NEED, run_dir=tmp_path)), 1.0).hangs
+    assert call_with_timeout(partial(disk.measure, replace(NEED, run_dir=tmp_path)), 0.4).timed_out
     assert not list(tmp_path.iterdir())
 
 
@@ -266,11 +266,11 @@ def test_fastest_clock_round_counts() -> None:
 
 
 def test_first_clock_round_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(clocks, "ANSWER_SECONDS", 0.5)
     store = Store()
     with ThreadPoolExecutor(1) as threads:
         asks = threads.submit(clocks.measure_offset, store, 1)
-        time.sleep(2.5)
+        time.sleep(0.8)
         clocks.serve_time(store, 1)
         assert asks.result(10).error_seconds < 1
 

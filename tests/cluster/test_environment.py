@@ -13,10 +13,15 @@ from toolkit.cluster.environment import (
     detect_world,
     is_elastic,
     read_launch,
-    set_cuda_defaults,
-    set_defaults,
 )
-from toolkit.cluster.machine_info import GpuInfo, MachineInfo, detect_machine, select_visible_gpus
+from toolkit.cluster.machine_info import (
+    GpuInfo,
+    MachineInfo,
+    detect_machine,
+    nvcc_version,
+    select_visible_gpus,
+)
+from toolkit.cluster.process_environment import add_ninja_to_path, set_cuda_defaults, set_defaults
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import EngineName, Precision
 from toolkit.errors import ConfigError
@@ -184,7 +189,13 @@ def test_described_world_can_be_planned_but_not_started() -> None:
     cluster = ClusterConfig(nodes=8, gpus_per_node=8, gpu="h100")
     world = detect_world(cluster, Launch(), CPU_MACHINE)
     assert world == World(
-        ranks=64, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True
+        ranks=64,
+        ranks_per_node=8,
+        device=Device.CUDA,
+        gpu="h100",
+        has_libaio=True,
+        has_compiler=True,
+        has_nvcc=True,
     )
     assert world.nodes == 8
     with pytest.raises(ConfigError) as refused:
@@ -286,6 +297,41 @@ def test_detect_machine() -> None:
     assert machine.host_memory_bytes > 2**28
 
 
+def test_nvcc_is_found_where_torch_looks_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "cuda" / "bin"
+    folder.mkdir(parents=True)
+    nvcc = folder / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    nvcc.chmod(0o755)
+    assert nvcc_version({"CUDA_HOME": str(tmp_path / "cuda"), "PATH": ""}) == "12.8"
+    assert nvcc_version({"PATH": str(folder)}) == "12.8"
+    assert nvcc_version({"CUDA_HOME": str(tmp_path), "PATH": str(folder)}) is None, "CUDA_HOME comes first"
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "cuda", "has"), [("12.8", "12.6", True), ("12.8", "13.0", False), (None, "13.0", False)]
+)
+def test_nvcc_has_the_major_version_of_torch(nvcc: str | None, cuda: str, has: bool) -> None:
+    machine = MachineInfo(cores=8, gpus=(H100,), nvcc=nvcc, torch_cuda=cuda, transformer_engine="2.11.0")
+    here = detect_world(ClusterConfig(), Launch(), machine)
+    assert (here.has_nvcc, here.nvcc, here.torch_cuda, here.transformer_engine) == (has, nvcc, cuda, "2.11.0")
+    elsewhere = detect_world(ClusterConfig(nodes=4, gpus_per_node=8), Launch(), machine)
+    assert elsewhere.has_nvcc, "other machines are checked when the run starts there"
+    assert elsewhere.nvcc is None
+
+
+def test_ninja_of_this_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "bin" / "python"))
+    environ = {"PATH": "/nowhere"}
+    add_ninja_to_path(environ)
+    assert environ["PATH"] == f"/nowhere:{tmp_path / 'bin'}"
+    add_ninja_to_path(environ)
+    assert environ["PATH"] == f"/nowhere:{tmp_path / 'bin'}", "it is in PATH already"
+
+
 def test_defaults_keep_user_variables() -> None:
     world = World(ranks=2, ranks_per_node=2, device=Device.CPU)
     environ: dict[str, str] = {}
@@ -295,6 +341,9 @@ def test_defaults_keep_user_variables() -> None:
         environ["TORCHDYNAMO_DISABLE"],
         environ["TOKENIZERS_PARALLELISM"],
     ) == ("8", "1", "false")
+    environ = {}
+    set_defaults(environ, Launch(), world, CPU_MACHINE, None, compiles=True)
+    assert "TORCHDYNAMO_DISABLE" not in environ, "it would turn compile=layers off"
     environ = {"OMP_NUM_THREADS": "3", "TORCHDYNAMO_DISABLE": "0", "RANK": "1"}
     set_defaults(environ, Launch(), world, CPU_MACHINE, None)
     assert (environ["OMP_NUM_THREADS"], environ["TORCHDYNAMO_DISABLE"], environ["RANK"]) == ("3", "0", "1")
@@ -305,7 +354,7 @@ def test_defaults_keep_user_variables() -> None:
 def test_cpu_run_hides_gpus() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
     set_defaults(environ, Launch(), World(ranks=1, ranks_per_node=1, device=Device.CPU), EIGHT_H100, None)
-    assert environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert environ["CUDA_VISIBLE_DEVICES"] == environ["HIP_VISIBLE_DEVICES"] == ""
 
 
 def test_gpu_run_enables_flight_recorder() -> None:
@@ -319,25 +368,55 @@ def test_gpu_run_enables_flight_recorder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "tensor", "device", "expected"),
+    ("engine", "axis", "gpu", "expected"),
     [
-        (EngineName.megatron, 2, Device.CUDA, "1"),
-        (EngineName.megatron, 1, Device.CUDA, None),
-        (EngineName.megatron, 2, Device.CPU, None),
-        (EngineName.deepspeed, 2, Device.CUDA, None),
+        (EngineName.megatron, "tensor", "h100", "1"),
+        (EngineName.megatron, "context", "h100", "1"),
+        (EngineName.megatron, "tensor", None, "1"),
+        (EngineName.megatron, "tensor", "b200", None),
+        (EngineName.megatron, "pipeline", "h100", None),
+        (EngineName.megatron, "tensor", "cpu", None),
+        (EngineName.deepspeed, "tensor", "h100", None),
     ],
 )
-def test_megatron_tensor_parallelism_on_gpus_uses_a_single_cuda_queue(
-    engine: EngineName, tensor: int, device: Device, expected: str | None
+def test_megatron_tensor_and_context_parallelism_use_a_single_cuda_queue(
+    engine: EngineName, axis: str, gpu: str | None, expected: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = tiny_config(
-        engine__name=engine, parallel__tensor=tensor, zero__stage=1, precision__name=Precision.bf16
+    settings = {f"parallel__{axis}": 2, "zero__stage": 1, "precision__name": Precision.bf16}
+    device, gpu = (Device.CPU, None) if gpu == "cpu" else (Device.CUDA, gpu)
+    plan = make_plan(
+        tiny_config(engine__name=engine, **settings),
+        World(ranks=2, ranks_per_node=2, device=device, gpu=gpu, has_compiler=True),
     )
-    gpu = "h100" if device is Device.CUDA else None
-    plan = make_plan(config, World(ranks=2, ranks_per_node=2, device=device, gpu=gpu, has_compiler=True))
     environ: dict[str, str] = {}
     set_cuda_defaults(environ, plan)
     assert environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+    assert not caplog.messages
     environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     set_cuda_defaults(environ, plan)
     assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "the user's setting stays"
+    assert any("needs 1" in message for message in caplog.messages) == (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "environ", "expected"),
+    [
+        (Device.CUDA, {}, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (Device.CPU, {}, {}, {}),
+        *(
+            (Device.CUDA, {}, {name: "max_split_size_mb:64"}, {name: "max_split_size_mb:64"})
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        ),
+        (Device.CUDA, {"nccl_ub": True}, {}, {}),
+    ],
+)
+def test_gpu_ranks_use_expandable_segments_unless_the_user_or_the_engine_needs_others(
+    device: Device, own: dict[str, object], environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    world = World(ranks=1, ranks_per_node=1, device=device, gpu="h100" if device is Device.CUDA else None)
+    plan = make_plan(tiny_config(engine__name=EngineName.megatron, precision__name=Precision.bf16), world)
+    plan.config.engine.megatron.update(
+        own
+    )  # after the plan, which refuses some of them without their packages
+    set_cuda_defaults(environ, plan)
+    assert environ == expected

@@ -11,9 +11,10 @@ import pytest
 
 from tests.cluster.simulated_nodes import ADDRESSES, two_nodes
 from toolkit.cluster import network_interface
-from toolkit.cluster.environment import Launch, set_defaults
+from toolkit.cluster.environment import Launch
 from toolkit.cluster.machine_info import MachineInfo
 from toolkit.cluster.network_interface import find_interface_to
+from toolkit.cluster.process_environment import set_defaults
 from toolkit.plan.types import Device, World
 
 TWO = World(ranks=2, ranks_per_node=1, device=Device.CPU)

@@ -13,13 +13,23 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.simulated_nodes import OnNode, TwoNodes, deepspeed, torchrun, two_nodes, wait_for
+from tests.cluster.simulated_nodes import (
+    ENVIRON,
+    PORT,
+    OnNode,
+    TwoNodes,
+    deepspeed,
+    torchrun,
+    two_nodes,
+    wait_for,
+    wait_for_exit_codes,
+)
 from tests.launch.processes import TRAIN, RunningCommand, command
 from tests.launch.tiny_runs import KEYS, STEPS, read_losses
 from toolkit.rundir.directory import RunDirectory
@@ -28,15 +38,13 @@ from toolkit.rundir.status import RunState
 DRIVER = (
     Path(__file__).resolve().parents[1] / "launch" / "hung_training.py"
 )  # launch/train.py, unless a test needs another script
-PORT = 29400  # interfaces of namespaces only
 HANG_SECONDS = 8
 # After the hang timeout: collecting stacks and messages of other ranks, and closing sinks: 30 s at most
-# (LAST_SECONDS of observe/watchdog.py).
-TELLING_SECONDS = 35
+# (EXIT_SECONDS of observe/watchdog.py).
+REPORT_SECONDS = 35
 # torchrun's agent without its store waits until the kernel gives up the connection: a quarter of an hour with
 # Linux' default of 15 retries, about 15 s with these, possibly twice (read_timeout of its c10d rendezvous).
 TRIES, STORE_SECONDS = 5, 15 + 60
-ENVIRON = {"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
 SLOW = {"FAULT": "slow:ALL:1"}  # slow steps, so that the test can act between two of them
 RUN = (
     *KEYS,
@@ -65,7 +73,7 @@ dist.destroy_process_group()
 
 
 @contextmanager
-def both(
+def run_on_both(
     nodes: TwoNodes,
     launcher: str,
     script: Path,
@@ -87,30 +95,24 @@ def both(
         yield found
 
 
-def ended(commands: Sequence[OnNode], seconds: float) -> list[int | None]:
-    """Return their exit codes."""
-    wait_for(lambda: all(item.code() is not None for item in commands), seconds, "ended", *commands)
-    return [item.code() for item in commands]
-
-
 def words(nodes: TwoNodes) -> list[str]:
     return [*RUN, f"data.path={nodes.here / 'data'}", f"run.dir={nodes.shared / 'run'}"]
 
 
-def give(nodes: TwoNodes, data: Path) -> None:
+def copy_data(nodes: TwoNodes, data: Path) -> None:
     """Copy the same data to each node's own disk."""
     for node in nodes:
         node.run("cp", "-r", str(data), "data")
 
 
-def done(run: RunDirectory, attempt: int) -> None:
+def check_done(run: RunDirectory, attempt: int) -> None:
     status = run.status()
     assert status is not None
     assert (status.state, status.exit_code, status.attempt, status.step) == (RunState.DONE, 0, attempt, STEPS)
     assert run.attempts() == list(range(1, attempt + 1)), "a start of both nodes is one attempt"
 
 
-def trained(run: RunDirectory, steps: int) -> bool:
+def has_trained(run: RunDirectory, steps: int) -> bool:
     return run.metrics_file.exists() and run.metrics_file.read_text().count("\n") >= steps
 
 
@@ -175,15 +177,15 @@ def test_two_nodes_match_single_node_losses(
     uses the cable.
     """
     with two_nodes(tmp_path) as nodes:
-        give(nodes, data)
+        copy_data(nodes, data)
         run = RunDirectory(nodes.shared / "run")
-        with both(nodes, launcher, TRAIN, *words(nodes)) as commands:
-            assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
+        with run_on_both(nodes, launcher, TRAIN, *words(nodes)) as commands:
+            assert wait_for_exit_codes(commands, 200) == [0, 0], commands[0].output + commands[1].output
             assert "attempt 1: 2 ranks on cpu" in commands[0].output
             assert "attempt 1" not in commands[1].output
         world = json.loads(run.plan_file.read_text())["world"]
         assert (world["ranks"], world["ranks_per_node"]) == (2, 1)
-        done(run, attempt=1)
+        check_done(run, attempt=1)
         assert losses(run) == pytest.approx(one_node, abs=1e-6)
 
 
@@ -197,13 +199,13 @@ def test_lost_connection_ends_both_nodes_and_run_resumes(
     may; otherwise the same command resumes.
     """
     with two_nodes(tmp_path) as nodes:
-        give(nodes, data)
+        copy_data(nodes, data)
         if launcher == "torchrun" and restarts == 0:
             for node in nodes:
                 node.run("sh", "-c", f"echo {TRIES} > /proc/sys/net/ipv4/tcp_retries2")
         run = RunDirectory(nodes.shared / "run")
-        with both(nodes, launcher, DRIVER, *words(nodes), environ=SLOW, restarts=restarts) as commands:
-            wait_for(lambda: trained(run, 3), 120, "training", *commands)
+        with run_on_both(nodes, launcher, DRIVER, *words(nodes), environ=SLOW, restarts=restarts) as commands:
+            wait_for(lambda: has_trained(run, 3), 120, "training", *commands)
             first = [rank.pid for node in nodes for rank in node.ranks().values()]
             nodes.cable(up=False)
             began = time.monotonic()
@@ -211,7 +213,7 @@ def test_lost_connection_ends_both_nodes_and_run_resumes(
             def gone() -> bool:
                 return not {rank.pid for node in nodes for rank in node.ranks().values()} & set(first)
 
-            wait_for(gone, HANG_SECONDS + TELLING_SECONDS, "without ranks", *commands)
+            wait_for(gone, HANG_SECONDS + REPORT_SECONDS, "without ranks", *commands)
             status = run.status()
             assert status is not None
             assert (status.state, status.exit_code) == (RunState.FAILED, 1)
@@ -219,21 +221,18 @@ def test_lost_connection_ends_both_nodes_and_run_resumes(
             assert status.reason.startswith("hang: ")
             assert run.hang_file(1).exists()
             if restarts == 0:
-                codes = ended(
-                    commands,
-                    HANG_SECONDS + TELLING_SECONDS + (STORE_SECONDS if launcher == "torchrun" else 5),
+                codes = wait_for_exit_codes(
+                    commands, HANG_SECONDS + REPORT_SECONDS + (STORE_SECONDS if launcher == "torchrun" else 5)
                 )
                 assert 0 not in codes
-            print(
-                f"{launcher}: cut apart, ranks and commands were gone after {time.monotonic() - began:.1f} s"
-            )
+            print(f"{launcher}: ranks and commands were gone after {time.monotonic() - began:.1f} s")
             nodes.cable(up=True)
             if restarts:
-                assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
+                assert wait_for_exit_codes(commands, 200) == [0, 0], commands[0].output + commands[1].output
         if restarts == 0:
-            with both(nodes, launcher, DRIVER, *words(nodes)) as commands:
-                assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
-        done(run, attempt=2)
+            with run_on_both(nodes, launcher, DRIVER, *words(nodes)) as commands:
+                assert wait_for_exit_codes(commands, 200) == [0, 0], commands[0].output + commands[1].output
+        check_done(run, attempt=2)
         assert losses(run) == pytest.approx(one_node, abs=1e-6)
 
 
@@ -246,10 +245,10 @@ def test_torchrun_restarts_both_nodes_after_a_killed_rank(
     reused; the ranks still connect.
     """
     with two_nodes(tmp_path) as nodes:
-        give(nodes, data)
+        copy_data(nodes, data)
         run = RunDirectory(nodes.shared / "run")
-        with both(nodes, "torchrun", DRIVER, *words(nodes), environ=SLOW, restarts=2) as commands:
-            wait_for(lambda: trained(run, 3), 120, "training", *commands)
+        with run_on_both(nodes, "torchrun", DRIVER, *words(nodes), environ=SLOW, restarts=2) as commands:
+            wait_for(lambda: has_trained(run, 3), 120, "training", *commands)
             nodes[1].ranks()[1].send_signal(signal.SIGKILL)
 
             def on() -> bool:
@@ -262,8 +261,8 @@ def test_torchrun_restarts_both_nodes_after_a_killed_rank(
 
             wait_for(on, 120, "training again", *commands)
             nodes[0].ranks()[0].send_signal(signal.SIGKILL)
-            assert ended(commands, 200) == [0, 0], commands[0].output + commands[1].output
-        done(run, attempt=3)
+            assert wait_for_exit_codes(commands, 200) == [0, 0], commands[0].output + commands[1].output
+        check_done(run, attempt=3)
         assert losses(run) == pytest.approx(one_node, abs=1e-6)
 
 
@@ -274,7 +273,7 @@ def test_each_node_prepares_its_own_data(tmp_path: Path) -> None:
     with two_nodes(tmp_path) as nodes:
         keys = [key for key in RUN if not key.startswith(("data=", "train.steps"))]
         run = RunDirectory(nodes.shared / "run")
-        with both(
+        with run_on_both(
             nodes,
             "torchrun",
             TRAIN,
@@ -285,7 +284,7 @@ def test_each_node_prepares_its_own_data(tmp_path: Path) -> None:
             "data.path=made",
             f"run.dir={run.path}",
         ) as commands:
-            assert ended(commands, 300) == [0, 0], commands[0].output + commands[1].output
+            assert wait_for_exit_codes(commands, 300) == [0, 0], commands[0].output + commands[1].output
             made = [
                 node.run("find", "made", "-name", "manifest.json", "-exec", "cat", "{}", "+")
                 for node in nodes
@@ -300,8 +299,8 @@ def test_missing_data_on_one_node_is_reported_once(data: Path, tmp_path: Path) -
     with two_nodes(tmp_path) as nodes:
         nodes[0].run("cp", "-r", str(data), "data")
         run = RunDirectory(nodes.shared / "run")
-        with both(nodes, "deepspeed", TRAIN, *words(nodes)) as commands:
-            assert ended(commands, 120) == [2, 2], commands[0].output + commands[1].output
+        with run_on_both(nodes, "deepspeed", TRAIN, *words(nodes)) as commands:
+            assert wait_for_exit_codes(commands, 120) == [2, 2], commands[0].output + commands[1].output
             assert "rank 1: " in commands[1].output
             assert commands[0].output.count("remedy:") + commands[1].output.count("remedy:") == 1
         status = run.status()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -165,18 +166,19 @@ def test_signal_is_forwarded_once(tmp_path: Path) -> None:
 def test_pod_waits_for_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pod may wait for its node or image; a stop request ends the waiting."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(pod, "PROBE_SECONDS", 0.4)
     launcher = pod.PodLauncher()
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         meet = f"127.0.0.1:{server.getsockname()[1]}"
         began = time.monotonic()
-        launcher.wait_for(meet, seconds=0.6)  # nothing listens
-        assert 0.6 <= time.monotonic() - began < 30
-        late = threading.Timer(0.7, server.listen)
+        launcher.wait_for(meet, seconds=0.3)  # nothing listens
+        assert 0.3 <= time.monotonic() - began < 30
+        late = threading.Timer(0.3, server.listen)
         late.start()
         began = time.monotonic()
         launcher.wait_for(meet, seconds=30)
-        assert 0.6 <= time.monotonic() - began < 25
+        assert 0.2 <= time.monotonic() - began < 25
         late.join()
     launcher.stop_signal = StopSignal.TERM
     began = time.monotonic()
@@ -188,13 +190,13 @@ def test_pod_waits_for_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_single_node_uses_supervisor_and_several_use_torchrun() -> None:
     config = RunConfig(cluster=ClusterConfig(where=ClusterBackend.kubernetes, nodes=4, restarts=5))
     alone = pod.build_command(config, "/c.yaml", rendezvous_address=None, ranks=0, index=0, id="1")
-    assert alone == [sys.executable, "-u", str(pod.TRAIN), "--frozen=/c.yaml"]
-    assert pod.TRAIN.is_file()
+    assert alone == [sys.executable, "-u", "-m", "toolkit.launch.train", "--frozen=/c.yaml"]
+    assert find_spec("toolkit.launch.train") is not None
     first, last = (
         pod.build_command(config, "/c.yaml", rendezvous_address="h:29400", ranks=8, index=index, id="start-1")
         for index in (0, 3)
     )
-    assert first[-2:] == last[-2:] == [str(pod.TRAIN), "--frozen=/c.yaml"]
+    assert first[-3:] == last[-3:] == alone[-3:]
     assert {
         "--nnodes=4",
         "--nproc-per-node=8",

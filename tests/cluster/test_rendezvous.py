@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError, PrefixStore
 
+from toolkit.cluster import rendezvous
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.cluster.rendezvous import PeerExited, Rendezvous
 from toolkit.errors import ExitCode, InputError
+
+
+@pytest.fixture(autouse=True)
+def no_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is imported already, so the other ranks need not wait for rank 0."""
+    monkeypatch.setattr(rendezvous, "HEAD_START_SECONDS", 0.0)
 
 
 @pytest.fixture

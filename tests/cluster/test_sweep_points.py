@@ -26,9 +26,28 @@ from toolkit.cluster.sweep.run import refuse_launcher
 from toolkit.config.compose import compose, to_yaml
 from toolkit.config.multirun import BatchRunner, quoted, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, PlanError
+from toolkit.estimate import step
+from toolkit.estimate.types import StepEstimate
+from toolkit.plan.types import RunPlan
 from toolkit.rundir.directory import RunDirectory
 
 # -- arguments
+
+
+@pytest.mark.parametrize(("prune", "run"), [("null", 3), ("10", 3), ("2.5", 2), ("1", 1)])
+def test_points_that_are_predicted_to_be_slow_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prune: str, run: int
+) -> None:
+    def estimate(plan: RunPlan, profile: object) -> StepEstimate:
+        seconds = float(plan.config.zero.stage)
+        return StepEstimate(seconds=seconds, low=seconds, high=seconds, parts={})
+
+    monkeypatch.setattr(step, "estimate_step", estimate)
+    typed = ("+exp=quickstart", "zero=stage1,stage2,stage3", f"sweep.prune={prune}")
+    words = read_sweep(["-m", *typed])
+    made = make_points(batches(*typed, folder=tmp_path)[0], words, tmp_path, EIGHT, str(TRAIN))
+    assert [point.plan is not None for point in made] == [True] * run + [False] * (3 - run)
+    assert all("as long per token as the fastest point" in (point.reason or "") for point in made[run:])
 
 
 def test_grid_is_every_combination(tmp_path: Path) -> None:
@@ -178,6 +197,7 @@ def test_point_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         "offload=none",
         "train.global_batch=64",
         "train.micro_batch=1,8",
+        "train.loss_kernel=plain",
         "cluster.gpus_per_node=8",
     )
     small, large = points(*words, machine=EIGHT, folder=tmp_path)
@@ -296,14 +316,14 @@ def test_hydra_finds_the_launcher_plugin() -> None:
     [own] = [found for found in Plugins.instance().discover(Launcher) if found.__name__ == "ToolkitLauncher"]
     assert own.__module__ == "hydra_plugins.toolkit_launcher"
     launcher: Any = own()
-    with pytest.raises(Exception, match="runs only sweeps"):
+    with pytest.raises(Exception, match="runs only the sweeps"):
         launcher.setup(hydra_context=None, task_function=lambda config: None, config=None)
 
 
 def test_sweep_under_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PEER_EXIT_SECONDS", 0.0)
     refuse_launcher(Launch(), ["-m"])
-    with pytest.raises(ConfigError, match=r"run python launch/train\.py -m optim\.lr=1,2"):
+    with pytest.raises(ConfigError, match=r"run python -m toolkit\.launch\.train -m optim\.lr=1,2"):
         refuse_launcher(Launch(launcher=StartedBy.TORCHELASTIC, ranks=2), ["-m", "optim.lr=1,2"])
     with pytest.raises(PeerExited):
         refuse_launcher(Launch(launcher=StartedBy.DEEPSPEED, ranks=2, rank=1), ["-m", "optim.lr=1,2"])

@@ -22,19 +22,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from toolkit.config import engine_keys, search
+from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.compose import compose, from_yaml, to_yaml
+from toolkit.config.model import ModelConfig
 from toolkit.config.monitor import MonitorConfig
-from toolkit.config.schema import (
-    CheckpointConfig,
-    EngineConfig,
-    EngineName,
-    ModelConfig,
-    OptimConfig,
-    OptimizerName,
-    Precision,
-    RunConfig,
-    TrainConfig,
-)
+from toolkit.config.optim import OptimConfig
+from toolkit.config.schema import EngineConfig, EngineName, Precision, RunConfig, TrainConfig
 from toolkit.errors import ConfigError
 
 FOLDERS = search.folders(None)
@@ -50,10 +43,13 @@ ROUNDS = [
 # Required keys of some options.
 GIVEN = {
     "model=custom": "model.target=my.Model",
+    "optim=custom": "optim.target=my.Optimizer",
+    "schedule=custom": "schedule.target=my.factor",
     "model=pretrained": "model.pretrained=folder",
     "data=prepared": "data.path=folder",
     "data=arrays": "data.path=folder",
     "data=dataset": "data.dataset.path=corpus.jsonl data.dataset.tokenizer=folder",
+    "data=custom": "data.target=my.Dataset",
     "offload=nvme": "offload.nvme_path=/disk",
 }
 
@@ -150,7 +146,7 @@ def test_overrides_win_over_experiments_and_experiments_over_defaults() -> None:
     config = compose(words)
     assert (config.zero.stage, config.train.steps, config.model.hidden_size) == (3, 7, 128)
     assert config.model.num_hidden_layers == 4
-    assert (config.optim.name, config.optim.lr) == (OptimizerName.muon, 2e-3)
+    assert (config.optim.name, config.optim.lr) == ("muon", 2e-3)
     assert config.engine.deepspeed == {"dump_state": True}
     assert config == compose([words[0], *reversed(words[1:])]), "the order of overrides does not matter"
 
@@ -338,6 +334,33 @@ def test_missing_keys_have_their_defaults() -> None:
     for text in ("train: {stepz: 3}", "train: {steps: many}", "a: [", "- a"):
         with pytest.raises(ConfigError):
             from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "mode", "every"),
+    [
+        *(("none", "none", 1), ("false", "none", 1), ("selective", "selective", 1)),
+        *(("full", "full", 1), ("true", "full", 1), ("1", "full", 1), ("3", "full", 3)),
+    ],
+)
+def test_activation_checkpointing_has_modes_numbers_and_the_booleans_of_older_runs(
+    typed: str, mode: str, every: int
+) -> None:
+    name = "train.activation_checkpointing"
+    for config in (
+        compose([f"{name}={typed}"]),
+        from_yaml(f"train: {{activation_checkpointing: {typed}}}"),
+        from_yaml(to_yaml(compose([f"{name}={typed}"]))),
+    ):
+        recomputation = config.train.recomputation
+        assert (recomputation.mode.name, recomputation.every) == (mode, every)
+        assert config.train.activation_checkpointing not in ("true", "false")
+
+
+@pytest.mark.parametrize("typed", ["some", "0", "-1", "2.5"])
+def test_other_values_of_activation_checkpointing_are_refused(typed: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.activation_checkpointing=none"):
+        compose([f"train.activation_checkpointing={typed}"])
 
 
 EVALUATED = {

@@ -15,7 +15,9 @@ import pytest
 from toolkit.config import keys
 from toolkit.config.compose import compose, from_yaml, to_yaml
 from toolkit.config.identity import EXECUTION_KEYS, SECTIONS, identity, identity_differences
-from toolkit.config.schema import ModelConfig, OptimConfig, RunConfig
+from toolkit.config.model import ModelConfig
+from toolkit.config.optim import OptimConfig
+from toolkit.config.schema import RunConfig
 
 BASE = compose(["+exp=quickstart"])
 
@@ -35,7 +37,11 @@ EXECUTION = (
     "debug=deterministic",
     "train.steps=9999",
     "train.micro_batch=1",
-    "train.activation_checkpointing=true",
+    "train.activation_checkpointing=selective",
+    "offload.activations=cpu",
+    "checkpoint.staging_gib=4",
+    "train.loss_kernel=fused",
+    "train.loss_chunk=512",
     "train.on_nonfinite=continue",
     "optim.kernel=torch",
     "data.path=/elsewhere",

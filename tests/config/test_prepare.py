@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # argument, key of the problem, part of the rule, part of the remedy
 MISTAKES = (
-    ("inputt=x", "inputt", "there is no key", "did you mean input?"),
+    ("inputt=x", "inputt", "there is no key", "write input=x;"),
     ("tokenizer.pth=gpt2", "tokenizer.pth", "tokenizer has no key pth", "tokenizer.path"),
     ("zero=stage3", "zero", "there is no key", "--help"),
     ("+exp=quickstart", "exp", "there is no key", "--help"),

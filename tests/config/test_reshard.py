@@ -12,21 +12,22 @@ import pytest
 from toolkit.config import keys
 from toolkit.config.compose import compose_reshard
 from toolkit.config.help import help_text
+from toolkit.config.model import ModelConfig
 from toolkit.config.reshard import ACTION_KEYS, FORMAT_KEYS, ReshardAction, TargetFormat, TargetZeroStage
 from toolkit.config.roots import RESHARD
-from toolkit.config.schema import ModelConfig, Precision
+from toolkit.config.schema import Precision
 from toolkit.errors import ConfigError
 
 # what is typed, the key at fault, what the rule says, what the remedy says
 MISTAKES = (
-    ("sorce=x", "sorce", "there is no key", "did you mean source?"),
+    ("sorce=x", "sorce", "there is no key", "write source=x;"),
     ("target.fromat=native", "target.fromat", "target has no key fromat", "target.format"),
-    ("zero=stage3", "zero", "there is no key", "did you mean target.zero?"),
+    ("zero=stage3", "zero", "there is no key", "write target.zero=stage3;"),
     (
         "parallel.tensor=4",
         "parallel.tensor",
         "there is no section or group parallel",
-        "did you mean target.parallel.tensor?",
+        "write target.parallel.tensor=4;",
     ),
     ("+exp=quickstart", "exp", "there is no key", "--help"),
     (

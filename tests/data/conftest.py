@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.texts import TEXTS, small_tokenizer, write_jsonl
+from tests.data.sample_texts import TEXTS, small_tokenizer, write_jsonl
 
 
 @pytest.fixture(scope="session")

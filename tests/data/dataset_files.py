@@ -20,7 +20,7 @@ DOCUMENTS = 400
 
 @dataclass(frozen=True)
 class Corpus:
-    """Write ``rows`` of (title, text)."""
+    """A corpus of ``rows`` of (title, text) in several formats."""
 
     folder: Path
     rows: list[tuple[str | None, str]]

@@ -59,7 +59,7 @@ def test_cached_blocks_are_visible_to_other_processes(tmp_path: Path) -> None:
     assert theirs.get("a", 101) is None
 
 
-def test_a_full_cache_drops_the_oldest_and_keeps_its_bound(tmp_path: Path) -> None:
+def test_full_cache_evicts_oldest_blocks(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, MIB)
     assert cache.slots == 2 * WAYS
     for number in range(5 * cache.slots):
@@ -68,7 +68,7 @@ def test_a_full_cache_drops_the_oldest_and_keeps_its_bound(tmp_path: Path) -> No
     assert kept == list(range(4 * cache.slots, 5 * cache.slots))
     assert (tmp_path / "32KiB-32.blocks").stat().st_size == cache.slots * BLOCK_BYTES
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < cache.slots * (BLOCK_BYTES + 64)
-    # The control: with the newest dropped instead, the first blocks would be there.
+    # The control: if the newest were dropped, the first blocks would remain.
     assert cache.get("a", 0) is None
 
 

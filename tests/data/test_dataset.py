@@ -18,8 +18,8 @@ import numpy.typing as npt
 import psutil
 import pytest
 
+from tests.data.data_folders import batch_plan
 from tests.data.dataset_files import Corpus, config_of, make_corpus
-from tests.data.made import batch_plan
 from toolkit.config.schema import RunConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.dataset import documents as documents_module
@@ -179,14 +179,14 @@ def test_documents_held_out_are_the_evaluation_set_and_never_trained_on(corpus: 
 def test_a_split_by_name_is_an_evaluation_set(corpus: Corpus) -> None:
     config = config_of(corpus, path=str(corpus.folder / "splits"))
     config.eval.every, config.eval.sets = 1, ["test"]
-    for batches, documents in ((3, 10), (100, 20)):  # what an evaluation reads, or all that is there
+    for batches, documents in ((3, 10), (100, 20)):  # as many windows as an evaluation reads, or all
         config.eval.batches = batches
         manifest = read_manifest(ready(config))
         assert list(manifest.splits) == ["test"]
         assert manifest.splits["test"].documents == documents
 
 
-def test_a_folder_by_save_to_disk_is_read_where_it_lies(corpus: Corpus) -> None:
+def test_saved_dataset_is_read_in_place(corpus: Corpus) -> None:
     saved = config_of(corpus, path=str(corpus.folder / "saved"))
     with Ranks(saved, ready(saved)) as ranks, Ranks(config_of(corpus), ready(config_of(corpus))) as jsonl:
         assert same(ranks.take(50), jsonl.take(50))
@@ -257,22 +257,25 @@ def test_killed_worker_raises_and_leaves_no_process(corpus: Corpus) -> None:
         time.sleep(0.5)  # until it is dead
         began = time.monotonic()
         with pytest.raises(WorkerDied, match=f"tokenizer process {pids[0]} ended \\(signal 9"):
-            ranks.take(10)  # long before what was made ahead is used up
+            ranks.take(10)  # long before the prefetched samples are used up
         assert time.monotonic() - began < 60
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_workers_end_with_their_parent_and_ignore_signals(corpus: Corpus) -> None:
     code = (
-        "import sys, time; from pathlib import Path; import numpy as np\n"
+        "import sys, threading, time; from pathlib import Path; import numpy as np\n"
         "from toolkit.data.dataset.tokenizer_pool import TokenizerPool\n"
         "from toolkit.config.special_tokens import SpecialTokens\n"
         f"file = Path({str(corpus.tokenizer / 'tokenizer.json')!r})\n"
         "encoders = TokenizerPool(file, end_of_text=0, dtype=np.dtype('uint16'), held_out=0.0,\n"
         "    special_tokens=SpecialTokens.refuse, count=2)\n"
-        "ask = lambda: encoders.submit(lambda: (b'ab', np.array([1, 2]))).result()\n"
-        "ask(), ask(); print(*encoders.pids, flush=True); sys.stdin.readline()\n"
-        "print(len(ask()), flush=True); time.sleep(600)\n"
+        # Both threads meet at the barrier, so each process serves one request: both ignore signals by then.
+        "meet = threading.Barrier(2)\n"
+        "fetch = lambda: (meet.wait(60), (b'ab', np.array([1, 2])))[1]\n"
+        "encode_two = lambda: [len(f.result()) for f in [encoders.submit(fetch) for _ in range(2)]]\n"
+        "encode_two(); print(*encoders.pids, flush=True); sys.stdin.readline()\n"
+        "print(encode_two(), flush=True); time.sleep(600)\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -286,7 +289,7 @@ def test_workers_end_with_their_parent_and_ignore_signals(corpus: Corpus) -> Non
             worker.send_signal(signal.SIGINT)
         parent.stdin.write("\n")
         parent.stdin.flush()
-        assert parent.stdout.readline() == "2\n"
+        assert parent.stdout.readline() == "[2, 2]\n"
         parent.kill()
         gone, alive = psutil.wait_procs(workers, timeout=30)
         assert not alive
@@ -314,7 +317,7 @@ def test_errors_of_workers_and_readers_are_raised(corpus: Corpus) -> None:
     assert tokens.dtype == np.uint16
     assert tokens[-1] == 0
     tokenizer = bpe.read_tokenizer(corpus.tokenizer)
-    assert tokenizer.decode(broken.tolist()) == "\ufffd"  # what is no UTF-8
+    assert tokenizer.decode(broken.tolist()) == "\ufffd"  # bytes that are not UTF-8
     encoders.close()
     encoders.close()
     assert encoders.submit(breaks).exception() is not None

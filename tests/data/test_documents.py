@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import batch_plan, make_folder
+from tests.data.data_folders import batch_plan, make_folder
 from toolkit.config.data import DataConfig, DocumentMasking
 from toolkit.config.schema import RunConfig, TrainConfig
 from toolkit.data.manifest import DataManifest, write_manifest

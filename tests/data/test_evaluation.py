@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import Counting, batch_plan, make_folder
+from tests.data.data_folders import PositionTokens, batch_plan, make_folder
 from toolkit.data import evaluation
 from toolkit.data.evaluation import (
     IGNORE_INDEX,
@@ -32,7 +32,7 @@ def test_ranks_share_the_first_windows(
 ) -> None:
     """For any length of the split, ranks have equally many micro-batches and every label occurs once."""
     micro, ranks = layout
-    source, plan = Counting(tokens), batch_plan(micro, 8, ranks)
+    source, plan = PositionTokens(tokens), batch_plan(micro, 8, ranks)
     of_ranks = [list(eval_batches(source, length, batches, plan, rank)) for rank in range(ranks)]
     assert len({len(of_rank) for of_rank in of_ranks}) == 1
     assert 1 <= len(of_ranks[0]) <= batches
@@ -53,7 +53,9 @@ def test_ranks_share_the_first_windows(
 
 def test_evaluation_batches_are_reproducible() -> None:
     first, second = (
-        np.stack([np.stack(batch) for batch in eval_batches(Counting(500), 7, 4, batch_plan(2, 8, 2), 1)])
+        np.stack(
+            [np.stack(batch) for batch in eval_batches(PositionTokens(500), 7, 4, batch_plan(2, 8, 2), 1)]
+        )
         for _ in range(2)
     )
     assert np.array_equal(first, second)
@@ -68,7 +70,7 @@ def test_unigram_loss_by_hand(tmp_path: Path) -> None:
     )
     train, validation = (open_split(tmp_path / "data", name) for name in ("train", "validation"))
     targets = eval_targets(validation, 3, 1, 1)
-    assert targets.tolist() == [5, 6, 7]  # what the windows predict: all but the first token
+    assert targets.tolist() == [5, 6, 7]  # the predicted tokens: all but the first
     by_hand = -(math.log(4 / 14) + math.log(2 / 14) + math.log(1 / 14)) / 3
     assert unigram_loss(train, targets) == pytest.approx(by_hand)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.made import batch_plan, documents, make_folder
-from tests.data.served import BUCKET, served, set_environment
+from tests.data.data_folders import batch_plan, documents, make_folder
+from tests.data.local_stores import BUCKET, served, set_environment
 from toolkit.config.compose import compose
 from toolkit.data.registry import DataReadCheck, check_data_read
 

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import documents, make_folder
-from toolkit.data.manifest import describe_manifest, read_manifest, write_content, write_manifest
+from tests.data.data_folders import documents, make_folder
+from toolkit.data.manifest import describe_manifest, read_manifest, write_manifest
+from toolkit.data.manifest_file import write_manifest_file
 from toolkit.data.tokens.index import HEADER, IndexFile, encode_index, token_dtype
 from toolkit.data.tokens.token_array import MappedTokens, open_split, verify_tokens
 from toolkit.data.tokens.writer import SplitWriter
@@ -132,7 +133,7 @@ def test_manifest_round_trip_above_its_files(tmp_path: Path) -> None:
     assert manifest.tokenizer.hash in text
 
 
-# -- damage: what is done to the folder, and what the answer names
+# ---- damage: the change to the folder, and the text of the error
 
 
 def flip(name: str, at: int) -> Callable[[Path], None]:
@@ -152,7 +153,7 @@ def set_manifest(**changes: object) -> Callable[[Path], None]:
     def do(folder: Path) -> None:
         content = json.loads((folder / "manifest.json").read_text())
         content.update(changes)
-        write_content(folder, {key: value for key, value in content.items() if value is not None})
+        write_manifest_file(folder, {key: value for key, value in content.items() if value is not None})
 
     return do
 

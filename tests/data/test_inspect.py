@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import make_folder
-from tests.data.served import served, set_environment
-from tests.data.texts import files_of, made_texts, prepared, small_tokenizer, texts_of, write_jsonl
+from tests.data.data_folders import make_folder
+from tests.data.local_stores import served, set_environment
+from tests.data.sample_texts import files_of, make_texts, prepared, small_tokenizer, texts_of, write_jsonl
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.manifest import DataManifest, TokenSplit
 from toolkit.data.prepare.inspect import inspect, read_document_lengths, shuffle_quality
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> DataManifest:
     folder = tmp_path_factory.mktemp("made")
-    source = write_jsonl(folder / "in" / "books.jsonl", made_texts(400))
+    source = write_jsonl(folder / "in" / "books.jsonl", make_texts(400))
     return prepared(
         source, folder / "data", small_tokenizer(folder / "tokenizer"), licence="CC0-1.0", deduplicate=True
     )
@@ -67,7 +67,7 @@ def test_inspect_describes_a_folder(made: DataManifest) -> None:
     assert texts[train.documents // 4][:20].split("\n")[0] in samples[0]
 
 
-def test_the_command_shows_and_refuses(tmp_path: Path) -> None:
+def test_inspect_command_describes_and_rejects_folders(tmp_path: Path) -> None:
     """The command also describes a folder that other tools wrote."""
     folder = make_folder(tmp_path / "data", {"train": [np.arange(100)], "validation": [np.arange(3)]}).folder
     done = command(f"inspect={folder}", "samples=0")
@@ -121,7 +121,9 @@ def test_a_folder_in_a_store_is_the_same(
     with served(tmp_path) as store:
         set_environment(monkeypatch, store, tmp_path / "cache")
         there = shown(f"{store.http}/data")
-        assert there.splitlines()[5:] == here.splitlines()[5:]  # above: where it lies, and its tokenizer
+        assert (
+            there.splitlines()[5:] == here.splitlines()[5:]
+        )  # the lines above name the folder and its tokenizer
         assert shown(f"{store.s3}/data").splitlines()[5:] == here.splitlines()[5:]
         for name in ("train-00000.bin", "validation-00000.idx"):
             original = (tmp_path / "data" / name).read_bytes()

@@ -67,7 +67,7 @@ class Numbered:
     def restore(self, state: State) -> None: ...
 
 
-class Counting:
+class PositionTokens:
     """A replacement for the tokenizer processes."""
 
     def __init__(self, longest: int, count: int = 2) -> None:
@@ -117,7 +117,7 @@ class Run:
         self._streams = [
             DatasetStream(
                 Numbered(documents, seed),
-                lambda: Counting(longest, workers),
+                lambda: PositionTokens(longest, workers),
                 fingerprint={"data": data},  # type: ignore[arg-type, return-value]
                 sequence_length=length,
                 seed=seed,
@@ -238,7 +238,7 @@ def test_lanes_do_not_depend_on_ranks_or_resumes(
     assert same(parts, whole[: len(parts)])
 
 
-def test_many_ranks() -> None:
+def test_256_ranks_read_the_same_samples_as_one() -> None:
     """1,024 lanes on 1 rank and on 256; the state takes 10 bytes per lane."""
     with Run(plan_of(1024, 1, flat(1024)), documents=5000) as run:
         whole, state = run.take(4), run.state()
@@ -283,7 +283,7 @@ def test_every_document_once_an_epoch(lanes: int) -> None:
     assert sorted(order(np.array(sorted(epochs[0])))[1].tolist()) == list(range(count))
 
 
-def test_a_growing_batch() -> None:
+def test_batch_ramp_continues_the_lanes() -> None:
     stages = (RampStage(4, 0, 0, 3), RampStage(8, 3, 12, None))
     with Run(plan_of(4, 1, stages)) as run:
         whole = run.take(8)
@@ -345,7 +345,7 @@ def test_fork_with_other_lanes_skips_no_document(read: list[int], lanes: int) ->
 def test_fork_continues_where_its_parent_stopped() -> None:
     """With the same global batch it has the parent's next samples.
 
-    Controls: other documents, and a state that is not handed over.
+    Controls: other documents, and no saved state.
     """
     with Run(plan_of(4, 1, flat(4))) as parent:
         begun = parent.take(3)

@@ -13,9 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import Counting, batch_plan
+from tests.data.data_folders import PositionTokens, batch_plan
 from toolkit.data.order import stream as stream_module
-from toolkit.data.order.mixture import BLOCK, MIXTURE_VERSION, Mixture, MixturePhase, mixture_digest
+from toolkit.data.order.mixture import (
+    MIN_BLOCK_SAMPLES,
+    MIXTURE_VERSION,
+    Mixture,
+    MixturePhase,
+    mixture_digest,
+)
 from toolkit.data.order.permutation import SampleOrder
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream, rank_positions, source_seed
@@ -35,7 +41,7 @@ def phases(*table: tuple[int, Sequence[float]]) -> list[MixturePhase]:
 HALF_AND_MORE = phases((0, (5, 3, 0)), (60, (1, 1, 1)), (100, (0, 0.25, 0.75)))
 
 
-class Named(Counting):
+class Named(PositionTokens):
     """A source whose tokens identify the source."""
 
     def __init__(self, tokens: int, number: int) -> None:
@@ -66,7 +72,7 @@ def mixed(
 
 
 @st.composite
-def tables(draw: st.DrawFn, longest: int = 3 * BLOCK) -> list[MixturePhase]:
+def tables(draw: st.DrawFn, longest: int = 3 * MIN_BLOCK_SAMPLES) -> list[MixturePhase]:
     sources = draw(st.integers(1, 5))
     weight = st.sampled_from([0, 0, 1, 2, 0.1, 0.7, 1 / 3, 1e-3, 100])
     weights = st.lists(weight, min_size=sources, max_size=sources).filter(lambda some: sum(some) > 0)
@@ -78,18 +84,21 @@ def tables(draw: st.DrawFn, longest: int = 3 * BLOCK) -> list[MixturePhase]:
 SEEDS = st.integers(0, 2**40)
 
 
-def test_worked_example() -> None:
+def test_shares_of_whole_blocks_are_exact() -> None:
     """Each source's indices have no gap, and the shares of whole blocks are exact."""
     mixture = Mixture(phases((0, (3, 1))), 0)
     for blocks in (1, 2, 7):
-        assert mixture.counts(blocks * BLOCK) == [3 * blocks * BLOCK // 4, blocks * BLOCK // 4]
-    sources, places = mixture(np.arange(2 * BLOCK))
+        assert mixture.counts(blocks * MIN_BLOCK_SAMPLES) == [
+            3 * blocks * MIN_BLOCK_SAMPLES // 4,
+            blocks * MIN_BLOCK_SAMPLES // 4,
+        ]
+    sources, places = mixture(np.arange(2 * MIN_BLOCK_SAMPLES))
     for source in range(2):
         mine = places[sources == source]
         assert np.array_equal(np.sort(mine), np.arange(len(mine)))
 
 
-@given(table=tables(), seed=SEEDS, more=st.integers(1, 2 * BLOCK), data=st.data())
+@given(table=tables(), seed=SEEDS, more=st.integers(1, 2 * MIN_BLOCK_SAMPLES), data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_phases_continue_each_source(
     table: list[MixturePhase], seed: int, more: int, data: st.DataObject
@@ -135,7 +144,7 @@ def test_source_counts_follow_weights_at_any_position(weights: list[float], seed
     table = phases((0, weights))
     mixture = Mixture(table, seed)
     shares = [weight / sum(table[0].weights) for weight in table[0].weights]
-    block = max([Fraction(BLOCK), *(2 / share for share in shares if share)])
+    block = max([Fraction(MIN_BLOCK_SAMPLES), *(2 / share for share in shares if share)])
     for count, share in zip(mixture.counts(position), shares, strict=True):
         assert abs(count - share * position) <= block * share + 1
     sources, places = mixture(position + np.arange(100))
@@ -151,7 +160,7 @@ def test_batches_have_nearly_their_shares() -> None:
     sources one after another in each block, is far above.
     """
     mixture = Mixture(phases((0, (0.7, 0.2, 0.1))), 11)
-    sources, _ = mixture(np.arange(64 * BLOCK))
+    sources, _ = mixture(np.arange(64 * MIN_BLOCK_SAMPLES))
 
     def spread(sources: Ints) -> float:
         counts = np.stack([np.bincount(batch, minlength=3) for batch in sources.reshape(-1, 256)])
@@ -159,7 +168,7 @@ def test_batches_have_nearly_their_shares() -> None:
         return float(((counts - expected) ** 2 / expected).sum(axis=1).mean() / 2)
 
     assert 0.8 < spread(sources) < 1.0  # without replacement: 1 - 256 / 4096 of independent draws'
-    assert spread(np.sort(sources.reshape(-1, BLOCK), axis=1).ravel()) > 20
+    assert spread(np.sort(sources.reshape(-1, MIN_BLOCK_SAMPLES), axis=1).ravel()) > 20
 
 
 def test_sorted_sources_are_mixed() -> None:
@@ -181,7 +190,7 @@ def test_sorted_sources_are_mixed() -> None:
 
 
 def test_a_rare_source_keeps_its_share() -> None:
-    """A source rarer than once per block makes blocks longer. (4,096 slots could ask it for -1 samples.)"""
+    """A source rarer than once per block makes blocks longer. With 4,096 slots its count could be -1."""
     mixture = Mixture(phases((0, (1, 0.0001, 0.0001))), 0)
     counts = [mixture.counts(10**9), mixture.counts(10**9 + 10**6)]
     for source in (1, 2):
@@ -222,7 +231,7 @@ def test_resume_at_any_step_with_other_ranks(
     """A run that changes its ranks at every resume has the samples of one rank that never stopped."""
     with patch.object(
         stream_module, "ORDER_CHUNK_SAMPLES", 40
-    ):  # borders of chunks come in, and little is read ahead
+    ):  # chunks have borders in the test, and little is prefetched
         whole = global_batches(
             [mixed(sizes, seed=seed, batch=batch_plan(12, 12, 1))], 0, sum(steps for _, steps in stops)
         )
@@ -279,12 +288,12 @@ def test_mixture_is_the_same_on_up_to_1024_changing_ranks(
             step += 1
         drawn = [
             np.sort(drawn_by_rank(seed, 64 * size, ranks)) for ranks in (1, plan.data_parallel)
-        ]  # few could be equal by chance
+        ]  # equal positions are unlikely by chance
         assert np.array_equal(*drawn) == (plan.data_parallel == 1)
 
 
 def drawn_by_rank(seed: int, size: int, ranks: int) -> Ints:
-    """The control's first steps: each rank draws sources with a generator of its own and takes every
+    """The control's first steps: each rank draws sources with a separate generator and takes every
     ``ranks``-th sample of them.
     """
     parts = []
@@ -305,19 +314,19 @@ def test_each_epoch_of_a_source_contains_every_sample_once(
     sizes: list[int], seed: int, weights: list[float]
 ) -> None:
     stream = mixed(sizes, phases((0, weights[: len(sizes)]), (1000, weights[-len(sizes) :])), seed)
-    sources, epochs, numbers = stream.locate(np.arange(1000 + 2 * BLOCK))
+    sources, epochs, numbers = stream.locate(np.arange(1000 + 2 * MIN_BLOCK_SAMPLES))
     for number, (samples, (count, taken)) in enumerate(
-        zip(sizes, stream.consumed(1000 + 2 * BLOCK).values(), strict=True)
+        zip(sizes, stream.consumed(1000 + 2 * MIN_BLOCK_SAMPLES).values(), strict=True)
     ):
         mine = sources == number
         a_epoch = samples // LENGTH
         assert count == mine.sum()
         assert taken == count / a_epoch
-        for epoch in range(count // a_epoch - 1):  # the last is under way in the middle of a block
+        for epoch in range(count // a_epoch - 1):  # the last is in the middle of a block
             assert np.array_equal(np.sort(numbers[mine & (epochs == epoch)]), np.arange(a_epoch))
 
 
-def test_a_batch_ramp_and_a_phase_in_it() -> None:
+def test_phase_may_begin_during_a_batch_ramp() -> None:
     stages = (RampStage(4, 0, 0, 3), RampStage(8, 3, 12, None))
     plan = BatchPlan(micro_batch=2, global_batch=8, data_parallel=2, stages=stages)
     table = phases((0, (1, 0, 0)), (plan.at(4).first_sample, (0, 0, 1)))
@@ -332,7 +341,7 @@ def test_a_batch_ramp_and_a_phase_in_it() -> None:
 
 
 def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
-    source = TokenWindows(Counting(10**6), LENGTH, 5)
+    source = TokenWindows(PositionTokens(10**6), LENGTH, 5)
     alone = Stream({"train": source}, None, seed=5, batch=batch_plan(1, 1, 1), data_rank=0)
     ids, epochs, numbers = alone.locate(np.arange(500))
     assert not ids.any()
@@ -341,7 +350,7 @@ def test_one_source_is_a_mixture_of_one_at_no_cost() -> None:
     assert alone.consumed(7) == {"train": (7, 7 / source.count)}
 
 
-def test_the_seed_of_a_source_is_its_own() -> None:
+def test_source_seed_depends_on_its_name_alone() -> None:
     """The seed depends on the source's name and not on the other sources."""
     assert source_seed(7, None) == 7
     assert len({source_seed(seed, name) for seed in range(3) for name in ("a", "b", "c")}) == 9
@@ -371,8 +380,8 @@ def test_fingerprint_errors_name_differences() -> None:
     [("blocks-1", [2, 2, 3, 1, 248, 811, 499999999597]), ("blocks-2", [0, 0, 1, 6, 3, 4, 499999999998])],
 )
 def test_each_version_keeps_its_mapping(version: str, expected: list[int]) -> None:
-    """A change that moves samples needs a new name, and the mapping of an old name stays: runs go on under
-    the one they began with.
+    """A change that moves samples needs a new name, and the mapping of an old name stays: runs continue
+    with the version they began with.
     """
     sources, places = Mixture(phases((0, (3, 1)), (10, (1, 1))), 0, version)(
         np.array([0, 1, 2, 9, 10, 11, 10**12])

@@ -160,8 +160,8 @@ def test_sorted_corpus_is_mixed() -> None:
 
 
 def buffered(samples: int, size: int) -> Ints:
-    """Samples in order through a shuffle buffer as ``datasets`` has it: each that comes takes the place of a
-    random one, which goes.
+    """Samples in order through a shuffle buffer as ``datasets`` has it: each new sample replaces a random
+    one, which is returned.
     """
     slots = np.random.default_rng(1).integers(0, size, samples - size).tolist()
     held, gone = list(range(size)), []
@@ -195,7 +195,7 @@ def test_cost_does_not_grow_with_the_data() -> None:
     assert max(peaks) < 2 << 20
 
 
-def test_the_version_names_this_mapping() -> None:
+def test_order_version_fixes_the_mapping() -> None:
     """A change that moves samples needs a new version name, since runs resume only under their own."""
     assert ORDER_VERSION == "feistel-1"
     small = SampleOrder(10, block_samples=1, seed=0)(np.arange(10))[1].tolist()

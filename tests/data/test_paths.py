@@ -11,15 +11,16 @@ import datasets
 import numpy as np
 import pytest
 
-from tests.data.made import make_folder
-from tests.data.served import served
+from tests.data.data_folders import make_folder
+from tests.data.local_stores import served
 from tests.data.test_records import make as make_records
 from tests.hostile import HOSTILE
 from toolkit.config.data import DatasetConfig
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.dataset import source
 from toolkit.data.digest import hash_file
-from toolkit.data.manifest import MANIFEST_NAME, read_manifest, write_content
+from toolkit.data.manifest import read_manifest
+from toolkit.data.manifest_file import MANIFEST_NAME, write_manifest_file
 from toolkit.data.prepare import input_store as store
 from toolkit.data.records.reader import open_records
 from toolkit.data.remote.storage import StoredFile, open_folder
@@ -34,7 +35,7 @@ Change = Callable[[dict[str, Any], Any], None]
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads((folder / MANIFEST_NAME).read_text())
     change(content)
-    write_content(folder, content)
+    write_manifest_file(folder, content)
 
 
 def files_below(folder: Path) -> set[Path]:
@@ -83,8 +84,8 @@ def test_a_manifest_that_names_something_outside_is_refused(kind: str, field: st
 def test_a_remote_manifest_writes_nothing_outside_the_cache(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file that the manifest points to is served with the right hash: only the check of its name stands
-    in between.
+    """The file that the manifest points to is served with the right hash: only the check of its name
+    rejects it.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_folder(tmp_path / "served" / "data", {"train": [np.arange(100)]})
@@ -104,7 +105,7 @@ def test_a_remote_manifest_writes_nothing_outside_the_cache(
         }
 
     rewrite(tmp_path / "served" / "data", attack)
-    # As an HTTP server of the attacker's answers: whatever is asked for is the payload.
+    # An attacker's HTTP server answers every request with the payload.
     copy = tmp_path / "served" / "data" / str(victim).lstrip("/")
     copy.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):

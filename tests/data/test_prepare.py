@@ -20,15 +20,15 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from tests.data.texts import (
+from tests.data.sample_texts import (
     TEXTS,
     documents_of,
     files_of,
-    goes_to_validation,
-    made_texts,
+    is_validation_text,
+    make_texts,
     prepared,
-    small_units,
     texts_of,
+    use_small_units,
     write_gz,
     write_jsonl,
     write_zst,
@@ -58,7 +58,7 @@ def test_bytes_do_not_depend_on_work_units(
     deduplicate: bool, corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(corpus, tmp_path / "whole", tokenizer, deduplicate=deduplicate)
-    small_units(monkeypatch)
+    use_small_units(monkeypatch)
     prepared(corpus, tmp_path / "cut", tokenizer, deduplicate=deduplicate, memory_mib=1)
     whole, cut = files_of(tmp_path / "whole"), files_of(tmp_path / "cut")
     assert whole == cut
@@ -74,7 +74,7 @@ def test_bytes_do_not_depend_on_work_units(
     assert verify_tokens(tmp_path / "cut", Progress.silent()).tokenizer.ends_documents
     prepared(
         corpus, tmp_path / "seed", tokenizer, deduplicate=deduplicate, seed=1
-    )  # the control: what must differ does
+    )  # the control: another seed gives another order
     other = files_of(tmp_path / "seed")
     assert other["train-00000.bin"] != whole["train-00000.bin"]
     assert sorted(texts_of(tmp_path / "seed", "train")) == sorted(texts_of(tmp_path / "whole", "train"))
@@ -85,7 +85,7 @@ def test_the_same_bytes_for_any_number_of_processes(
     workers: int, corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(corpus, tmp_path / "one", tokenizer)
-    small_units(monkeypatch)
+    use_small_units(monkeypatch)
     prepared(corpus, tmp_path / "many", tokenizer, workers=workers)
     assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
 
@@ -100,7 +100,7 @@ def test_shards_are_ranges_of_one_order(
     monkeypatch.setattr(
         merge.ShardPlan, "bounds", lambda piece, _, bounds=merge.ShardPlan.bounds: bounds(piece, 3)
     )
-    small_units(monkeypatch)
+    use_small_units(monkeypatch)
     manifest = prepared(corpus, tmp_path / "many", tokenizer)
     assert len(manifest.splits["train"].shards) > 3
     for split in ("train", "validation"):
@@ -125,7 +125,7 @@ def test_every_document_is_in_its_split_once(corpus: Path, tokenizer: Path, tmp_
     found = {split: texts_of(tmp_path / "all", split) for split in ("train", "validation")}
     assert Counter([*found["train"], *found["validation"]]) == wanted
     assert all(
-        goes_to_validation(text) == (split == "validation")
+        is_validation_text(text) == (split == "validation")
         for split, texts in found.items()
         for text in texts
     )
@@ -147,14 +147,14 @@ def test_documents_are_shuffled_over_files(corpus: Path, tokenizer: Path, tmp_pa
     numbers = [int(text.split()[0]) for text in texts_of(tmp_path / "data", "train")]
     assert (
         0.4 < np.mean([before < after for before, after in pairwise(numbers)]) < 0.6
-    )  # 1 where they stand as they were read
+    )  # 1 if documents keep the order of the input
 
 
 def test_deduplication_removes_equal_documents(
     corpus: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Duplicates are removed within and across parts, by their text and not by tokens or names."""
-    small_units(monkeypatch)
+    use_small_units(monkeypatch)
     prepared(corpus, tmp_path / "once", tokenizer, deduplicate=True)
     assert sorted(
         [*texts_of(tmp_path / "once", "train"), *texts_of(tmp_path / "once", "validation")]
@@ -173,7 +173,7 @@ def test_deduplication_and_split_depend_only_on_content(
     folder = tmp_path_factory.mktemp("property")
     write_jsonl(folder / "in.jsonl", texts)
     with pytest.MonkeyPatch.context() as patch:
-        small_units(
+        use_small_units(
             patch, *data.draw(st.tuples(st.integers(20, 400), st.integers(1, 60), st.integers(1, 40)))
         )
         side = sides(texts, share)
@@ -198,7 +198,7 @@ def test_deduplication_and_split_depend_only_on_content(
 
 def sides(texts: list[str], share: float) -> dict[str, bool]:
     """Validation gets the share's documents, or if there are none, the one with the smallest hash."""
-    found = {text: goes_to_validation(text, share) for text in texts}
+    found = {text: is_validation_text(text, share) for text in texts}
     if not any(found.values()) and len(found) > 1:
         found[min(found, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])] = True
     return found
@@ -209,8 +209,8 @@ def test_two_documents_are_enough_for_a_validation_split(
     workers: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A share of 0.005 of a few documents is none, and training evaluates on validation."""
-    small_units(monkeypatch, unit=600)
-    texts = [text for text in TEXTS[:40] if not goes_to_validation(text, 0.005)]
+    use_small_units(monkeypatch, unit=600)
+    texts = [text for text in TEXTS[:40] if not is_validation_text(text, 0.005)]
     chosen = min(texts, key=lambda text: xxhash.xxh3_128_digest(text.encode())[:8])
     source = write_jsonl(tmp_path / "in.jsonl", texts)
     prepared(source, tmp_path / "data", tokenizer, validation=0.005, workers=workers)
@@ -218,7 +218,7 @@ def test_two_documents_are_enough_for_a_validation_split(
     assert sorted(texts_of(tmp_path / "data", "train")) == sorted(set(texts) - {chosen})
     enough = [
         *texts,
-        *(text for text in made_texts(4000) if goes_to_validation(text, 0.005)),
+        *(text for text in make_texts(4000) if is_validation_text(text, 0.005)),
     ]  # the control: the share gives some
     prepared(
         write_jsonl(tmp_path / "enough.jsonl", enough),
@@ -269,7 +269,7 @@ def test_every_form_gives_the_same_documents(
     import pyarrow.parquet
     from datasets import Dataset, DatasetDict
 
-    small_units(monkeypatch)
+    use_small_units(monkeypatch)
     texts = [text.replace("\n", " ") for text in TEXTS[:60]]
     lines = "".join(f"{text}\n" for text in texts).encode()
     jsonl = write_jsonl(tmp_path / "plain" / "a.jsonl", texts).read_bytes()
@@ -367,7 +367,7 @@ def test_tokenizer_is_trained_on_training_documents(
     manifest = prepare(config, Progress.silent())
     assert manifest.tokenizer.size == 300
     assert Counter(seen) == Counter(
-        text for text in [*TEXTS, *TEXTS[:3]] if not goes_to_validation(text, 0.3)
+        text for text in [*TEXTS, *TEXTS[:3]] if not is_validation_text(text, 0.3)
     )
 
 
@@ -435,7 +435,7 @@ def test_memory_does_not_grow_with_the_input(tokenizer: Path, tmp_path: Path) ->
     any size.
     """
     peaks = []
-    text = " ".join(made_texts(400))
+    text = " ".join(make_texts(400))
     for times, parts in ((1, 1), (3, 1), (3, 1000)):
         folder = tmp_path / f"in{times}"
         texts = [f"{number} {text[number % 999 : number % 999 + 8000]}" for number in range(2500 * times)]

@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.texts import TEXTS, files_of, prepared, small_units, texts_of, write_gz, write_jsonl
+from tests.data.sample_texts import (
+    TEXTS,
+    files_of,
+    prepared,
+    texts_of,
+    use_small_units,
+    write_gz,
+    write_jsonl,
+)
 from toolkit.config.prepare import OnBadRow, PrepareConfig
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import input_changes as changes
 from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.inspect import inspect
+from toolkit.data.prepare.plan import PreparationPlan, WorkUnit
 from toolkit.errors import InputError
 from toolkit.progress import Progress
 
@@ -74,7 +83,7 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small_units(monkeypatch, unit=5000)
+    use_small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
     with pytest.raises(InputError, match=r"b\.jsonl, the line at byte .*(?s:.*)start again to continue"):
         prepared(source, tmp_path / "data", tokenizer)
@@ -85,13 +94,15 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
     read: list[str] = []
     whole = tokenise.read_documents
     monkeypatch.setattr(
-        tokenise, "read_documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+        tokenise, "read_documents", lambda plan, unit: read.extend(names_of(plan, unit)) or whole(plan, unit)
     )
-    monkeypatch.setattr(run.shutil, "rmtree", lambda *_, **__: None)  # the parts stay, to be looked at
+    monkeypatch.setattr(
+        run.shutil, "rmtree", lambda *_, **__: None
+    )  # the parts are kept, so that the test can compare them
     prepared(source, tmp_path / "data", tokenizer, workers=workers)
     monkeypatch.undo()
-    small_units(monkeypatch, unit=5000)
-    if workers == 1:  # what worker processes read is not seen here
+    use_small_units(monkeypatch, unit=5000)
+    if workers == 1:  # reads of worker processes cannot be counted here
         assert "a.jsonl" not in read
         assert read
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "data" / ".work" / "parts").iterdir()}
@@ -107,8 +118,7 @@ def test_after_a_correction_only_the_changed_files_are_read_again(
     assert made == files_of(tmp_path / "fresh")
 
 
-def name_of(plan: object, unit: object) -> list[str]:
-    # Type: ignore[attr-defined].
+def names_of(plan: PreparationPlan, unit: WorkUnit) -> list[str]:
     return [plan.sources[number].name for number in range(unit.first, unit.last)]
 
 
@@ -116,7 +126,7 @@ def test_change_after_the_first_pass_is_included(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards already exist, one more than needed."""
-    small_units(monkeypatch)
+    use_small_units(monkeypatch)
     source = make_input(tmp_path / "in")
     removed(source)
     monkeypatch.setattr(run.report, "write_results", interrupted)
@@ -178,7 +188,7 @@ def test_bad_rows_are_skipped_and_counted(
 ) -> None:
     source = make_bad(tmp_path / "in")
     prepared(source, tmp_path / "whole", tokenizer, on_bad_row=OnBadRow.skip)
-    small_units(monkeypatch, unit=1500, part=700, batch=300)
+    use_small_units(monkeypatch, unit=1500, part=700, batch=300)
     manifest = prepared(source, tmp_path / "data", tokenizer, on_bad_row=OnBadRow.skip, workers=workers)
     assert files_of(tmp_path / "data") == files_of(tmp_path / "whole")
     assert sorted([*texts_of(manifest.folder, "train"), *texts_of(manifest.folder, "validation")]) == sorted(
@@ -198,15 +208,15 @@ def test_bad_rows_are_skipped_and_counted(
 def test_a_refused_preparation_continues_with_skip(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens from before are the same under either mode."""
-    small_units(monkeypatch, unit=5000)
+    """Tokens of earlier documents are the same in either mode."""
+    use_small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
     with pytest.raises(InputError, match="or write on_bad_row=skip"):
         prepared(source, tmp_path / "data", tokenizer)
     read: list[str] = []
     whole = tokenise.read_documents
     monkeypatch.setattr(
-        tokenise, "read_documents", lambda plan, unit: read.extend(name_of(plan, unit)) or whole(plan, unit)
+        tokenise, "read_documents", lambda plan, unit: read.extend(names_of(plan, unit)) or whole(plan, unit)
     )
     assert prepared(source, tmp_path / "data", tokenizer, on_bad_row=OnBadRow.skip).bad_rows["count"] == 1
     assert "a.jsonl" not in read
@@ -221,7 +231,7 @@ def test_a_refused_preparation_continues_with_skip(
 def test_a_preparation_that_refused_special_tokens_continues_with_them_as_text(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_units(monkeypatch, unit=1000)
+    use_small_units(monkeypatch, unit=1000)
     plain = [text.replace("<|endoftext|>", "") for text in TEXTS[:60]]
     source = write_jsonl(tmp_path / "in" / "a.jsonl", plain).parent
     write_jsonl(source / "b.jsonl", [*plain[:10], "an <|endoftext|> inside"])
@@ -258,7 +268,7 @@ def test_the_first_rows_of_every_file_are_checked_before_any_work(
 def test_a_changed_file_is_checked_too(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_units(monkeypatch, unit=5000)
+    use_small_units(monkeypatch, unit=5000)
     source = make_input(tmp_path / "in")
     with pytest.raises(InputError, match=r"b\.jsonl"):
         prepared(source, tmp_path / "data", tokenizer)

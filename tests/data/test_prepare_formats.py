@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.texts import TEXTS, prepared, small_units, texts_of, write_zst
+from tests.data.sample_texts import TEXTS, prepared, texts_of, use_small_units, write_zst
 from toolkit.config.prepare import InputFormat, OnBadRow
 from toolkit.data.prepare import read
 from toolkit.errors import InputError
@@ -106,7 +106,7 @@ FORMS: dict[str, Callable[[Path], bytes]] = {
 def test_every_form_gives_the_same_documents(
     name: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_units(monkeypatch, unit=1000, part=2000, batch=500)
+    use_small_units(monkeypatch, unit=1000, part=2000, batch=500)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(FORMS[name](tmp_path))
     manifest = prepared(tmp_path / "in", tmp_path / "data", tokenizer)

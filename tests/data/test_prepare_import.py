@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launch.prepare import main
-from tests.data.texts import TEXTS
+from tests.data.sample_texts import TEXTS
 from toolkit.config.prepare import PrepareConfig, TokenizerConfig
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare.import_megatron import import_megatron

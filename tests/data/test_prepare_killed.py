@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -16,10 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.data.texts import (
+from tests.data.sample_texts import (
     documents_of,
     files_of,
-    made_texts,
+    make_texts,
     prepared,
     small_tokenizer,
     write_gz,
@@ -32,30 +33,38 @@ from toolkit.data.prepare.run import prepare
 from toolkit.progress import Progress
 
 SMALL = Path(__file__).with_name("small_prepare.py")
-TEXTS = made_texts(1500, seed=5)
+TEXTS = make_texts(1500, seed=5)
 
 
-class Case:
-    """A corpus, its uninterrupted preparation, and a command for one to be killed."""
+class Corpus:
+    """A corpus and its uninterrupted preparation, shared by the tests of this module."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
+    def __init__(self, folder: Path) -> None:
         """One file that is read in ranges, and one that can only be read from its beginning: a unit of many
         parts.
         """
-        self.output = folder / "killed"
-        write_jsonl(folder / "in" / "a.jsonl", TEXTS[:1000])
-        compressed = folder / "in" / "b.jsonl.gz"
+        self.input = folder / "in"
+        write_jsonl(self.input / "a.jsonl", TEXTS[:1000])
+        compressed = self.input / "b.jsonl.gz"
         write_gz(compressed, write_jsonl(folder / "scratch.jsonl", TEXTS[1000:] * 2).read_bytes())
-        tokenizer = small_tokenizer(folder / "tokenizer")
-        # The same words for both: the input's name stands in the manifest.
-        prepared(folder / "in", folder / "whole", tokenizer, deduplicate=True, workers=1)
-        self.whole = files_of(folder / "whole")
+        self.tokenizer = small_tokenizer(folder / "tokenizer")
+        self.whole = folder / "whole"
+        # Every preparation gets the same arguments, because the manifest contains the input's name.
+        prepared(self.input, self.whole, self.tokenizer, deduplicate=True, workers=1)
+        self.files = files_of(self.whole)
+
+
+class Case:
+    """A command that prepares the corpus, to be killed."""
+
+    def __init__(self, corpus: Corpus, output: Path, workers: int) -> None:
+        self.corpus, self.output = corpus, output
         self.words = [
-            f"input={folder / 'in'}",
+            f"input={corpus.input}",
             f"output={self.output}",
             "validation=0.5",
             "deduplicate=true",
-            f"tokenizer.path={tokenizer}",
+            f"tokenizer.path={corpus.tokenizer}",
             "tokenizer.end_of_text='<|endoftext|>'",
             "special_tokens=text",
         ]
@@ -91,32 +100,45 @@ class Case:
         return not self.killed_when(lambda: False)
 
 
-def test_resume_after_kill_during_tokenisation(tmp_path: Path) -> None:
-    """Twice, at random parts of about sixty; then done by this process, which tokenises exactly the documents
-    that are left.
-    """
-    case, seed = Case(tmp_path, workers=2), random.randrange(10**6)
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def killed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A preparation killed at a random part of about sixty."""
+    case, seed = Case(corpus, tmp_path_factory.mktemp("killed") / "out", workers=2), random.randrange(10**6)
     print(f"seed {seed}")
-    random_ = random.Random(seed)
-    for lowest, highest in ((3, 15), (16, 30)):
-        wanted = random_.randint(lowest, highest)
-        assert case.killed_when(lambda wanted=wanted: case.receipts >= wanted), "killed in the work"
-        assert lowest <= case.receipts < 50
+    awaited = random.Random(seed).randint(3, 30)
+    assert case.killed_when(lambda: case.receipts >= awaited), "killed in the work"
+    assert awaited <= case.receipts < 50
+    return case
+
+
+def copy_of(case: Case, output: Path) -> Case:
+    """Return the same interrupted preparation in another folder."""
+    shutil.copytree(case.output, output)
+    return Case(case.corpus, output, case.workers)
+
+
+def test_resume_after_kill_during_tokenisation(killed: Case, tmp_path: Path) -> None:
+    """The next process tokenises exactly the documents that are left."""
+    case = copy_of(killed, tmp_path / "out")
     done = read_receipts(case.output / ".work" / tokenise.PARTS)
     read = sum(map(documents_in, done))
     assert 0 < read < 2000
     encoded = in_this_process(case)
-    assert files_of(case.output) == case.whole
-    assert sum(encoded) == 2000 - read  # with receipts ignored it were 2000: see the control
+    assert files_of(case.output) == case.corpus.files
+    assert sum(encoded) == 2000 - read  # 2000 if receipts are ignored: see the control
 
 
-def test_control_without_receipts_everything_is_repeated(tmp_path: Path) -> None:
-    case = Case(tmp_path, workers=2)
-    assert case.killed_when(lambda: case.receipts >= 10)
+def test_control_without_receipts_everything_is_repeated(killed: Case, tmp_path: Path) -> None:
+    case = copy_of(killed, tmp_path / "out")
     for path in (case.output / ".work" / tokenise.PARTS).glob("*.json"):
         path.unlink()
     assert sum(in_this_process(case)) == 2000
-    assert files_of(case.output) == case.whole
+    assert files_of(case.output) == case.corpus.files
 
 
 def documents_in(receipt: PartReceipt) -> int:
@@ -137,45 +159,43 @@ def in_this_process(case: Case) -> list[int]:
     return batches
 
 
-def test_resume_after_kill_while_writing_shards(tmp_path: Path) -> None:
-    case = Case(tmp_path, workers=1)
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # killed between two slices of the second shard: as exactly as only a fault can be
+def test_resume_after_kill_while_writing_shards(corpus: Corpus, tmp_path: Path) -> None:
+    case = Case(corpus, tmp_path / "out", workers=1)
+    with pytest.MonkeyPatch.context() as patch:  # killed between two key ranges of the second shard
         patch.setattr(merge, "plan_shards", lambda *args, pieces=merge.plan_shards: pieces(*args[:2], 9000))
-        slices = merge._slice
+        write_range = merge._write_range
 
         def failing(*args: object) -> int:
             if (case.output / ".work" / merge.SHARDS / "train-00001.json").exists():
                 raise KeyboardInterrupt
-            return slices(*args)  # type: ignore[arg-type]
+            return write_range(*args)  # type: ignore[arg-type]
 
-        patch.setattr(merge, "_slice", failing)
+        patch.setattr(merge, "_write_range", failing)
         with pytest.raises(KeyboardInterrupt):
             prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
         written = {path.name: path.stat().st_mtime_ns for path in case.output.glob("*.bin")}
         assert set(written) == {"train-00000.bin", "train-00001.bin"}
         (case.output / f"train-00002.bin.partial-{os.getpid()}").write_bytes(b"of a killed process")
-        patch.setattr(merge, "_slice", slices)
+        patch.setattr(merge, "_write_range", write_range)
         prepare(compose_prepare([*case.words, "workers=1"]), Progress.silent())
         assert {name: (case.output / name).stat().st_mtime_ns for name in written} == written
         assert not list(case.output.glob("*.partial*"))
-    assert (case.output / "report.json").read_bytes() == case.whole["report.json"]
-    assert documents_of(case.output, "train") == documents_of(case.output.with_name("whole"), "train")
+    assert (case.output / "report.json").read_bytes() == case.corpus.files["report.json"]
+    assert documents_of(case.output, "train") == documents_of(corpus.whole, "train")
 
 
 @pytest.mark.full
-def test_resume_after_repeated_kills(tmp_path: Path) -> None:
+def test_resume_after_repeated_kills(corpus: Corpus, tmp_path: Path) -> None:
     """After a part or after a random time from its start on, with another number of processes each time,
     until it is done.
     """
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    random_, case, inside = random.Random(seed), Case(tmp_path, workers=1), 0
+    random_, case, inside = random.Random(seed), Case(corpus, tmp_path / "out", workers=1), 0
     for attempt in range(40):
         case.workers = random_.randint(1, 3)
         before = case.receipts
-        # The first one is in the work for certain: on a quick machine all random times may come too late for
+        # The first kill always interrupts work: on a fast machine all random times may come too late for
         # it.
         began, wait = time.monotonic(), random_.uniform(0.2, 2.5) if attempt else float("inf")
         killed = case.killed_when(
@@ -188,4 +208,4 @@ def test_resume_after_repeated_kills(tmp_path: Path) -> None:
             break
     assert inside >= 1, "killed in the work at least once"
     assert case.finished()
-    assert files_of(case.output) == case.whole
+    assert files_of(case.output) == case.corpus.files

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.texts import TEXTS, files_of, prepared, small_tokenizer, small_units, write_gz, write_jsonl
+from tests.data.sample_texts import (
+    TEXTS,
+    files_of,
+    prepared,
+    small_tokenizer,
+    use_small_units,
+    write_gz,
+    write_jsonl,
+)
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
-from toolkit.data.manifest import MANIFEST_HASH_KEY, hash_content
+from toolkit.data.manifest_file import MANIFEST_HASH_KEY, hash_manifest
 from toolkit.data.prepare import run, tokenise
 from toolkit.data.prepare.run import output_folder, prepare
 from toolkit.data.prepare.worker_pool import run_tasks
@@ -29,9 +37,9 @@ def test_finished_preparation_is_found_without_writing(
     monkeypatch.setattr(tokenise, "start_tokenising", None)
     assert (
         prepared(corpus, tmp_path / "data", tokenizer, workers=3, memory_mib=9) == first
-    )  # carriage may differ
+    )  # settings that do not affect the bytes may differ
     for file in corpus.rglob("*.jsonl"):
-        file.touch()  # read and compared, not believed
+        file.touch()  # the content is compared, not the time
     assert prepared(corpus, tmp_path / "data", tokenizer) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*")} == before
 
@@ -109,7 +117,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_named(mistake: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_mistakes_name_key_and_file(mistake: str, tokenizer: Path, tmp_path: Path) -> None:
     (name, content, options), key, seen = MISTAKES[mistake]
     source = tmp_path / "in" / name if name else tmp_path / "absent"
     if name:
@@ -134,7 +142,7 @@ def test_mistakes_are_named(mistake: str, tokenizer: Path, tmp_path: Path) -> No
 def test_error_in_a_worker_is_reported_by_the_command(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_units(monkeypatch, unit=100)
+    use_small_units(monkeypatch, unit=100)
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:5])
     (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes() + b"{\n")
     with pytest.raises(InputError, match=r"every line of a \.jsonl file is JSON"):
@@ -191,7 +199,7 @@ def test_second_process_is_refused_by_the_lock(corpus: Path, tokenizer: Path, tm
     prepared(corpus, tmp_path / "data", tokenizer)
 
 
-def test_the_embedded_text_is_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparing_stdlib_gives_the_data_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is the data that training with data=stdlib finds."""
     (tmp_path / "library").mkdir()
     for number, text in enumerate(TEXTS[:40]):
@@ -212,7 +220,7 @@ def test_a_folder_of_another_recipe_version_is_refused_with_a_remedy_that_works(
     prepared(source, tmp_path / "data", tokenizer)
     manifest = tmp_path / "data" / "manifest.json"
     content = json.loads(manifest.read_text().replace('"version": 2', '"version": 1'))
-    manifest.write_text(json.dumps({**content, MANIFEST_HASH_KEY: hash_content(content)}))
+    manifest.write_text(json.dumps({**content, MANIFEST_HASH_KEY: hash_manifest(content)}))
     with pytest.raises(InputError, match=r"made by recipe version 1(?s:.*)output=FOLDER") as caught:
         prepared(source, tmp_path / "data", tokenizer)
     assert len(caught.value.problems) == 1

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.served import SECRETS, Store, served, set_environment
-from tests.data.texts import TEXTS, files_of, prepared, write_jsonl
+from tests.data.local_stores import SECRETS, Store, served, set_environment
+from tests.data.sample_texts import TEXTS, files_of, prepared, write_jsonl
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.manifest import read_manifest
 from toolkit.data.prepare import input_store as inputs
@@ -24,8 +24,8 @@ NAMES = ["a.jsonl", "b/c.jsonl", "empty.jsonl"]
 
 @pytest.fixture
 def bucket(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """The corpus as a folder of a bucket, with a hidden file, and another folder whose name begins as its
-    does.
+    """The corpus as a folder of a bucket, with a hidden file, and another folder whose name has the same
+    prefix.
     """
     root = tmp_path / "bucket"
     shutil.copytree(corpus, root / "texts")
@@ -33,7 +33,7 @@ def bucket(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     (root / "texts" / ".hidden").write_text("no")
     write_jsonl(root / "texts-other" / "a.jsonl", ["of another folder"])
     with served(root) as store:
-        store.page = 2  # a listing takes several answers
+        store.page = 2  # a listing has several pages
         set_environment(monkeypatch, store, tmp_path / "cache")
         yield store
 
@@ -46,7 +46,7 @@ def test_input_from_a_store_gives_the_same_folder(
     bucket: Store, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(bucket.root / "texts", tmp_path / "here", tokenizer)
-    monkeypatch.setattr(inputs, "AT_ONCE_BYTES", 5000)  # several ranges a file
+    monkeypatch.setattr(inputs, "BATCH_BYTES", 5000)  # several ranges a file
     of_store(tmp_path / "there", tokenizer)
     here, there = files_of(tmp_path / "here"), files_of(tmp_path / "there")
     assert [name for name in here if here[name] != there[name]] == ["manifest.json"]  # which names the input
@@ -95,7 +95,7 @@ def test_finished_preparation_from_a_store_refuses_changed_input(
     assert not bucket.requests["texts/a.jsonl"]
     file = bucket.root / "texts" / "a.jsonl"
     later = (tmp_path / "data" / "manifest.json").stat().st_mtime + 5
-    os.utime(file, (later, later))  # uploaded again: read and compared, not believed
+    os.utime(file, (later, later))  # uploaded again: the content is compared, not the time
     of_store(tmp_path / "data", tokenizer)
     assert bucket.requests["texts/a.jsonl"]
     file.write_bytes(file.read_bytes().replace(b"river", b"RIVER"))
@@ -134,7 +134,9 @@ def test_a_file_that_changes_while_it_is_prepared_is_fetched_and_read_again(
         ("ftp://corpus/texts", "a folder is a path, or a URL of a supported store"),
     ],
 )
-def test_mistakes_name_the_input(bucket: Store, tokenizer: Path, tmp_path: Path, url: str, seen: str) -> None:
+def test_unusable_inputs_in_a_store_are_rejected(
+    bucket: Store, tokenizer: Path, tmp_path: Path, url: str, seen: str
+) -> None:
     with pytest.raises(InputError) as caught:
         of_store(tmp_path / "data", tokenizer, url)
     text = str(caught.value)

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import batch_plan, documents, make_folder
-from tests.data.served import served
+from tests.data.data_folders import batch_plan, documents, make_folder
+from tests.data.local_stores import served
 from tests.data.test_stream import global_batch
 from toolkit.data.evaluation import eval_sample_batches
-from toolkit.data.manifest import write_content
+from toolkit.data.manifest_file import write_manifest_file
 from toolkit.data.order.stream import Stream
 from toolkit.data.records import writer as write_records
 from toolkit.data.records.reader import (
@@ -141,7 +141,7 @@ def test_documented_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any("CC-BY-4.0" in line for line in describe_records(manifest))
 
 
-# -- what goes wrong
+# ---- errors
 
 
 def test_writer_removes_files_after_an_error(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def change_manifest(old: str, new: str) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         file = folder / "manifest.json"
         assert old in file.read_text()
-        write_content(folder, json.loads(file.read_text().replace(old, new)))
+        write_manifest_file(folder, json.loads(file.read_text().replace(old, new)))
 
     return change
 
@@ -369,3 +369,12 @@ def test_a_store_gives_the_same_records(tmp_path: Path) -> None:
             open_records(f"{store.http}/records", "train")
         with pytest.raises(InputError, match="absent"):
             open_records(f"{store.http}/nowhere", "train")
+
+
+def test_max_samples_reads_the_first_records_only(tmp_path: Path) -> None:
+    make(tmp_path / "made", 40)
+    records, whole = (open_records(tmp_path / "made", "train") for _ in range(2))
+    records.limit(6)
+    stream = Stream({"train": records}, None, seed=1, batch=batch_plan(1, 1, 1), data_rank=0)
+    assert sorted(stream.samples(np.arange(6))["weight"]) == list(range(6))
+    assert records.fingerprint() != whole.fingerprint()

@@ -18,14 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import Counting, batch_plan, documents, make_folder, without_sums
-from tests.data.served import SECRETS, Store, environment, served, set_environment
+from tests.data.data_folders import PositionTokens, batch_plan, documents, make_folder, remove_checksums
+from tests.data.local_stores import SECRETS, Store, environment, served, set_environment
 from toolkit.data.checksums import BLOCK
 from toolkit.data.evaluation import eval_batches
-from toolkit.data.manifest import read_manifest, write_content
+from toolkit.data.manifest import read_manifest
+from toolkit.data.manifest_file import write_manifest_file
 from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.order.samples import TokenWindows
-from toolkit.data.order.stream import READ_AT_ONCE, Stream
+from toolkit.data.order.stream import READ_CHUNK_BYTES, Stream
 from toolkit.data.remote.cache import BlockCache
 from toolkit.data.remote.fetch import RequestLimits
 from toolkit.data.remote.storage import StorageError, open_folder
@@ -115,7 +116,7 @@ def test_failures_lose_and_repeat_no_sample(
         assert store.faulty["stalled"] > 3
         assert sum(store.faulty.values()) > 10
         assert time.monotonic() - begin < 60
-        # The control: without repetition the stream breaks, and says so.
+        # The control: without retries the stream raises.
         once = RequestLimits(reading_seconds=0, hedge_share=0, silence_seconds=0.3)
         with pytest.raises(StorageError, match="1 attempts"):
             taken(RemoteTokens(read_manifest(store.s3), "train", limits=once), 60)
@@ -145,7 +146,7 @@ def test_merged_spans_contain_every_part(seed: int, length: int, longest: int, t
         assert tokens[-1] < begins[shard + 1]
         rows[piece.row, piece.column : piece.column + piece.count] = tokens
     assert np.array_equal(rows, starts[:, None] + np.arange(length))
-    # Spans have no byte that no piece wants, and only a piece itself makes one longer than it may be.
+    # Every byte of a span belongs to a part, and only a single long part exceeds the bound.
     wanted = {
         (piece.shard, byte)
         for piece in pieces
@@ -156,7 +157,7 @@ def test_merged_spans_contain_every_part(seed: int, length: int, longest: int, t
     assert all(end - first <= max(longest, *sizes) for _, first, end in spans)
 
 
-# -- speed and economy
+# ---- number and size of requests
 
 
 def first_batch_seconds(url: str) -> float:
@@ -180,12 +181,14 @@ def test_first_batch_needs_few_round_trips(
         set_environment(monkeypatch, store, tmp_path)
         seconds = []
         for attempt in range(8):
-            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(attempt)))  # no tokenizer is here yet
+            monkeypatch.setenv(
+                "XDG_CACHE_HOME", str(tmp_path / str(attempt))
+            )  # the tokenizer has not been fetched
             seconds.append(first_batch_seconds(store.s3))
             if seconds[-1] <= 0.25:
                 break
         assert 0.12 <= min(seconds) <= 0.25, seconds
-        # The control: windows one after another, each a round trip of its own.
+        # The control: windows one after another, a round trip for each.
         source, out = remote(store), np.empty((1, LENGTH + 1), dtype=np.int64)
         begin = time.monotonic()
         for start in range(0, 8 * LENGTH, LENGTH):
@@ -201,17 +204,17 @@ def test_fetched_bytes_are_close_to_bytes_read(
     without sums, whose windows are fetched as they are.
     """
     steps, folder = 60, Path(shutil.copytree(folder, tmp_path / "copy"))
-    without_sums(folder)
+    remove_checksums(folder)
     with served(folder, latency_seconds=0.002) as store:
         set_environment(monkeypatch, store, tmp_path)
         source = remote(store)
         asked = counted(source)
         taken(source, steps)
         delivered = steps * 8 * (LENGTH + 1) * 2
-        assert delivered < sum(asked) < delivered + 5 * READ_AT_ONCE
+        assert delivered < sum(asked) < delivered + 5 * READ_CHUNK_BYTES
         assert 0.95 <= store.served_bytes / sum(asked) <= 1.1  # below 1: windows that touch share a token
-    # The control: a reader of aligned pieces of 512 KiB, with room for all that it has read.
-    tokens = np.stack(taken(Counting(source.tokens), sum(asked) // (8 * (LENGTH + 1) * 2)))
+    # The control: a reader of aligned blocks of 512 KiB, which caches all of them.
+    tokens = np.stack(taken(PositionTokens(source.tokens), sum(asked) // (8 * (LENGTH + 1) * 2)))
     assert len(np.unique(tokens * 2 // (512 << 10))) * (512 << 10) / sum(asked) > 1.1
 
 
@@ -247,7 +250,7 @@ def counted(source: RemoteTokens) -> list[int]:
     return asked
 
 
-def test_windows_that_touch_are_one_request(
+def test_adjacent_windows_are_one_request(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(folder) as store:
@@ -274,7 +277,7 @@ def test_an_evaluation_is_fetched_once(folder: Path, tmp_path: Path, monkeypatch
             assert np.array_equal(evaluated(source), expected)
             asked = sum(store.requests.values())
             assert np.array_equal(evaluated(source), expected)
-            assert (sum(store.requests.values()) == asked) == repeated  # the control asks again
+            assert (sum(store.requests.values()) == asked) == repeated  # the control fetches again
 
 
 def test_a_cache_fetches_each_block_once(
@@ -299,7 +302,7 @@ def test_a_cache_fetches_each_block_once(
             assert (fetched <= 1.01) == (most == 1.01), f"{fetched} with {gib} GiB"
             blocks = next((tmp_path / "cache").glob("*.blocks")).stat().st_size
             assert blocks <= gib * 2**30
-        assert 0.9 * corpus < 8 * 2**20  # it fits with room
+        assert 0.9 * corpus < 8 * 2**20  # the cache is large enough
 
 
 def test_damaged_cache_blocks_are_fetched_again(
@@ -333,8 +336,8 @@ next(steps)
 
 
 def test_a_process_may_end_while_it_reads(folder: Path, tmp_path: Path) -> None:
-    """With requests under way, some of them stalled, Python ends as always and soon: the threads of a library
-    that came back into it would abort it.
+    """With requests under way, some of them stalled, Python exits normally and soon: library threads that
+    call into it would abort it.
     """
     with served(folder, stalled=0.05, latency_seconds=0.01, silence_seconds=1.0) as store:
         leaving = [
@@ -379,7 +382,7 @@ def other_tokenizer(folder: Path) -> None:
 
 def other_split(folder: Path) -> None:
     content = json.loads((folder / "manifest.json").read_text())
-    write_content(folder, {**content, "splits": {"other": content["splits"]["train"]}})
+    write_manifest_file(folder, {**content, "splits": {"other": content["splits"]["train"]}})
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -436,11 +439,11 @@ def test_store_errors_are_reported_before_training(
             open_split(url, "train")
 
 
-def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_remote_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the test above. The manifest may be above its files, as for generations."""
     manifest = make_folder(tmp_path / "data" / "inner", {"train": documents(60, 300)}, shard_bytes=1000)
     content = json.loads((manifest.folder / "manifest.json").read_text())
-    write_content(tmp_path / "data", {**content, "root": "inner"})
+    write_manifest_file(tmp_path / "data", {**content, "root": "inner"})
     with served(tmp_path / "data") as store:
         set_environment(monkeypatch, store, tmp_path / "home")
         opened = read_manifest(store.s3)
@@ -450,7 +453,7 @@ def test_a_whole_folder_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_remote_files(opened, ["train"])
         asked = store.requests["inner/tokenizer/tokenizer.json"]
         read_manifest(store.s3)
-        assert store.requests["inner/tokenizer/tokenizer.json"] == asked  # it is here now
+        assert store.requests["inner/tokenizer/tokenizer.json"] == asked  # the tokenizer has been fetched
 
 
 def test_server_that_ignores_one_byte_ranges_is_supported(

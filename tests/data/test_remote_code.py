@@ -33,7 +33,7 @@ class Tokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a tokenizer without tokenizer.json whose class is in a file of its own."""
+    """Write a tokenizer without tokenizer.json whose class is in a separate file."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "published"

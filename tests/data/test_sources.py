@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.made import make_folder
+from tests.data.data_folders import make_folder
 from toolkit.config.data import DataConfig, DocumentMasking
-from toolkit.config.schema import EvalConfig, ModelConfig, RunConfig, TrainConfig
+from toolkit.config.model import ModelConfig
+from toolkit.config.schema import EvalConfig, RunConfig, TrainConfig
 from toolkit.data.kinds.text import check_data
 from toolkit.data.manifest import DataManifest, read_manifest
 from toolkit.data.registry import prepare_data
@@ -88,12 +89,12 @@ def test_separate_documents_need_end_of_text(manifest: DataManifest) -> None:
     assert check_data(run_config(manifest), silent) == []
 
 
-def test_no_training_split(tmp_path: Path) -> None:
+def test_missing_training_split_is_reported(tmp_path: Path) -> None:
     manifest = make_folder(tmp_path / "data", {"validation": [np.arange(100)]})
     (problem,) = check_data(run_config(manifest), manifest)
     assert problem.key == "data.path"
 
 
-def test_a_folder_without_data(tmp_path: Path) -> None:
+def test_folder_without_manifest_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"manifest\.json"):
         read_manifest(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.dataset_files import Corpus, config_of, make_corpus
-from tests.data.texts import documents_of, prepared, small_units, texts_of, write_gz, write_jsonl
+from tests.data.sample_texts import documents_of, prepared, texts_of, use_small_units, write_gz, write_jsonl
 from toolkit.config.data import DataConfig
 from toolkit.config.prepare import InputFormat, PrepareConfig, TokenizerConfig
 from toolkit.config.schema import RunConfig
@@ -56,7 +56,7 @@ def test_parse_makes_special_tokens_and_text_makes_none(
     workers: int, chat_tokenizer: TokenizerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_jsonl(tmp_path / "chats.jsonl", CHATS)
-    small_units(monkeypatch, unit=700, part=300, batch=200)
+    use_small_units(monkeypatch, unit=700, part=300, batch=200)
     for mode, expected in ((SpecialTokens.parse, COUNTS), (SpecialTokens.text, dict.fromkeys(COUNTS, 0))):
         manifest = prepared(
             source, tmp_path / mode.name, chat_tokenizer, special_tokens=mode, workers=workers

@@ -67,7 +67,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_only_the_library_counts(root: Path) -> None:
+def test_only_library_sources_are_read(root: Path) -> None:
     texts = read_source_texts(root)
     assert len(texts) == 62
     assert [name for name, _ in texts] == sorted(name for name, _ in texts)
@@ -101,7 +101,7 @@ def test_documents_are_shuffled(root: Path, made: DataManifest) -> None:
     written = [names[text] for text in decoded if text in names]
     ascending = np.mean([first < second for first, second in pairwise(written)])
     assert len(written) > 50
-    assert 0.3 < ascending < 0.7  # 1 where they stand by name
+    assert 0.3 < ascending < 0.7  # 1 if documents are in the order of names
 
 
 def test_stdlib_data_is_reproducible_and_found_quickly(
@@ -131,7 +131,7 @@ def test_another_vocabulary_keeps_the_first_generation(root: Path, tmp_path: Pat
     assert open_split(tmp_path, "train").tokens == tokens
 
 
-def test_other_text_is_other_data(root: Path, tmp_path: Path) -> None:
+def test_changed_text_makes_another_generation(root: Path, tmp_path: Path) -> None:
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "a.py").write_text("a = 1\n" * 50)
     first = ensure_stdlib(tmp_path / "data", 260, root=tmp_path / "library")
@@ -210,7 +210,7 @@ def test_emptied_generation_is_written_again(root: Path, tmp_path: Path) -> None
     assert verify_tokens(tmp_path, Progress.silent()) == read_manifest(tmp_path)
 
 
-def test_mistakes(root: Path, tmp_path: Path) -> None:
+def test_unusable_folders_are_rejected(root: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no \.py files in"):
         ensure_stdlib(tmp_path / "data", VOCAB_SIZE, root=tmp_path)
     (tmp_path / "file").write_text("")
@@ -233,7 +233,7 @@ def test_transformers_opens_the_tokenizer(made: DataManifest) -> None:
     assert theirs.decode(theirs(text)["input_ids"]) == ours.decode(ours.encode(text).ids) == text
 
 
-def test_text_cannot_end_a_document(made: DataManifest) -> None:
+def test_end_of_text_string_does_not_end_a_document(made: DataManifest) -> None:
     (tokens,) = bpe.encode_texts(
         bpe.read_tokenizer(made.tokenizer_folder), [f"a {bpe.END_OF_TEXT} b"], made.tokenizer.end_of_text
     )
@@ -241,7 +241,7 @@ def test_text_cannot_end_a_document(made: DataManifest) -> None:
 
 
 @pytest.mark.full
-def test_the_whole_library(tmp_path: Path) -> None:
+def test_whole_library_is_tokenised_in_seconds(tmp_path: Path) -> None:
     begin = time.monotonic()
     manifest = ensure_stdlib(tmp_path, 4096)
     seconds = time.monotonic() - begin

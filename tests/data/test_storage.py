@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.served import SECRETS, Store, environment, served, set_environment
+from tests.data.local_stores import SECRETS, Store, environment, served, set_environment
 from toolkit.config.compose import compose
 from toolkit.config.data import DataConfig
 from toolkit.config.identity import identity
@@ -76,7 +76,7 @@ def test_all_stores_return_the_same_bytes(
         assert (store.signed > 0) == (place == "s3")
 
 
-def test_a_store_in_memory(files: Path) -> None:
+def test_memory_store_of_obstore_is_read(files: Path) -> None:
     """Any store of obstore can be used."""
     import obstore
 
@@ -93,7 +93,9 @@ def test_a_store_in_memory(files: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["s3", "http"])
-def test_forbidden(files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_access_is_reported_at_once(
+    files: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served(files, forbidden=True) as store:
         set_environment(monkeypatch, store, tmp_path)
         begin = time.monotonic()
@@ -104,7 +106,7 @@ def test_forbidden(files: Path, tmp_path: Path, place: str, monkeypatch: pytest.
         assert ("AWS_ACCESS_KEY_ID" in str(caught.value)) == (place == "s3")  # the variable's name
 
 
-def test_no_such_bucket(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bucket_is_reported(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
         with pytest.raises(InputError, match=r"s3://other/deep/large\.bin: no such bucket"):
@@ -125,7 +127,7 @@ def test_a_wrong_region_is_refused_at_once_and_the_right_one_named(
         assert time.monotonic() - begin < 5
         remedy = caught.value.problems[0].remedy
         assert "AWS_REGION=eu-central-1" in remedy
-        monkeypatch.setenv("AWS_REGION", "eu-central-1")  # as the remedy says
+        monkeypatch.setenv("AWS_REGION", "eu-central-1")  # the remedy of the error
         assert open_folder(store.s3).read_bytes("large.bin") == (files / "large.bin").read_bytes()
 
 
@@ -139,11 +141,13 @@ def test_unreachable_store_is_refused(files: Path, tmp_path: Path, monkeypatch: 
             opened(place, store, QUICK).read_bytes("large.bin")
     reading = opened("http", store, QUICK)
     assert isinstance(reading, StoreFolder)
-    with pytest.raises(StorageError, match="attempts"):  # while training it is no mistake of the user
+    with pytest.raises(StorageError, match="attempts"):  # during training it is not a user error
         reading.for_reading({"large.bin": 3_000_001}).read_range("large.bin", 0, 1)
 
 
-def test_no_credentials(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without credentials the instance is queried, here at a closed port."""
     with served(files) as store:
         set_environment(monkeypatch, store, tmp_path)
@@ -194,7 +198,7 @@ def _read_in_a_fork(url: str) -> None:
         os._exit(7 if "s3://corpus in a forked process" in str(error) else 8)
 
 
-# -- trouble: it is passed, and without the means against it it is not
+# ---- failures: retries overcome them; the controls have no retries
 
 
 @pytest.mark.parametrize("place", ["s3", "http"])
@@ -277,7 +281,7 @@ def test_other_urls_are_refused(url: str) -> None:
         parse_location(url)
 
 
-def test_what_urls_name() -> None:
+def test_parse_location_of_paths_and_urls() -> None:
     assert parse_location("file:///a/b%20c") == Path("/a/b c")
     assert parse_location("some/folder") == Path("some/folder")
     assert parse_location("s3://bucket/a/") / "./b/c" == "s3://bucket/a/b/c"
@@ -285,7 +289,7 @@ def test_what_urls_name() -> None:
         DataConfig(path="s3://bucket/a")
 
 
-def test_the_cache_is_carriage() -> None:
+def test_cache_settings_do_not_change_the_run_identity() -> None:
     one, other = RunConfig(), RunConfig()
     other.data.cache.folder, other.data.cache.gib = "/tmp/elsewhere", 3.0
     assert identity(one) == identity(other)
@@ -311,7 +315,7 @@ folder.read_files(["large.bin"])
     ids=lambda one: next(iter(one), "well"),
 )
 def test_nothing_secret_is_printed(files: Path, tmp_path: Path, faults: dict[str, float]) -> None:
-    """Everything that a process says, its traceback too, in the worst cases: refusals whose body names the
+    """All output of a process, tracebacks included, in the worst cases: refusals whose body names the
     key.
     """
     with served(files, silence_seconds=2, **faults) as store:

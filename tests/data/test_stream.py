@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.made import Counting, batch_plan, documents, make_folder
+from tests.data.data_folders import PositionTokens, batch_plan, documents, make_folder
 from toolkit.data.order import stream as stream_module
 from toolkit.data.order.permutation import ORDER_VERSION
 from toolkit.data.order.prefetch import Prefetch
@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 def open_stream(
     tokens: int = 1000, length: int = 7, seed: int = 0, batch: BatchPlan | None = None, rank: int = 0
 ) -> Stream:
-    return stream_of(Counting(tokens), length, seed, batch, rank)
+    return stream_of(PositionTokens(tokens), length, seed, batch, rank)
 
 
 def stream_of(
@@ -48,13 +48,14 @@ def stream_of(
 
 
 def starts(stream: Stream, positions: Ints) -> Ints:
-    """Return the first token of a window of ``Counting``, which is its position."""
+    """Return the first token of a window of ``PositionTokens``, which is its position."""
     return stream.samples(positions)[:, 0]
 
 
 def global_batch(streams: list[Stream], step: int) -> Ints:
-    """What all ranks see in a step, in the order of the global batch: micro-batch by micro-batch, rank by
-    rank.
+    """Return the samples of all ranks in a step, in the order of the global batch.
+
+    Samples are ordered by micro-batch and then by rank.
     """
     ranks = [next(stream.steps(step)) for stream in streams]
     for stream in streams:
@@ -64,7 +65,7 @@ def global_batch(streams: list[Stream], step: int) -> Ints:
     )
 
 
-def test_worked_example() -> None:
+def test_rank_positions_of_the_documented_example() -> None:
     plan = batch_plan(2, 8, 2)
     assert rank_positions(plan, 0, 0).tolist() == [[0, 1], [4, 5]]
     assert rank_positions(plan, 0, 1).tolist() == [[2, 3], [6, 7]]
@@ -113,7 +114,7 @@ def test_every_layout_reads_the_same_windows(micro: int, ranks: int, step: int) 
 
 
 def test_old_fingerprint_continues_with_the_same_samples() -> None:
-    """First and last token of a rank's samples, as the stream gave them before there were mixtures (commit
+    """First and last token of a rank's samples, as the stream gave them before mixtures were added (commit
     28c2c24).
     """
     plan = batch_plan(2, 8, 2)
@@ -181,8 +182,8 @@ def test_windows_differ_between_epochs() -> None:
 def test_resume_at_any_step_gives_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the boundaries of chunks that are ordered and read at once."""
     monkeypatch.setattr(stream_module, "ORDER_CHUNK_SAMPLES", 40)
-    monkeypatch.setattr(stream_module, "READ_AT_ONCE", 1 << 10)  # bytes: 16 samples
-    source = Counting(1000)
+    monkeypatch.setattr(stream_module, "READ_CHUNK_BYTES", 1 << 10)  # bytes: 16 samples
+    source = PositionTokens(1000)
     plan = batch_plan(2, 4, 1)
     whole = list(itertools.islice(stream_of(source, 7, batch=plan).steps(0), 60))
     for step in (1, 9, 10, 11, 37):
@@ -208,10 +209,10 @@ def test_cost_is_flat(mixed: bool) -> None:
     for seconds in ([cost.first_batch_seconds for cost in costs], [cost.resume_seconds for cost in costs]):
         assert (
             max(seconds) - min(seconds) < 0.01
-        )  # anything that grew with the data would be a million times longer for the last
+        )  # a cost that grows with the data would be a million times larger for the last
 
 
-def test_tokens_of_files(tmp_path: Path) -> None:
+def test_stream_reads_the_tokens_of_files(tmp_path: Path) -> None:
     texts = documents(60, 300)
     make_folder(tmp_path / "data", {"train": texts}, shard_bytes=500)
     row = np.concatenate(texts)
@@ -223,6 +224,20 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     _, epochs, numbers = stream.locate(np.arange(8))
     begins = TokenWindows(open_split(tmp_path / "data", "train"), 9, 1).starts(epochs, numbers)
     assert np.array_equal(np.concatenate(micro_batches), row[(begins[:, None] + np.arange(10)) % len(row)])
+
+
+def test_max_samples_reads_the_beginning_of_the_data_only() -> None:
+    def limited(max_samples: int | None) -> Stream:
+        windows = TokenWindows(PositionTokens(1000), 7, 0, max_samples=max_samples)
+        return Stream({"train": windows}, None, seed=0, batch=batch_plan(1, 1, 1), data_rank=0)
+
+    rows = limited(5).samples(np.arange(50))  # ten epochs, each with another shift
+    assert rows.min() == 0
+    assert rows.max() == 5 * 7  # the last window's last token
+    assert len(np.unique(rows[:, 0])) > 5
+    assert limited(5).consumed(50)["train"] == (50, 10.0)
+    assert limited(None).samples(np.arange(50)).max() > 5 * 7, "control"
+    assert limited(142).fingerprint() == limited(None).fingerprint() != limited(5).fingerprint()
 
 
 def test_too_short_a_split_is_refused() -> None:
@@ -270,7 +285,7 @@ def wait_until_no_threads() -> None:
 
 
 def test_prefetch_error_is_raised_by_next() -> None:
-    class Breaking(Counting):
+    class Breaking(PositionTokens):
         def read(self, starts: Ints, out: Ints) -> None:
             raise OSError("the disk is gone")
 
@@ -296,7 +311,7 @@ def test_items_before_an_error_are_delivered() -> None:
         next(items)
 
 
-def test_an_iterator_that_ends() -> None:
+def test_prefetch_ends_with_its_iterator() -> None:
     assert list(Prefetch([[1], [2, 3]], depth=2)) == [1, 2, 3]
 
 
@@ -314,7 +329,7 @@ def test_prefetch_is_bounded() -> None:
     while len(made) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
-    assert len(made) == 5  # one used, three ready, one in the producer's hand
+    assert len(made) == 5  # one used, three buffered, one read by the producer
     items.close()
     with pytest.raises(StopIteration):
         next(items)

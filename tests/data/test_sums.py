@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.made import batch_plan, documents, make_folder, without_sums
-from tests.data.served import served, set_environment
+from tests.data.data_folders import batch_plan, documents, make_folder, remove_checksums
+from tests.data.local_stores import served, set_environment
 from toolkit.data import checksums as sums
 from toolkit.data.checksums import BLOCK, UNIT, CheckedReader, ChecksumBuilder, block_checksums
-from toolkit.data.manifest import MANIFEST_NAME, read_manifest, write_content
+from toolkit.data.manifest import read_manifest
+from toolkit.data.manifest_file import MANIFEST_NAME, write_manifest_file
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import Stream
 from toolkit.data.records import reader as records
@@ -93,7 +94,7 @@ def test_random_damage_is_found_when_it_is_first_read(folder: Path) -> None:
             epoch(open_split(folder, "train"))
         file.write_bytes(kept)
     np.testing.assert_array_equal(epoch(open_split(folder, "train")), whole)
-    without_sums(folder)
+    remove_checksums(folder)
     change(folder / f"{shards[1].name}.bin", 5000)
     assert not np.array_equal(epoch(open_split(folder, "train")), whole)
 
@@ -128,7 +129,7 @@ def test_a_damaged_window_across_shards_is_found(folder: Path) -> None:
 def test_folders_without_sums_are_read_as_before(folder: Path, version: int) -> None:
     whole = epoch(open_split(folder, "train"))
     fingerprint = open_split(folder, "train").data_hash
-    without_sums(folder, version)
+    remove_checksums(folder, version)
     assert verify_tokens(folder, Progress.silent()).split("train").shards[0].sums is None
     np.testing.assert_array_equal(epoch(open_split(folder, "train")), whole)
     assert open_split(folder, "train").data_hash == fingerprint
@@ -151,7 +152,7 @@ def test_a_manifest_with_another_number_is_refused(folder: Path) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps(content))
     with pytest.raises(InputError, match="manifest_xxh3_128 is None"):
         read_manifest(folder)
-    write_content(folder, content)  # the control
+    write_manifest_file(folder, content)  # the control
     assert read_manifest(folder).tokenizer.end_of_text == 7
 
 
@@ -191,7 +192,7 @@ def test_a_flipped_bit_in_a_store_is_found(
             InputError, match=r"train-00001\.bin: bytes 122880 to 126976 came twice with another hash"
         ):
             epoch(opened("second"))
-        without_sums(folder)  # the control
+        remove_checksums(folder)  # the control
         assert not np.array_equal(epoch(opened("third")), whole)
 
 
@@ -249,7 +250,7 @@ def test_block_damaged_in_transit_is_fetched_again(tmp_path: Path, damaged: int)
     assert [bytes(one) for one in reader.read_ranges(ranges)] == [
         content[one.start : one.end] for one in ranges
     ]
-    assert len([one for one in wire.asked if one.name == "a.sums"]) == pages  # they are kept
+    assert len([one for one in wire.asked if one.name == "a.sums"]) == pages  # the sums are cached
 
 
 def test_adjacent_ranges_are_merged(tmp_path: Path) -> None:

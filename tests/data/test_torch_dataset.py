@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data.made import Counting, Ints, batch_plan, documents, make_folder
+from tests.data.data_folders import Ints, PositionTokens, batch_plan, documents, make_folder
 from tests.data.test_mixture import mixed
 from toolkit.config.compose import compose
 from toolkit.config.mixture import parse_phases
@@ -46,7 +46,7 @@ def same(found: Iterable[torch.Tensor], expected: Iterable[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_torch_dataloader(workers: int) -> None:
+def test_dataloader_yields_the_same_steps(workers: int) -> None:
     loader = DataLoader(StepDataset(stream(), STEPS), batch_size=None, num_workers=workers)
     assert same(loader, straight())
     data = StepDataset(stream(), STEPS)
@@ -56,7 +56,7 @@ def test_torch_dataloader(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("stop", [1, 4])
-def test_stateful_dataloader(workers: int, stop: int) -> None:
+def test_stateful_dataloader_resumes(workers: int, stop: int) -> None:
     loader = StatefulDataLoader(StepDataset(stream(), STEPS), batch_size=None, num_workers=workers)
     iterator = iter(loader)
     assert same(itertools.islice(iterator, stop), straight(stop))
@@ -89,7 +89,7 @@ def test_a_state_of_something_else_is_refused() -> None:
         StepDataset(stream(seed=4), STEPS).load_state_dict(state)
 
 
-def test_positions() -> None:
+def test_sample_dataset_reads_by_position() -> None:
     """Map-style: all ranks' samples in the run's order, one by one, in batches and from the end."""
     mine = stream()
     data = SampleDataset(mine, 40)
@@ -107,8 +107,8 @@ def test_positions() -> None:
 
 
 def test_consecutive_positions_are_located_once_per_run() -> None:
-    """Ordering costs a hundred numpy calls for any number of positions: a loader that asks for 8 at a time
-    pays them once in 4,096. Any other order of positions gives the same samples.
+    """Ordering costs a hundred numpy calls for any number of positions: a loader that reads 8 at a time
+    pays for them once per 4,096. Any other order of positions gives the same samples.
     """
     calls = []
 
@@ -118,7 +118,11 @@ def test_consecutive_positions_are_located_once_per_run() -> None:
             return super().locate(positions)
 
     stream = Counted(
-        {"train": TokenWindows(Counting(70_000), 7, 0)}, None, seed=0, batch=batch_plan(1, 1, 1), data_rank=0
+        {"train": TokenWindows(PositionTokens(70_000), 7, 0)},
+        None,
+        seed=0,
+        batch=batch_plan(1, 1, 1),
+        data_rank=0,
     )
     positions = SampleDataset(stream, 10_000)
     in_order = np.concatenate(
@@ -132,7 +136,7 @@ def test_consecutive_positions_are_located_once_per_run() -> None:
     assert np.array_equal(shuffled, in_order[order])
 
 
-def test_loop_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_loop_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the code block of docs/data.md as it is, and the experiment of its curriculum."""
     guide = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     make_folder(tmp_path / "data" / "web", {"train": documents(100, 300), "validation": documents(9, 300)})

@@ -28,10 +28,17 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environ() -> dict[str, str]:
-    """The environment of a user's shell, without what a launcher around the tests set."""
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user's shell, without what a launcher around the tests set, and with ``dmt``, even
+    if the installation is older than that command.
+    """
+    programs = tmp_path_factory.mktemp("bin")
+    (programs / "dmt").write_text(
+        f"#!{sys.executable}\nimport sys\nfrom toolkit.cli import main\nsys.exit(main())\n"
+    )
+    (programs / "dmt").chmod(0o755)
     ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"}
-    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    paths = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
     return {
         **{name: value for name, value in os.environ.items() if name not in ranks},
         "PATH": os.pathsep.join(paths),

@@ -60,6 +60,8 @@ class Command:
     def launch(self) -> tuple[str, list[str]] | None:
         """The script in launch/, its arguments and the number of ranks; None for other commands."""
         argv = self.argv
+        if argv[:1] == ["dmt"] and len(argv) > 1 and not argv[1].startswith("-"):
+            return argv[1], argv[2:]
         script = next((i for i, word in enumerate(argv) if re.fullmatch(r"launch/\w+\.py", word)), None)
         if not argv or argv[0] not in _LAUNCHERS or script is None:
             return None

@@ -14,12 +14,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launch import adopt
 from tests.cluster.sweep_points import LAPTOP, points
 from tests.docs.pages import (
     ALL_BLOCKS,
@@ -33,8 +35,10 @@ from tests.docs.pages import (
     read_blocks,
 )
 from toolkit.cluster.job import plan_job
-from toolkit.config.compose import compose, compose_prepare, compose_reshard
+from toolkit.commands import in_this_form
+from toolkit.config.compose import compose, compose_plan_arguments, compose_prepare, compose_reshard
 from toolkit.plan.schedule import scheduled_rate
+from toolkit.plan.transformer_engine import NEWEST
 from toolkit.plan.types import RunPlan
 
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
@@ -43,9 +47,14 @@ LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 NOT_RUN = {
     r"^git clone ": "needs the network",
     r"^make (test|lint|story)\b": "is run by CI itself",
+    r"^(make wheel|pip install)\b": "is tests/launch/test_wheel.py",
     r"^(\.venv/bin/)?(python -m )?pytest ": "is a test",
+    r"^dmt new mine && ": "is tests/launch/test_new.py",
+    r"^dmt adopt ds_config\.json training_args": "is tests/adopt",
     r"^python benchmarks/": "is a benchmark",
     r"^python launch/verify\.py": "is tests/engine/test_matrix.py",
+    r"^python launch/calibrate\.py": "is tests/launch/test_calibrate.py",
+    r"cluster\.calibration=": "needs a calibration of the machine",
     r"^(docker|apptainer|make image)": "needs Docker, Apptainer or root",
     r"cluster=(slurm|kubernetes)(?!.*dry_run=true)": "needs a cluster",
     r"--nnodes|--node_rank|--hostfile": "needs several machines",
@@ -54,6 +63,7 @@ NOT_RUN = {
     r"hydra/sweeper=optuna": "needs the package hydra-optuna-sweeper",
 }
 PYTHON = [block for block in ALL_BLOCKS if block.language == "python"]
+OF_PROJECT = "+exp=first"  # the experiment of a new project: tests/launch/test_new.py
 SCRIPTS = {"train", "plan", "doctor", "submit"}
 
 
@@ -117,10 +127,14 @@ def test_launch_commands_compose_and_plan_without_a_warning(command: Command, ex
     assert (ROOT / "launch" / f"{name}.py").is_file()
     if {"--help", "-h"} & set(words) or any(word.startswith("--frozen") for word in words):
         return
-    words = [word for word in words if word not in ("--json", "dry_run=true")]
+    if OF_PROJECT in words:
+        return
+    words = [word for word in words if word not in ("--json", "--trace", "dry_run=true")]
     words = words[: words.index(">")] if ">" in words else words
     if name == "prepare":
         compose_prepare(words)
+    elif name == "adopt":
+        assert adopt.main(words) == 0
     elif name == "reshard":
         compose_reshard(words)
     elif "-m" in words:
@@ -129,9 +143,21 @@ def test_launch_commands_compose_and_plan_without_a_warning(command: Command, ex
             assert planned
             assert [point.problems for point in planned] == [()] * len(planned)
     elif name in SCRIPTS:
-        config = compose(words)
+        config = compose(compose_plan_arguments(words)[1] if name == "plan" else words)
         if config.model.pretrained is None and config.data.name != "dataset":
-            assert plan_job(config, LAPTOP).warnings == ()
+            machine = replace(
+                LAPTOP, transformer_engine=NEWEST
+            )  # without it, Megatron-core's layers are slower
+            assert plan_job(config, machine).warnings == ()
+
+
+def test_the_migration_page_shows_the_experiment_that_adopt_prints(
+    experiments: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = next(command for command in COMMANDS if " launch/adopt.py " in command.text)
+    assert adopt.main(command.argv[2:]) == 0
+    shown = (experiments / "mine/exp/adopted.yaml").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == in_this_form(shown)
 
 
 def test_make_targets_exist() -> None:
@@ -152,7 +178,9 @@ def trainings(page: str) -> Iterator[RunPlan]:
         found = command.launch()
         if command.block.page != page or found is None or found[0] != "train" or why_not_run(command):
             continue
-        if not {"-m", "--help"} & set(found[1]) and not any("--frozen" in word for word in found[1]):
+        if not {"-m", "--help", OF_PROJECT} & set(found[1]) and not any(
+            "--frozen" in word for word in found[1]
+        ):
             yield plan_job(compose(found[1]), LAPTOP)
 
 
@@ -185,7 +213,7 @@ CHEAP = [
     if not why_not_run(command)
     and (found := command.launch())
     and (found[0] == "plan" or "--help" in found[1])
-    and command.block.page != "docs/configuration.md"
+    and command.block.page not in ("docs/configuration.md", "docs/migrate.md")  # their commands need files
 ][:6]
 
 
@@ -273,7 +301,7 @@ def test_paths_exist(page: Path) -> None:
     named = set(
         re.findall(r"(?<![\w/.-])(?:toolkit|launch|benchmarks|tests|conf|hydra_plugins)/[\w/.-]*\w", text)
     )
-    ignored = ("conf/GROUP", "conf/exp/mine", "tests/models/test_mine")
+    ignored = ("conf/GROUP", "conf/exp/mine", "conf/exp/first", "tests/models/test_mine")
     missing = [
         name
         for name in sorted(named)

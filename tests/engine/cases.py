@@ -10,7 +10,8 @@ import pytest
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader, TensorInfo, TensorKey
 from toolkit.cluster.machine_info import detect_machine
-from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
+from toolkit.config.optim import OptimizerKernel
+from toolkit.config.schema import EngineName, OffloadDevice, Precision
 from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.plan import make_plan
@@ -72,7 +73,14 @@ class Cell:
 
     def oracle(self) -> Cell:
         """The cell of the local engine with the same samples, first weights and optimizer."""
-        carriage = ("engine__", "offload__", "parallel__", "train__activation_checkpointing", "optim__kernel")
+        carriage = (
+            "engine__",
+            "zero__",
+            "offload__",
+            "parallel__",
+            "train__activation_checkpointing",
+            "optim__kernel",
+        )
         more = tuple((key, value) for key, value in self.more if not key.startswith(carriage))
         return replace(self, stage=None, ranks=1, accumulation=self.data * self.accumulation, more=more)
 
@@ -84,13 +92,13 @@ def cell(
 
 
 # Without clipping, because clipping and Adam hide a wrong scale of all gradients.
-SGD: dict[str, Any] = {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "optim__lr": 0.1}
+SGD: dict[str, Any] = {"optim__name": "sgd", "optim__clip": 0.0, "optim__lr": 0.1}
 BF16: dict[str, Any] = {"precision__name": Precision.bf16}
 FP16: dict[str, Any] = {"precision__name": Precision.fp16}
 # torch's AdamW on the CPU: DeepSpeed's is compiled on first use.
 OFFLOAD: dict[str, Any] = {"offload__optimizer": OffloadDevice.cpu, "optim__kernel": OptimizerKernel.torch}
 OFFLOAD_ALL: dict[str, Any] = {**OFFLOAD, "offload__parameters": OffloadDevice.cpu}
-CHECKPOINTING: dict[str, Any] = {"train__activation_checkpointing": True}
+CHECKPOINTING: dict[str, Any] = {"train__activation_checkpointing": "full"}
 TENSOR: dict[str, Any] = {"parallel__tensor": 2}
 CONTEXT: dict[str, Any] = {"parallel__context": 2}
 EXPERT: dict[str, Any] = {"parallel__expert": 2}

@@ -11,7 +11,7 @@ from toolkit.checkpoint.shard import StateReader
 from toolkit.engine.build import build_engine
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.families import FAMILIES
-from toolkit.plan.types import RunPlan
+from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.matrix import Cell, OptimizerCase
 from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
@@ -23,10 +23,17 @@ TOLERANCE = 1e-5
 
 
 def stretch(
-    rank: int, ranks: int, cell: Cell, first: int, source: Path | None, target: Path, forget: bool
+    rank: int,
+    ranks: int,
+    cell: Cell,
+    first: int,
+    source: Path | None,
+    target: Path,
+    forget: bool,
+    device: Device = Device.CPU,
 ) -> list[StepResult]:
     """Train six steps from ``first`` on, from the state at ``source`` if any, and save to ``target``."""
-    plan = cell.plan(OptimizerCase.ADAM)
+    plan = cell.plan(OptimizerCase.ADAM, device)
     engine = build_engine(plan, text_task(plan), rank=rank, local_rank=rank)
     reader: StateReader = cell.open_initial_weights(plan) if source is None else open_reader(source)
     engine.load(WithoutMoments(reader) if forget else reader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ from toolkit.checkpoint.online.store import PendingSave
 from toolkit.checkpoint_folder import step_name
 from toolkit.engine import collectives
 from toolkit.engine.build import build_engine, open_initial_weights
-from toolkit.engine.protocol import Engine, MicroBatch, StepResult
+from toolkit.engine.protocol import Engine, StepResult
 from toolkit.engine.rank_sync import StepConsensus, make_flag_reduce
 from toolkit.hooks import CompletedStep, Hook, Hooks
 from toolkit.layout.axes import Axes, axis_name
 from toolkit.monitor.recorder import Clock, HostClock, StepRecorder, StepTime
-from toolkit.monitor.step_parts import (
+from toolkit.plan.types import RunPlan
+from toolkit.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -41,7 +42,6 @@ from toolkit.monitor.step_parts import (
     UNEXPLAINED,
     communication,
 )
-from toolkit.plan.types import RunPlan
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.loop import train
 from toolkit.train.saving import Checkpoints, SaveTimer
@@ -150,9 +150,9 @@ class _Task:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def collate(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
+    def collate(self, samples: Any) -> Mapping[str, torch.Tensor]:
         self._delays.strike(TRANSFER)
-        return self._task.collate(samples, device)
+        return self._task.collate(samples)
 
 
 class _Logging(Hook):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from toolkit.checkpoint.scalars import SCALER_STATE
-from toolkit.config.schema import EngineName, OptimizerName, Precision
-from toolkit.engine import muon
+from toolkit.config.schema import EngineName, Precision
 from toolkit.engine.deepspeed import patches
 from toolkit.engine.precision import LossScaler
-from toolkit.families.base import uses_muon
 from toolkit.models.build import build_model
+from toolkit.optimizers import muon_update as muon
+from toolkit.optimizers.muon import uses_muon
 from toolkit.plan.types import Device
 from toolkit.testing import parity
 from toolkit.testing.dist import run_ranks
@@ -101,7 +101,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "precision__initial_scale_power": 24,
         "precision__scale_window": 3,
     },
-    "muon": {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__clip": 0.0},
+    "muon": {"optim__name": "muon", "optim__momentum": 0.95, "optim__clip": 0.0},
 }
 # fp16: rounding of single gradients. Muon: Newton-Schulz enlarges rounding differences, and the norm is that
 # of its updates.

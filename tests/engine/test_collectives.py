@@ -16,7 +16,7 @@ from toolkit.engine import collectives
 from toolkit.engine.clock import CudaClock, SideStreams
 from toolkit.layout.axes import Axes, Axis
 from toolkit.monitor.recorder import HostClock, StepRecorder
-from toolkit.monitor.step_parts import BACKWARD, UNEXPLAINED, communication
+from toolkit.step_parts import BACKWARD, UNEXPLAINED, communication
 from toolkit.testing.dist import RankPool
 
 AXES = Axes(tensor=2, data=2)

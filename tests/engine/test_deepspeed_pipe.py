@@ -148,7 +148,7 @@ def test_control_duplicated_micro_batch(stage: int, pool: RankPool) -> None:
 
 def trace_without_pipeline_norm(rank: int, ranks: int, case: Cell) -> RunTrace:
     patch = patches.clip_by_pipeline_norm
-    patches.clip_by_pipeline_norm = lambda engine: lambda: 0.0
+    patches.clip_by_pipeline_norm = lambda engine, read: lambda: 0.0
     try:
         return trace(rank, ranks, case)
     finally:
@@ -380,7 +380,14 @@ def measure_stage(rank: int, ranks: int, case: Cell) -> tuple[Bytes, MemoryPlan]
     plan = case.plan()
     assert plan.shape is not None
     planned = stage_memory(
-        plan.config, plan.shape, plan.parameters, plan.axes, plan.batch, plan.world.device, plan.deepspeed
+        plan.config,
+        plan.shape,
+        plan.parameters,
+        plan.axes,
+        plan.batch,
+        plan.world.device,
+        plan.deepspeed,
+        kernels=plan.kernels,
     )
     return found, planned[plan.axes.coordinates(rank).pipeline]
 

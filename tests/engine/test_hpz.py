@@ -17,8 +17,9 @@ from toolkit.testing.parity import RunTrace, rank_samples
 
 def hpz(size: int, *, threshold: int = 0, ranks: int = 4, **more: Any) -> Cell:
     """A cell with hpZ. Parameters with fewer elements than ``threshold`` stay gathered between steps."""
-    keys = {"zero_hpz_partition_size": size, "stage3_param_persistence_threshold": threshold}
-    return cell(3, ranks, 1, **{"engine__deepspeed": {"zero_optimization": keys}, **more})
+    keys = {"stage3_param_persistence_threshold": threshold}
+    own = {"zero__hpz_partition_size": size, "engine__deepspeed": {"zero_optimization": keys}}
+    return cell(3, ranks, 1, **own, **more)
 
 
 FROZEN: dict[str, Any] = {"family": None, "model__target": "tests.engine.models.Mixer", "optim__lr": 1e-2}
@@ -80,8 +81,8 @@ def test_evaluation_and_reload_leave_no_stale_partitions(threshold: int, pool: R
     losses, copies = pool.run(evaluate_and_reload, case, ranks=4)[0]
     right = oracle(case.oracle()).losses[:3]
     assert losses == pytest.approx([*right, right[0]], abs=TOLERANCE.loss)
-    keys = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
-    plain = replace(case, more=(("engine__deepspeed", keys),)).plan().memory
+    more = tuple((key, value) for key, value in case.more if key != "zero__hpz_partition_size")
+    plain = replace(case, more=more).plan().memory
     assert plain is not None
     planned = case.plan().memory
     assert planned is not None

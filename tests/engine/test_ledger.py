@@ -15,7 +15,8 @@ import pytest
 from tests.engine.ledger_cases import Measured, bubble, calls_of, measure
 from toolkit.config.schema import EngineName
 from toolkit.layout.axes import EXPERT
-from toolkit.monitor.step_parts import (
+from toolkit.plan.types import RunPlan
+from toolkit.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -28,7 +29,6 @@ from toolkit.monitor.step_parts import (
     UNEXPLAINED,
     communication,
 )
-from toolkit.plan.types import RunPlan
 from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import VPP, Cell, OptimizerCase, deepspeed, megatron
 
@@ -102,7 +102,7 @@ def check_sums(measured: list[Measured]) -> None:
             waited = sum(
                 seconds
                 for part, seconds in found.parts.items()
-                if part in (BUBBLE, DATA) or part.startswith("communication/")
+                if part in (BUBBLE, DATA, CHECKPOINT, EVALUATION) or part.startswith("communication/")
             )
             assert found.busy == pytest.approx(found.wall - waited)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.checkpoint.shard import EXP_AVG, MASTER, WEIGHT, Box, Shard, TensorKey
-from toolkit.config.schema import OptimizerName, Precision
+from toolkit.config.schema import Precision
 from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.local import LocalEngine
 from toolkit.engine.protocol import MicroBatch, StepResult, StepSettings
@@ -23,9 +23,9 @@ from toolkit.plan.types import RunPlan
 from toolkit.testing import parity
 from toolkit.testing.memory_reader import MemoryReader
 from toolkit.testing.tiny import FAMILIES, micro_batches, tiny_plan
-from toolkit.train.task import NextToken, text_task
+from toolkit.train.task import NextTokenTask, text_task
 
-SGD: dict[str, Any] = {"optim__name": OptimizerName.sgd, "optim__clip": 0.0, "optim__lr": 0.05}
+SGD: dict[str, Any] = {"optim__name": "sgd", "optim__clip": 0.0, "optim__lr": 0.05}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,7 +71,7 @@ def plain_loop(plan: RunPlan, count: int) -> tuple[list[float], list[float], nn.
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
-    if optim.name is OptimizerName.sgd:
+    if optim.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum)
     else:
         optimizer = torch.optim.AdamW(
@@ -243,7 +243,7 @@ def test_activation_checkpointing_does_not_change_results(family: str) -> None:
 RESUMES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "sgd": SGD | {"optim__momentum": 0.9},
-    "muon": {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__clip": 0.0},
+    "muon": {"optim__name": "muon", "optim__momentum": 0.95, "optim__clip": 0.0},
     "bf16": {"precision__name": Precision.bf16},
     "fp16": {
         "precision__name": Precision.fp16,
@@ -335,7 +335,7 @@ def test_a_missing_weight_is_refused() -> None:
         started(plan).load(MemoryReader(lacking, {}))
 
 
-class Drawing(NextToken):
+class Drawing(NextTokenTask):
     """An objective that draws random numbers, in evaluation too."""
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
@@ -425,12 +425,12 @@ def test_training_starts_from_pretrained_weights(tmp_path: Any) -> None:
 
 def test_build_engine_returns_the_local_engine() -> None:
     plan = tiny_plan()
-    assert isinstance(build_engine(plan, NextToken(), rank=0, local_rank=0), LocalEngine)
+    assert isinstance(build_engine(plan, NextTokenTask(), rank=0, local_rank=0), LocalEngine)
     with pytest.raises(AssertionError, match="one process"):
-        LocalEngine(replace(plan, axes=replace(plan.axes, data=2)), NextToken())
+        LocalEngine(replace(plan, axes=replace(plan.axes, data=2)), NextTokenTask())
 
 
-class CountingText(NextToken):
+class CountingText(NextTokenTask):
     def units(self, batch: MicroBatch) -> int:
         return 10 * super().units(batch)
 

@@ -20,6 +20,8 @@ from tests.engine.resuming import Saved, check_pairs, check_same
 from toolkit.config.schema import EngineName
 from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.megatron import cpu
+from toolkit.engine.megatron.engine import check_transformer_engine
+from toolkit.errors import PlanError
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing import matrix
 from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
@@ -187,11 +189,16 @@ def test_each_patch_is_needed(patch: str, fresh: RankPool) -> None:
     fresh.run(one_step, plan, None)
 
 
-def test_cpu_backend_does_nothing_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.Tensor.cuda, torch.Tensor.type, torch.empty
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cpu.enable.__wrapped__() is False
-    assert (torch.Tensor.cuda, torch.Tensor.type, torch.empty) == before
+def one_step_next_to_a_gpu(rank: int, ranks: int, plan: RunPlan) -> float:
+    torch.cuda.is_available = lambda: True  # as in a program of the user that has used a GPU before
+    return one_step(rank, ranks, plan, None)
+
+
+@pytest.mark.parametrize("settings", [{}, FP16], ids=["fp32", "fp16"])
+def test_run_planned_for_cpus_ignores_gpus(settings: dict[str, Any]) -> None:
+    plan = megatron("gpt2").plan(OptimizerCase.ADAM, **settings)
+    with rank_pool(1) as ranks:
+        assert ranks.run(one_step_next_to_a_gpu, plan) == ranks.run(one_step, plan, None)
 
 
 def outside(rank: int, ranks: int) -> tuple[str, str]:
@@ -210,23 +217,12 @@ def test_cpu_backend_does_not_change_torch_for_other_modules(fresh: RankPool) ->
     assert moved in ("AssertionError", "RuntimeError")
 
 
-def refusal(rank: int, ranks: int, plan: RunPlan) -> str | None:
-    cpu.enable()
-    from toolkit.engine.megatron.model import check_transformer_engine_settings
-    from toolkit.errors import PlanError
-
-    try:
-        check_transformer_engine_settings(plan)
-    except PlanError as error:
-        return str(error)
-    return None
-
-
-def test_transformer_engine_settings_are_refused_without_it(pool: RankPool) -> None:
-    """Transformer Engine is not installed here, which the plan for a GPU machine cannot know."""
-    fp8, plain = (
-        megatron("llama", own=own, label="own").plan(OptimizerCase.ADAM, Device.CUDA)
-        for own in ((("fp8", "hybrid"),), ())
+def test_transformer_engine_that_cannot_be_imported_is_an_error() -> None:
+    """The plan chose its layers, and Megatron-core would silently take others. It is not installed here."""
+    without, with_it = (
+        megatron("llama", transformer_engine=version).plan(OptimizerCase.ADAM, Device.CUDA)
+        for version in (None, "2.11.0")
     )
-    assert "engine.megatron.fp8=hybrid" in (pool.run(refusal, fp8, ranks=1)[0] or "")
-    assert pool.run(refusal, plain, ranks=1)[0] is None
+    check_transformer_engine(without)
+    with pytest.raises(PlanError, match=r"Transformer Engine 2\.11\.0 cannot be imported"):
+        check_transformer_engine(with_it)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from toolkit.config.schema import EngineName
 from toolkit.families import FAMILIES, get_family
@@ -23,7 +24,7 @@ def parameter_shapes(rank: int, ranks: int, family: str, tie: bool) -> Named:
 
     plan = tiny_plan(family, engine__name=EngineName.megatron, model__tie_word_embeddings=tie)
     initialize_process_groups(plan)
-    (chunk,) = model.build_chunks(plan, model.transformer_config(plan))
+    (chunk,) = model.build_chunks(plan, model.transformer_config(plan), torch.device("cpu"))
     found = {name: tuple(parameter.shape) for name, parameter in chunk.named_parameters()}
     destroy_process_groups()
     return found

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.engine.cases import BF16, CONTEXT, EXPERT, OFFLOAD, OFFLOAD_ALL, TENSOR, Cell, cell, quick
 from toolkit.checkpoint.scalars import OPTIMIZER_STEP
-from toolkit.config.schema import EngineName, OptimizerName, Precision
+from toolkit.config.schema import EngineName, Precision
 from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.testing.dist import RankPool
 from toolkit.testing.parity import TOLERANCE, Distance, RunTrace, gather_weights, train_steps
@@ -35,7 +35,7 @@ TOLERANCES = {
 }
 MEGATRON: dict[str, Any] = {"engine__name": EngineName.megatron}
 PIPELINE: dict[str, Any] = {"parallel__pipeline": 2}
-MUON: dict[str, Any] = {"optim__name": OptimizerName.muon, "optim__momentum": 0.95, "optim__clip": 0.0}
+MUON: dict[str, Any] = {"optim__name": "muon", "optim__momentum": 0.95, "optim__clip": 0.0}
 FP16_UNSCALED: dict[str, Any] = {"precision__name": Precision.fp16, "precision__initial_scale_power": 0}
 
 

@@ -13,7 +13,7 @@ from toolkit.testing.dist import run_ranks
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
-from toolkit.train.task import NextToken
+from toolkit.train.task import NextTokenTask
 
 
 def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
@@ -30,7 +30,15 @@ def stops_together(rank: int, ranks: int) -> tuple[int, int, list[int]]:
         return StepConsensus(stop=bool(stop), save_due=bool(save))
 
     assert all_reduce_flags([rank, -rank, 7]) == [1, 0, 7]
-    code = train(tiny_plan(train__steps=50), FakeEngine(), NextToken(), samples(), state, Saves(), agree)
+    code = train(
+        tiny_plan(train__steps=50, train__global_batch=4),
+        FakeEngine(),
+        NextTokenTask(),
+        samples(),
+        state,
+        Saves(),
+        agree,
+    )
     return int(code), state.step, saved
 
 

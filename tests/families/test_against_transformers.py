@@ -41,8 +41,8 @@ def small(family: str, tie: bool) -> ModelShape:
             num_key_value_heads=2,
             head_dim=get_family(family).tiny.get("head_dim"),
         )
-    if family == "mixtral":
-        model = replace(model, num_local_experts=3, router_aux_loss_coef=0.02)
+    if get_family(family).traits.experts:
+        model = replace(model, num_local_experts=3, num_experts_per_tok=2, router_aux_loss_coef=0.02)
     return get_family(family).resolve_shape(model)
 
 
@@ -83,7 +83,7 @@ def test_config_json_round_trip(family: str, tie: bool) -> None:
         ) == asdict(shape)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_head_dim_may_differ_from_hidden_size_over_heads(family: str) -> None:
     """Control: transformers' Llama does not support it, so it is refused."""
     sizes = {"hidden_size": 18, "num_attention_heads": 4, "head_dim": 6}
@@ -149,18 +149,19 @@ def test_mixtral_hub_names_match_transformers_conversion() -> None:
         assert tensor.canonical.endswith(matching.pop().split(".")[-1])
 
 
-def test_mixtral_folder_saved_by_transformers_has_our_hub_names(tmp_path: object) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_folder_saved_by_transformers_has_our_hub_names(family: str, tmp_path: object) -> None:
     """Compares the values of a saved model, box by box."""
     from pathlib import Path
 
     from safetensors.torch import load_file
 
-    shape = small("mixtral", False)
-    config = transformers.AutoConfig.for_model(**get_family("mixtral").hugging_face_config(shape))
+    shape = small(family, False)
+    config = transformers.AutoConfig.for_model(**get_family(family).hugging_face_config(shape))
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     saved = load_file(Path(str(tmp_path)) / "model.safetensors")
-    hub = get_family("mixtral").hub_tensors(shape)
+    hub = get_family(family).hub_tensors(shape)
     assert {tensor.name for tensor in hub} == set(saved)
     state = model.state_dict()
     for tensor in hub:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.errors import InputError, PlanError
 from toolkit.families import FAMILIES, PUBLISHED, get_family
 from toolkit.families.base import ModelShape
@@ -36,6 +36,7 @@ def count(shape: ModelShape) -> int:
         ("mixtral-8x7b", 46.7, 1),
         ("qwen3-0.6b", 0.596, 3),
         ("qwen3-8b", 8.19, 2),
+        ("qwen3-30b-a3b", 30.5, 1),
     ],
 )
 def test_parameter_counts_match_published_sizes(name: str, billions: float, digits: int) -> None:
@@ -74,6 +75,10 @@ def test_flops_count_only_visited_experts() -> None:
     assert active / 1e9 == pytest.approx(
         12.9 - 32000 * 4096 / 1e9, rel=0.01
     )  # 12.9 B active parameters, including the embedding, which is a lookup
+    other = shape_of("qwen3-30b-a3b")
+    assert get_family("qwen3_moe").forward_flops(other, 1).total / 2e9 == pytest.approx(
+        3.35 - 151936 * 2048 / 1e9, rel=0.01
+    )
     more = get_family("mixtral").forward_flops(replace(shape, num_experts_per_tok=4), 1).total / 2
     assert more - active == 2 * 3 * shape.hidden_size * shape.intermediate_size * shape.num_hidden_layers
 
@@ -195,28 +200,30 @@ def test_unsupported_variant_is_refused(family: str, change: dict[str, object]) 
 
 
 def test_family_is_one_file_and_its_registration() -> None:
-    """In toolkit/ only these files mention Qwen3, and the parity matrix, which selects cells by name."""
+    """In toolkit/ only these files mention it, and the parity matrix, which selects cells by name."""
     toolkit = Path(__file__).resolve().parents[2] / "toolkit"
-    knowing = {path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if mentions_qwen3(path)}
-    assert knowing - {"testing/matrix.py"} == {"families/qwen3.py", "families/__init__.py"}
+    knowing = {
+        path.relative_to(toolkit).as_posix() for path in toolkit.rglob("*.py") if mentions_family(path)
+    }
+    assert knowing - {"testing/matrix.py"} == {"families/qwen3_moe.py", "families/__init__.py"}
     registration = [
         line
         for line in (toolkit / "families/__init__.py").read_text(encoding="utf-8").splitlines()
-        if "QWEN3" in line
+        if "QWEN3_MOE" in line
     ]
     assert (
-        len((toolkit / "families/qwen3.py").read_text(encoding="utf-8").splitlines()) + len(registration)
+        len((toolkit / "families/qwen3_moe.py").read_text(encoding="utf-8").splitlines()) + len(registration)
         <= 150
     )
 
 
-def mentions_qwen3(path: Path) -> bool:
+def mentions_family(path: Path) -> bool:
     """Whether code mentions it; comments and docstrings do not count."""
     text = path.read_text(encoding="utf-8")
-    if "qwen3" not in text.lower():
+    if "qwen3_moe" not in text.lower():
         return False
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value.value = ""
-    return "qwen3" in ast.unparse(tree).lower()
+    return "qwen3_moe" in ast.unparse(tree).lower()

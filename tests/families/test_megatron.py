@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.checkpoint.shard import flat_boxes
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.families import FAMILIES, PUBLISHED, get_family
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import (

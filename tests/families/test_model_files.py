@@ -15,7 +15,7 @@ from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
 from toolkit import families
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.source import open_source
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.errors import ConfigError, ExitCode, InputError
 from toolkit.families.model_files import parse_model_config, parse_model_shape
 

@@ -15,16 +15,8 @@ from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.clock import CudaClock
 from toolkit.hooks import Hooks
 from toolkit.monitor.recorder import StepRecorder, StepTime
-from toolkit.monitor.step_parts import (
-    BACKWARD,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    OPTIMIZER,
-    UNEXPLAINED,
-    communication,
-)
 from toolkit.plan.types import Device
+from toolkit.step_parts import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, UNEXPLAINED, communication
 from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.train.loop import train

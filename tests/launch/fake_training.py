@@ -2,10 +2,14 @@
 
     deepspeed --num_gpus 2 tests/launch/fake_training.py +exp=quickstart
 
-Environment variables: ``FAKE_STEP_SECONDS``, ``FAKE_SAVE_SECONDS``, ``FAKE_FAILS`` (a rank, or all),
-``FAKE_REFUSES`` (a rank, with a user's mistake), ``FAKE_SAVE_EVERY`` (steps, 0: never; a save creates a
-folder named like a checkpoint) and ``FAKE_KILLS`` (ATTEMPT:RANK:STEP,...: this rank kills itself before this
-step of this attempt).
+Environment variables:
+
+    FAKE_STEP_SECONDS, FAKE_SAVE_SECONDS    durations
+    FAKE_FAILS                              a rank that fails, or ``all``
+    FAKE_REFUSES                            a rank that fails with a user's mistake
+    FAKE_DIVERGES                           step at which all ranks end as diverged
+    FAKE_SAVE_EVERY                         steps between saves, 0: never; a save creates a checkpoint folder
+    FAKE_KILLS                              ATTEMPT:RANK:STEP,...: the rank kills itself before this step
 """
 
 from __future__ import annotations
@@ -66,6 +70,8 @@ def run(
         time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0")))
         if os.environ.get("FAKE_FAILS") in (str(rank), "all"):
             raise RuntimeError("the fake training fails")
+        if os.environ.get("FAKE_DIVERGES") == str(step):
+            return ExitCode.DIVERGED
         flag = torch.tensor(float(stop() is not None))
         dist.all_reduce(flag)
         if flag:

@@ -23,8 +23,8 @@ def deadly(phase: str, entry: int, rank: int, save: int) -> None:
     from toolkit.checkpoint.online.store import CheckpointStore
 
     class Deadly(CheckpointStore):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments, on_phase=self._enter)
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named, on_phase=self._enter)
             self._number = self._entered = 0
 
         def save(self, *arguments: Any, **named: Any) -> Any:
@@ -37,7 +37,7 @@ def deadly(phase: str, entry: int, rank: int, save: int) -> None:
                 if self._entered == entry:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-    if os.environ.get("RANK") == str(rank):
+    if os.environ.get("RANK", "0") == str(rank):
         training.CheckpointStore = Deadly  # type: ignore[misc]
 
 

@@ -1,7 +1,7 @@
 """A diverging run ends on all ranks, under every launcher, and is not restarted.
 
-pytest tests/launch/test_diverged.py             supervisor
-pytest tests/launch/test_diverged.py -m full     torchrun and deepspeed, and a sweep
+pytest tests/launch/test_diverged.py             supervisor, with a fake training
+pytest tests/launch/test_diverged.py -m full     real training under every launcher, and a sweep
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import TRAIN, RunningCommand, command, read_status
+from tests.launch.processes import FAKE, TRAIN, RunningCommand, command, read_status
 from toolkit.checkpoint.directory import committed_checkpoints
 from toolkit.errors import ExitCode
 from toolkit.rows import read_rows
@@ -42,13 +42,26 @@ SMALL = (
 WILD = ("optim.lr=1e22",)
 
 
+@pytest.mark.timeout(120)
+def test_supervisor_does_not_restart_diverged_ranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = command(
+        "python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=3", "cluster.restarts=2"
+    )
+    with RunningCommand(argv, run_dir, cwd=tmp_path, environ={"FAKE_DIVERGES": "1"}) as started:
+        assert started.wait_for_exit() == ExitCode.DIVERGED, started.output
+        started.wait_until_gone(10)
+    status = read_status(run_dir)
+    assert status is not None
+    assert (status.state, status.exit_code, status.attempt) == (RunState.FAILED, ExitCode.DIVERGED, 1)
+    assert RunDirectory(run_dir).attempts() == [1]
+    assert "not restarted: the loss, a gradient or a weight is not finite" in started.output
+
+
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("launcher", "ranks"),
-    [
-        ("python", 1),
-        *(pytest.param(name, 2, marks=pytest.mark.full) for name in ("python", "torchrun", "deepspeed")),
-    ],
+    ("launcher", "ranks"), [("python", 1), ("python", 2), ("torchrun", 2), ("deepspeed", 2)]
 )
 def test_diverged_run_is_not_restarted(launcher: str, ranks: int, data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

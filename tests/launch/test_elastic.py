@@ -17,20 +17,21 @@ from tests.launch.processes import BIN, ROOT, RunningCommand, read_status, send_
 from tests.launch.tiny_runs import read_losses
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.config.compose import compose
+from toolkit.estimate.present import to_json
 from toolkit.plan import make_plan
-from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 from toolkit.train.run import run
 
-STEPS = 300
+STEPS = 100
+SAVE_EVERY = 10
 KEYS = (
     "model=gpt2",
     "model.vocab_size=264",
-    "model.max_position_embeddings=256",
+    "model.max_position_embeddings=32",
     "data=prepared",
-    "train.sequence_length=256",
+    "train.sequence_length=32",
     "train.global_batch=16",
     f"train.steps={STEPS}",
     "optim.lr=1e-3",
@@ -38,7 +39,7 @@ KEYS = (
     "schedule=constant",
     "schedule.warmup=0",
     "eval.every=0",
-    "checkpoint.every=20",
+    f"checkpoint.every={SAVE_EVERY}",
     "monitor=files",
     "debug.threads=1",
 )
@@ -59,6 +60,7 @@ def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> 
         "--monitor-interval=0.2",
         str(ROOT / "launch/train.py"),
         *KEYS,
+        "+hooks.pace.target=tests.launch.paced_steps.PacedSteps",  # nodes start in fewer steps
         f"data.path={data}",
         f"run.dir={run_dir}",
         "zero=stage1",
@@ -68,7 +70,11 @@ def agent(run_dir: Path, data: Path, port: int, number: int, launches: Path) -> 
         argv,
         run_dir,
         cwd=launches,
-        environ={"TORCHDYNAMO_DISABLE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        environ={
+            "PYTHONPATH": str(ROOT),
+            "TORCHDYNAMO_DISABLE": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
     )
 
 
@@ -78,9 +84,11 @@ def worlds(run_dir: Path) -> list[int]:
     return [json.loads(plan.read_text())["world"]["ranks"] for plan in sorted(plans)]
 
 
-def step(run_dir: Path) -> int:
+def step(run_dir: Path, attempt: int) -> int:
+    """Return the newest step of a running attempt; 0 if another attempt runs or none."""
     status = read_status(run_dir)
-    return (status.step or 0) if status is not None and status.state is RunState.RUNNING else 0
+    running = status is not None and status.state is RunState.RUNNING and status.attempt == attempt
+    return (status.step or 0) if status is not None and running else 0
 
 
 @pytest.fixture
@@ -103,16 +111,14 @@ def test_elastic_run_survives_loss_and_return_of_a_node(
         second = agent(
             run_dir, data, port, 1, tmp_path / "second"
         )  # of the same run: ``first`` ends all its processes
-        first.wait_until(lambda: step(run_dir) > 25, 120, "training on two nodes")
+        first.wait_until(lambda: step(run_dir, 1) > SAVE_EVERY, 120, "training on two nodes")
         rank = next(item for item in second.ranks().values() if item.ppid() == second.process.pid)
         send_signal(signal.SIGKILL, second.process.pid)
         send_signal(signal.SIGKILL, rank.pid)
-        first.wait_until(lambda: len(worlds(run_dir)) == 2 and step(run_dir) > 40, 90, "training on one node")
+        first.wait_until(lambda: step(run_dir, 2) > SAVE_EVERY + 1, 90, "training on one node")
         assert worlds(run_dir) == [2, 1]
         third = agent(run_dir, data, port, 1, tmp_path / "third")
-        first.wait_until(
-            lambda: len(worlds(run_dir)) == 3 and step(run_dir) > 60, 90, "training on two nodes again"
-        )
+        first.wait_until(lambda: step(run_dir, 3) > SAVE_EVERY, 90, "training on two nodes again")
         assert (first.wait_for_exit(120), third.wait_for_exit(30)) == (0, 0), (
             f"{first.output}\n{third.output}"
         )

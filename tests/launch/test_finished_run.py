@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.processes import FAKE, RunningCommand, command, read_status
-from tests.rundir.runs import checkpoint
+from tests.rundir.runs import make_checkpoint
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState
 
@@ -26,7 +26,7 @@ def test_finished_run_exits_without_changes(launcher: str, tmp_path: Path) -> No
     directory = RunDirectory(run_dir)
     directory.begin(compose([*WORDS, f"run.dir={run_dir}"]), {})
     directory.release()
-    checkpoint(directory, "step-00000003")
+    make_checkpoint(directory, "step-00000003")
     directory.finish(RunState.DONE, 0, None, attempt=1)
     before = read_status(run_dir)
     with RunningCommand(

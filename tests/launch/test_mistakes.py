@@ -40,7 +40,7 @@ def words(mistake: Mistake) -> list[str]:
     )
 
 
-def judge(mistake: Mistake, code: int, output: str) -> None:
+def check_output(mistake: Mistake, code: int, output: str) -> None:
     assert code == 2, f"exit code {code}\n{output}"
     assert "Traceback" not in output
     assert mistake.shows in output, output
@@ -78,7 +78,7 @@ def warm() -> None:
     """Import what every case needs before the forks."""
     import toolkit.config.compose
     import toolkit.config.engine_keys
-    import toolkit.plan.present
+    import toolkit.estimate.present
     import toolkit.plan.rules  # noqa: F401 - imported to be inherited
 
 
@@ -89,7 +89,7 @@ def test_mistake_is_reported(
 ) -> None:
     with capfd.disabled():
         code, output = in_fork(COMMANDS[script], words(mistake), tmp_path)
-    judge(mistake, code, output)
+    check_output(mistake, code, output)
     assert [path.name for path in tmp_path.iterdir()] == ["output.txt"], "a refused run leaves no files"
 
 
@@ -105,7 +105,7 @@ def test_mistake_is_reported_quickly(script: str, mistake: Mistake, tmp_path: Pa
     argv = [sys.executable, str(ROOT / "launch" / f"{script}.py"), *words(mistake)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     seconds = time.monotonic() - began
-    judge(mistake, done.returncode, done.stdout + done.stderr)
+    check_output(mistake, done.returncode, done.stdout + done.stderr)
     assert seconds < SECONDS
 
 

@@ -38,7 +38,7 @@ def test_report_with_output_file_and_nodes(tmp_path: Path, capsys: pytest.Captur
 def test_report_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     message = capsys.readouterr().out
-    for word in ("python launch/report.py runs/", "out=", "nodes=", "Exit code"):
+    for word in ("python -m toolkit.launch.report runs/", "out=", "nodes=", "Exit code"):
         assert word in message
 
 

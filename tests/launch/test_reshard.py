@@ -20,8 +20,8 @@ from toolkit import families
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.model_discovery import find_model, unknown_model_error
 from toolkit.checkpoint.offline import convert
-from toolkit.checkpoint.offline.fill import ConversionUnit, UnitWriter
 from toolkit.checkpoint.offline.reshard import WRITERS
+from toolkit.checkpoint.offline.unit_writer import ConversionUnit, UnitWriter
 from toolkit.checkpoint.shard import EXP_AVG_SQ, MASTER, WEIGHT
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint.verify import compute_digest
@@ -192,7 +192,7 @@ def test_source_of_the_model_configuration(tmp_path: Path) -> None:
     """The run around the checkpoint is used first, then config.json; without either, the error explains what
     to set.
     """
-    checkpoint = tiny_checkpoint(tmp_path / "run" / "checkpoints", "qwen3", says_model=False)
+    checkpoint = tiny_checkpoint(tmp_path / "run" / "checkpoints", "qwen3", with_model=False)
     assert open_source(checkpoint).shape is None
     shape = tiny_shape("qwen3")
     assert open_source(checkpoint, shape).shape == shape
@@ -309,17 +309,17 @@ def test_interrupted_conversion_resumes(
     checkpoint: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (f"source={checkpoint}", f"target={tmp_path}/out", "workers=1")
-    fill, filled = UnitWriter.fill, []
+    write, started = UnitWriter.write, []
 
     def interrupted(self: UnitWriter, unit: ConversionUnit, *arguments: Any) -> Any:
-        filled.append(unit)
-        if len(filled) == 30:
+        started.append(unit)
+        if len(started) == 30:
             raise KeyboardInterrupt
-        return fill(self, unit, *arguments)
+        return write(self, unit, *arguments)
 
     with monkeypatch.context() as context:
         context.setattr(convert, "SYNC_BYTES", 2**16)
-        context.setattr(UnitWriter, "fill", interrupted)
+        context.setattr(UnitWriter, "write", interrupted)
         assert run(*words) == ExitCode.STOPPED
     assert "run the same command to resume" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -348,5 +348,5 @@ def test_reshard_is_fast_and_imports_no_torch(checkpoint: Path, tmp_path: Path) 
     modules, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
     assert modules == "[]"
     assert float(seconds) < 3
-    assert "did you mean action?" in done.stderr
+    assert "write action=plan" in done.stderr
     assert "target.format=megatron target.parallel.tensor=4" in done.stdout

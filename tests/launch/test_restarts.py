@@ -46,7 +46,7 @@ def test_run_killed_twice_is_restarted_to_its_end(tmp_path: Path) -> None:
     assert (end.state, end.attempt, end.step, end.exit_code) == (RunState.DONE, 3, STEPS, 0)
     logs = [log(run_dir, attempt) for attempt in (1, 2, 3)]
     assert "attempt 1 failed: rank 1 was killed by signal 9 (SIGKILL)" in logs[0]
-    assert "attempt 2 begins in 2 s, from the checkpoint of step 2" in logs[0]
+    assert "attempt 2 starts in 2 s from the checkpoint of step 2" in logs[0]
     assert "attempt 2 begins with step 2" in logs[1]
     assert "attempt 2 failed: rank 0 was killed by signal 9 (SIGKILL)" in logs[1]
     assert "attempt 3 begins with step 4" in logs[2]
@@ -115,7 +115,7 @@ def test_mistake_is_not_restarted(what: str, code: int, text: str, tmp_path: Pat
 def test_stop_during_restart_delay(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with RunningCommand(argv(run_dir), run_dir, cwd=tmp_path, environ={"FAKE_KILLS": "1:1:3"}) as started:
-        started.wait_until(lambda: "attempt 2 begins in" in started.output, 60, "failed")
+        started.wait_until(lambda: "attempt 2 starts in" in started.output, 60, "failed")
         send_signal(signal.SIGTERM, started.process.pid)
         assert started.wait_for_exit(20) == 75
         started.wait_until_gone(5)

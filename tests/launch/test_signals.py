@@ -18,7 +18,7 @@ from toolkit.rundir.directory import LOST_END, RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
-ENVIRON = {"FAKE_STEP_SECONDS": "0.05", "FAKE_SAVE_SECONDS": "1"}
+ENVIRON = {"FAKE_STEP_SECONDS": "0.05", "FAKE_SAVE_SECONDS": "0.5"}
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,9 @@ def test_next_start_records_failure_of_killed_ranks(tmp_path: Path) -> None:
     assert (times.state, times.reason, times.ended) == ("failed", LOST_END, times.seen)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
-def test_failure_prints_traceback_and_next_start_is_new_attempt(tmp_path: Path) -> None:
+def test_failure_in_a_single_process_prints_one_traceback(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = command("python", FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=2", ranks=None)
     with RunningCommand(argv, run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "0"}) as started:
@@ -173,7 +174,7 @@ def test_failure_prints_traceback_and_next_start_is_new_attempt(tmp_path: Path) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.full)])
-def test_error_in_user_code_is_printed_once(launcher: str, tmp_path: Path) -> None:
+def test_error_is_printed_once_and_next_start_is_new_attempt(launcher: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = command(launcher, FAKE, "+exp=quickstart", f"run.dir={run_dir}", "train.steps=2", ranks=2)
     with RunningCommand(argv, run_dir, cwd=tmp_path, environ={"FAKE_FAILS": "all"}) as started:
@@ -186,6 +187,12 @@ def test_error_in_user_code_is_printed_once(launcher: str, tmp_path: Path) -> No
     log = RunDirectory(run_dir).log_file(1).read_text()
     assert log.count("Traceback") == 2, "one full traceback per rank"
     assert "toolkit/cluster/launch_process.py" in log
+    if launcher == "python":
+        with RunningCommand(argv, run_dir, cwd=tmp_path) as started:
+            assert started.wait_for_exit() == 0, started.output
+        assert RunDirectory(run_dir).status() == Status(
+            state=RunState.DONE, attempt=2, exit_code=0, step=2, checkpoint="saved"
+        )
 
 
 @pytest.mark.full

@@ -33,11 +33,7 @@ GRID = (
     "zero=stage0,stage1,stage2,stage3",
     "optim.lr=3e-4,5e-4,7e-4,1e-3,2e-3,3e-3,5e-3,1e-2,1e-4,1e-5",
 )
-SMALL = (
-    "+exp=quickstart",
-    "zero=stage0,stage1",
-    "optim.lr=5e-4,7e-4,1e-3,2e-3,1e-4",
-)  # 10, of which 2 cannot run
+SMALL = ("+exp=quickstart", "zero=stage0,stage1", "optim.lr=5e-4,1e-3,1e-4")  # 6, of which 2 cannot run
 LOW = ("optim.lr=0.0001", "optim.lr=1e-05")
 
 
@@ -69,16 +65,16 @@ def done(folder: Path) -> list[str]:
 
 @pytest.mark.timeout(120)
 def test_each_point_runs_once_despite_a_killed_sweep(tmp_path: Path) -> None:
-    one_of_two_is_killed(SMALL, tmp_path, jobs=8, half=2)
+    check_sweep_with_a_killed_process(SMALL, tmp_path, jobs=4, half=1)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_32_points_run_once_despite_a_killed_sweep(tmp_path: Path) -> None:
-    one_of_two_is_killed(GRID, tmp_path, jobs=32, half=12)
+    check_sweep_with_a_killed_process(GRID, tmp_path, jobs=32, half=12)
 
 
-def one_of_two_is_killed(grid: Sequence[str], tmp_path: Path, *, jobs: int, half: int) -> None:
+def check_sweep_with_a_killed_process(grid: Sequence[str], tmp_path: Path, *, jobs: int, half: int) -> None:
     folder, other = tmp_path / "grid", tmp_path / "other"
     other.mkdir()
     argv = typed(*grid, f"sweep.dir={folder}")
@@ -89,7 +85,7 @@ def one_of_two_is_killed(grid: Sequence[str], tmp_path: Path, *, jobs: int, half
         first.wait_until(lambda: len(done(folder)) >= half, 180, "half-way")
         before, began, lost = killed(first, folder)
         assert second.wait_for_exit(180) == 0, second.output
-    check_grid(folder, before, began, lost, jobs)
+    check_grid(folder, before, began, lost, jobs, refused=2 if grid is SMALL else 8)
     assert "best: zero=stage0 optim.lr=0.001: loss 0 in" in second.output
 
 
@@ -100,7 +96,7 @@ def test_killed_sweep_resumes_under_two_processes(tmp_path: Path) -> None:
     other.mkdir()
     argv = typed(*SMALL, f"sweep.dir={folder}")
     with RunningCommand(argv, folder, cwd=tmp_path, environ=environ(tmp_path, STUB_SECONDS="0.2")) as first:
-        first.wait_until(lambda: len(done(folder)) >= 2, 180, "half-way")
+        first.wait_until(lambda: len(done(folder)) >= 1, 180, "half-way")
         before, began, lost = killed(first, folder)
         with (
             RunningCommand(argv, folder, cwd=other, environ=environ(tmp_path)) as second,
@@ -109,7 +105,7 @@ def test_killed_sweep_resumes_under_two_processes(tmp_path: Path) -> None:
             assert (second.wait_for_exit(180), third.wait_for_exit(180)) == (0, 0), (
                 second.output + third.output
             )
-    check_grid(folder, before, began, lost, 8)
+    check_grid(folder, before, began, lost, 4, refused=2)
 
 
 def killed(sweep: RunningCommand, folder: Path) -> tuple[list[str], Counter[str], int]:
@@ -132,7 +128,9 @@ def killed(sweep: RunningCommand, folder: Path) -> tuple[list[str], Counter[str]
     return done(folder), starts(folder), lost
 
 
-def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int, points: int) -> None:
+def check_grid(
+    folder: Path, before: list[str], began: Counter[str], lost: int, points: int, *, refused: int
+) -> None:
     assert 0 < len(before) < points, "half-way"
     assert len(done(folder)) == points
     assert len(starts(folder)) == points
@@ -146,7 +144,7 @@ def check_grid(folder: Path, before: list[str], began: Counter[str], lost: int, 
     )
 
     rows = content(folder)["points"]
-    assert Counter(row["state"] for row in rows) == {"done": points, "refused": points // 4}
+    assert Counter(row["state"] for row in rows) == {"done": points, "refused": refused}
     for row in rows:
         if row["state"] == "refused":
             assert row["swept"][1] in LOW
@@ -185,6 +183,7 @@ def test_ctrl_c_saves_points_and_sweep_resumes(tmp_path: Path) -> None:
     assert [row["state"] for row in content(folder)["points"]] == ["done", "done"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_failed_point_is_retried_by_next_command(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
@@ -232,8 +231,10 @@ def test_sweep_under_a_launcher_is_rejected_once(launcher: str, tmp_path: Path) 
         code = started.wait_for_exit(90)
         started.wait_until_gone(15)
     assert code == (2 if launcher == "deepspeed" else 1), started.output
-    assert started.output.count("remedy:") == 1
-    assert "write python launch/train.py -m +exp=quickstart" in started.output
+    assert started.output.count("remedy:") == (1 if launcher == "deepspeed" else 2), (
+        "torchrun's own report repeats it at its end"
+    )
+    assert f"run python {TRAIN} -m +exp=quickstart" in started.output
     assert not folder.exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from launch import generate
 from tests.checkpoint.tiny_run import tiny_checkpoint, tiny_shape
-from tests.data.served import served
+from tests.data.local_stores import served
 from toolkit.errors import ExitCode
 
 

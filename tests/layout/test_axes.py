@@ -12,7 +12,7 @@ sizes = st.integers(1, 8)
 axes = st.builds(Axes, data=sizes, tensor=sizes, pipeline=sizes, context=sizes)
 
 
-def test_example_of_the_docstring() -> None:
+def test_coordinates_of_the_documented_example() -> None:
     example = Axes(data=2, pipeline=2, context=1, tensor=2)
     coordinates = [example.coordinates(rank) for rank in range(8)]
     assert [at.tensor for at in coordinates] == [0, 1, 0, 1, 0, 1, 0, 1]

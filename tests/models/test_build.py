@@ -50,7 +50,7 @@ def test_tied_parameters_are_one_object() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_settings_reach_the_model(family: str) -> None:
     config = build_model(tiny_plan(family), "cpu", meta=True).config
-    assert config._attn_implementation == "sdpa"
+    assert config._attn_implementation == "toolkit_sdpa"
     assert config.use_cache is False
 
 

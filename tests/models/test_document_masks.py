@@ -11,19 +11,21 @@ import pytest
 import torch
 from torch import nn
 
+from tests.attention_kernels import with_attention
 from tests.models.broken import Fine
 from tests.models.pipeline_stages import stages
 from toolkit.config.data import DocumentMasking
-from toolkit.config.schema import ModelConfig
-from toolkit.engine.attention_mask import document_causal_mask
+from toolkit.config.kernels import AttentionKernel
+from toolkit.config.model import ModelConfig
 from toolkit.engine.protocol import MicroBatch
 from toolkit.errors import ConfigError
 from toolkit.families import FAMILIES
+from toolkit.models.attention import document_causal_mask
 from toolkit.models.build import build_model
 from toolkit.models.target import build_target
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
-from toolkit.train.task import CustomLoss, text_task
+from toolkit.train.task import ModelLossTask, text_task
 
 TOLERANCE = 1e-5
 SEPARATE = {"data__documents": DocumentMasking.separate}
@@ -55,12 +57,19 @@ def apart(model: Any, logits: torch.Tensor, batch: MicroBatch) -> float:
     return max(found)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_document_in_a_window_matches_the_document_alone(family: str, attention: str) -> None:
-    plan = tiny_plan(family, **SEPARATE)
+KERNELS = [
+    pytest.param(
+        family, kernel, marks=[] if kernel is AttentionKernel.sdpa or family == "gpt2" else pytest.mark.full
+    )
+    for family in FAMILIES
+    for kernel in (AttentionKernel.sdpa, AttentionKernel.eager, AttentionKernel.flex)
+]
+
+
+@pytest.mark.parametrize(("family", "kernel"), KERNELS)
+def test_document_in_a_window_matches_the_document_alone(family: str, kernel: AttentionKernel) -> None:
+    plan = with_attention(tiny_plan(family, **SEPARATE), kernel)
     model, batch = filled(plan), micro_batches(plan, 0)[0]
-    model.set_attn_implementation(attention)  # type: ignore[operator]
     with torch.no_grad():
         together = model(
             input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
@@ -73,7 +82,7 @@ def test_document_in_a_window_matches_the_document_alone(family: str, attention:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_blocks_use_the_same_mask(family: str) -> None:
     """Gradients and evaluation loss equal the sum over the documents alone."""
-    plan = tiny_plan(family, train__activation_checkpointing=True, **SEPARATE)
+    plan = tiny_plan(family, train__activation_checkpointing="full", **SEPARATE)
     model, batch, task = filled(plan), micro_batches(plan, 0)[0], text_task(plan)
 
     def gradients(batches: list[MicroBatch]) -> torch.Tensor:
@@ -175,7 +184,7 @@ def test_custom_model_receives_position_ids() -> None:
     plan = tiny_plan(None, model__target=f"{here}.Placed", **SEPARATE)
     model, batch = build_model(plan, "cpu"), micro_batches(plan, 0)[0]
     text_task(plan, 0).loss_sum(model, batch)
-    assert isinstance(text_task(plan), CustomLoss)
+    assert isinstance(text_task(plan), ModelLossTask)
     assert torch.equal(model.given, batch["position_ids"])  # type: ignore[arg-type]
     for target, arguments in ((f"{here}.AnyName", {}), (f"{Fine.__module__}.Fine", {"width": 2})):
         own = replace(ModelConfig(), target=target, arguments=arguments)

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError
 from toolkit.models.build import build_model
 from toolkit.models.initial_weights import InitialWeights
 from toolkit.models.target import build_target
-from toolkit.plan.model_target import check_model_target
+from toolkit.progress import set_progress_listener
 from toolkit.testing.tiny import tiny_plan
+from toolkit.user_code import check_user_code
 
 HERE = "tests.models.broken"
 
@@ -23,7 +25,7 @@ MISTAKES = {
     "no package": ("nowhere_at_all.Model", {}, "no module nowhere_at_all"),
     "no module": ("tests.models.nowhere.Model", {}, "no module tests.models.nowhere"),
     "no class": (f"{HERE}.Fin", {}, f"the module {HERE} has no Fin\n.*\n.*write model.target={HERE}.Fine"),
-    "not a class": (f"{HERE}.imported_elsewhere", {}, "no class imported_elsewhere"),
+    "not a class": (f"{HERE}.imported_elsewhere", {}, "it is a module"),
     "missing argument": (f"{HERE}.Fine", {}, r"\(none\).*width"),
     "wrong argument": (f"{HERE}.Fine", {"width": 2, "height": 3}, r"\(width, height\).*height"),
     "a function without annotation": (
@@ -38,8 +40,8 @@ MISTAKES = {
         {},
         "unresolved is not annotated to return",
     ),
-    "a class that is no module": (f"{HERE}.NoModule", {}, "NoModule is a class that is not derived"),
-    "an object that can be called": (f"{HERE}.partial_of_fine", {}, "no class partial_of_fine"),
+    "a class that is no module": (f"{HERE}.NoModule", {}, "the class NoModule is not derived from"),
+    "an object that can be called": (f"{HERE}.partial_of_fine", {}, "it is a partial"),
     "a function of a package": ("torch.hub.load", {"repo_or_dir": "x"}, "load is not annotated to return"),
     "Python's own library": ("subprocess.getoutput", {"cmd": "true"}, "belongs to Python's standard library"),
     "nothing to train": (f"{HERE}.NoParameters", {}, "no parameter"),
@@ -96,21 +98,32 @@ def test_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: pyte
     assert module.weight.shape == (3, 2)
 
 
+def test_module_in_nested_folders_without_init_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outer_only/inner").mkdir(parents=True)
+    (tmp_path / "outer_only/inner/models.py").write_text("class Model: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_user_code(RunConfig(model=ModelConfig(target="outer_only.inner.models.Model")))
+    with pytest.raises(ConfigError, match=r"there is no module outer_only\.absent"):
+        check_user_code(RunConfig(model=ModelConfig(target="outer_only.absent.models.Model")))
+
+
 def test_check_does_not_import_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "explosive"
     (package / "inner").mkdir(parents=True)
     for file in ("__init__.py", "inner/__init__.py", "inner/models.py"):
         (package / file).write_text("raise RuntimeError('imported')\n\nclass Model: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    check_model_target(ModelConfig(target="explosive.inner.models.Model"))
-    check_model_target(ModelConfig())
+    check_user_code(RunConfig(model=ModelConfig(target="explosive.inner.models.Model")))
+    check_user_code(RunConfig(model=ModelConfig()))
     for target, missing in {
         "explosive.inner.absent.Model": "explosive.inner.absent",
         "explosive.absent.models.Model": "explosive.absent",
         "explosive.inner.models.Outer.Model": "explosive.inner.models.Outer",
     }.items():
         with pytest.raises(ConfigError, match=f"there is no module {missing}\n"):
-            check_model_target(ModelConfig(target=target))
+            check_user_code(RunConfig(model=ModelConfig(target=target)))
     with pytest.raises(RuntimeError, match="imported"):
         build_target(ModelConfig(target="explosive.inner.models.Model"), 0)
 
@@ -142,10 +155,22 @@ def test_only_misspelt_names_are_refused(
     (tmp_path / "own_models.py").write_text(f"{source}\n")
     monkeypatch.syspath_prepend(tmp_path)
     if known:
-        check_model_target(ModelConfig(target="own_models.Model"))
+        check_user_code(RunConfig(model=ModelConfig(target="own_models.Model")))
     else:
         with pytest.raises(ConfigError, match="the module own_models has no Model\n"):
-            check_model_target(ModelConfig(target="own_models.Model"))
+            check_user_code(RunConfig(model=ModelConfig(target="own_models.Model")))
+
+
+def test_construction_reports_progress() -> None:
+    """A constructor that draws many weights is not taken for a hang."""
+    reports: list[str] = []
+    plan = tiny_plan(None, model__target=f"{HERE}.Fine", model__arguments={"width": 4, "depth": 2})
+    set_progress_listener(reports.append)
+    try:
+        parameters = len(dict(build_model(plan, "cpu").named_parameters()))
+    finally:
+        set_progress_listener(None)
+    assert reports == ["building the model"] * parameters
 
 
 def test_weights_depend_on_the_seed() -> None:

@@ -15,7 +15,7 @@ from toolkit.monitor.health.detector import Detector
 from toolkit.monitor.ledger_rows import StepVectors, ledger_row, part_names
 from toolkit.monitor.recorder import ThreadDelays, step_time
 from toolkit.monitor.sink import Kind
-from toolkit.monitor.step_parts import (
+from toolkit.step_parts import (
     BACKWARD,
     CHECKPOINT,
     DATA,

@@ -82,7 +82,7 @@ def test_environment_has_versions_but_no_variables(monkeypatch: pytest.MonkeyPat
 
 def test_missing_packages_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "PACKAGES", ("no-such-package",))
-    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(environment, "DRIVER_VERSION_FILE", tmp_path / "version")
     found = environment.collect_environment(None)
     assert (found["packages"], found["driver"], found["launcher"]) == ({"no-such-package": None}, None, None)
     (tmp_path / "version").write_text("575.57.08\n")

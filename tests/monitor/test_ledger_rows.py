@@ -24,7 +24,8 @@ from toolkit.monitor.ledger_rows import (
     part_names,
 )
 from toolkit.monitor.recorder import StepTime, ThreadDelays, step_time
-from toolkit.monitor.step_parts import (
+from toolkit.observe.ledger import MAX_GATHER_BYTES, MAX_SLOTS, MIN_SLOTS, max_slots
+from toolkit.step_parts import (
     BACKWARD,
     CHECKPOINT,
     DATA,
@@ -35,7 +36,6 @@ from toolkit.monitor.step_parts import (
     UNEXPLAINED,
     communication,
 )
-from toolkit.observe.ledger import MAX_GATHER_BYTES, MAX_SLOTS, MIN_SLOTS, max_slots
 
 AXES = Axes(data=2, tensor=2)
 VECTORS = StepVectors(part_names(AXES))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.health import node_detector
+from toolkit.monitor.health import gpu_faults, node_detector
 from toolkit.monitor.health.memory import GROWN_SHARE, POINTS, SCALES, GrowthTracker, steady_growth
 from toolkit.monitor.health.node_detector import LASTING_SAMPLES, SILENT_SECONDS, NodeDetector
 
@@ -243,12 +243,12 @@ def test_lost_gpu_is_reported_once() -> None:
     ],
 )
 def test_xid_alert_explains_the_number(number: int, meaning: str, level: Level) -> None:
-    alert = node_detector.xid_alert(number, 5, 2, 1234)
+    alert = gpu_faults.xid_alert(number, 5, 2, 1234)
     assert (alert.fault, alert.where, alert.step, alert.level) == ("xid", "node 2, GPU 5", 1234, level)
     assert f"XID {number} on GPU 5 of node 2" in alert.cause
     assert meaning in alert.cause
-    assert node_detector.xid_alert(number, None, 2, 0).where == "node 2"
-    assert "INDEX" not in node_detector.xid_alert(number, 5, 2, 0, "GPU-5").next_step
+    assert gpu_faults.xid_alert(number, None, 2, 0).where == "node 2"
+    assert "INDEX" not in gpu_faults.xid_alert(number, 5, 2, 0, "GPU-5").next_step
 
 
 def test_low_memory_is_reported_with_the_effective_limit() -> None:

@@ -19,7 +19,8 @@ import pytest
 
 from tests.plan.cases import run_config
 from tests.plan.conventions import llm_foundry, megatron_lm_2024, megatron_lm_2025
-from toolkit.config.schema import EngineName, ModelConfig, Precision
+from toolkit.config.model import ModelConfig
+from toolkit.config.schema import EngineName, Precision
 from toolkit.monitor.throughput import Throughput
 from toolkit.plan import make_plan
 from toolkit.plan.flops import hardware_flops, model_flops

@@ -16,13 +16,13 @@ import pytest
 
 from tests.waiting import wait_until
 from toolkit.errors import ExitCode
-from toolkit.monitor.sink import CompositeSink, Kind, NullSink, Row, Sink
+from toolkit.monitor.sink import CompositeSink, Kind, Row, Sink
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import DROPPED, QueuedSink, count_values
 from toolkit.rows import read_rows
 
 
-class Slow(NullSink):
+class Slow(Sink):
     """Each row takes ``seconds``, and none is taken while ``gate`` is closed."""
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -42,7 +42,7 @@ class Slow(NullSink):
         self.codes.append(exit_code)
 
 
-class Broken(NullSink):
+class Broken(Sink):
     def log(self, kind: Kind, row: Row) -> None:
         raise ConnectionError("the server is gone")
 
@@ -237,7 +237,7 @@ def test_flush_times_out_and_waits_again_only_after_the_sink_caught_up(
 def test_close_is_bounded_and_shorter_after_a_stop_or_failure(code: ExitCode, bound: float) -> None:
     slow = Slow()
     slow.gate.clear()
-    sink = queued(slow, close_seconds=0.4, hurry_seconds=0.1)
+    sink = queued(slow, close_seconds=0.4, stop_close_seconds=0.1)
     steps(sink, 3)
     began = time.perf_counter()
     with pytest.raises(TimeoutError, match=f"it did not finish within {bound:g} s"):

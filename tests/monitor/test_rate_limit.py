@@ -9,11 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.monitor.sinks.rate_limit import BURST, VALUES_PER_SECOND, RateLimitedSink
 
 
-class RecordingSink(NullSink):
+class RecordingSink(Sink):
     def __init__(self) -> None:
         self.rows: list[tuple[Kind, Row]] = []
 

@@ -21,7 +21,7 @@ from toolkit.monitor.recorder import (
     attribute,
     step_time,
 )
-from toolkit.monitor.step_parts import (
+from toolkit.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,

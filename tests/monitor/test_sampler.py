@@ -17,7 +17,7 @@ import pytest
 from tests.monitor.fake_nvml import FakeGpu, FakeNvml
 from tests.waiting import wait_until
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health import node_detector
+from toolkit.monitor.health import gpu_faults
 from toolkit.monitor.health.node_detector import NodeDetector
 from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.sinks.jsonl import JsonlSink
@@ -42,7 +42,7 @@ class Node:
             lambda: open_gpus(nvml, 8, None),
             lambda gpus: XidEvents(nvml, gpus.gpus),
             on_xid=lambda gpu, xid: self.alerts.append(
-                node_detector.xid_alert(xid, gpu and gpu.index, number, self.sampler.step)
+                gpu_faults.xid_alert(xid, gpu and gpu.index, number, self.sampler.step)
             ),
             node=number,
         )

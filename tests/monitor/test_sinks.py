@@ -17,7 +17,7 @@ import pytest
 from toolkit.monitor import sink as sink_module
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.loss_plot import plot_loss, read_eval_losses, read_train_losses, running_mean
-from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, NullSink, Row, Sink
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, Row, Sink
 from toolkit.monitor.sinks.console import AlertConsoleSink, ConsoleSink, StepTable
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.progress import Progress
@@ -34,7 +34,7 @@ ROW = {
 }
 
 
-class Recording(NullSink):
+class Recording(Sink):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
@@ -72,7 +72,7 @@ def drive(sink: Sink) -> list[Any]:
 
 def test_composite_sink_forwards_all_calls() -> None:
     a, b = Recording(), Recording()
-    expected = drive(CompositeSink([a, NullSink(), b]))
+    expected = drive(CompositeSink([a, Sink(), b]))
     assert a.calls == b.calls == expected
 
 
@@ -309,10 +309,10 @@ def test_running_mean(values: list[float], window: int, expected: list[float]) -
 
 def test_slow_close_is_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    class Slow(NullSink):
+    class Slow(Sink):
         def close(self, exit_code: int) -> None:
             time.sleep(0.3)
 
     monkeypatch.setattr(sink_module, "NOTICE_SECONDS", 0.05)
-    CompositeSink([Slow(), NullSink()]).close(0)
+    CompositeSink([Slow(), Sink()]).close(0)
     assert caplog.messages == ["waiting for Slow to finish"]

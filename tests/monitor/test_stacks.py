@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.waiting import wait_until
 from toolkit.monitor.hangs.diagnosis import diagnose
-from toolkit.monitor.hangs.reports import RankReport, combine_reports
+from toolkit.monitor.hangs.rank_reports import RankReport, combine_reports
 from toolkit.monitor.hangs.stacks import (
     GONE,
     MODEL,
@@ -35,8 +35,8 @@ from toolkit.monitor.hangs.stacks import (
     short_path,
     this_process,
 )
-from toolkit.train.task import CustomLoss, NextToken
-from toolkit.train.vision import VisionTask
+from toolkit.train.task import ModelLossTask, NextTokenTask
+from toolkit.train.vision import ImageClassificationTask
 
 # Native code that holds the interpreter's lock: ctypes' PyDLL does not release it.
 FROZEN = """
@@ -91,7 +91,7 @@ class FrameRecorder(nn.Module):
 
 def test_hang_in_a_model_is_not_described_as_making_a_batch() -> None:
     model = FrameRecorder()
-    CustomLoss("x.FrameRecorder").loss_sum(
+    ModelLossTask("x.FrameRecorder").loss_sum(
         model, {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 4)}
     )
     assert describe_activity(model.frames) == MODEL
@@ -128,7 +128,7 @@ def test_part_of_the_step_describes_the_engine() -> None:
 
 def test_every_method_of_a_task_has_an_activity() -> None:
     """A method without an activity would be described as its caller."""
-    for task in (NextToken, CustomLoss, VisionTask):
+    for task in (NextTokenTask, ModelLossTask, ImageClassificationTask):
         for name in ("collate", "units", "loss_sum", "eval_sums"):
             function = getattr(task, name)
             frame = Frame(function.__code__.co_filename, 1, function.__qualname__)

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from tests.monitor.synthetic_rows import EVAL, GIB, RANKS, SAVE, Fault, Step, alerts_of, simulate_steps
-from toolkit.config.schema import Cadence, RunConfig
+from toolkit.config.checkpoint import Cadence
+from toolkit.config.schema import RunConfig
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.build import build_detectors, data_remedy
 from toolkit.monitor.health.checkpoints import LateCheckpoint, SlowCheckpoint, best_interval
 from toolkit.monitor.health.loss import LOSS, JumpDetector, LossScaleCollapse, NonFinite, RisingValidation
 from toolkit.monitor.health.throughput import FallingThroughput, Straggler
 from toolkit.monitor.sink import Kind
-from toolkit.monitor.step_parts import BACKWARD, DATA, FORWARD, OPTIMIZER, communication
 from toolkit.plan.types import RunPlan
+from toolkit.step_parts import BACKWARD, DATA, FORWARD, OPTIMIZER, communication
 from toolkit.testing.tiny import tiny_plan
 
 SINCE = 400

@@ -61,7 +61,7 @@ def test_masked_tokens_count_for_flops_but_not_for_throughput() -> None:
 
 
 def test_recomputation_has_hardware_figures() -> None:
-    plan = planned(h100s(4), **BF16, train__activation_checkpointing=True)
+    plan = planned(h100s(4), **BF16, train__activation_checkpointing="full")
     done, counts = hardware_flops(plan), model_flops(plan)
     assert done is not None
     assert counts is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,15 @@ from tests.captured import captured_logs
 from toolkit.engine.build import build_engine, open_initial_weights
 from toolkit.engine.rank_sync import GlooFlagReduce
 from toolkit.layout.axes import ORDER, Axis
-from toolkit.monitor.sink import NullSink
+from toolkit.monitor.sink import Sink
 from toolkit.observe import comm_benchmark
 from toolkit.observe.comm_benchmark import CommBenchmark, find_group, peers_along
 from toolkit.plan.types import RunPlan
-from toolkit.testing.dist import RankPool, rank_pool
+from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.parity import train_steps
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.task import text_task
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool(4) as ranks:
-        yield ranks
 
 
 def run_benchmark(rank: int, plan: RunPlan, device: torch.device, folder: Path) -> dict[str, Any]:
@@ -45,7 +39,7 @@ def run_benchmark(rank: int, plan: RunPlan, device: torch.device, folder: Path) 
         GlooFlagReduce(),
         rank=rank,
         file=folder / "attempts" / "001" / "probe.json",
-        sink=NullSink(),
+        sink=Sink(),
         set_transfer_time=transfer_times.append,
     )
     start = time.monotonic()

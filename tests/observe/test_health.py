@@ -14,11 +14,11 @@ from tests.train.fakes import FakeClock
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.alert_limiter import FIRST_GAP_SECONDS
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.observe.health import AlertDispatcher, CheckpointListener, HealthSink
 
 
-class RowList(NullSink):
+class RowList(Sink):
     def __init__(self) -> None:
         self.rows: list[tuple[Kind, Row]] = []
 

@@ -28,28 +28,17 @@ from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger_rows import StepVectors, part_names
 from toolkit.monitor.recorder import StepTime, step_time
 from toolkit.monitor.sink import Row
-from toolkit.monitor.step_parts import FORWARD
 from toolkit.observe.gather import Gather, make_gather, single_rank_gather
 from toolkit.observe.ledger import LedgerHook
-from toolkit.testing.dist import RankPool, RanksFailed, rank_pool
+from toolkit.step_parts import FORWARD
+from toolkit.testing.dist import RankPool, RanksFailed
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
-from toolkit.train.task import NextToken
+from toolkit.train.task import NextTokenTask
 
 STEPS = 40
 SLOW = 2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool(4) as ranks:
-        ranks.run(do_nothing)  # so that the tests do not time the start of the ranks
-        yield ranks
-
-
-def do_nothing(rank: int, ranks: int) -> None:
-    pass
 
 
 class FakeRecorder(Hook):
@@ -109,9 +98,9 @@ def train_with_ledger(
 
     with captured_logs() as (messages, warnings), closing(ledger):
         train(
-            tiny_plan(train__steps=STEPS),
+            tiny_plan(train__steps=STEPS, train__global_batch=4),
             FakeEngine(),
-            NextToken(),
+            NextTokenTask(),
             stream or samples(),
             state,
             Hooks(recorder, ledger),

@@ -22,7 +22,7 @@ from toolkit.observe.profiler import StepProfiler
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
-from toolkit.train.task import NextToken
+from toolkit.train.task import NextTokenTask
 
 
 class MatmulEngine(FakeEngine):
@@ -44,9 +44,9 @@ def trace_training(
     def sync(data_seconds: float, result: StepResult) -> StepConsensus:
         return StepConsensus(stop=state.step == stop_at)
 
-    plan = tiny_plan(train__steps=of)
+    plan = tiny_plan(train__steps=of, train__global_batch=4)
     with captured_logs() as (messages, warnings):
-        train(plan, MatmulEngine(), NextToken(), samples(start), state, Hooks(hook, Hook()), sync)
+        train(plan, MatmulEngine(), NextTokenTask(), samples(start), state, Hooks(hook, Hook()), sync)
     messages += warnings
     if not file.exists():
         return [], messages

@@ -7,7 +7,6 @@ pytest tests/observe/test_replicas.py -m full     more layouts, and the cost of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from toolkit.monitor.alert import Alert
 from toolkit.observe.gather import make_gather, single_rank_gather
 from toolkit.observe.replicas import ReplicaCheck
 from toolkit.plan.types import RunPlan
-from toolkit.testing.dist import RankPool, rank_pool
+from toolkit.testing.dist import RankPool
 from toolkit.testing.matrix import Cell, OptimizerCase, deepspeed, megatron
 from toolkit.testing.parity import train_steps
 from toolkit.testing.tiny import tiny_plan
@@ -50,12 +49,6 @@ class RankResult:
     flips: list[tuple[str, tuple[int, ...], str, list[Alert]]]
     sets: list[tuple[str, tuple[int, ...], list[str]]]
     losses: list[float]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with rank_pool(4) as ranks:
-        yield ranks
 
 
 def fail(alert: Alert) -> None:

@@ -22,19 +22,22 @@ from toolkit.errors import ConfigError, ExitCode, Problem
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.collective_calls import CollectiveCall
 from toolkit.monitor.hangs.stacks import ProcessId, read_process_state, this_process
-from toolkit.monitor.sink import NullSink
-from toolkit.observe import hang_report, watchdog
-from toolkit.observe.hang_report import HangReporter, HangSources
+from toolkit.monitor.sink import Sink
+from toolkit.observe import hang_reporter, watchdog
+from toolkit.observe.hang_reporter import HangReporter, HangSources
 from toolkit.observe.rank_messages import RankMessages
-from toolkit.observe.watchdog import Watchdog
+from toolkit.observe.watchdog import HangMonitor, Watchdog, watch_for_hangs
+from toolkit.progress import report_progress
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 from toolkit.testing.tiny import tiny_plan
 
-LIMIT = 0.5
+LIMIT = 0.3
 
 
-def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True) -> CollectiveCall:
+def call(
+    number: int, tensors: str = "[1024] float32", *, finished: bool = True, begins_in: float = 100
+) -> CollectiveCall:
     return CollectiveCall(
         group="0",
         ranks=(0, 1, 2),
@@ -42,7 +45,7 @@ def call(number: int, tensors: str = "[1024] float32", *, finished: bool = True)
         number=number,
         operation="all_reduce",
         tensors=tensors,
-        begun=time.monotonic() + 100,
+        begun=time.monotonic() + begins_in,
         finished=finished,
     )
 
@@ -79,7 +82,7 @@ class Ranks:
             sources,
             RankMessages(self.directory.hang_folder(1), None),
             alert=self.alerts.append,
-            sink=NullSink(),
+            sink=Sink(),
         )
         self.watchdogs[rank] = watchdog = Watchdog(
             limit,
@@ -100,9 +103,10 @@ class Ranks:
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "START_SECONDS", 0.0)
-    monkeypatch.setattr(hang_report, "COLLECT_SECONDS", 1.0)
-    monkeypatch.setattr(hang_report, "VERDICT_SECONDS", 1.0)
-    monkeypatch.setattr(hang_report, "FAILURE_SECONDS", 0.7)
+    monkeypatch.setattr(hang_reporter, "COLLECT_SECONDS", 0.5)
+    monkeypatch.setattr(hang_reporter, "VERDICT_SECONDS", 0.5)
+    monkeypatch.setattr(hang_reporter, "FAILURE_SECONDS", 0.4)
+    monkeypatch.setattr(hang_reporter, "POLL_ONE_NODE", 0.02)
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.1)
 
 
@@ -179,11 +183,11 @@ def test_rank_1_reports_if_rank_0_is_stopped(tmp_path: Path, own: ProcessId) -> 
 
 
 def test_progress_of_any_kind_prevents_a_hang(ranks: Ranks, tmp_path: Path) -> None:
-    """Progress every two thirds of the limit, for four limits."""
+    """Progress every two thirds of the limit, for three limits."""
     for rank in range(3):
         ranks.watch(rank, call(17, finished=False))
     began = time.monotonic()
-    while time.monotonic() - began < 4 * LIMIT:
+    while time.monotonic() - began < 3 * LIMIT:
         time.sleep(LIMIT * 2 / 3)
         for one in ranks.watchdogs.values():
             one.beat("a batch")
@@ -235,6 +239,22 @@ def test_failure_in_a_call_names_the_mismatch(ranks: Ranks) -> None:
     assert ranks.ended == {}
     report = json.loads((ranks.directory.hang_folder(1) / "failure-1.json").read_text())
     assert "op.preamble.length" in report["failure"]
+
+
+def test_failure_in_a_call_right_after_a_step_names_the_mismatch(ranks: Ranks) -> None:
+    """The time that it takes to format the error does not count."""
+
+    class SlowError(RuntimeError):
+        def __str__(self) -> str:
+            time.sleep(0.2)
+            return "connection reset"
+
+    failing = ranks.watch(0, call(17, finished=False, begins_in=0.1), limit=60)
+    for rank in (1, 2):
+        ranks.watch(rank, call(17, "[512] float32", finished=False), limit=60)
+    error = SlowError()
+    failing.failed(error)
+    assert "rank 0: all_reduce [1024] float32; ranks 1-2: all_reduce [512] float32" in error.__notes__[0]
 
 
 def test_other_failures_do_not_wait_for_reports(ranks: Ranks) -> None:
@@ -291,3 +311,20 @@ def test_nccl_recording_replaces_the_calls_of_the_process(ranks: Ranks) -> None:
     ranks.until_ended(3)
     assert "rank 0: waits in call 17" in ranks.directory.hang_file(1).read_text()
     assert (ranks.directory.hang_folder(1) / "rank-0.nccl.json").read_text() == trace
+
+
+def test_parts_of_a_long_start_count_as_progress(tmp_path: Path) -> None:
+    """Drawing or reading the state may take longer than the limit, as long as its parts do not."""
+    context = context_of(tiny_plan(monitor__hang_seconds=60), tmp_path / "run")
+    context.directory.path.mkdir()
+    with watch_for_hangs(context, Sink(), lambda alert: None, None) as monitor:
+        assert isinstance(monitor, Watchdog)
+        before = monitor._heartbeat()
+        time.sleep(0.05)
+        report_progress("initializing model.embed_tokens")
+        after = monitor._heartbeat()
+        assert before.what != after.what
+        assert after.what == "initializing model.embed_tokens"
+    report_progress("a later part")
+    assert monitor._heartbeat().what == "initializing model.embed_tokens", "the control: after the run"
+    assert isinstance(monitor, HangMonitor)

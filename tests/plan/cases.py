@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.config.data import DataConfig
-from toolkit.config.schema import ModelConfig, RunConfig, TrainConfig
+from toolkit.config.model import ModelConfig
+from toolkit.config.schema import RunConfig, TrainConfig
 from toolkit.plan.types import Device, World
 
 SMALL = ModelConfig(
@@ -30,6 +31,8 @@ def h100s(ranks: int, per_node: int = 8) -> World:
         gpu="h100",
         has_libaio=True,
         has_compiler=True,
+        has_nvcc=True,
+        transformer_engine="2.11.0",
     )
 
 

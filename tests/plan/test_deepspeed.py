@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.plan.cases import CPU, h100s, run_config
-from toolkit.config.schema import OffloadDevice, OptimizerKernel, OptimizerName, Precision
+from toolkit.config.optim import OptimizerKernel
+from toolkit.config.schema import OffloadDevice, Precision
 from toolkit.plan import make_plan
 from toolkit.plan.deepspeed import merge, optimizer_kernel
 from toolkit.plan.types import World
@@ -109,10 +110,10 @@ def test_nvme_offload_settings() -> None:
 
 
 def test_optimizer_settings() -> None:
-    sgd = settings(optim__name=OptimizerName.sgd, optim__momentum=0.9)
+    sgd = settings(optim__name="sgd", optim__momentum=0.9)
     assert sgd["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4, "momentum": 0.9, "weight_decay": 0.1}}
     assert sgd["zero_allow_untested_optimizer"]
-    muon = settings(optim__name=OptimizerName.muon, optim__momentum=0.95, optim__clip=0.0, zero__stage=3)
+    muon = settings(optim__name="muon", optim__momentum=0.95, optim__clip=0.0, zero__stage=3)
     assert muon["optimizer"]["type"] == "Muon"
     assert muon["optimizer"]["params"]["momentum"] == 0.95
     assert muon["zero_optimization"]["reduce_scatter"] is False

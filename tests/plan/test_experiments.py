@@ -19,7 +19,11 @@ from toolkit.plan.types import Device, RunPlan, World
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "exp").glob("*.yaml"))
 HARDWARE = re.compile(r"# Hardware: (\d+) nodes? of (\d+) (.+)\.")
-EXPECTED = {"mixtral_8x7b": {"model.router_aux_loss_coef"}}  # expected keys of warnings
+EXPECTED = {  # keys of warnings
+    "mixtral_8x7b": {"model.router_aux_loss_coef"},
+    "bench_1b": {"checkpoint.every"},
+    "bench_8b": {"checkpoint.every"},
+}
 
 
 def world_of(text: str) -> World:
@@ -35,6 +39,8 @@ def world_of(text: str) -> World:
         gpu=None if on_cpu else kind,
         has_libaio=True,
         has_compiler=True,
+        has_nvcc=True,
+        transformer_engine="2.11.0",
     )
 
 
@@ -68,7 +74,13 @@ def test_fp32_without_zero_does_not_fit() -> None:
 
 def test_remedy_for_an_indivisible_batch_works() -> None:
     world = World(
-        ranks=64, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True
+        ranks=64,
+        ranks_per_node=8,
+        device=Device.CUDA,
+        gpu="h100",
+        has_libaio=True,
+        has_compiler=True,
+        has_nvcc=True,
     )
     with pytest.raises(PlanError, match=r"train\.global_batch=16") as refused:
         make_plan(compose(["+exp=quickstart"]), world)

@@ -47,10 +47,10 @@ def test_nothing_is_recomputed_by_default() -> None:
 
 
 def test_torch_recomputes_a_block_without_its_last_matrix() -> None:
-    plan = planned(train__activation_checkpointing=True)
+    plan = planned(train__activation_checkpointing="full")
     parts = forward(plan)
     assert recomputed(plan) == pytest.approx(parts.projections + parts.scores + parts.up, rel=1e-12)
-    assert recomputed(planned(train__activation_checkpointing=True, zero__stage=3)) == pytest.approx(
+    assert recomputed(planned(train__activation_checkpointing="full", zero__stage=3)) == pytest.approx(
         parts.blocks, rel=1e-12
     )
 
@@ -60,7 +60,7 @@ def test_megatron_recomputes_the_configured_modules() -> None:
         return planned(world, **MEGATRON, engine__megatron=keys, model__num_hidden_layers=8)
 
     parts = forward(megatron())
-    whole = planned(**MEGATRON, train__activation_checkpointing=True, model__num_hidden_layers=8)
+    whole = planned(**MEGATRON, train__activation_checkpointing="full", model__num_hidden_layers=8)
     assert recomputed(whole) == pytest.approx(parts.blocks, rel=1e-12)
     uniform = megatron(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
     assert recomputed(uniform) == pytest.approx(parts.blocks, rel=1e-12)

@@ -123,7 +123,7 @@ MEGATRON: tuple[tuple[str, World, str, str], ...] = (
         "engine.megatron.sequence_parallel",
         "leave it out",
     ),
-    ("parallel.expert=2", CPU, "parallel.expert", "model.family=mixtral"),
+    ("parallel.expert=2", CPU, "parallel.expert", "model=mixtral"),
     (
         "model=mixtral parallel.expert=3",
         replace(CPU, ranks=3, ranks_per_node=3),
@@ -143,18 +143,30 @@ MEGATRON: tuple[tuple[str, World, str, str], ...] = (
     ("model.family=null model.target=my.package.Model", CPU, "model.target", "engine=deepspeed"),
     (f"{OWN}overlap_param_gather=true", CPU, "engine.megatron.overlap_param_gather", "zero=stage1"),
     (f"{OWN}fp8=hybrid", CPU, "engine.megatron.fp8", "Transformer Engine"),
-    (f"{OWN}cuda_graph_impl=local", CPU, "engine.megatron.cuda_graph_impl", "leave it out on CPUs"),
+    (f"{OWN}nccl_ub=true", CPU, "engine.megatron.nccl_ub", "leave it out on CPUs"),
     (
-        f"{OWN}gradient_accumulation_fusion=true",
+        f"precision=bf16 {OWN}gradient_accumulation_fusion=true",
         CPU,
         "engine.megatron.gradient_accumulation_fusion",
         "leave it out on CPUs",
     ),
     (
-        f"train.activation_checkpointing=true {OWN}recompute_granularity=selective",
+        f"train.activation_checkpointing=full {OWN}recompute_granularity=selective",
         CPU,
         "engine.megatron.recompute_granularity",
-        "each block whole",
+        "decides what is recomputed",
+    ),
+    (
+        "train.activation_checkpointing=selective",
+        replace(h100s(2), transformer_engine="2.11.0"),
+        "train.activation_checkpointing",
+        "Transformer Engine computes them",
+    ),
+    (
+        "train.activation_checkpointing=2 offload.activations=cpu",
+        CPU,
+        "offload.activations",
+        "inputs of all blocks",
     ),
     (
         f"{OWN}recompute_granularity=full",
@@ -166,7 +178,7 @@ MEGATRON: tuple[tuple[str, World, str, str], ...] = (
         f"model=gpt2 {OWN}recompute_granularity=selective {OWN}recompute_modules=[mlp]",
         CPU,
         "engine.megatron.recompute_modules",
-        "train.activation_checkpointing=true",
+        "train.activation_checkpointing=full",
     ),
 )
 DEEPSPEED: tuple[tuple[str, World, str, str], ...] = (
@@ -179,6 +191,18 @@ DEEPSPEED: tuple[tuple[str, World, str, str], ...] = (
         "engine=megatron",
     ),
     ("parallel.pipeline=2 zero=stage2", CPU, "zero.stage", "zero=stage1"),
+    (
+        "parallel.tensor=2 train.activation_checkpointing=selective",
+        CPU,
+        "train.activation_checkpointing",
+        "sums results of matrix products in place",
+    ),
+    (
+        "model=qwen2 zero=stage3 train.activation_checkpointing=selective",
+        CPU,
+        "train.activation_checkpointing",
+        "zero=stage2",
+    ),
     ("parallel.pipeline=4 zero=stage1", FOUR, "parallel.pipeline", "model.num_hidden_layers=4"),
     (
         "parallel.context=4 model.num_attention_heads=6 model.hidden_size=96 model.num_key_value_heads=2",

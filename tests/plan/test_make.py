@@ -13,13 +13,14 @@ import pytest
 from rich.console import Console
 
 from tests.plan.cases import CPU, h100s, run_config
+from toolkit.config.model import ModelConfig
 from toolkit.config.schema import EngineName, Precision, RunConfig
+from toolkit.estimate.present import format_plan, to_json
 from toolkit.families import PUBLISHED
 from toolkit.layout.axes import Axes
 from toolkit.plan import make_plan
 from toolkit.plan.devices import GPUS, find_gpu, normalise_gpu_name
 from toolkit.plan.flops import flops_per_step
-from toolkit.plan.present import format_plan, to_json
 from toolkit.plan.types import World
 
 
@@ -51,7 +52,7 @@ def test_run_directory_is_named_after_the_identity() -> None:
 
 
 def test_plan_of_a_target_model_has_no_sizes() -> None:
-    config = run_config(model__target="my.package.Model", model__family=None)
+    config = run_config(model=ModelConfig(target="my.package.Model"))
     plan = make_plan(config, CPU)
     assert (plan.shape, plan.parameters, plan.memory, flops_per_step(plan)) == (None, (), None, None)
     assert plan.deepspeed is not None
@@ -61,13 +62,14 @@ def test_plan_of_a_target_model_has_no_sizes() -> None:
 def test_plan_json_has_stable_keys_and_plain_types() -> None:
     for config in (
         run_config(zero__stage=2),
-        run_config(model__target="my.Model", model__family=None),
+        run_config(model=ModelConfig(target="my.Model")),
         run_config(engine__name=EngineName.megatron),
     ):
         found = to_json(make_plan(config, CPU))
         assert json.loads(json.dumps(found)) == found
         assert set(found) == {
             "format_version",
+            "trace",
             "run_dir",
             "identity",
             "engine",
@@ -78,7 +80,14 @@ def test_plan_json_has_stable_keys_and_plain_types() -> None:
             "parameters",
             "flops_per_step",
             "flops",
+            "step_seconds",
+            "step_unknown",
+            "cost",
+            "goodput",
             "memory",
+            "kernels",
+            "saves",
+            "verdict",
             "device_memory_bytes",
             "not_compared",
             "deepspeed",
@@ -89,14 +98,14 @@ def test_plan_json_has_stable_keys_and_plain_types() -> None:
 
 def test_plan_json_has_flops_constants() -> None:
     plan = make_plan(
-        run_config(precision__name=Precision.bf16, zero__stage=1, train__activation_checkpointing=True),
+        run_config(precision__name=Precision.bf16, zero__stage=1, train__activation_checkpointing="full"),
         h100s(2),
     )
     found = to_json(plan)
     assert found["flops"]["model_per_token"] * 8 * 32 == found["flops_per_step"]
     assert 1.1 < found["flops"]["hardware_per_token"] / found["flops"]["model_per_token"] < 4 / 3
     assert found["flops"]["peak_per_gpu"] == 989.4e12
-    unknown = to_json(make_plan(run_config(model__target="my.Model", model__family=None), CPU))
+    unknown = to_json(make_plan(run_config(model=ModelConfig(target="my.Model")), CPU))
     assert unknown["flops"] == {"model_per_token": None, "hardware_per_token": None, "peak_per_gpu": None}
 
 
@@ -136,7 +145,8 @@ def test_table_shows_layout_memory_and_compute() -> None:
         "optimizer",
         "of 85.5",
         "reduce_bucket_size",
-        "a token; at 8 x 989 TFLOP/s",
+        "a token",
+        "TFLOP/s a GPU, MFU",
         "of 989.4 TFLOP/s a GPU, the dense 16-bit peak of h100",
     ):
         assert word in text, word
@@ -147,8 +157,11 @@ def test_table_shows_layout_memory_and_compute() -> None:
     megatron = shown(run_config(engine__name=EngineName.megatron, zero__stage=1), CPU)
     for word in ("Megatron-core gets", "use_distributed_optimizer", "distributed optimizer: states sharded"):
         assert word in megatron, word
+    assert "no estimate: the layers of a model without a family (model.target)" in shown(
+        run_config(model=ModelConfig(target="my.Model")), CPU
+    )
     assert "unknown" not in shown(run_config(engine__name=EngineName.local), replace(CPU, ranks=1))
-    assert "with recomputation" in shown(run_config(train__activation_checkpointing=True), CPU)
+    assert "with recomputation" in shown(run_config(train__activation_checkpointing="full"), CPU)
     assert "none: the peak of a GPU" in shown(run_config(), h100s(2))
 
 

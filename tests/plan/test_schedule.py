@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.plan.cases import CPU, run_config
-from toolkit.config.schema import LrScaling, ScheduleConfig, ScheduleName
+from toolkit.config.optim import LrScaling, ScheduleConfig, ScheduleName
 from toolkit.plan import make_plan
 from toolkit.plan.schedule import learning_rate, scheduled_rate
 

@@ -18,7 +18,7 @@ def config(*, seed: int = 0, fork: Path | None = None, resume: str = "auto", ste
     )
 
 
-def begun(path: Path, **keys: object) -> RunDirectory:
+def begin_run(path: Path, **keys: object) -> RunDirectory:
     """A directory with one ended attempt."""
     directory = RunDirectory(path)
     directory.begin(config(**keys), PLAN)  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def begun(path: Path, **keys: object) -> RunDirectory:
     return directory
 
 
-def checkpoint(directory: RunDirectory, name: str = "step-00000010") -> Path:
+def make_checkpoint(directory: RunDirectory, name: str = "step-00000010") -> Path:
     folder = directory.checkpoints / name
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rundir.runs import PLAN, begun, config
+from tests.rundir.runs import PLAN, begin_run, config
 from toolkit.errors import ConfigError, InputError
 from toolkit.goodput import AttemptTimes, write_times
 from toolkit.rundir.directory import RunDirectory
@@ -34,7 +34,7 @@ def test_each_start_opens_an_attempt(tmp_path: Path) -> None:
 
 
 def test_other_run_is_rejected_without_writing(tmp_path: Path) -> None:
-    directory = begun(tmp_path, seed=1)
+    directory = begin_run(tmp_path, seed=1)
     before = sorted(path for path in tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=r"seed") as refused:
         directory.begin(config(seed=2), PLAN)
@@ -56,7 +56,7 @@ def test_folder_with_other_files_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("entry", ["lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"])
 def test_prepared_folder_is_accepted(tmp_path: Path, entry: str) -> None:
     """A killed start leaves its lock, a submitted job its folder, a new disk lost+found; checkpoints may
-    have been copied there.
+    have been copied in.
     """
     if entry in ("lock", ".gitkeep"):
         (tmp_path / entry).touch()
@@ -66,7 +66,7 @@ def test_prepared_folder_is_accepted(tmp_path: Path, entry: str) -> None:
 
 
 def test_run_with_extra_files_continues(tmp_path: Path) -> None:
-    begun(tmp_path, seed=1).release()
+    begin_run(tmp_path, seed=1).release()
     (tmp_path / "notes.txt").write_text("mine")
     assert RunDirectory(tmp_path).begin(config(seed=1), PLAN) == 2
 
@@ -95,10 +95,10 @@ def test_lock_holder_opens_next_attempt(tmp_path: Path) -> None:
 
 def test_resume_option_applies_to_first_attempt_only(tmp_path: Path) -> None:
     """Following resume=PATH again would lose later steps."""
-    directory = begun(tmp_path)
-    went, never = config(resume="/a/checkpoint"), config(resume="never")
-    assert directory.continued(went, 1) == went, "it never got to train"
+    directory = begin_run(tmp_path)
+    resumed, never = config(resume="/a/checkpoint"), config(resume="never")
+    assert directory.config_for_restart(resumed, 1) == resumed, "it never got to train"
     write_times(directory.attempt_folder(1), AttemptTimes(began=1.0, seen=2.0, first=40))
-    assert directory.continued(went, 1).resume == "auto"
-    assert directory.continued(never, 1).resume == "auto"
-    assert directory.continued(went, 0) == went, "a person typed it"
+    assert directory.config_for_restart(resumed, 1).resume == "auto"
+    assert directory.config_for_restart(never, 1).resume == "auto"
+    assert directory.config_for_restart(resumed, 0) == resumed, "a person typed it"

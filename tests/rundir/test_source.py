@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rundir.runs import PLAN, begun, checkpoint, config
+from tests.rundir.runs import PLAN, begin_run, config, make_checkpoint
 from toolkit.checkpoint_folder import NewestCheckpoint, step_name
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
 from toolkit.goodput import SAVES, AttemptTimes, SaveRecord, append_save, write_times
@@ -53,10 +53,10 @@ def test_invalid_sources_are_rejected(
 
 
 def test_resume_never_rejects_existing_checkpoints(tmp_path: Path) -> None:
-    directory = begun(tmp_path)
+    directory = begin_run(tmp_path)
     assert directory.begin(config(resume="never"), PLAN) == 2
     directory.release()
-    checkpoint(directory)
+    make_checkpoint(directory)
     with pytest.raises(ConfigError, match="does not continue"):
         directory.begin(config(resume="never"), PLAN)
 
@@ -66,9 +66,9 @@ def test_resume_never_rejects_existing_checkpoints(tmp_path: Path) -> None:
 
 def trained(path: Path) -> RunDirectory:
     """A run that was killed at step 34, after saves of steps 10, 20 and 30."""
-    directory = begun(path)
+    directory = begin_run(path)
     for step in (10, 20, 30):
-        saved = checkpoint(directory, step_name(step))
+        saved = make_checkpoint(directory, step_name(step))
         append_save(directory.attempt_folder(1), SaveRecord(step=step, seconds=1.0, bytes=1, stepping=1.0))
     (directory.checkpoints / "latest").write_text(f"{saved.name}\n")
     write_times(directory.attempt_folder(1), AttemptTimes(began=1.0, seen=2.0, first=0))
@@ -130,13 +130,13 @@ def test_run_with_lost_files_is_rejected(what: str, tmp_path: Path) -> None:
     assert "resume=never" in str(refused.value)
     words = re.findall(r"resume=(\S+step-\d+)", str(refused.value))
     assert bool(words) == any((tmp_path / "checkpoints").glob("*/manifest.json"))
-    for word in (*words, "never"):  # what the remedy names works
+    for word in (*words, "never"):  # the remedy works
         directory.check(config(resume=word))
 
 
 LEFT: dict[str, tuple[Callable[[RunDirectory], object], int | None]] = {
     "a temporary folder": (lambda run: (run.checkpoints / ".tmp-step-00000040-attempt-001-4").mkdir(), 30),
-    "a checkpoint that the pointer does not name yet": (lambda run: checkpoint(run, step_name(40)), 40),
+    "a checkpoint that the pointer does not name yet": (lambda run: make_checkpoint(run, step_name(40)), 40),
     "a status that a power failure emptied": (lambda run: run.status_file.write_text(""), 30),
     "a status behind the checkpoint": (
         lambda run: run.write_status(
@@ -189,8 +189,8 @@ def test_unreadable_status_is_rejected(tmp_path: Path) -> None:
 
 
 def test_resume_from_other_run_is_rejected(tmp_path: Path) -> None:
-    other = begun(tmp_path / "other", seed=1)
-    saved = checkpoint(other)
+    other = begin_run(tmp_path / "other", seed=1)
+    saved = make_checkpoint(other)
     for path in (saved, other.path):
         with pytest.raises(CheckpointError, match=f"run.fork={path}"):
             RunDirectory(tmp_path / "run").begin(config(seed=2, resume=str(path)), PLAN)
@@ -198,10 +198,10 @@ def test_resume_from_other_run_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_fork_records_its_parent_and_keeps_it(tmp_path: Path) -> None:
-    parent, another = begun(tmp_path / "parent", seed=1), begun(tmp_path / "another", seed=1)
-    child = begun(tmp_path / "child", seed=2, fork=parent.path)
+    parent, another = begin_run(tmp_path / "parent", seed=1), begin_run(tmp_path / "another", seed=1)
+    child = begin_run(tmp_path / "child", seed=2, fork=parent.path)
     assert json.loads((child.path / "fork.json").read_text()) == {"parent": str(parent.path), "attempt": 1}
-    checkpoint(child)
+    make_checkpoint(child)
     assert child.begin(config(seed=2, fork=parent.path), PLAN) == 2
     child.release()
     with pytest.raises(ConfigError, match="one parent"):
@@ -209,15 +209,15 @@ def test_a_fork_records_its_parent_and_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_run_with_steps_of_its_own_cannot_become_a_fork(tmp_path: Path) -> None:
-    parent, run = begun(tmp_path / "parent"), begun(tmp_path / "run")
-    checkpoint(run)
+    parent, run = begin_run(tmp_path / "parent"), begin_run(tmp_path / "run")
+    make_checkpoint(run)
     with pytest.raises(ConfigError, match="steps of its own"):
         run.begin(config(fork=parent.path), PLAN)
 
 
 def test_fork_in_parent_folder_is_rejected(tmp_path: Path) -> None:
-    directory = begun(tmp_path)
-    saved = checkpoint(directory)
+    directory = begin_run(tmp_path)
+    saved = make_checkpoint(directory)
     for path in (directory.path, saved):
         with pytest.raises(ConfigError, match=r"run\.name or run\.dir"):
             directory.begin(config(fork=path), PLAN)
@@ -236,8 +236,8 @@ def test_invalid_path_is_reported_with_key(key: str) -> None:
 
 
 def test_run_name_resolves_to_directory(tmp_path: Path) -> None:
-    hop = begun(tmp_path / "hop-0123abcd")
-    begun(tmp_path / "hop-on-0123abcd")
+    hop = begin_run(tmp_path / "hop-0123abcd")
+    begin_run(tmp_path / "hop-on-0123abcd")
     (tmp_path / "hop-deadbeef").mkdir()  # no run
     assert find_run(tmp_path / "hop", "source") == hop.path
     assert resolve_source(config(resume=str(tmp_path / "hop")), None) == StateSource(
@@ -247,15 +247,15 @@ def test_run_name_resolves_to_directory(tmp_path: Path) -> None:
 
 
 def test_existing_path_is_returned(tmp_path: Path) -> None:
-    begun(tmp_path / "hop-0123abcd")
-    own = begun(tmp_path / "hop")
+    begin_run(tmp_path / "hop-0123abcd")
+    own = begin_run(tmp_path / "hop")
     assert find_run(own.path, "source") == own.path
     assert find_run(tmp_path / "other", "source") == tmp_path / "other"
     assert find_run(tmp_path / "none" / "other", "source") == tmp_path / "none" / "other"
 
 
 def test_ambiguous_run_name_is_rejected(tmp_path: Path) -> None:
-    one, other = begun(tmp_path / "hop-0123abcd"), begun(tmp_path / "hop-89abcdef")
+    one, other = begin_run(tmp_path / "hop-0123abcd"), begin_run(tmp_path / "hop-89abcdef")
     with pytest.raises(InputError, match="2 runs") as refused:
         find_run(tmp_path / "hop", "source")
     assert str(one.path) in str(refused.value)
@@ -264,7 +264,7 @@ def test_ambiguous_run_name_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_fork_by_name_records_the_directory_as_its_parent(tmp_path: Path) -> None:
-    parent = begun(tmp_path / "hop-0123abcd", seed=1)
-    checkpoint(parent)
-    child = begun(tmp_path / "child", seed=2, fork=tmp_path / "hop")
+    parent = begin_run(tmp_path / "hop-0123abcd", seed=1)
+    make_checkpoint(parent)
+    child = begin_run(tmp_path / "child", seed=2, fork=tmp_path / "hop")
     assert json.loads(child.fork_file.read_text())["parent"] == str(parent.path)

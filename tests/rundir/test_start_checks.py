@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rundir.runs import begun, checkpoint, config
-from toolkit.config.schema import CheckpointConfig, EvalConfig, RunConfig, ScheduleConfig
+from tests.rundir.runs import begin_run, config, make_checkpoint
+from toolkit.config.checkpoint import CheckpointConfig
+from toolkit.config.optim import ScheduleConfig
+from toolkit.config.schema import EvalConfig, RunConfig
 from toolkit.errors import Severity
 from toolkit.plan.schedule import scheduled_rate
 from toolkit.rundir.directory import RunDirectory
@@ -21,8 +23,8 @@ from toolkit.rundir.status import RunState
 
 
 def ended(path: Path, state: RunState = RunState.DONE, *, steps: int = 10, saved: int = 10) -> RunDirectory:
-    directory = begun(path, steps=steps)
-    checkpoint(directory, f"step-{saved:08d}")
+    directory = begin_run(path, steps=steps)
+    make_checkpoint(directory, f"step-{saved:08d}")
     directory.finish(state, 0, None, attempt=1)
     return directory
 
@@ -76,7 +78,7 @@ def trained(path: Path, before: RunConfig) -> RunDirectory:
     directory = RunDirectory(path)
     directory.begin(before, {})
     directory.release()
-    checkpoint(directory, f"step-{before.train.steps:08d}")
+    make_checkpoint(directory, f"step-{before.train.steps:08d}")
     rows = [{"step": step + 1, "lr": scheduled_rate(before, step)} for step in range(before.train.steps)]
     directory.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory

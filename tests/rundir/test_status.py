@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.rundir.runs import begun, checkpoint
+from tests.rundir.runs import begin_run, make_checkpoint
 from toolkit.goodput import AttemptTimes, write_times
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
 
 
 def test_finish_keeps_step_and_checkpoint(tmp_path: Path) -> None:
-    directory = begun(tmp_path)
+    directory = begin_run(tmp_path)
     directory.write_status(
         Status(state=RunState.RUNNING, attempt=1, step=7, checkpoint="checkpoints/step-00000005")
     )
@@ -41,13 +41,13 @@ def test_finish_keeps_step_and_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_attempt_does_not_inherit_the_step_of_the_one_before(tmp_path: Path) -> None:
-    directory = begun(tmp_path)
+    directory = begin_run(tmp_path)
     directory.write_status(Status(state=RunState.DONE, attempt=1, exit_code=0, step=7))
     directory.finish(RunState.REFUSED, 2, "no data", attempt=2)
     assert directory.status() == Status(state=RunState.REFUSED, attempt=2, exit_code=2, reason="no data")
 
 
-def test_no_status_before_a_run(tmp_path: Path) -> None:
+def test_status_is_none_before_a_run(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path).status() is None
     RunDirectory(
         tmp_path
@@ -57,7 +57,7 @@ def test_no_status_before_a_run(tmp_path: Path) -> None:
 
 def test_only_final_status_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running run writes its status every second."""
-    directory = begun(tmp_path)
+    directory = begin_run(tmp_path)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=3))
@@ -67,7 +67,7 @@ def test_only_final_status_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_finish_records_goodput(tmp_path: Path) -> None:
-    directory = begun(tmp_path)
+    directory = begin_run(tmp_path)
     write_times(
         directory.attempt_folder(1),
         AttemptTimes(
@@ -81,7 +81,7 @@ def test_finish_records_goodput(tmp_path: Path) -> None:
             active=160.0,
         ),
     )
-    checkpoint(directory, "step-00000010")
+    make_checkpoint(directory, "step-00000010")
     directory.write_status(Status(state=RunState.RUNNING, attempt=1, step=20))
     directory.finish(RunState.FAILED, 1, "rank 1", attempt=1)
     status = directory.status()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.data.served import SECRETS, Store, environment, served
+from tests.data.local_stores import SECRETS, Store, environment, served
 from tests.launch.processes import ROOT, TRAIN, command
 from tests.monitor.wandb_file import history, run_record
 from tests.story.losses import TOLERANCE, apart, losses

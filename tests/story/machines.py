@@ -13,7 +13,7 @@ from typing import Protocol
 import psutil
 
 from tests.cluster.simulated_nodes import BIN, OnNode, TwoNodes, missing, two_nodes, wait_for
-from tests.data.served import Store, environment
+from tests.data.local_stores import Store, environment
 from tests.launch.processes import RunningCommand
 from tests.story.steps import Story
 from toolkit.cluster.rank_processes import find_free_port
@@ -58,7 +58,7 @@ class Machines:
                 [
                     sys.executable,
                     "-m",
-                    "tests.data.served",
+                    "tests.data.local_stores",
                     str(store.root),
                     f"--address={self.address}",
                     f"--port={STORE_PORT}",

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from toolkit.plan.devices import HIDE_GPUS
+from toolkit.testing import dist as dist_module
 from toolkit.testing.dist import RankPool, RanksFailed, _SpawnedRanks, rank_pool, run_ranks
 
 
@@ -100,6 +102,17 @@ def test_spawned_ranks() -> None:
         pool.run(fail_on_one, timeout=20)
     assert gone({answer[2] for answer in first})
     pool.close()
+
+
+def test_ranks_on_cpus_see_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries choose a GPU if they see one; the variables may select some for this process."""
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(dist_module.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    for name in HIDE_GPUS:
+        monkeypatch.setenv(name, "0,1")
+    dist_module._ForkServer()
+    assert {name: started[0][name] for name in HIDE_GPUS} == HIDE_GPUS
+    assert started[0]["DS_ACCELERATOR"] == "cpu"
 
 
 def gone(pids: set[int]) -> bool:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from toolkit.checkpoint.shard import WEIGHT, Box, Shard, TensorKey
-from toolkit.config.schema import OptimizerName
 from toolkit.testing import parity
 from toolkit.testing.tiny import FAMILIES, LENGTH, micro_batches, tiny_plan
 
@@ -46,7 +45,7 @@ def test_oracle_that_does_not_learn_is_refused() -> None:
 
 
 def test_controls_exceed_the_tolerance() -> None:
-    sgd = {"optim__name": OptimizerName.sgd, "optim__lr": 0.1, "optim__momentum": 0.9}
+    sgd = {"optim__name": "sgd", "optim__lr": 0.1, "optim__momentum": 0.9}
     right = parity.run_trace(tiny_plan("qwen2", **sgd, optim__clip=0.0))
     assert right.losses[0] - right.losses[-1] > parity.REQUIRED_FALL
     parity.check_control(

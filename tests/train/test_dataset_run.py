@@ -16,13 +16,14 @@ import pytest
 from tests.data.dataset_files import Corpus, config_of, make_corpus
 from toolkit.checkpoint import open_reader
 from toolkit.config.monitor import MonitorConfig, WandbMode
-from toolkit.config.schema import EngineName, EvalConfig, OptimizerKernel, RunConfig, RunSection
+from toolkit.config.optim import OptimizerKernel
+from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.dataset.stream import DatasetStream
 from toolkit.data.manifest import find_generation
 from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode
+from toolkit.estimate.present import to_json
 from toolkit.plan import make_plan
-from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
 from toolkit.progress import Progress
 from toolkit.rundir.directory import RunDirectory

@@ -25,7 +25,7 @@ from toolkit.monitor.sink import Kind, Row
 from toolkit.monitor.sinks.jsonl import JsonlSink
 from toolkit.monitor.sinks.queued import QueuedSink
 from toolkit.monitor.throughput import RunTimer, TimeSpent
-from toolkit.observe.reporting import (
+from toolkit.observe.progress_hooks import (
     PLOT_SECONDS,
     STATUS_SECONDS,
     DataProgressLogger,
@@ -42,7 +42,7 @@ from toolkit.rundir.status import RunState
 from toolkit.testing.tiny import tiny_config, tiny_plan
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.saving import Checkpoints, SaveTimer
-from toolkit.train.task import NextToken
+from toolkit.train.task import NextTokenTask
 
 # ---- metrics
 
@@ -94,6 +94,7 @@ def test_metrics_row_on_gpus_has_utilization_memory_and_cost(tmp_path: Path) -> 
     row = write_row(tmp_path, plan, done)
     assert row.keys() - write_row(tmp_path / "cpu", tiny_plan(), done).keys() == {
         "device_bytes",
+        "device_peak_bytes",
         "tokens_per_second_per_gpu",
         "model_tflops_per_gpu",
         "mfu",
@@ -150,7 +151,7 @@ def evaluate(
     hook = Evaluation(
         tiny_plan(train__steps=10, eval__every=every),
         FakeEngine(),
-        NextToken(),
+        NextTokenTask(),
         sets,
         missing=lambda step: missing,
         on_eval=rows.append,

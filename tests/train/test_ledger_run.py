@@ -18,9 +18,15 @@ from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.registry import prepare_data
 from toolkit.errors import ExitCode
+from toolkit.estimate.present import to_json
 from toolkit.layout.axes import Axes
 from toolkit.monitor.ledger_rows import part_names
-from toolkit.monitor.step_parts import (
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, RunPlan, World
+from toolkit.progress import Progress
+from toolkit.rows import read_rows
+from toolkit.rundir.directory import RunDirectory
+from toolkit.step_parts import (
     BACKWARD,
     DATA,
     EVALUATION,
@@ -30,12 +36,6 @@ from toolkit.monitor.step_parts import (
     TRANSFER,
     communication,
 )
-from toolkit.plan import make_plan
-from toolkit.plan.present import to_json
-from toolkit.plan.types import Device, RunPlan, World
-from toolkit.progress import Progress
-from toolkit.rows import read_rows
-from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.dist import RankPool, rank_pool
 from toolkit.testing.tiny import tiny_config
 from toolkit.train.run import run

@@ -22,7 +22,7 @@ from toolkit.plan.schedule import learning_rate
 from toolkit.testing.tiny import tiny_plan
 from toolkit.train.loop import train
 from toolkit.train.state import TrainState
-from toolkit.train.task import NextToken
+from toolkit.train.task import NextTokenTask
 
 
 class EventRecorder(Hook):
@@ -52,9 +52,16 @@ def run_loop(
         events.append("sync")
         return StepConsensus(stop=stop_at is not None and state.step >= stop_at)
 
-    plan = tiny_plan(train__steps=steps, schedule__warmup=2)
+    plan = tiny_plan(train__steps=steps, train__global_batch=4, schedule__warmup=2)
     code = train(
-        plan, engine, NextToken(), samples(state.step, more.get("clock"), 1.0), state, recorder, sync, clock
+        plan,
+        engine,
+        NextTokenTask(),
+        samples(state.step, more.get("clock"), 1.0),
+        state,
+        recorder,
+        sync,
+        clock,
     )
     return code, engine, recorder
 
@@ -120,9 +127,9 @@ def test_step_seconds_include_data_waits_but_not_hooks() -> None:
             seconds.append((completed.seconds, completed.consensus.data_seconds))
 
     train(
-        tiny_plan(train__steps=3),
+        tiny_plan(train__steps=3, train__global_batch=4),
         FakeEngine(clock=clock, step_seconds=4.0),
-        NextToken(),
+        NextTokenTask(),
         samples(0, clock, 2.0),
         TrainState(),
         Hooks(Slow(), Seconds()),

@@ -30,8 +30,8 @@ from toolkit.data.order.samples import TokenWindows
 from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.engine.local import LocalEngine
 from toolkit.errors import CheckpointError, ExitCode, InputError, Problem
+from toolkit.estimate.present import to_json
 from toolkit.plan import make_plan
-from toolkit.plan.present import to_json
 from toolkit.rundir.directory import RunDirectory
 from toolkit.testing.tiny import tiny_config
 from toolkit.train.generate import load_tokenizer
@@ -331,8 +331,8 @@ def test_the_export_opens_in_transformers_and_continues_a_prompt(
     assert "the model continues 'def main(args):'" in messages
     last = messages.strip().splitlines()[-4:]
     assert last[0] == f"saved in {tmp_path / 'run'}: metrics.jsonl, checkpoints, plots/loss.png, export"
-    assert last[1].endswith(f"python launch/report.py {tmp_path / 'run'}")
-    assert last[2].startswith("    generate text: python launch/generate.py ")
+    assert last[1].endswith(f"python -m toolkit.launch.report {tmp_path / 'run'}")
+    assert last[2].startswith("    generate text: python -m toolkit.launch.generate ")
     assert "train.steps=12" in last[3]
 
     from launch.generate import main
@@ -431,7 +431,7 @@ def test_slow_loader_shows_in_metrics_and_summary(
         return read(self, epochs, numbers)
 
     monkeypatch.setattr(TokenWindows, "read", slow)
-    monkeypatch.setattr(stream_module, "READ_AT_ONCE", 0)  # a step at a time
+    monkeypatch.setattr(stream_module, "READ_CHUNK_BYTES", 0)  # a step at a time
     monkeypatch.setattr(stream_module, "CHUNKS_AHEAD", 1)
     delayed = TinyRun(tmp_path / "run", data)
     assert delayed.rows() == whole.rows()

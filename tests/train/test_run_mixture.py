@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.made import documents, make_folder
+from tests.data.data_folders import documents, make_folder
 from tests.train.tiny_run import TinyRun, equal_tensors, read_jsonl
 from toolkit.config.compose import compose
 from toolkit.config.schema import EvalConfig, RunConfig

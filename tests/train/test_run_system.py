@@ -6,6 +6,7 @@ delays no step and changes no loss.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from statistics import median
@@ -19,9 +20,9 @@ from toolkit.config.monitor import MonitorConfig, WandbMode
 from toolkit.config.schema import EngineName, EvalConfig, RunConfig, RunSection
 from toolkit.data.tokens.stdlib import ensure_stdlib
 from toolkit.errors import ExitCode
+from toolkit.estimate.present import to_json
 from toolkit.monitor.system.sampler import PATIENCE_SECONDS
 from toolkit.plan import make_plan
-from toolkit.plan.present import to_json
 from toolkit.plan.types import Device, World
 from toolkit.rows import read_rows
 from toolkit.rundir.directory import RunDirectory
@@ -58,6 +59,7 @@ def train_on_node(rank: int, ranks: int, folder: str, data: str, system_seconds:
     from toolkit.observe import system
     from toolkit.train.run import run
 
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # CPU ranks see no GPUs, not even the fake driver's
     nvml, steps = FakeNvml([FakeGpu(), FakeGpu()]), 0
     system.load_nvml = lambda plan: nvml
 

@@ -20,7 +20,7 @@ from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches, tiny_plan
 from toolkit.train.generate import load_model
-from toolkit.train.task import IGNORE_INDEX, CustomLoss, NextToken, load_balance, text_task
+from toolkit.train.task import IGNORE_INDEX, ModelLossTask, NextTokenTask, load_balance, text_task
 
 CPU = torch.device("cpu")
 
@@ -32,18 +32,19 @@ def model_of(plan: RunPlan) -> nn.Module:
 
 def test_collate_shifts_and_masks() -> None:
     samples = np.array([[5, 6, 7, 8], [1, 2, IGNORE_INDEX, IGNORE_INDEX]])
-    batch = NextToken().collate(samples, CPU)
+    batch = NextTokenTask().collate(samples)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [1, 2, 0]]
     assert batch["labels"].tolist() == [[6, 7, 8], [2, IGNORE_INDEX, IGNORE_INDEX]]
     assert batch["labels"].dtype == torch.int64
-    assert NextToken().units(batch) == 4
+    assert NextTokenTask().units(batch) == 4
 
 
 def test_collate_restarts_positions_in_each_document() -> None:
     samples = np.array([[5, 9, 7, 8, 9], [1, 2, 9, IGNORE_INDEX, IGNORE_INDEX]])
-    assert "position_ids" not in NextToken().collate(samples, CPU)
-    for task in (NextToken(end_of_text=9), CustomLoss("my.Model", end_of_text=9)):
-        batch = task.collate(samples, CPU)
+    assert "position_ids" not in NextTokenTask().collate(samples)
+    for task in (NextTokenTask(), ModelLossTask("my.Model")):
+        task.end_of_text = 9
+        batch = task.collate(samples)
         assert batch["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
         assert batch["labels"].tolist() == [[9, 7, 8, 9], [2, 9, IGNORE_INDEX, IGNORE_INDEX]]
 
@@ -67,7 +68,7 @@ def test_next_token_sums_over_unmasked_labels(family: str) -> None:
 def test_bf16_loss_is_summed_in_fp32() -> None:
     plan = tiny_plan()
     batch = micro_batches(plan, 0)[0]
-    loss = NextToken().loss_sum(model_of(plan).to(torch.bfloat16), batch)
+    loss = NextTokenTask().loss_sum(model_of(plan).to(torch.bfloat16), batch)
     assert loss.dtype == torch.float32
 
 
@@ -75,7 +76,7 @@ def test_router_loss_is_added_per_token_in_training_only() -> None:
     plan = tiny_plan("mixtral", model__router_aux_loss_coef=0.25)
     model, batch, task = model_of(plan), micro_batches(plan, 0)[0], text_task(plan)
     with torch.no_grad():
-        plain = NextToken().loss_sum(model, batch)
+        plain = NextTokenTask().loss_sum(model, batch)
         logits = model(input_ids=batch["input_ids"], output_router_logits=True).router_logits
         auxiliary = load_balance(logits, 2)
         assert auxiliary > 2
@@ -128,7 +129,7 @@ class Bigram(nn.Module):
 @pytest.mark.parametrize("form", ["tensor", "object", "dict"])
 def test_mean_loss_of_a_module_is_weighted_by_its_tokens(form: str) -> None:
     batch = micro_batches(tiny_plan(), 0)[0]
-    model, task = Bigram(form), CustomLoss("my.Model")
+    model, task = Bigram(form), ModelLossTask("my.Model")
     logits = model.table(batch["input_ids"])
     expected = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     assert task.loss_sum(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
@@ -136,7 +137,7 @@ def test_mean_loss_of_a_module_is_weighted_by_its_tokens(form: str) -> None:
 
 def test_mean_over_no_labels_counts_as_zero() -> None:
     batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.full((2, 4), IGNORE_INDEX)}
-    assert CustomLoss("my.Model").loss_sum(Bigram("tensor"), batch).item() == 0
+    assert ModelLossTask("my.Model").loss_sum(Bigram("tensor"), batch).item() == 0
 
 
 @pytest.mark.parametrize(
@@ -144,13 +145,13 @@ def test_mean_over_no_labels_counts_as_zero() -> None:
 )
 def test_output_that_is_no_loss_is_refused(form: str, seen: str) -> None:
     with pytest.raises(ConfigError, match=r"one mean loss") as refused:
-        CustomLoss("my.Model").loss_sum(Bigram(form), micro_batches(tiny_plan(), 0)[0])
+        ModelLossTask("my.Model").loss_sum(Bigram(form), micro_batches(tiny_plan(), 0)[0])
     assert seen in str(refused.value)
     assert "model.target=my.Model" in str(refused.value)
 
 
 def test_plan_determines_the_task() -> None:
     plan = tiny_plan(None, model__target="torch.nn.Linear")
-    assert isinstance(text_task(plan), CustomLoss)
-    assert isinstance(text_task(tiny_plan()), NextToken)
+    assert isinstance(text_task(plan), ModelLossTask)
+    assert isinstance(text_task(tiny_plan()), NextTokenTask)
     assert build_model(tiny_plan(), CPU).training

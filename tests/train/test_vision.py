@@ -24,8 +24,8 @@ from toolkit.data.records.reader import open_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.registry import prepare_data
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, PlanError
+from toolkit.estimate.present import to_json
 from toolkit.plan import make_plan
-from toolkit.plan.present import to_json
 from toolkit.progress import Progress
 
 STEPS = 40
@@ -112,9 +112,7 @@ def test_transformers_opens_the_export(whole: TinyRun, tiles: Path) -> None:
     model = AutoModelForImageClassification.from_pretrained(whole.directory.export).eval()
     task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
     with torch.no_grad():
-        sums = task.eval_sums(
-            model, task.collate(records.read(np.zeros(50, dtype=np.int64), np.arange(50)), CPU)
-        )
+        sums = task.eval_sums(model, task.collate(records.read(np.zeros(50, dtype=np.int64), np.arange(50))))
     last = evaluations(whole)[-1]
     assert float(sums["loss"]) / 50 == pytest.approx(last["loss"], abs=1e-5)
     assert int(sums["accuracy"]) == round(50 * last["accuracy"])
@@ -133,8 +131,8 @@ def test_resume_with_other_records_is_refused(whole: TinyRun, tiles: Path, tmp_p
 def test_images_are_standardized_by_the_training_split(tiles: Path) -> None:
     task, records = image_task(image_plan(tiles)), open_records(tiles, "train")
     samples = records.read(np.zeros(256, dtype=np.int64), np.arange(256))
-    batch = task.collate(samples, CPU)
-    pixels = batch["pixel_values"]
+    batch = task.collate(samples)
+    pixels = task.standardize(batch["images"])
     assert pixels.shape == (256, BANDS, SIZE, SIZE)
     assert pixels.dtype == torch.float32
     assert torch.allclose(pixels.mean(dim=(0, 2, 3)), torch.zeros(BANDS), atol=1e-4)
@@ -149,7 +147,7 @@ def test_images_are_standardized_by_the_training_split(tiles: Path) -> None:
 def test_collate_of_no_samples_gives_a_masked_image(tiles: Path) -> None:
     task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
     nothing = np.zeros(0, dtype=np.int64)
-    batch = task.collate(records.read(nothing, nothing), CPU)
+    batch = task.collate(records.read(nothing, nothing))
     assert (task.units(batch), batch["labels"].tolist()) == (0, [IGNORE_INDEX])
     sums = task.eval_sums(Constant(CLASSES), batch)
     assert {name: float(value.detach()) for name, value in sums.items()} == {"loss": 0.0, "accuracy": 0.0}
@@ -169,7 +167,7 @@ class Constant(nn.Module):
 def test_evaluation_sums_loss_and_accuracy(tiles: Path) -> None:
     task, records = image_task(image_plan(tiles)), open_records(tiles, "validation")
     samples = records.read(np.zeros(50, dtype=np.int64), np.arange(50))
-    sums = task.eval_sums(Constant(CLASSES), task.collate(samples, CPU))
+    sums = task.eval_sums(Constant(CLASSES), task.collate(samples))
     assert int(sums["accuracy"]) == int((samples[LABEL] == 0).sum())
     logits = torch.arange(CLASSES, 0, -1.0)
     expected = (logits.logsumexp(0) - logits)[torch.from_numpy(samples[LABEL])].sum()
@@ -183,7 +181,7 @@ def test_too_few_classes_are_refused(tiles: Path) -> None:
     task = image_task(image_plan(tiles))
     samples = open_records(tiles, "train").read(np.zeros(2, dtype=np.int64), np.arange(2))
     with pytest.raises(ConfigError, match=r"returned a tensor of shape \[2, 3\] for 2 images"):
-        task.loss_sum(Constant(CLASSES - 1), task.collate(samples, CPU))
+        task.loss_sum(Constant(CLASSES - 1), task.collate(samples))
 
 
 def test_text_settings_are_refused_with_images(tiles: Path) -> None:

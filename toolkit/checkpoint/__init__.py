@@ -1,5 +1,15 @@
 """Layout-independent checkpoints: boxes of named tensors in safetensors files, and a manifest. Imports no
 engine.
+
+    box      a rectangular part of a tensor: offset and shape (``shard.py``)
+    shard    a box in the memory of a rank (``shard.py``)
+    piece    a box in a file: which bytes, and their hashes (``catalog.py``)
+    tile     a box that is small enough to be read, converted and written at once (``tile_reader.py``)
+    catalog  the pieces of all tensors of a checkpoint, in any format (``catalog.py``)
+
+Saving: ``online/store.py`` writes shards as pieces, and ``online/commit.py`` makes the save atomic. Loading:
+``planner.py`` decides which pieces a rank reads, and ``piece_reader.py`` reads them. Formats are listed in
+``source.py`` (to read) and ``offline/reshard.py`` (to write).
 """
 
 from __future__ import annotations
@@ -8,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from toolkit.checkpoint.reader import CatalogReader
+    from toolkit.checkpoint.catalog_reader import CatalogReader
     from toolkit.families.base import ModelShape
 
 

@@ -1,7 +1,8 @@
 """The catalog of a checkpoint: which box of which tensor is stored in which bytes of which file. Imports no
 torch.
 
-Every format is read into a ``Catalog``; one planner and one executor read them all.
+Every format is read into a ``Catalog``; one planner (``planner.py``) decides which bytes are read, and
+``piece_reader.py`` reads them.
 """
 
 from __future__ import annotations

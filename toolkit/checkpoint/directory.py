@@ -9,7 +9,15 @@ from pathlib import Path
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import DamagedFile
-from toolkit.checkpoint_folder import POINTER, committed_checkpoints, newest_checkpoint, step_folders, step_of
+from toolkit.checkpoint_folder import (
+    BEST_POINTER,
+    POINTER,
+    committed_checkpoints,
+    newest_checkpoint,
+    resolve_pointer,
+    step_folders,
+    step_of,
+)
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
 
@@ -44,6 +52,9 @@ def move_all_checkpoints(directory: Path, destination: Path) -> list[Path]:
 
 def _move(directory: Path, step: int, destination: Path) -> list[Path]:
     later = [folder for number, folder in step_folders(directory).items() if number > step]
+    best = directory / BEST_POINTER
+    if resolve_pointer(best) in later:
+        best.unlink()
     for folder in reversed(later):
         destination.mkdir(parents=True, exist_ok=True)
         folder.rename(destination / folder.name)
@@ -51,9 +62,10 @@ def _move(directory: Path, step: int, destination: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Return ``path`` if it is a checkpoint, else the newest checkpoint of the run directory or
-    ``checkpoints`` folder ``path``.
+    """Return ``path`` if it is a checkpoint, the one that ``checkpoints/best`` names, or the newest one of
+    the run directory or ``checkpoints`` folder ``path``.
     """
+    path = resolve_pointer(path)
     if (path / manifest.NAME).exists() or step_of(path) is not None:
         return path
     return newest_checkpoint(path) or newest_checkpoint(path / "checkpoints")
@@ -105,18 +117,25 @@ def damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
 
 
 def removable_steps(
-    steps: Collection[int], complete_steps: Collection[int], *, saved: int, keep_last: int, keep_every: int
+    steps: Collection[int],
+    complete_steps: Collection[int],
+    *,
+    saved: int,
+    keep_last: int,
+    keep_every: int,
+    best: Collection[int] = (),
 ) -> list[int]:
     """Return the steps whose checkpoints may be removed after step ``saved`` was saved.
 
-    The ``keep_last`` newest complete checkpoints up to ``saved`` stay, and every complete one at a multiple
-    of ``keep_every``. Those after ``saved`` stay too: an attempt that died between commit and pointer left
-    them, and the run will reach them again.
+    The ``keep_last`` newest complete checkpoints up to ``saved`` stay, every complete one at a multiple of
+    ``keep_every``, and those of the steps ``best``. Those after ``saved`` stay too: an attempt that died
+    between commit and pointer left them, and the run will reach them again.
     """
     past = sorted(step for step in steps if step <= saved)
     complete = [step for step in past if step in complete_steps]
     keep = {
         saved,
+        *best,
         *complete[-keep_last:],
         *(step for step in complete if keep_every and step % keep_every == 0),
     }

@@ -169,12 +169,14 @@ def _counts(values: Sequence[Any]) -> tuple[int, ...]:
 
 def file_from_json(record: Mapping[str, Any]) -> FileRecord:
     """Raises TypeError or ValueError if the record does not describe a file of the checkpoint."""
-    found = FileRecord(**record)
-    relative_name(found.file)
-    numbytes, header_bytes = _counts([found.bytes, found.header_bytes])
-    if not isinstance(found.header_hash, str) or header_bytes > numbytes:
-        raise ValueError(f"file {found.file!r} has {found.header_bytes} of {found.bytes} bytes as its header")
-    return found
+    parsed = FileRecord(**record)
+    relative_name(parsed.file)
+    numbytes, header_bytes = _counts([parsed.bytes, parsed.header_bytes])
+    if not isinstance(parsed.header_hash, str) or header_bytes > numbytes:
+        raise ValueError(
+            f"file {parsed.file!r} has {parsed.header_bytes} of {parsed.bytes} bytes as its header"
+        )
+    return parsed
 
 
 def encode(manifest: Manifest) -> str:
@@ -235,7 +237,7 @@ def load(folder: Path, name: str = NAME) -> Manifest:
             name, f"{path} does not match its content_hash", "a manifest is not modified after it was written"
         )
     try:
-        found = Manifest(
+        manifest = Manifest(
             namespace=content["namespace"],
             step=content["step"],
             ranks=content["ranks"],
@@ -246,26 +248,26 @@ def load(folder: Path, name: str = NAME) -> Manifest:
             copies=tuple(piece_from_json(entry) for entry in content.get("copies", ())),
             written_as=content.get("written_as", NATIVE),
         )
-        _check_types(found)
+        _check_types(manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFile(name, f"{path} has an invalid entry ({str(error)[:200]})", RULE) from error
-    return found
+    return manifest
 
 
-def _check_types(found: Manifest) -> None:
+def _check_types(manifest: Manifest) -> None:
     """Raises ValueError if a field has another type than this toolkit writes, or a piece is outside its
     file."""
-    _counts([found.step, found.ranks])
-    objects = (found.scalars, found.software)
-    if not all(isinstance(text, str) for text in (found.namespace, found.written_as)) or not all(
+    _counts([manifest.step, manifest.ranks])
+    objects = (manifest.scalars, manifest.software)
+    if not all(isinstance(text, str) for text in (manifest.namespace, manifest.written_as)) or not all(
         isinstance(value, dict) for value in objects
     ):
         raise ValueError("namespace, written_as, scalars or software are of another type")
-    wrong = find_invalid_scalar(found.scalars)
+    wrong = find_invalid_scalar(manifest.scalars)
     if wrong is not None:
-        raise ValueError(f"scalar {wrong}={str(found.scalars[wrong])[:100]}")
-    ends = {record.file: record.bytes for record in found.files}
-    for piece in (*found.pieces, *found.copies):
+        raise ValueError(f"scalar {wrong}={str(manifest.scalars[wrong])[:100]}")
+    ends = {record.file: record.bytes for record in manifest.files}
+    for piece in (*manifest.pieces, *manifest.copies):
         if piece.end > ends.get(piece.file, -1):
             size = ends.get(piece.file, "no bytes")
             raise ValueError(
@@ -273,19 +275,21 @@ def _check_types(found: Manifest) -> None:
             )
 
 
-def check_consistency(found: Manifest, name: str) -> None:
+def check_consistency(manifest: Manifest, name: str) -> None:
     """Raises DamagedFile if entries do not cover each tensor exactly once, a copy has no tensor, or steps
     disagree.
     """
-    tensors = found.by_tensor()
+    tensors = manifest.by_tensor()
     errors = find_coverage_errors(tensors)
     errors += [
         f"{copy.key} has a copy of shape {copy.global_shape}"
-        for copy in found.copies
+        for copy in manifest.copies
         if copy.key not in tensors or tensors[copy.key][0].global_shape != copy.global_shape
     ]
-    if found.scalars.get(STEP, found.step) != found.step:
-        errors.append(f"the checkpoint has step {found.step}, its scalars have step {found.scalars[STEP]}")
+    if manifest.scalars.get(STEP, manifest.step) != manifest.step:
+        errors.append(
+            f"the checkpoint has step {manifest.step}, its scalars have step {manifest.scalars[STEP]}"
+        )
     if errors:
         raise DamagedFile(
             name,

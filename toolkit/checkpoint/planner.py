@@ -194,16 +194,16 @@ class ReadPlanner:
                 continue
             key = source_key(shard.key, _dtype(shard), self._catalog.tensors)
             assert key is not None
-            found = 0
+            covered = 0
             for piece in self._index(key).overlapping(*flat_span(shard.global_shape, shard.box)):
                 overlap = piece.box.intersect(shard.box)
                 if overlap is not None:
                     position = (piece.file, piece.begin, key)
                     pieces[position] = piece
                     targets.setdefault(position, []).append(ReadTarget(shard, overlap))
-                    found += overlap.numel
-            assert found == shard.box.numel, (
-                f"{key}: {found} of {shard.box.numel} elements found in a catalog that covers its tensors"
+                    covered += overlap.numel
+            assert covered == shard.box.numel, (
+                f"{key}: {covered} of {shard.box.numel} elements found in a catalog that covers its tensors"
             )
         return [PieceRead(pieces[position], tuple(targets[position])) for position in sorted(targets)]
 
@@ -218,7 +218,7 @@ def build_span_index(pieces: Iterable[TensorPiece]) -> SpanIndex[TensorPiece]:
     )
 
 
-def check_available(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tuple[int, ...]]]) -> None:
+def check_available(catalog: Catalog, requested: Iterable[tuple[TensorKey, str, tuple[int, ...]]]) -> None:
     """Check that ``catalog`` can provide tensors of (key, dtype, global shape).
 
     Raises:
@@ -227,21 +227,21 @@ def check_available(catalog: Catalog, wanted: Iterable[tuple[TensorKey, str, tup
     tensors, folder = catalog.tensors, catalog.folder
     absent: dict[TensorKey, None] = {}
     shapes: dict[TensorKey, Problem] = {}
-    for requested, dtype, global_shape in wanted:
-        key = source_key(requested, dtype, tensors)
+    for requested_key, dtype, global_shape in requested:
+        key = source_key(requested_key, dtype, tensors)
         if key is None:
-            absent[requested] = None
+            absent[requested_key] = None
         elif DTYPES[tensors[key].dtype].is_float != DTYPES[dtype].is_float:
-            shapes[requested] = Problem(
+            shapes[requested_key] = Problem(
                 "resume",
-                f"{requested} is {tensors[key].dtype} in {folder} and {dtype} in the requested model",
+                f"{requested_key} is {tensors[key].dtype} in {folder} and {dtype} in the requested model",
                 "integers are not converted to floating point, nor floating point to integers",
                 "use another checkpoint, or start without it",
             )
         elif tensors[key].shape != global_shape:
-            shapes[requested] = Problem(
+            shapes[requested_key] = Problem(
                 "resume",
-                f"{requested} has shape {tensors[key].shape} in {folder} and {global_shape} in the "
+                f"{requested_key} has shape {tensors[key].shape} in {folder} and {global_shape} in the "
                 "requested model",
                 "a checkpoint is loaded into a model of the same shapes",
                 "set the model's sizes to the checkpoint's, or start without it",

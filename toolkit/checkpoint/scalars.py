@@ -8,6 +8,8 @@ from collections.abc import Mapping
 STEP = "step"  # int: completed optimizer steps, including skipped ones
 CONSUMED = "consumed_samples"  # int
 OPTIMIZER_STEP = "optimizer_step"  # int: step count of the optimizer, for Adam's bias correction
+# Mapping of names to the optimizer's other numbers, each equal for all parameters
+OPTIMIZER_NUMBERS = "optimizer_numbers"
 # str: dtype of the run's weights, if the source stores only their fp32 masters
 WEIGHTS_DTYPE = "weights_dtype"
 LOSS_SCALER = "loss_scaler"  # fp16: a mapping with the keys SCALER_STATE
@@ -26,6 +28,11 @@ def find_invalid_scalar(scalars: Mapping[str, object]) -> str | None:
     scaler = scalars.get(LOSS_SCALER)
     if LOSS_SCALER in scalars and not (isinstance(scaler, Mapping) and all(map(_is_number, scaler.values()))):
         return LOSS_SCALER
+    numbers = scalars.get(OPTIMIZER_NUMBERS)
+    if OPTIMIZER_NUMBERS in scalars and not (
+        isinstance(numbers, Mapping) and all(map(_is_number, numbers.values()))
+    ):
+        return OPTIMIZER_NUMBERS
     optim = scalars.get(OPTIM)
     if OPTIM in scalars and not (
         isinstance(optim, Mapping)

@@ -8,19 +8,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from toolkit.optimizers.base import EXP_AVG as EXP_AVG
+from toolkit.optimizers.base import EXP_AVG_SQ as EXP_AVG_SQ
+from toolkit.optimizers.base import MOMENTUM as MOMENTUM
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-# States of a parameter that have its shape and the same meaning in all engines. Other states keep their own
-# names.
+# States of a parameter. Those of optimizers have the names that toolkit/optimizers states.
 WEIGHT = "weight"  # used by the forward pass, in the run's precision
 # fp32 copy that the optimizer updates; absent in fp32 runs, whose weights are updated directly
 MASTER = "master"
-EXP_AVG = "exp_avg"
-EXP_AVG_SQ = "exp_avg_sq"
-MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -17,9 +17,9 @@ from typing import Protocol
 import xxhash
 
 from toolkit.checkpoint import directory, manifest, model_discovery
-from toolkit.checkpoint.blocks import read_stamps
 from toolkit.checkpoint.catalog import Catalog, DamagedFile
-from toolkit.checkpoint.reader import CatalogReader
+from toolkit.checkpoint.catalog_reader import CatalogReader
+from toolkit.checkpoint.file_reader import read_stamps
 from toolkit.errors import CheckpointError, Problem, UserError
 from toolkit.families.base import ModelShape
 from toolkit.families.model_files import parse_model_shape
@@ -242,29 +242,29 @@ def check_links_inside(folder: Path) -> None:
 def open_manifest(folder: Path, name: str, model: ModelShape | None) -> CheckpointSource:
     """Open a folder that this toolkit wrote in any format, from its manifest. Raises CheckpointError."""
     try:
-        found = directory.load_manifest(folder, name)
-        manifest.check_consistency(found, name)
-        manifest.check_files(folder, found.files)
+        loaded = directory.load_manifest(folder, name)
+        manifest.check_consistency(loaded, name)
+        manifest.check_files(folder, loaded.files)
     except DamagedFile as damage:
         raise directory.damage_error(folder, damage) from damage
-    return source_from_manifest(folder, found, model)
+    return source_from_manifest(folder, loaded, model)
 
 
 def source_from_manifest(
-    folder: Path, found: manifest.Manifest, model: ModelShape | None
+    folder: Path, loaded: manifest.Manifest, model: ModelShape | None
 ) -> CheckpointSource:
     """Return the source that a manifest describes. Opens no file."""
-    sizes = found.scalars.get(MODEL)
+    sizes = loaded.scalars.get(MODEL)
     recorded = parse_model_shape(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
     shape = model or recorded or model_discovery.find_model(folder)
     description = {
-        "written by": ", ".join(f"{package} {version}" for package, version in found.software.items())
+        "written by": ", ".join(f"{package} {version}" for package, version in loaded.software.items())
     }
     return CheckpointSource(
-        format=found.written_as,
-        catalog=found.catalog(folder),
-        namespace=found.namespace,
-        step=found.step,
+        format=loaded.written_as,
+        catalog=loaded.catalog(folder),
+        namespace=loaded.namespace,
+        step=loaded.step,
         shape=shape,
         description=description,
         damage_error=directory.damage_error,

@@ -1,6 +1,6 @@
 """Description of a checkpoint to write: its files, their fixed bytes, and the pieces that fill the rest.
 
-It mirrors a source: a format's writer returns a ``CheckpointTarget``, and one executor
+It mirrors a source: a format's writer returns a ``CheckpointTarget``, and one conversion
 (``offline/convert.py``) fills it from any catalog.
 """
 
@@ -16,12 +16,12 @@ from toolkit.checkpoint.shard import TensorInfo, TensorKey
 @dataclass(frozen=True, slots=True)
 class FileChecksum:
     """CRC-32 of bytes ``begin .. end`` of a file, to be written (4 bytes, little endian) at each offset in
-    ``places``.
+    ``offsets``.
     """
 
     begin: int
     end: int
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,44 +13,44 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import BlockBuffer, CheckpointFiles, numpy_dtype
 from toolkit.checkpoint.catalog import DTYPES, Catalog, LazyPieces, TensorPiece, swap_last_dims
-from toolkit.checkpoint.executor import read_piece
+from toolkit.checkpoint.file_reader import BlockBuffer, CheckpointFiles, numpy_dtype
+from toolkit.checkpoint.piece_reader import read_piece
 from toolkit.checkpoint.planner import PieceRead, ReadPlanner, ReadTarget
 from toolkit.checkpoint.shard import Box, Shard, TensorKey
 
 TILE_BYTES = 4 * 2**20  # smaller than a block, so that compared tiles stay in the processor's cache
-WORKERS = 2
+WORKER_THREADS = 2
 
 
-def split_into_tiles(shape: tuple[int, ...], most: int, *, by_columns: bool = False) -> Iterator[Box]:
-    """Yield boxes of at most ``most`` elements that cover a tensor of ``shape``.
+def split_into_tiles(shape: tuple[int, ...], max_elements: int, *, by_columns: bool = False) -> Iterator[Box]:
+    """Yield boxes of at most ``max_elements`` elements that cover a tensor of ``shape``.
 
     Boxes come in row-major order and are whole in all dims after the one that is cut. So the part of any box
     of the tensor that is in a tile is a range of that box's elements, and these ranges follow each other.
 
     Args:
         shape: Shape of the tensor.
-        most: Maximum number of elements per tile.
+        max_elements: Maximum number of elements per tile.
         by_columns: Use the order of the tensor with its last two dims swapped, for files that store it so.
     """
     if by_columns:
         yield from (
             Box(swap_last_dims(box.offset), swap_last_dims(box.shape))
-            for box in split_into_tiles(swap_last_dims(shape), most)
+            for box in split_into_tiles(swap_last_dims(shape), max_elements)
         )
         return
-    if math.prod(shape) <= most:
+    if math.prod(shape) <= max_elements:
         if math.prod(shape):
             yield Box.whole(shape)
         return
     row = math.prod(shape[1:])
-    if row > most:
+    if row > max_elements:
         for index in range(shape[0]):
-            for box in split_into_tiles(shape[1:], most):
+            for box in split_into_tiles(shape[1:], max_elements):
                 yield Box((index, *box.offset), (1, *box.shape))
         return
-    rows = most // row
+    rows = max_elements // row
     for first in range(0, shape[0], rows):
         yield Box((first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]))
 

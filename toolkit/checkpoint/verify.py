@@ -22,16 +22,25 @@ import xxhash
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.blocks import CheckpointFiles, numpy_dtype, verify_piece
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, byte_length
-from toolkit.checkpoint.executor import parallel_map
+from toolkit.checkpoint.catalog_reader import read_windows
+from toolkit.checkpoint.file_reader import CheckpointFiles, numpy_dtype, verify_piece
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.piece_reader import parallel_map
 from toolkit.checkpoint.planner import find_coverage_errors
-from toolkit.checkpoint.reader import read_windows
 from toolkit.checkpoint.scalars import OPTIMIZER_STEP, STEP
-from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, StateReader, TensorKey
+from toolkit.checkpoint.shard import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MOMENTUM,
+    WEIGHT,
+    Box,
+    StateReader,
+    TensorKey,
+)
 from toolkit.checkpoint.source import CheckpointSource, locate_checkpoint, open_source, source_from_manifest
-from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, as_bits, tile_box
+from toolkit.checkpoint.tile_reader import WORKER_THREADS, ByteProgress, TileReader, as_bits, tile_box
 from toolkit.checkpoint.value_checks import differs_from_cast, find_value_faults
 from toolkit.errors import CheckpointError
 from toolkit.families.base import ModelShape
@@ -48,11 +57,14 @@ class VerifyFinding:
         return f"{self.where}: {self.what}"
 
 
+SHAPED_LIKE_THE_WEIGHT = frozenset({WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, MOMENTUM})
+
+
 def verify(
     path: str | Path,
     model: ModelShape | None = None,
     *,
-    workers: int = WORKERS,
+    workers: int = WORKER_THREADS,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[VerifyFinding]:
     """Return everything that is wrong with a checkpoint; an empty list if it is correct.
@@ -69,19 +81,19 @@ def verify(
     """
     path = Path(path).expanduser()
     name, folder = locate_checkpoint(path)
-    recorded = {None: manifest.FOREIGN_NAME, manifest.NATIVE: manifest.NAME}.get(name)
-    if recorded is None:
+    manifest_name = {None: manifest.FOREIGN_NAME, manifest.NATIVE: manifest.NAME}.get(name)
+    if manifest_name is None:
         try:
             return verify_source(open_source(path, model), workers=workers, advance=advance)
         except CheckpointError as error:
             return _findings_from_error(error)
     try:
-        found = manifest.load(folder, recorded)
+        recorded = manifest.load(folder, manifest_name)
     except DamagedFile as damage:
         return [VerifyFinding(damage.file, damage.seen)]
-    findings = list(_check_headers(folder, found))
+    findings = list(_check_headers(folder, recorded))
     return findings + verify_source(
-        source_from_manifest(folder, found, model), workers=workers, advance=advance
+        source_from_manifest(folder, recorded, model), workers=workers, advance=advance
     )
 
 
@@ -92,9 +104,9 @@ def _findings_from_error(error: CheckpointError) -> list[VerifyFinding]:
     return [VerifyFinding(problem.key, problem.seen) for problem in error.problems]
 
 
-def _check_headers(folder: Path, found: Manifest) -> Iterator[VerifyFinding]:
+def _check_headers(folder: Path, recorded: Manifest) -> Iterator[VerifyFinding]:
     """Check the files' own headers: readers use the manifest, but other tools use the headers."""
-    for record in found.files:
+    for record in recorded.files:
         try:
             manifest.check_files(folder, [record])
         except DamagedFile as damage:
@@ -108,7 +120,7 @@ def _check_headers(folder: Path, found: Manifest) -> Iterator[VerifyFinding]:
 def verify_source(
     source: CheckpointSource,
     *,
-    workers: int = WORKERS,
+    workers: int = WORKER_THREADS,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[VerifyFinding]:
     """Verify an open checkpoint: its tensors, parameter by parameter, and its steps."""
@@ -165,8 +177,10 @@ class _ParameterVerifier:
         """Return the findings for ``keys``, the states of one parameter."""
         tensors = self._catalog.tensors
         found: list[VerifyFinding] = []
-        if len({tensors[key].shape for key in keys}) > 1:
-            shapes = ", ".join(f"{key.state} {tensors[key].shape}" for key in keys)
+        # An optimizer may have states of other shapes, such as factored moments.
+        alike = [key for key in keys if key.state in SHAPED_LIKE_THE_WEIGHT]
+        if len({tensors[key].shape for key in alike}) > 1:
+            shapes = ", ".join(f"{key.state} {tensors[key].shape}" for key in alike)
             found.append(VerifyFinding(str(keys[0]), f"its states differ in shape: {shapes}"))
         intact = []
         for key in keys:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.cluster.environment import Launch, Launcher, check_startable, detect_world
-from toolkit.cluster.job import FROZEN
+from toolkit.cluster.job import FROZEN, resolve_from_files
 from toolkit.cluster.machine_info import MachineInfo
 from toolkit.cluster.stop_request import process_start_time
+from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterBackend
+from toolkit.config.project import find_project
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem, Severity
 from toolkit.files import write_whole
@@ -49,7 +52,14 @@ class AttemptSpec:
 
     @staticmethod
     def from_json(message: Mapping[str, Any]) -> AttemptSpec:
-        world = World(**{**message["world"], "device": Device(message["world"]["device"])})
+        found = message["world"]
+        world = World(
+            **{
+                **found,
+                "device": Device(found["device"]),
+                "lacking_for_compile": tuple(found["lacking_for_compile"]),  # JSON has lists only
+            }
+        )
         return AttemptSpec(message["yaml"], world, message["attempt"], message["data"])
 
     def plan(self) -> RunPlan:
@@ -60,7 +70,7 @@ class AttemptSpec:
 
 
 def start_attempt(
-    overrides: Sequence[str], launch: Launch, machine: MachineInfo
+    overrides: Sequence[str] | RunConfig, launch: Launch, machine: MachineInfo
 ) -> tuple[AttemptSpec, RunPlan, RunDirectory]:
     """Compose the configuration, plan the run and open its next attempt. Imports neither torch nor an engine.
 
@@ -69,22 +79,26 @@ def start_attempt(
         NothingToDo: the requested steps are done; nothing has been written.
     """
     from toolkit.config.compose import to_yaml
+    from toolkit.estimate.present import to_json
     from toolkit.plan import make_plan
-    from toolkit.plan.model_target import check_model_target
-    from toolkit.plan.present import to_json
+    from toolkit.plan.schedule import check_schedule
+    from toolkit.user_code import check_user_code
 
     config = load_config(overrides, launch)
     check_startable(config.cluster, launch, machine)
     plan = make_plan(config, detect_world(config.cluster, launch, machine))
-    check_model_target(plan.config.model)
+    check_user_code(plan.config)
+    check_schedule(plan)
     directory = RunDirectory(plan.run_dir)
     directory.check(plan.config)
     if starts := count_earlier_starts(launch, directory):
-        plan = replace(plan, config=directory.continued(plan.config, starts))
+        plan = replace(plan, config=directory.config_for_restart(plan.config, starts))
     check_remaining_work(plan.config, directory)
     if (jump := schedule_warning(plan.config, directory)) is not None:
         plan = replace(plan, warnings=(*plan.warnings, jump))
-    attempt = directory.begin(plan.config, to_json(plan), began=process_start_time())
+    # A program of the user may be older than its training.
+    began = time.time() if isinstance(overrides, RunConfig) else process_start_time()
+    attempt = directory.begin(plan.config, to_json(plan), began=began)
     return AttemptSpec(to_yaml(plan.config), plan.world, attempt), plan, directory
 
 
@@ -112,17 +126,17 @@ def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int)
         UserError: the run directory no longer allows the run to continue.
     """
     from toolkit.config.compose import to_yaml
-    from toolkit.plan.present import to_json
+    from toolkit.estimate.present import to_json
 
     plan = start.plan()
-    config = directory.continued(plan.config, starts)
+    config = directory.config_for_restart(plan.config, starts)
     attempt = directory.begin(config, to_json(plan))
     return replace(start, yaml=to_yaml(config), attempt=attempt)
 
 
-def load_config(overrides: Sequence[str], launch: Launch) -> RunConfig:
-    """Return the configuration: composed from ``words``, with the sizes of ``model.pretrained``, or read from
-    ``--frozen=FILE``.
+def load_config(overrides: Sequence[str] | RunConfig, launch: Launch) -> RunConfig:
+    """Return the configuration: composed from ``overrides`` unless it is already, with the sizes of
+    ``model.pretrained``; or read from ``--frozen=FILE``.
 
     A frozen configuration comes from a submitted job or an earlier attempt's ``config.yaml``. Nothing in it
     is resolved again, so it is the same on every node and at every start.
@@ -131,19 +145,20 @@ def load_config(overrides: Sequence[str], launch: Launch) -> RunConfig:
         UserError: the arguments or the file are wrong, or the run is meant for other machines.
     """
     from toolkit.config.compose import compose, from_yaml
-    from toolkit.plan.pretrained import resolve
 
+    if isinstance(overrides, RunConfig):
+        return resolve_from_files(overrides)
     frozen = [word for word in overrides if word.startswith(FROZEN)]
     if not frozen:
-        config = resolve(compose(overrides))
+        config = resolve_from_files(compose(overrides))
         where = config.cluster.where
         if where is not ClusterBackend.local and launch.launcher is Launcher.NONE:
             raise ConfigError(
                 Problem(
                     "cluster",
                     f"cluster={where.value}",
-                    "launch/train.py trains on the machine where it is started",
-                    "submit it: python launch/submit.py with the same arguments (dry_run=true only shows "
+                    f"{command_line('train')} trains on the machine where it is started",
+                    f"submit it: {command_line('submit')} with the same arguments (dry_run=true only shows "
                     "the job)",
                 )
             )
@@ -174,7 +189,9 @@ def load_config(overrides: Sequence[str], launch: Launch) -> RunConfig:
 
 
 def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
-    """Log the plan's warnings and the run directory."""
+    """Log the plan's warnings, the project of the user and the run directory."""
+    if (project := find_project()) is not None:
+        log.info("%s", project)
     for warning in (*plan.warnings, *find_elastic_warnings(launch)):
         log.warning("%s", warning)
     world = plan.world

@@ -16,7 +16,7 @@ def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script
     """Train, start the ranks that train, or run a sweep, depending on the arguments.
 
     Args:
-        script: the file that every rank runs, if this process starts the ranks.
+        script: the file or module that every rank runs, if this process starts the ranks.
 
     Returns:
         the exit code.

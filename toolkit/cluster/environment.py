@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
-from toolkit.cluster.network_interface import find_interface_to
+from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterConfig
-from toolkit.config.schema import EngineName
 from toolkit.errors import ConfigError, Problem
 from toolkit.plan.devices import normalise_gpu_name
-from toolkit.plan.types import Device, RunPlan, World
+from toolkit.plan.types import Device, World
 
 HANDOVER = "--handover="  # option with which the supervisor passes each rank its attempt spec as a file
 
@@ -131,11 +130,17 @@ def detect_world(cluster: ClusterConfig, launch: Launch, machine: MachineInfo | 
         device=Device.CUDA if gpus else Device.CPU,
         gpu=(cluster.gpu or _gpu_kind(machine)) if gpus else None,
         device_memory_bytes=_smallest_gpu_memory(machine) if gpus and own_gpu else None,
-        # For other machines, assume that libaio and a compiler exist; this is checked when the run starts
+        # For other machines, assume that libaio and compilers exist; this is checked when the run starts
         # there.
         host_memory_bytes=machine.host_memory_bytes if here else None,
         has_libaio=machine.has_libaio or not here,
         has_compiler=machine.has_compiler or not here,
+        lacking_for_compile=machine.lacking_for_compile if here else (),
+        has_nvcc=machine.has_nvcc or not here,
+        nvcc=machine.nvcc if here else None,
+        torch_cuda=machine.torch_cuda,
+        # Nodes of a cluster usually share the Python environment with the machine that plans.
+        transformer_engine=(None if here else cluster.transformer_engine) or machine.transformer_engine,
     )
 
 
@@ -161,68 +166,6 @@ def check_startable(cluster: ClusterConfig, launch: Launch, machine: MachineInfo
         )
 
 
-def set_defaults(
-    environ: MutableMapping[str, str], launch: Launch, world: World, machine: MachineInfo, threads: int | None
-) -> None:
-    """Set environment variables that libraries read on import; call this before importing torch.
-
-    Variables that the user has set keep their values.
-
-    Args:
-        threads: ``debug.threads``; None: divide the machine's cores among its ranks.
-    """
-    set_thread_default(environ, world.ranks_per_node, machine.cores, threads)
-    environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads deadlock after a fork
-    if world.device is Device.CPU:
-        # compiling optimizer helpers takes up to 10 s and brings no speedup on the CPU
-        environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        environ.setdefault("DS_ACCELERATOR", "cpu")
-        if machine.gpus:
-            # with cluster.gpus_per_node=0 no library may use the GPUs
-            environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # the older name, which PyTorch still reads
-        # number of recent collectives that PyTorch records per rank, for hang reports
-        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    if world.nodes == 1:
-        # otherwise gloo looks up the host name, which may not resolve
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    elif (interface := find_interface_to(launch.address)) is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # Libraries written for launchers read these variables even in a single-process run.
-    for name, value in (
-        ("RANK", launch.rank),
-        ("LOCAL_RANK", launch.local_rank),
-        ("WORLD_SIZE", world.ranks),
-        ("LOCAL_WORLD_SIZE", world.ranks_per_node),
-        ("LOCAL_SIZE", world.ranks_per_node),
-        ("MASTER_ADDR", launch.address),
-        ("MASTER_PORT", launch.port),
-    ):
-        environ.setdefault(name, str(value))
-
-
-def set_cuda_defaults(environ: MutableMapping[str, str], plan: RunPlan) -> None:
-    """Set what CUDA reads when the process first uses a GPU, unless the user has set it.
-
-    With tensor parallelism Megatron-core overlaps collectives with matrix multiplications, and relies on
-    a single hardware queue to start the collective first (``megatron/core/tensor_parallel/layers.py``).
-    """
-    if (
-        plan.world.device is Device.CUDA
-        and plan.config.engine.name is EngineName.megatron
-        and plan.axes.tensor > 1
-    ):
-        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
-def set_thread_default(
-    environ: MutableMapping[str, str], ranks_per_node: int, cores: int, threads: int | None = None
-) -> None:
-    if threads is not None:
-        environ["OMP_NUM_THREADS"] = str(threads)
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_per_node)))
-
-
 def _check_launched(cluster: ClusterConfig, launch: Launch, machine: MachineInfo) -> None:
     on_gpus = bool(machine.gpus) and cluster.gpus_per_node != 0
     started = f"{launch.launcher} started {launch.ranks} ranks, {launch.ranks_per_node} per node"
@@ -246,6 +189,7 @@ def _check_launched(cluster: ClusterConfig, launch: Launch, machine: MachineInfo
         and value != real
         and not (name == "gpu" and normalise_gpu_name(str(value)) == real)
     ]
+    problems += _find_other_transformer_engine(cluster, machine)
     if cluster.gpus_per_node and not machine.gpus:
         problems.append(_too_few_gpus(cluster.gpus_per_node))
     elif on_gpus and launch.local_rank >= len(machine.gpus):
@@ -272,7 +216,7 @@ def _find_mismatches(cluster: ClusterConfig, machine: MachineInfo) -> list[Probl
                 f"cluster.nodes={cluster.nodes}",
                 "plain python starts ranks on this machine only",
                 "start with torchrun or deepspeed on every node, or plan for these machines with "
-                "launch/plan.py",
+                f"{command_line('plan')}",
             )
         )
     if cluster.gpus_per_node and len(machine.gpus) < cluster.gpus_per_node:
@@ -288,10 +232,24 @@ def _find_mismatches(cluster: ClusterConfig, machine: MachineInfo) -> list[Probl
                     "cluster.gpu",
                     f"cluster.gpu={cluster.gpu}",
                     f"this machine has {here or 'no GPU in use'}",
-                    "remove cluster.gpu, or plan for this GPU with launch/plan.py",
+                    f"remove cluster.gpu, or plan for this GPU with {command_line('plan')}",
                 )
             )
-    return problems
+    return problems + _find_other_transformer_engine(cluster, machine)
+
+
+def _find_other_transformer_engine(cluster: ClusterConfig, machine: MachineInfo) -> list[Problem]:
+    named, installed = cluster.transformer_engine, machine.transformer_engine
+    if named is None or named == installed:
+        return []
+    return [
+        Problem(
+            "cluster.transformer_engine",
+            f"cluster.transformer_engine={named}",
+            f"this machine has {installed or 'no Transformer Engine'}",
+            f"remove cluster.transformer_engine, or plan for these machines with {command_line('plan')}",
+        )
+    ]
 
 
 def _too_few_gpus(wanted: int, here: int = 0) -> Problem:
@@ -300,7 +258,7 @@ def _too_few_gpus(wanted: int, here: int = 0) -> Problem:
         f"cluster.gpus_per_node={wanted}",
         f"this process sees {here} GPUs",
         "remove cluster.gpus_per_node, set it to 0 to train on the CPU, or plan for these GPUs with "
-        "launch/plan.py",
+        f"{command_line('plan')}",
     )
 
 

@@ -65,9 +65,13 @@ class ExitHandler:
         launch: set as soon as it is known.
         directory, attempt: set as soon as the run has a folder; rank 0 writes its status there.
         rendezvous: set if there are other ranks; they are aborted on an error.
+
+    Args:
+        raises: exceptions pass after they are recorded, for the program of the user that called the run.
     """
 
-    def __init__(self, stop: Callable[[], str | None]) -> None:
+    def __init__(self, stop: Callable[[], str | None], *, raises: bool = False) -> None:
+        self._raises = raises
         self.code = ExitCode.DONE
         self.launch = Launch()
         self.rendezvous: Rendezvous | None = None
@@ -82,16 +86,21 @@ class ExitHandler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None and not isinstance(error, Exception):
+            if self._raises:  # the process goes on, and the run must not look as if it did
+                self.code = ExitCode.FAILURE
+                self.record(kind.__name__ if kind is not None else None)
             return False
         reason = self._stop()
         if isinstance(error, PeerExited):
             self.code = ExitCode(error.code)
         elif isinstance(error, NothingToDo):
             self.code = ExitCode.DONE
-            print(error, flush=True)
+            if not self._raises:
+                print(error, flush=True)
         elif isinstance(error, UserError):
             self.code, reason = ExitCode.USER, str(error)
-            self._report_mistake(error)
+            if not self._raises:
+                self._report_mistake(error)
         elif error is not None:
             notes = getattr(error, "__notes__", [])  # diagnosis added to the exception
             self.code, reason = ExitCode.FAILURE, "\n".join([f"{type(error).__name__}: {error}", *notes])
@@ -107,7 +116,7 @@ class ExitHandler:
             os.kill(os.getppid(), signal.SIGTERM)
         if self.code is ExitCode.FAILURE and self.launch.rank == 0 and (text := self._describe_next_start()):
             print(text, file=sys.stderr, flush=True)
-        return True
+        return not self._raises
 
     def _must_end_agent(self) -> bool:
         """Return whether to stop torchrun's agent so that it does not restart the ranks.
@@ -222,6 +231,8 @@ class ExitHandler:
             and self.rendezvous.wait_for_abort(PEER_ERROR_SECONDS)
         ):
             return
+        if self.rendezvous is not None and self.rendezvous.is_open:
+            self._is_first_failure()  # the other ranks, which now lose their connection, print no traceback
         text = str(error) if self.launch.rank == 0 else f"rank {self.launch.rank}: {error}"
         print(text, file=sys.stderr, flush=True)
         if self.launch.launcher is Launcher.TORCHELASTIC and (
@@ -244,6 +255,8 @@ class ExitHandler:
                 file.write(f"rank {self.launch.rank}: {whole}")
             logged = f"the full traceback is in {log}\n"
         is_first = self._is_first_failure()
+        if self._raises:
+            return
         text = (format_user_frames(error) or whole) if is_first or not logged else ""
         if not text and is_first is None:
             text = f"{type(error).__name__}: {error}\n"

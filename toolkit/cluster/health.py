@@ -29,11 +29,12 @@ MARGIN_SECONDS = 60.0  # for the watchdog to collect stacks and end the run
 def main(proc: Path = Path("/proc")) -> int:
     signal.signal(signal.SIGALRM, _time_out)
     signal.alarm(TIMEOUT_SECONDS)
-    found = {folder: find_failure(folder, time.time()) for folder in sorted(set(find_run_folders(proc)))}
+    problems = {folder: find_failure(folder, time.time()) for folder in sorted(set(find_run_folders(proc)))}
     print(
-        "\n".join(f"{folder}: {problem or 'healthy'}" for folder, problem in found.items()) or "no run here"
+        "\n".join(f"{folder}: {problem or 'healthy'}" for folder, problem in problems.items())
+        or "no run here"
     )
-    return 1 if any(found.values()) else 0
+    return 1 if any(problems.values()) else 0
 
 
 def find_run_folders(proc: Path) -> Iterator[Path]:

@@ -12,7 +12,8 @@ run is the same on all backends except for ``cluster`` and ``run.dir``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -21,12 +22,16 @@ from typing import Protocol
 
 from toolkit.cluster.environment import Launch, detect_world
 from toolkit.cluster.machine_info import MachineInfo
+from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterBackend, ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem
 from toolkit.files import write_whole
 from toolkit.plan.devices import normalise_gpu_name
+from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.types import Device, RunPlan, World
+
+log = logging.getLogger(__name__)
 
 FROZEN = "--frozen="  # option of launch/train.py: read the whole configuration from a file
 CONFIG_FILE = "config.yaml"
@@ -43,7 +48,7 @@ class TrainingJob:
         number: index among this run's jobs, from 1.
         config: resolved, with ``run.dir`` set.
         world: the machines it is planned for.
-        script: path of launch/train.py on the nodes.
+        script: path of launch/train.py on the nodes, or the module toolkit.launch.train.
     """
 
     name: str
@@ -70,12 +75,12 @@ class TrainingJob:
         return to_yaml(self.config)
 
     def command(self, config_file: str | None = None) -> tuple[str, ...]:
-        """Return the script and its argument, without interpreter or launcher.
+        """Return the script or module and its argument, without interpreter or launcher.
 
         Args:
             config_file: path of the frozen configuration on the nodes; None: in the job's folder.
         """
-        return (self.script, f"{FROZEN}{config_file or self.config_file}")
+        return (*python_arguments(self.script), f"{FROZEN}{config_file or self.config_file}")
 
 
 class JobState(StrEnum):
@@ -145,21 +150,56 @@ def resolve_world(cluster: ClusterConfig, machine: MachineInfo | None = None) ->
         # Other properties of the nodes are detected when the job starts there.
         has_libaio=True,
         has_compiler=True,
+        has_nvcc=True,
+        torch_cuda=machine.torch_cuda if machine is not None else None,
+        transformer_engine=cluster.transformer_engine or (machine.transformer_engine if machine else None),
     )
 
 
-def plan_job(config: RunConfig, machine: MachineInfo | None = None) -> RunPlan:
+def resolve_from_files(config: RunConfig) -> RunConfig:
+    """Fill what the plan needs to know from files: the sizes of ``model.pretrained``, the steps of
+    ``train.epochs``.
+
+    Raises:
+        UserError: a file is absent or does not fit the configuration.
+    """
+    from toolkit.plan.length import resolve_epochs
+    from toolkit.plan.pretrained import resolve
+
+    config = resolve(config)
+    if config.train.epochs is None:
+        return config
+    from toolkit.data.size import samples_per_epoch
+
+    samples = samples_per_epoch(config)
+    resolved = resolve_epochs(config, samples)
+    log.info("train.epochs=%g of %d samples: %d steps", config.train.epochs, samples, resolved.train.steps)
+    return resolved
+
+
+def plan_job(
+    config: RunConfig,
+    machine: MachineInfo | None = None,
+    trace: Callable[[RunPlan], ModuleTrace | NotTraced] | None = None,
+) -> RunPlan:
     """Plan a composed configuration for the machines that ``cluster`` names. Reads the sizes of
-    ``model.pretrained``.
+    ``model.pretrained``, and of the data for ``train.epochs``.
+
+    Args:
+        trace: traces a model without a family (toolkit/train/trace.py), which takes some seconds and runs
+            the user's code; None: its memory and FLOPs stay unknown.
 
     Raises:
         UserError: with every problem found.
     """
     from toolkit.plan import make_plan
-    from toolkit.plan.pretrained import resolve
 
-    config = resolve(config)
-    return make_plan(config, resolve_world(config.cluster, machine))
+    config = resolve_from_files(config)
+    world = resolve_world(config.cluster, machine)
+    plan = make_plan(config, world)
+    if trace is None or plan.shape is not None:
+        return plan
+    return make_plan(config, world, trace(plan))
 
 
 def create_job(
@@ -171,7 +211,7 @@ def create_job(
     which have their own file system; so the job uses the same directory wherever it starts.
 
     Args:
-        script: path of launch/train.py on the nodes.
+        script: path of launch/train.py on the nodes, or the module toolkit.launch.train.
         name: None: the name of the run directory.
         here: base of relative paths; None: the working directory.
 

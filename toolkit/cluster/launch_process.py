@@ -8,17 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.cluster.attempt_spec import AttemptSpec, log_start, start_attempt
-from toolkit.cluster.environment import Launch, set_cuda_defaults, set_defaults, set_thread_default
+from toolkit.cluster.cpu_affinity import bind_to_gpu
+from toolkit.cluster.environment import Launch
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
 from toolkit.cluster.output_log import tee_output
 from toolkit.cluster.preemption import watch_preemption
+from toolkit.cluster.process_environment import set_cuda_defaults, set_defaults, set_thread_default
 from toolkit.cluster.rendezvous import Rendezvous
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.cluster.supervisor import needs_supervisor, supervise_ranks
+from toolkit.config.kernels import CompileMode
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, file_errors
 from toolkit.logs import configure_logging
-from toolkit.plan.types import RunPlan
+from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 
 DATA_SECONDS = 3600.0  # how long ranks wait for one of them to prepare the data
@@ -43,11 +47,14 @@ def launch_process(
     callbacks: RunCallbacks,
     *,
     script: str,
+    config: RunConfig | None = None,
 ) -> ExitCode:
     """Run this process's part of a training run.
 
     Args:
-        script: the script that every rank runs, if this process starts them.
+        overrides: the user's arguments; the same on every rank.
+        config: the configuration, if it is already composed.
+        script: the file or module that every rank runs, if this process starts them.
 
     Raises:
         UserError: a mistake in the configuration or input.
@@ -60,15 +67,26 @@ def launch_process(
         # before the rendezvous imports torch
         set_thread_default(os.environ, launch.ranks_per_node, machine.cores)
     with file_errors():
-        spec, plan, directory = _exchange_spec(launch, overrides, machine, rendezvous, exit_handler)
+        spec, plan, directory = _exchange_spec(
+            launch, overrides if config is None else config, machine, rendezvous, exit_handler
+        )
         spec = _prepare_data(spec, plan, launch, rendezvous, callbacks)
     stop.on_signal = exit_handler.log_signal
     if needs_supervisor(launch, plan.world, plan.config.cluster):
         return supervise_ranks(script, spec, directory, stop, exit_handler, plan.config.cluster)
     set_cuda_defaults(os.environ, plan)  # before the preflight check, which uses the GPUs
+    if plan.world.device is Device.CUDA and plan.config.cluster.numa_binding:
+        bind_to_gpu(machine.gpus, launch.local_rank)
     if plan.config.cluster.preflight:
         _run_preflight(plan, launch, rendezvous)
-    set_defaults(os.environ, launch, plan.world, machine, plan.config.debug.threads)
+    set_defaults(
+        os.environ,
+        launch,
+        plan.world,
+        machine,
+        plan.config.debug.threads,
+        compiles=plan.kernels.compile.name != CompileMode.none.value,
+    )
     stop.arm(plan.config.cluster.grace_seconds)
     if launch.local_rank == 0:
         watch_preemption(plan.config.cluster.notice, stop.request)
@@ -78,7 +96,7 @@ def launch_process(
 
 def _exchange_spec(
     launch: Launch,
-    overrides: Sequence[str],
+    overrides: Sequence[str] | RunConfig,
     machine: MachineInfo,
     rendezvous: Rendezvous,
     exit_handler: ExitHandler,

@@ -8,9 +8,13 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from toolkit.config.vendors.installed import TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +31,35 @@ class MachineInfo:
     host_memory_bytes: int | None = None
     has_libaio: bool = False
     has_compiler: bool = False
+    lacking_for_compile: tuple[str, ...] = ()
     torch_has_cuda: bool = True
+    torch_cuda: str | None = None  # the version of CUDA that torch was built with
+    nvcc: str | None = None  # the version of CUDA of the compiler that torch uses; None: there is none
+    transformer_engine: str | None = None  # the installed version
+
+    @property
+    def has_nvcc(self) -> bool:
+        """Whether there is a compiler for torch's CUDA. Within a major version they are compatible."""
+        return self.nvcc is not None and (
+            self.torch_cuda is None or self.nvcc.partition(".")[0] == self.torch_cuda.partition(".")[0]
+        )
 
 
 def detect_machine(environ: Mapping[str, str] = os.environ) -> MachineInfo:
+    has_compiler = shutil.which(environ.get("CXX", "c++")) is not None or shutil.which("g++") is not None
+    gpus = select_visible_gpus(_gpus(), environ.get("CUDA_VISIBLE_DEVICES"))
+    cuda = torch_cuda()
     return MachineInfo(
         cores=_cores(),
-        gpus=select_visible_gpus(_gpus(), environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=gpus,
         host_memory_bytes=_host_memory_bytes(),
         has_libaio=_has_header("libaio.h", environ),
-        has_compiler=shutil.which(environ.get("CXX", "c++")) is not None or shutil.which("g++") is not None,
-        torch_has_cuda=_torch_has_cuda(),
+        has_compiler=has_compiler,
+        lacking_for_compile=tuple(_lacking_for_compile(has_compiler)),
+        torch_has_cuda=cuda is not None,
+        torch_cuda=cuda,
+        nvcc=nvcc_version(environ) if gpus and cuda is not None else None,
+        transformer_engine=TRANSFORMER_ENGINE.installed_version or None,
     )
 
 
@@ -52,14 +74,14 @@ def select_visible_gpus(gpus: Sequence[GpuInfo], selection: str | None) -> tuple
     chosen: list[GpuInfo] = []
     for entry in filter(None, (entry.strip() for entry in selection.split(","))):
         if entry.isdigit():
-            found = list(gpus[int(entry) : int(entry) + 1])
+            matches = list(gpus[int(entry) : int(entry) + 1])
         elif entry.startswith("MIG-"):  # a GPU partition with its own memory and speed
-            found = [GpuInfo("MIG", None, entry)]
+            matches = [GpuInfo("MIG", None, entry)]
         else:
-            found = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
-        if len(found) != 1:
+            matches = [gpu for gpu in gpus if gpu.uuid.startswith(entry)]
+        if len(matches) != 1:
             break
-        chosen += found
+        chosen += matches
     return tuple(chosen)
 
 
@@ -103,10 +125,39 @@ def _has_header(name: str, environ: Mapping[str, str]) -> bool:
     return any((Path(folder) / name).exists() for folder in folders if folder)
 
 
-def _torch_has_cuda() -> bool:
-    """Read whether torch has CUDA from ``torch/version.py``."""
+def _lacking_for_compile(has_compiler: bool) -> Iterator[str]:
+    """What torch.compile needs: Inductor compiles C++, and Triton its launchers, against Python's headers."""
+    if not has_compiler:
+        yield "a C++ compiler"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        yield "Python.h"
+    if importlib.util.find_spec("triton") is None:
+        yield "triton"
+
+
+def torch_cuda() -> str | None:
+    """Read the version of CUDA that torch was built with from ``torch/version.py``; None: without CUDA."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None, "torch is a dependency of this package"
-    assert spec.submodule_search_locations
-    version = Path(spec.submodule_search_locations[0]) / "version.py"
-    return re.search(r"^cuda\b[^=]*= None", version.read_text(encoding="utf-8"), re.MULTILINE) is None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    match = re.search(r"^cuda\b[^=]*= '([^']+)'", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def nvcc_version(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the version of CUDA ("12.8") of the compiler that torch uses for extensions; None: no compiler.
+
+    The folder is searched as in ``torch/utils/cpp_extension.py``.
+    """
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=environ.get("PATH"))
+    if home is None and found is not None:
+        home = str(Path(found).parents[1])
+    nvcc = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else None

@@ -58,7 +58,7 @@ def _interfaces(*, running: bool = False) -> dict[str, list[Address]]:
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {
+    addresses_by_name = {
         name: [
             ipaddress.ip_address(address_entry.address.partition("%")[0])
             for address_entry in addresses
@@ -67,6 +67,10 @@ def _interfaces(*, running: bool = False) -> dict[str, list[Address]]:
         for name, addresses in psutil.net_if_addrs().items()
     }
     if not running:
-        return found
+        return addresses_by_name
     states = psutil.net_if_stats()
-    return {name: addresses for name, addresses in found.items() if name in states and states[name].isup}
+    return {
+        name: addresses
+        for name, addresses in addresses_by_name.items()
+        if name in states and states[name].isup
+    }

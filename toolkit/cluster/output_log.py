@@ -56,8 +56,12 @@ class Tee(io.TextIOBase):
     def flush(self) -> None:
         text, self._parts.text = getattr(self._parts, "text", ""), ""
         self._write_lines(text)
-        self._file.flush()
+        if not self._file.closed:
+            self._file.flush()
         self._shown.flush()
+
+    def close_log(self) -> None:
+        self._file.close()
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -75,6 +79,19 @@ def tee_output(path: Path) -> None:
     file = path.open("a", encoding="utf-8", buffering=1)
     sys.stdout = Tee(unwrap_stream(sys.stdout), file)
     sys.stderr = Tee(unwrap_stream(sys.stderr), file)
+
+
+def untee_output() -> None:
+    """Undo :func:`tee_output` and close the log."""
+    logs: list[Tee] = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, Tee):
+            stream.flush()
+            setattr(sys, name, stream.stream)
+            logs.append(stream)
+    for stream in logs:  # both streams have the same log
+        stream.close_log()
 
 
 def unwrap_stream(stream: TextIO) -> TextIO:

@@ -21,23 +21,23 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import toolkit
 from toolkit.cluster.job import FROZEN
 from toolkit.cluster.requeue import (
     SETTLE_SECONDS,
-    Decision,
     JobBaseline,
     JobOutcome,
     NextAction,
+    RequeueDecision,
     StopSignal,
     decide,
     read_baseline,
     wait_for_outcome,
 )
+from toolkit.commands import python_arguments
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, UserError
 
-TRAIN = Path(toolkit.__file__).resolve().parents[1] / "launch" / "train.py"
+TRAIN = "toolkit.launch.train"
 LAUNCHER_EXIT_SECONDS = 15  # time for a launcher to end after the grace period of its ranks
 # Without gang scheduling, some pods wait for nodes or images while others already run.
 MAX_RENDEZVOUS_SECONDS = 1800
@@ -103,7 +103,7 @@ def build_command(
         index: index of this pod in the job.
         id: identifies this start of the job, so that leftovers of an earlier one cannot join.
     """
-    train = [str(TRAIN), f"{FROZEN}{config_file}"]
+    train = [*python_arguments(TRAIN), f"{FROZEN}{config_file}"]
     if rendezvous_address is None:
         return [sys.executable, "-u", *train]
     return [
@@ -124,7 +124,7 @@ def build_command(
     ]
 
 
-def choose_exit_code(decision: Decision, outcome: JobOutcome, before: JobBaseline) -> ExitCode:
+def choose_exit_code(decision: RequeueDecision, outcome: JobOutcome, before: JobBaseline) -> ExitCode:
     """Return the exit code that Kubernetes acts on."""
     if decision.next is NextAction.AGAIN:
         return ExitCode.FAILURE if decision.fruitless else ExitCode.STOPPED

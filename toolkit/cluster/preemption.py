@@ -156,7 +156,7 @@ def watch_preemption(
         failing = False
         while not ended.wait(poll_seconds):
             try:
-                found = poll(get, time.time())
+                preemption = poll(get, time.time())
                 failing = False
             except Exception as error:  # noqa: BLE001  request errors and unexpected responses; keep polling
                 if not failing:
@@ -166,10 +166,10 @@ def watch_preemption(
                         type(error).__name__,
                         error,
                     )
-                failing, found = True, None
-            if found is not None:
-                log.warning("%s: stopping the run, %.0f s left", found.reason, found.seconds)
-                request(found.reason, found.seconds)
+                failing, preemption = True, None
+            if preemption is not None:
+                log.warning("%s: stopping the run, %.0f s left", preemption.reason, preemption.seconds)
+                request(preemption.reason, preemption.seconds)
                 return
 
     threading.Thread(target=run, name="notice", daemon=True).start()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.cluster.stop_request import SIGNALS, StopRequest
+from toolkit.commands import inherited_form
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
 
@@ -34,7 +35,7 @@ class RankProcesses:
     """The rank processes of one machine.
 
     Args:
-        command: the script and its handover option; every rank runs it with this interpreter.
+        command: the script or module and its handover option; every rank runs it with this interpreter.
         keep: file descriptors that the ranks inherit.
     """
 
@@ -164,6 +165,7 @@ def _start_rank(
 ) -> subprocess.Popen[bytes]:
     own = {
         **environ,
+        **inherited_form(),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world.ranks),
@@ -194,7 +196,7 @@ def find_free_port() -> int:
 
 def count_oom_kills(root: Path = Path("/")) -> dict[str, int]:
     """Return the number of OOM kills so far by counting file. Missing and unreadable files are skipped."""
-    found = {}
+    kills = {}
     for path in _oom_counter_files(root):
         try:
             lines = path.read_text(encoding="ascii", errors="replace").splitlines()
@@ -206,8 +208,8 @@ def count_oom_kills(root: Path = Path("/")) -> dict[str, int]:
             if len(fields) == 2 and fields[0] == "oom_kill" and fields[1].isdigit()
         ]
         if counts:
-            found[str(path)] = int(counts[0])
-    return found
+            kills[str(path)] = int(counts[0])
+    return kills
 
 
 def describe_oom_kills(before: dict[str, int], now: dict[str, int]) -> str:

@@ -43,6 +43,11 @@ class PeerExited(Exception):
         super().__init__(code)
 
 
+# The store of this process by address, port and rank: a launcher gives a process one port, and a program of
+# the user may train several times.
+_OPEN_STORES: dict[tuple[str, int, int], Store] = {}
+
+
 class Rendezvous:
     """Messages between the ranks of one launch. The store needs torch, so it is opened on first use.
 
@@ -115,6 +120,11 @@ class Rendezvous:
             return True
         return True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process is connected to the store. Opening it loads torch."""
+        return self._kv_store is not None
+
     def is_first(self, name: str) -> bool:
         """Return whether this rank is the first to call this with ``name``. Raises RuntimeError if the store
         has gone.
@@ -137,9 +147,10 @@ class Rendezvous:
         store = dist.PrefixStore("group", self._store())
         rank, ranks = self._launch.rank, self._launch.ranks
         if device is Device.CUDA:
-            token = torch.device("cuda", self._launch.local_rank)
-            torch.cuda.set_device(token)
-            dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=token)
+            torch.cuda.set_device(self._launch.local_rank)
+            # Not bound to the device by ``device_id``: every later group, of which Megatron-core creates
+            # hundreds, would then be split off the communicator of all ranks, collectively and at once.
+            dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         self._has_group = True
@@ -157,7 +168,11 @@ class Rendezvous:
         if self._kv_store is None:
             import torch.distributed as dist
 
-            store = dist.PrefixStore(self._prefix, self._open())
+            key = (self._launch.address, self._launch.port, self._launch.rank)
+            opened = _OPEN_STORES.get(key) or self._open()
+            if self._launch.launcher is not Launcher.NONE:
+                _OPEN_STORES[key] = opened
+            store = dist.PrefixStore(self._prefix, opened)
             if (
                 self._launch.agent_store
             ):  # The agent's store outlives the ranks and still has the messages of earlier generations.

@@ -76,14 +76,14 @@ class JobOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class RequeueDecision:
     next: NextAction
     code: ExitCode  # of the job, if it ends here
     why: str
     fruitless: int = 0
 
 
-def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: bool) -> Decision:
+def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: bool) -> RequeueDecision:
     """Decide how the job continues.
 
     Args:
@@ -93,11 +93,11 @@ def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: 
         requeue: ``cluster.slurm.requeue``.
     """
 
-    def restart(why: str, fruitless: int = 0) -> Decision:
-        return Decision(next=NextAction.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
+    def restart(why: str, fruitless: int = 0) -> RequeueDecision:
+        return RequeueDecision(next=NextAction.AGAIN, code=ExitCode.STOPPED, why=why, fruitless=fruitless)
 
-    def end(code: ExitCode, why: str) -> Decision:
-        return Decision(next=NextAction.END, code=code, why=why)
+    def end(code: ExitCode, why: str) -> RequeueDecision:
+        return RequeueDecision(next=NextAction.END, code=code, why=why)
 
     if outcome.attempt <= before.attempt and outcome.state is not RunState.DONE:
         # A start that was rejected before it wrote to the run directory would be rejected again.
@@ -170,8 +170,8 @@ def read_baseline(run_dir: Path) -> JobBaseline:
 
 def newest_checkpoint_name(run_dir: Path) -> str | None:
     """Return the name of the run's newest checkpoint."""
-    found = RunDirectory(run_dir).newest_checkpoint()
-    return found.name if found is not None else None
+    checkpoint = RunDirectory(run_dir).newest_checkpoint()
+    return checkpoint.name if checkpoint is not None else None
 
 
 def load_baseline(folder: Path) -> JobBaseline:
@@ -219,7 +219,7 @@ def wait_for_outcome(
         time.sleep(POLL_SECONDS)
 
 
-def append_outcome(folder: Path, outcome: JobOutcome, decision: Decision) -> None:
+def append_outcome(folder: Path, outcome: JobOutcome, decision: RequeueDecision) -> None:
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         **asdict(outcome),

@@ -8,6 +8,7 @@ saving takes too long.
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import os
 import select
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.cluster.environment import Launch, Launcher
 from toolkit.errors import ExitCode
@@ -65,14 +67,14 @@ def find_launchers(launch: Launch) -> list[ProcessHandle]:
     """
     if launch.launcher is Launcher.NONE:
         return []
-    found: list[ProcessHandle] = []
+    launchers: list[ProcessHandle] = []
     pid = os.getppid()
-    while (process := ProcessHandle.read(pid)) is not None and (not found or _is_deepspeed(pid)):
-        found.append(process)
+    while (process := ProcessHandle.read(pid)) is not None and (not launchers or _is_deepspeed(pid)):
+        launchers.append(process)
         if not _is_deepspeed(pid):
             break
         pid = _parent_pid(pid)
-    return found
+    return launchers
 
 
 class StopRequest:
@@ -135,10 +137,13 @@ class StopRequest:
         for number in SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 # a handler is needed for the signal number to be written to the pipe
-                signal.signal(number, lambda *_: None)
+                signal.signal(number, self._received)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor blocked them until now
         os.register_at_fork(after_in_child=_reset_signals_in_child)
         threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
+
+    def _received(self, number: int, frame: object) -> None:
+        """Do nothing: the watching thread reads the signal from the pipe."""
 
     def arm(self, grace_seconds: float | None) -> None:
         """From now on the caller polls and saves. The process ends ``grace_seconds`` after a request; None:
@@ -216,13 +221,65 @@ class StopRequest:
             os._exit(code)
 
 
+class ProgramStopRequest(StopRequest):
+    """The stop request of a run in a program or notebook of the user, which never ends that process.
+
+    Until :meth:`arm` Ctrl-C raises KeyboardInterrupt as usual. After it, the first Ctrl-C makes the run save
+    and stop. A second one, and a save that takes longer than the grace period, raise KeyboardInterrupt.
+
+    Args:
+        launchers: watched from :meth:`arm` on.
+    """
+
+    def __init__(self, launchers: Sequence[ProcessHandle]) -> None:
+        super().__init__()
+        self._launchers = launchers
+        self._earlier: dict[signal.Signals, Any] = {}
+        self._earlier_wakeup = -1
+        self._raises = False
+
+    def arm(self, grace_seconds: float | None) -> None:
+        if threading.current_thread() is threading.main_thread():  # others cannot handle signals
+            self._earlier = {number: signal.getsignal(number) for number in SIGNALS}
+            self._earlier_wakeup = signal.set_wakeup_fd(-1)
+            self.install(self._launchers)
+        super().arm(grace_seconds)
+
+    def close(self) -> None:
+        """Stop watching and restore the signal handlers."""
+        self._closed = True
+        if self._earlier:
+            signal.set_wakeup_fd(self._earlier_wakeup)
+        else:
+            self._close_pipe()
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def _watch(self) -> None:
+        super()._watch()
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _received(self, number: int, frame: object) -> None:
+        if self._raises:
+            raise KeyboardInterrupt
+
+    def _end(self, reason: str, code: ExitCode) -> None:
+        self.abort(reason, code)
+        self._closed = self._raises = True
+        _thread.interrupt_main()
+
+
 def _reset_signals_in_child() -> None:
     """Reset signal handling in a forked worker, which would otherwise report its own signals through the
     shared pipe.
     """
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), StopRequest):
             signal.signal(number, signal.SIG_DFL)
 
 

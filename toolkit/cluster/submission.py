@@ -99,12 +99,12 @@ def read_record(folder: Path) -> JobRecord | None:
     file = folder / RECORD_FILE
     if not file.exists():
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
+    record = json.loads(file.read_text(encoding="utf-8"))
     return JobRecord(
-        JobId(ClusterBackend(found["id"]["where"]), found["id"]["id"]),
-        found["name"],
-        found["submitted"],
-        JobBaseline(**found["before"]),
+        JobId(ClusterBackend(record["id"]["where"]), record["id"]["id"]),
+        record["name"],
+        record["submitted"],
+        JobBaseline(**record["before"]),
     )
 
 

@@ -17,6 +17,7 @@ from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.output_log import tee_output
 from toolkit.cluster.rank_processes import POLL_SECONDS, RankProcesses
 from toolkit.cluster.stop_request import StopRequest
+from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.plan.types import World
@@ -187,7 +188,9 @@ def _run_attempt(
     handover = directory.attempt_folder(spec.attempt).absolute() / "handover.json"
     spec.write(handover)
     # The ranks inherit the lock, so the directory stays locked if this process is killed while they save.
-    ranks = RankProcesses([script, f"{HANDOVER}{handover}"], spec.world, keep=[directory.lock_descriptor])
+    ranks = RankProcesses(
+        [*python_arguments(script), f"{HANDOVER}{handover}"], spec.world, keep=[directory.lock_descriptor]
+    )
 
     def abort(reason: str, code: ExitCode) -> None:
         ranks.kill()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from toolkit.config.checks import at_least
+from toolkit.config.checks import at_least, check
 
 
 class ClusterBackend(Enum):
@@ -108,6 +108,49 @@ class KubernetesConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class NetworkConfig:
+    """The links that predicted step times assume."""
+
+    nvlink_gpus: int | None = None
+    """GPUs that share NVLink or xGMI: 8 in most nodes, 72 in an NVL72 rack, 2 with a bridge; 1: they have
+    only PCIe. Null: as usual for the kind of GPU.
+    """
+    nic_gbit_per_gpu: float | None = None
+    """Network bandwidth of a node divided by its GPUs (or ranks on CPUs), in Gbit/s: 400 with a 400 Gbit card
+    for each GPU, 50 with one for eight. Null: as usual for the kind of GPU.
+    """
+
+    def __post_init__(self) -> None:
+        at_least("cluster.network", 1, nvlink_gpus=self.nvlink_gpus)
+        gbit = self.nic_gbit_per_gpu
+        check(
+            gbit is None or gbit > 0,
+            "cluster.network.nic_gbit_per_gpu",
+            gbit,
+            "cluster.network.nic_gbit_per_gpu is greater than 0",
+            "write cluster.network.nic_gbit_per_gpu=400, or null for the usual value of the GPU",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class EnergyConfig:
+    """What a run's energy and CO2 are computed from. Its price: monitor.price_per_gpu_hour."""
+
+    watts_per_gpu: float | None = None
+    """Power of a GPU in training with its share of the host, in watts. Null: 1.5 times the GPU's thermal
+    design power.
+    """
+    pue: float = 1.2
+    """Power usage effectiveness: energy of the data center per energy of its computers."""
+    grams_co2_per_kwh: float = 473.0
+    """CO2 of the electricity. 473: the world's mean in 2024 (Ember, Global Electricity Review 2025)."""
+
+    def __post_init__(self) -> None:
+        at_least("cluster.energy", 1, watts_per_gpu=self.watts_per_gpu, pue=self.pue)
+        at_least("cluster.energy", 0, grams_co2_per_kwh=self.grams_co2_per_kwh)
+
+
+@dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     where: ClusterBackend = ClusterBackend.local
     """local, slurm or kubernetes. Set by choosing cluster=NAME."""
@@ -121,6 +164,18 @@ class ClusterConfig:
     """Kind of GPU, for memory and speed in the plan: h100, h200, a100-80gb ... Null: that of this machine,
     else unknown.
     """
+    transformer_engine: str | None = None
+    """Version of Transformer Engine on the machines, for plans of other machines: 2.11.0. Null: that of this
+    machine, if it is installed.
+    """
+    calibration: str | None = None
+    """File of launch/calibrate.py: the measured speed of this kind of machine, for predicted step times.
+    Null: the published figures of the GPU.
+    """
+    node_mtbf_hours: float | None = None
+    """Mean hours between failures of one node, for the predicted goodput. Null: as in the training of Llama 3
+    on GPUs, about 6,300; no failures on CPUs.
+    """
     grace_seconds: int = 60
     """Time between a signal and the end of the job, in which a stopping run saves."""
     restarts: int = 3
@@ -131,11 +186,25 @@ class ClusterConfig:
     """Ask this cloud every five seconds whether it preempts a machine of the run (spot, preemptible): gce,
     aws or azure. If so, the run saves and stops. none: do not ask; a signal does the same.
     """
+    numa_binding: bool = True
+    """Run each rank on the cores of its GPU's NUMA node, if a machine has several and the launcher has not
+    bound the rank.
+    """
     preflight: bool = False
     """Check every machine with launch/doctor.py before the first step."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     def __post_init__(self) -> None:
         at_least("cluster", 1, nodes=self.nodes, cpu_ranks=self.cpu_ranks, grace_seconds=self.grace_seconds)
         at_least("cluster", 0, gpus_per_node=self.gpus_per_node, restarts=self.restarts)
+        mtbf = self.node_mtbf_hours
+        check(
+            mtbf is None or mtbf > 0,
+            "cluster.node_mtbf_hours",
+            mtbf,
+            "cluster.node_mtbf_hours is greater than 0",
+            "write cluster.node_mtbf_hours=5000, or null for a published rate",
+        )

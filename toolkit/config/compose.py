@@ -17,21 +17,18 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from toolkit.config import keys, search
-from toolkit.config.overrides import (
-    ParsedOverrides,
-    default_config,
-    parse_overrides,
-    unknown_key,
-    wrong_value,
-)
+from toolkit.config.mistakes import unknown_key, wrong_value
+from toolkit.config.overrides import DeepSpeedFile, ParsedOverrides, default_config, parse_overrides
+from toolkit.config.plan_arguments import LISTS, PlanArguments
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig, check_together
-from toolkit.config.roots import PREPARE, RESHARD, RUN, SWEEP, ConfigRoot
+from toolkit.config.roots import PLAN, PREPARE, RESHARD, RUN, SWEEP, ConfigRoot
 from toolkit.config.schema import RunConfig
 from toolkit.config.sweep import SweepConfig, SweepSection
 from toolkit.errors import ConfigError, Problem
@@ -43,7 +40,11 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: with every mistake that was found, each with the value, the rule and the remedy.
     """
-    config = _typed(_composed(parse_overrides(overrides), RUN))
+    parsed = parse_overrides(overrides)
+    composed = _composed(parsed, RUN)
+    if parsed.deepspeed_file is not None:
+        _add_file(composed, parsed.deepspeed_file)
+    config = _typed(composed)
     assert isinstance(config, RunConfig)
     return config
 
@@ -71,9 +72,25 @@ def compose_sweep(overrides: Sequence[str]) -> SweepSection:
     return config.sweep
 
 
+def compose_plan_arguments(arguments: Sequence[str]) -> tuple[PlanArguments, list[str]]:
+    """As :func:`compose`, for the arguments that only ``launch/plan.py`` takes; and the other arguments."""
+    names = {field.name for field in fields(PlanArguments)}
+    own, others = list[str](), list[str]()
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name in LISTS and "," in value:  # several values would be a sweep in Hydra's grammar
+            argument = f"{name}={QuotedString(value, Quote.single).with_quotes()}"
+        (own if name.lstrip("+~").partition(".")[0] in names else others).append(argument)
+    if not own:
+        return PlanArguments(), others
+    config = _typed(_composed(parse_overrides(own, PLAN), PLAN), PLAN)
+    assert isinstance(config, PlanArguments)
+    return config, others
+
+
 def to_yaml(config: RunConfig) -> str:
     """The configuration as YAML for :func:`from_yaml`. ``${`` is escaped for OmegaConf."""
-    return yaml.safe_dump(_as_yaml(config), sort_keys=False, width=140)
+    return yaml.safe_dump(as_yaml(config), sort_keys=False, width=140)
 
 
 def from_yaml(text: str) -> RunConfig:
@@ -139,6 +156,16 @@ def _interpolations(value: Any, name: str = "") -> Iterator[Problem]:
 
 
 # -- composing
+
+
+def _add_file(config: DictConfig, file: DeepSpeedFile) -> None:
+    """Merge the file's keys as if they were typed; settings that were typed win over the file's."""
+    with open_dict(config):
+        keys_of_file = OmegaConf.create(as_yaml(file.keys))
+        config.engine.deepspeed = OmegaConf.merge(config.engine.deepspeed, keys_of_file)
+        config.engine.deepspeed_file = escape_interpolation(file.name)
+        for override in file.typed:
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
 
 
 def _composed(parsed: ParsedOverrides, root: ConfigRoot) -> DictConfig:
@@ -292,19 +319,20 @@ def _unresolved(config: DictConfig, written: Mapping[Any, Any], root: ConfigRoot
 # -- text
 
 
-def _as_yaml(value: Any) -> Any:
+def as_yaml(value: Any) -> Any:
+    """``value`` in the types of YAML; ``${`` is escaped for OmegaConf."""
     if is_dataclass(value):
-        return {field.name: _as_yaml(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: as_yaml(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _as_yaml(inner) for key, inner in value.items()}
+        return {key: as_yaml(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_yaml(inner) for inner in value]
+        return [as_yaml(inner) for inner in value]
     if isinstance(value, Enum):
         return value.name
-    return _escaped(value) if isinstance(value, str) else value
+    return escape_interpolation(value) if isinstance(value, str) else value
 
 
-def _escaped(text: str) -> str:
+def escape_interpolation(text: str) -> str:
     """OmegaConf reads ``\\${`` as ``${`` and halves the backslashes before it."""
     parts = text.split("${")
     for index, part in enumerate(parts[:-1]):

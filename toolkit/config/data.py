@@ -102,7 +102,7 @@ class DataConfig:
     name: str = "stdlib"
     """stdlib (the source files of Python's standard library, prepared on first use), prepared (a folder from
     launch/prepare.py), mixture (several of these), dataset (a local or hub dataset, tokenised during
-    training) or arrays (labelled images in a folder of records).
+    training), arrays (labelled images in a folder of records) or custom (data.target).
     """
     path: str = "data/stdlib"
     """Folder with train and validation shards, tokenizer and manifest; prepared: also a URL, s3://, gs://,
@@ -114,6 +114,8 @@ class DataConfig:
     """Seed of the sample order, independent of train.seed: two runs can have different weights and the same
     order.
     """
+    max_samples: int | None = None
+    """stdlib, prepared, arrays: train on the first samples of the data only, 1000 or 10k. Null: on all."""
     documents: DocumentMasking = DocumentMasking.joined
     """joined: tokens attend to all earlier tokens of their window; separate: only to their own document, and
     positions restart in each document.
@@ -124,6 +126,16 @@ class DataConfig:
     folder, special_tokens of launch/prepare.py decided it.
     """
 
+    target: str | None = None
+    """custom: dotted path to a dataset class of your own, with __len__ and __getitem__, or iterable:
+    my.package.Dataset.
+    """
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """custom: keyword arguments of data.target, each given as +data.arguments.NAME=VALUE."""
+    workers: int = 0
+    """custom: processes per rank that read the training samples of a map-style dataset ahead; 0: the training
+    process reads them when they are needed. They do not change the samples.
+    """
     sources: dict[str, Any] = field(default_factory=dict)
     """mixture: NAME: {path: FOLDER, weight: 0.7} for each source, given as +data.sources.NAME.path=FOLDER
     +data.sources.NAME.weight=0.7. Only the ratios of weights matter; the default is 1."""
@@ -135,7 +147,7 @@ class DataConfig:
     cache: DataCacheConfig = field(default_factory=DataCacheConfig)
 
     def __post_init__(self) -> None:
-        kinds = ("stdlib", "prepared", "mixture", "dataset", "arrays")
+        kinds = ("stdlib", "prepared", "mixture", "dataset", "arrays", "custom")
         remedy = "write data=stdlib, data=prepared data.path=FOLDER, or data=mixture and its data.sources"
         check(self.name in kinds, "data.name", self.name, f"data is one of {', '.join(kinds)}", remedy)
         mistakes = [
@@ -152,8 +164,27 @@ class DataConfig:
             "write data.path=FOLDER, or data=prepared for data in an object store",
         )
         at_least("data", 257, vocab_size=self.vocab_size)
+        at_least("data", 0, workers=self.workers)
+        at_least("data", 1, max_samples=self.max_samples)
+        check(
+            self.max_samples is None or self.name in ("stdlib", "prepared", "arrays"),
+            "data.max_samples",
+            f"{self.max_samples}, data.name={self.name}",
+            "the first samples are defined for stdlib, prepared and arrays",
+            "write data.max_samples=null",
+        )
 
     @property
     def images(self) -> bool:
         """Whether samples are labelled images instead of text."""
         return self.name == "arrays"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether samples are tokens."""
+        return self.name not in ("arrays", "custom")
+
+    @property
+    def custom(self) -> bool:
+        """Whether samples come from a dataset of the user's own code."""
+        return self.name == "custom"

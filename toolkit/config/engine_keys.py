@@ -16,11 +16,13 @@ from typing import Any
 from toolkit.config import engine_keys_deepspeed, engine_keys_megatron
 from toolkit.config.keys import flatten
 from toolkit.config.schema import EngineName, RunConfig
+from toolkit.config.synonyms import find_synonym
 from toolkit.config.vendors import installed
 from toolkit.config.vendors.key_schema import KeySchema
 from toolkit.errors import Problem
 
 DTYPES = ("fp32", "fp16", "bf16")
+AUTO = "auto"  # Hugging Face's Trainer replaces it in a DeepSpeed configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,9 @@ class EngineKeys:
         install: command that installs it.
         package: the installed package.
         schema: returns the engine's keys; None if the engine is not installed.
-        own: engine key -> the run's key with the same meaning and values.
+        run_keys: engine key -> the run's key with the same meaning and values.
         derived: engine key or section that the plan derives -> (reason, remedy).
-        instead: removed engine key -> remedy. A removed key without an entry has no replacement.
+        replacements: removed engine key -> remedy. A removed key without an entry has no replacement.
         dtype_keys: keys whose values the engine checks in functions, which the schema does not show.
     """
 
@@ -43,22 +45,22 @@ class EngineKeys:
     install: str
     package: installed.EnginePackage
     schema: Callable[[], KeySchema | None]
-    own: Mapping[str, str]
+    run_keys: Mapping[str, str]
     derived: Mapping[str, tuple[str, str]]
-    instead: Mapping[str, str] = field(default_factory=dict)
+    replacements: Mapping[str, str] = field(default_factory=dict)
     dtype_keys: tuple[str, ...] = ()
 
     @property
     def root(self) -> str:
         return f"engine.{self.engine.value}"
 
-    def given(self, config: RunConfig) -> dict[str, Any]:
+    def user_keys(self, config: RunConfig) -> dict[str, Any]:
         keys: dict[str, Any] = getattr(config.engine, self.engine.value)
         return keys
 
     def problems(self, config: RunConfig) -> Iterator[Problem]:
         """Every problem of this engine's keys in ``config``."""
-        given = self.given(config)
+        given = self.user_keys(config)
         if self.engine is not config.engine.name:
             yield from self._not_selected(config)
         elif given:
@@ -70,36 +72,48 @@ class EngineKeys:
                 )
                 yield self.problem(name, value, rule, f"install it: {self.install}")
             else:
-                yield from self.check(given, schema)
+                yield from self.find_problems(given, schema)
 
     def _not_selected(self, config: RunConfig) -> Iterator[Problem]:
-        for name, value in flatten(self.given(config)).items() if self.given(config) else ():
+        for name, value in flatten(self.user_keys(config)).items() if self.user_keys(config) else ():
             key = f"{self.root}.{name}"
             yield Problem(
                 key,
-                f"{key}={show(value)}, engine.name={config.engine.name.value}",
+                f"{key}={format_value(value)}, engine.name={config.engine.name.value}",
                 "keys of an engine that does not run have no effect",
                 f"leave it out, or write engine={self.engine.value}",
             )
 
-    def check(self, given: Mapping[Any, Any], schema: KeySchema, above: str = "") -> Iterator[Problem]:
+    def is_derived(self, name: str) -> bool:
+        """Whether the plan derives the key ``name``, or a section that it is in."""
+        parts = name.split(".")
+        above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(part in self.derived for part in above) or name in self.run_keys
+
+    def known(self) -> KeySchema:
+        """The keys of the installed version, or of the newest one if none is installed."""
+        return installed.load_schema(self.package)
+
+    def find_problems(
+        self, given: Mapping[Any, Any], schema: KeySchema, above: str = ""
+    ) -> Iterator[Problem]:
         for part, value in given.items():
             name = f"{above}{part}"
             node = (schema.fields or {}).get(str(part))
-            if isinstance(value, Mapping) and (name in self.own or name in self.derived):
+            if isinstance(value, Mapping) and (name in self.run_keys or name in self.derived):
                 for leaf, inner in flatten(value, name + ".").items():
-                    yield self._derived(leaf, name, inner)
-            elif name in self.own or name in self.derived:
-                yield self._derived(name, name, value)
+                    yield self._derived_key_problem(leaf, name, inner)
+            elif name in self.run_keys or name in self.derived:
+                yield self._derived_key_problem(name, name, value)
             elif node is None:
                 if not schema.open:
-                    yield self._unknown(name, value, schema, above)
+                    yield self._unknown_key_problem(name, value, schema, above)
             elif node.removed is not None:
                 yield self.problem(
                     name,
                     value,
                     f"{self.title} no longer has it: {_first_sentence(node.removed)}",
-                    self.instead.get(name, "leave it out"),
+                    self.replacements.get(name, "leave it out"),
                 )
             elif node.deprecated is not None or node.internal:
                 why = (
@@ -110,50 +124,81 @@ class EngineKeys:
                 remedy = (
                     "leave it out"
                     if node.internal
-                    else f"write +{self.root}.{above}{node.deprecated}={show(value)}"
+                    else f"write +{self.root}.{above}{node.deprecated}={format_value(value)}"
                 )
                 yield self.problem(name, value, why, remedy)
+            elif value == AUTO and node.fields is None:
+                yield self.problem(
+                    name,
+                    value,
+                    f"{AUTO} is resolved by other tools; {self.title} has a default of its own",
+                    "leave it out",
+                )
             elif name in self.dtype_keys and value not in (*DTYPES, None):
                 yield self.problem(
                     name, value, f"{name} is one of {', '.join(DTYPES)}", f"write +{self.root}.{name}=fp32"
                 )
             elif node.fields is not None and isinstance(value, Mapping):
-                yield from self.check(value, node, name + ".")
+                yield from self.find_problems(value, node, name + ".")
             elif (rule := node.broken_rule(value)) is not None:
                 below = f": {', '.join(list(node.fields)[:3])}, ..." if node.fields else ""
                 yield self.problem(
-                    name, value, f"{name} is {rule}{below}", f"write +{self.root}.{name}{node.example()}"
+                    name, value, f"{name} is {rule}{below}", f"write +{self.root}.{self._example(name, node)}"
                 )
 
     def problem(self, name: str, value: Any, rule: str, remedy: str) -> Problem:
         """A problem of ``name``. If it is a section, the error shows the values that were typed."""
         seen = "; ".join(
-            f"{self.root}.{leaf}={show(inner)}" for leaf, inner in flatten(value, name + ".").items()
+            f"{self.root}.{leaf}={format_value(inner)}" for leaf, inner in flatten(value, name + ".").items()
         )
         return Problem(f"{self.root}.{name}", seen, rule, remedy)
 
-    def _derived(self, name: str, entry: str, value: Any) -> Problem:
-        """A problem of the key ``name``, which the row ``entry`` of ``own`` or ``derived`` covers."""
-        own = self.own.get(name) or self.own.get(entry)
+    def _example(self, name: str, node: KeySchema) -> str:
+        """``name=VALUE`` with a value that is accepted; for a section, one of its keys that may be set."""
+        below = {
+            f"{name}.{part}": inner
+            for part, inner in (node.fields or {}).items()
+            if not self.is_derived(f"{name}.{part}") and not inner.fields and inner.removed is None
+        }
+        inner = next(iter(below), name)
+        return f"{inner}{below.get(inner, node).example()}"
+
+    def _derived_key_problem(self, name: str, entry: str, value: Any) -> Problem:
+        """A problem of the key ``name``, which the row ``entry`` of ``run_keys`` or ``derived`` covers."""
+        own = self.run_keys.get(name) or self.run_keys.get(entry)
+        if value == AUTO:
+            return self.problem(
+                name, value, f"{AUTO} is resolved by other tools, and here by the plan", "leave it out"
+            )
         if own is not None:
-            return self.problem(name, value, f"the plan derives it from {own}", f"write {own}={show(value)}")
+            return self.problem(
+                name, value, f"the plan derives it from {own}", f"write {own}={format_value(value)}"
+            )
         if name == "zero_optimization.stage" and value in (0, 1, 2, 3):
             return self.problem(name, value, self.derived[name][0], f"write zero=stage{value}")
         return self.problem(name, value, *self.derived.get(name, self.derived[entry]))
 
-    def _unknown(self, name: str, value: Any, schema: KeySchema, above: str) -> Problem:
+    def _unknown_key_problem(self, name: str, value: Any, schema: KeySchema, above: str) -> Problem:
         known = [key for key, node in (schema.fields or {}).items() if node.removed is None]
         part = name.removeprefix(above)
         near = next(iter(difflib.get_close_matches(part, known, 1, 0.6)), None)
         where = f"{self.title}'s {above.rstrip('.')} has" if above else f"{self.title} has"
         meant = f"{above}{near}"
+        synonym = find_synonym(part, format_value(value)) if not isinstance(value, Mapping) else None
+        if synonym is not None:
+            why, word = synonym
+            return self.problem(name, value, f"{where} no key {part}" + (f": {why}" if why else ""), word)
         if near is None:
             remedy = f"leave it out; there are {', '.join(known[:5])}, ..."
-        elif meant in self.own:
-            remedy = f"write {self.own[meant]}={show(value)}"
+        elif meant in self.run_keys:
+            remedy = f"write {self.run_keys[meant]}={format_value(value)}"
         else:
             remedy = (
-                self.derived[meant][1] if meant in self.derived else f"did you mean +{self.root}.{meant}?"
+                self.derived[meant][1]
+                if meant in self.derived
+                else f"did you mean +{self.root}.{meant}?"
+                if isinstance(value, Mapping)
+                else f"write +{self.root}.{meant}={format_value(value)}"
             )
         note = self.package.version_note()
         return self.problem(name, value, f"{where} no key {part}", f"{remedy}; {note}" if note else remedy)
@@ -166,9 +211,9 @@ DEEPSPEED = EngineKeys(
     install="pip install deepspeed",
     package=installed.DEEPSPEED,
     schema=installed.deepspeed_schema,
-    own=engine_keys_deepspeed.OWN,
+    run_keys=engine_keys_deepspeed.RUN_KEYS,
     derived=engine_keys_deepspeed.DERIVED,
-    instead=engine_keys_deepspeed.INSTEAD,
+    replacements=engine_keys_deepspeed.REPLACEMENTS,
     dtype_keys=engine_keys_deepspeed.DTYPE_KEYS,
 )
 MEGATRON = EngineKeys(
@@ -177,7 +222,7 @@ MEGATRON = EngineKeys(
     install="pip install 'megatron-core==0.16.*'",
     package=installed.MEGATRON,
     schema=engine_keys_megatron.flat_schema,
-    own=engine_keys_megatron.OWN,
+    run_keys=engine_keys_megatron.RUN_KEYS,
     derived=engine_keys_megatron.DERIVED,
 )
 ENGINES = (DEEPSPEED, MEGATRON)
@@ -185,15 +230,12 @@ ENGINES = (DEEPSPEED, MEGATRON)
 
 def problems(config: RunConfig) -> list[Problem]:
     """Every problem of ``engine.deepspeed.*`` and ``engine.megatron.*``, in the order of the keys."""
-    found = [problem for keys in ENGINES for problem in keys.problems(config)]
-    if config.engine.name is EngineName.deepspeed:
-        found += [DEEPSPEED.problem(*row) for row in engine_keys_deepspeed.muon_problems(config)]
-    return found
+    return [problem for keys in ENGINES for problem in keys.problems(config)]
 
 
-def without_wrong_keys(config: RunConfig, found: Sequence[Problem]) -> RunConfig:
-    """``config`` without the engine sections named in ``found``, so that the rest can be planned."""
-    wrong = {problem.key for problem in found}
+def drop_wrong_keys(config: RunConfig, problems: Sequence[Problem]) -> RunConfig:
+    """``config`` without the engine sections named in ``problems``, so that the rest can be planned."""
+    wrong = {problem.key for problem in problems}
     if not wrong:
         return config
     engine: Any = config.engine
@@ -203,14 +245,14 @@ def without_wrong_keys(config: RunConfig, found: Sequence[Problem]) -> RunConfig
         }
         right = {
             part: value
-            for part, value in keys.given(config).items()
+            for part, value in keys.user_keys(config).items()
             if part not in parts and keys.schema() is not None
         }
         engine = replace(engine, **{keys.engine.value: right})
     return replace(config, engine=engine)
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """``value`` as a user would type it."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]

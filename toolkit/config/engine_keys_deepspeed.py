@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from toolkit.config.schema import OptimizerName, RunConfig
+from toolkit.commands import command_line
 
 # DeepSpeed's key -> the run's own key with the same meaning and values.
-OWN = {
+RUN_KEYS = {
     "train_batch_size": "train.global_batch",
     "train_micro_batch_size_per_gpu": "train.micro_batch",
     "gradient_clipping": "optim.clip",
     "fp16.initial_scale_power": "precision.initial_scale_power",
     "fp16.loss_scale_window": "precision.scale_window",
+    "zero_optimization.zero_hpz_partition_size": "zero.hpz_partition_size",
+    "zero_optimization.zero_quantized_weights": "zero.quantized_weights",
+    "zero_optimization.zero_quantized_gradients": "zero.quantized_gradients",
     "zero_optimization.offload_optimizer.device": "offload.optimizer",
     "zero_optimization.offload_optimizer.nvme_path": "offload.nvme_path",
     "zero_optimization.offload_param.device": "offload.parameters",
@@ -36,7 +36,7 @@ _MASTER = (
 )
 _OFFLOAD = (
     "the plan derives it from the group offload",
-    "write offload=none, offload=cpu_optimizer, offload=cpu or offload=nvme",
+    "write offload=none, offload=cpu_optimizer, offload=cpu or offload=nvme offload.nvme_path=FOLDER",
 )
 _MONITOR = (
     "DeepSpeed's monitors never log the training loss, and only on rank 0",
@@ -58,19 +58,61 @@ _WHOLE_MODULES = (
 )
 _DIVISION = ("gradients are divided once, by the units of the global batch", "leave it out")
 
+_COMPILE = (
+    "DeepSpeed reads it in engine.compile(), for its own compiler backend, which this toolkit does not use",
+    "write compile.mode=layers, which compiles each layer with torch's own compiler",
+)
+_CLIENT_CHECKPOINTING = (
+    "only deepspeed.checkpointing.configure reads it, for models that call DeepSpeed's own checkpointing",
+    "write train.activation_checkpointing=full",
+)
+_OWN_CHECKPOINTS = ("it is for DeepSpeed's own checkpoints, which this toolkit does not use", "leave it out")
+_ZERO_INIT = (
+    "it changes modules that are constructed inside zero.Init, and models are not constructed there",
+    "leave it out",
+)
+_NOT_READ = ("DeepSpeed does not use it", "leave it out")
+
+# Keys that DeepSpeed accepts and that have no effect in what this toolkit runs: (why, remedy)
+NO_EFFECT = {
+    "compile": _COMPILE,
+    "activation_checkpointing": _CLIENT_CHECKPOINTING,
+    "hybrid_engine": (
+        "it generates text between training steps, which this toolkit does not",
+        "leave it out",
+    ),
+    "weight_quantization": _ZERO_INIT,
+    "zero_optimization.override_module_apply": _ZERO_INIT,
+    "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
+    "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
+    "zero_optimization.allgather_partitions": _NOT_READ,
+    "zero_optimization.legacy_stage1": ("DeepSpeed has removed it", "leave it out"),
+    "disable_allgather": _NOT_READ,
+    "vocabulary_size": _NOT_READ,
+    "fp16.consecutive_hysteresis": _SCALER,
+    "timers": (
+        "DeepSpeed's timers print every steps_per_print steps, and that is never",
+        "leave it out: metrics.jsonl has the throughput of every step",
+    ),
+}
+
 # DeepSpeed key or section -> (why it is not set here, remedy)
 DERIVED = {
+    **NO_EFFECT,
     "gradient_accumulation_steps": (
         "the plan derives it: global batch / (micro-batch x data ranks)",
-        "write train.global_batch and train.micro_batch",
+        "write train.global_batch=8 and train.micro_batch=1, for example",
     ),
     "optimizer": (
         "the plan derives it from optim.*",
-        "write optim=adamw, optim=sgd or optim=muon, and optim.lr and so on",
+        "write optim=adamw or another option of the group optim, and optim.lr and so on",
     ),
     "scheduler": (
         "the learning rate is a function of the samples consumed, which the loop sets",
-        "write schedule.name and optim.lr",
+        "write schedule=constant, schedule=linear, schedule=cosine or schedule=wsd, and optim.lr",
     ),
     "zero_optimization.stage": (
         "the plan derives it from zero.stage",
@@ -125,7 +167,7 @@ DERIVED = {
     "gradient_predivide_factor": _DIVISION,
     "autotuning": (
         "DeepSpeed's autotuner restarts the run with other settings",
-        "compare settings with launch/plan.py",
+        f"compare settings with {command_line('plan')}",
     ),
 }
 
@@ -138,27 +180,10 @@ DTYPE_KEYS = (
 )
 
 # Removed key -> remedy. A removed key without an entry has no replacement.
-INSTEAD = {
+REPLACEMENTS = {
     "elasticity": "leave it out: a checkpoint resumes with any number of ranks",
     "nebula": "write checkpoint.background=true",
     "amp": "write precision=bf16 or precision=fp16",
-    "zero_optimization.mics_shard_size": "write "
-    "+engine.deepspeed.zero_optimization.zero_hpz_partition_size=N",
+    "zero_optimization.mics_shard_size": "write zero.hpz_partition_size=N, which keeps the weights in groups "
+    "of ranks",
 }
-
-
-def muon_problems(config: RunConfig) -> Iterator[tuple[str, Any, str, str]]:
-    """Yield (key, value, rule, remedy) of keys that do not work with Muon."""
-    zero = config.engine.deepspeed.get("zero_optimization")
-    if (
-        config.optim.name is OptimizerName.muon
-        and config.zero.stage == 3
-        and isinstance(zero, Mapping)
-        and zero.get("reduce_scatter")
-    ):
-        yield (
-            "zero_optimization.reduce_scatter",
-            zero["reduce_scatter"],
-            "DeepSpeed's Muon under ZeRO 3 reduces whole gradients (optim.name=muon, zero.stage=3)",
-            "leave it out",
-        )

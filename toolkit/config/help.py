@@ -16,10 +16,12 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from toolkit.commands import in_this_form
 from toolkit.config import keys, search
 from toolkit.config.compose import compose
-from toolkit.config.overrides import EXPERIMENT, unknown_key
-from toolkit.config.roots import RUN, SWEEP, ConfigRoot
+from toolkit.config.mistakes import unknown_key
+from toolkit.config.roots import PLAN, RUN, SWEEP, ConfigRoot
+from toolkit.config.search import EXPERIMENT
 from toolkit.errors import ConfigError, ExitCode
 
 INTRODUCTION = """\
@@ -31,8 +33,7 @@ START
   torchrun --nproc_per_node 2 launch/train.py +exp=quickstart     torch's launcher
   python launch/train.py +exp=quickstart cluster.cpu_ranks=2      no launcher: this process starts the ranks
   python launch/train.py -m +exp=quickstart zero=stage1,stage2    a sweep: one run per combination of values
-  python launch/plan.py +exp=quickstart cluster.nodes=8 cluster.gpus_per_node=8 cluster.gpu=h100
-                                                                  show layout and memory; starts nothing
+  python launch/plan.py +exp=quickstart                           show layout and memory; starts nothing
 ARGUMENTS
   GROUP=OPTION               choose an option of a group: zero=stage3
   KEY=VALUE                  change a key: train.steps=20  optim.betas=[0.9,0.99]  'monitor.prompt="def f():"'
@@ -50,7 +51,7 @@ def show_help(arguments: Sequence[str], above: str = "", root: ConfigRoot = RUN)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER
-    print(f"{above}\n{text}" if above else text)
+    print(in_this_form(f"{above}\n{text}" if above else text))
     return ExitCode.DONE
 
 
@@ -75,7 +76,12 @@ def help_text(arguments: Sequence[str] = (), root: ConfigRoot = RUN) -> str:
                 *(_group(folders, name, root) for name in _ordered(groups, root)),
             ]
         of_sweeps = ["KEYS OF A SWEEP (with -m)", _section("sweep", SWEEP)] if root is RUN else []
-        return "\n".join(part for part in [*parts, *all_keys, *of_sweeps] if part)
+        of_plans = (
+            ["ARGUMENTS OF plan", *(_section(name, PLAN) for name in ["", *keys.sections(PLAN)])]
+            if root is RUN
+            else []
+        )
+        return "\n".join(part for part in [*parts, *all_keys, *of_sweeps, *of_plans] if part)
     return "\n".join(_topic(topic, folders, groups, root) for topic in topics)
 
 
@@ -95,6 +101,9 @@ def _topic(topic: str, folders: Sequence[Path], groups: Sequence[str], root: Con
         parts.append(_section(topic, SWEEP))
     elif topic in keys.keys_by_name(root):
         parts.append("\n".join(_key(topic, root)))
+    elif root is RUN and (topic in keys.keys_by_name(PLAN) or topic in keys.sections(PLAN)):
+        names = [name for name in keys.keys_by_name(PLAN) if name == topic or name.startswith(topic + ".")]
+        parts += ["\n".join(_key(name, PLAN)) for name in names]
     if not parts:
         raise ConfigError(unknown_key(topic, f"--help {topic}", groups, root))
     return "\n".join(parts)

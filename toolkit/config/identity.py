@@ -1,8 +1,8 @@
 """Run identity: eight hex digits of the keys that determine the samples and losses.
 
-These are ``model``, ``data``, ``optim``, ``schedule`` and ``train`` without the keys in ``EXECUTION_KEYS``,
-which decide only how, or for how long, the same run is executed. Different layouts of a run, or a longer one,
-share an identity and so a run directory.
+These are ``model``, ``data``, ``task``, ``optim``, ``schedule`` and ``train`` without the keys in
+``EXECUTION_KEYS``, which decide only how, or for how long, the same run is executed. Different layouts of a
+run, or a longer one, share an identity and so a run directory.
 """
 
 from __future__ import annotations
@@ -12,19 +12,26 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from toolkit.config.keys import flatten, keys_by_name
 from toolkit.config.schema import RunConfig
 
-SECTIONS = ("model", "data", "optim", "schedule", "train")
+SECTIONS = ("model", "data", "task", "optim", "schedule", "train")
 
 EXECUTION_KEYS = frozenset(
     {
         "train.steps",  # a longer run continues a shorter one
+        "train.early_stopping.*",
+        "train.tokens",  # train.steps in other units
+        "train.epochs",
         "train.micro_batch",  # the loss is divided by the units of the global batch, however that is cut
         "train.activation_checkpointing",  # recomputes the same activations
+        "train.loss_kernel",  # the same loss by another implementation
+        "train.loss_chunk",
         "train.on_nonfinite",  # a non-finite step is skipped in any case
+        "model.attention",  # the same products by another implementation
         "optim.kernel",  # the same update by another implementation
         "data.cache.folder",
         "data.cache.gib",
@@ -34,7 +41,8 @@ EXECUTION_KEYS = frozenset(
         "data.sources.*.path",
         "data.dataset.path",
         "data.dataset.tokenizer",
-        "data.dataset.workers",  # processes
+        "data.workers",  # processes
+        "data.dataset.workers",
         "data.dataset.trust_remote_code",  # the tokenizer is identified by its hash
         "data.special_tokens",  # refuse and text give equal tokens; parse is part of the stream's fingerprint
     }
@@ -57,6 +65,7 @@ def identity(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+@cache
 def is_execution_key(name: str) -> bool:
     """Whether the key ``name`` decides only how a run is executed."""
     return any(fnmatchcase(name, pattern) for pattern in EXECUTION_KEYS)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 from toolkit.config.roots import RUN, ConfigRoot
@@ -60,11 +61,8 @@ def _collect(kind: type, prefix: str, found: dict[str, ConfigKey]) -> None:
             assert isinstance(hint, type)
             _collect(hint, name + ".", found)
             continue
-        alternatives = (
-            tuple(part for part in get_args(hint) if part is not type(None))
-            if type(None) in get_args(hint)
-            else (hint,)
-        )
+        union = isinstance(hint, UnionType)
+        alternatives = tuple(part for part in get_args(hint) if part is not type(None)) if union else (hint,)
         found[name] = ConfigKey(name, alternatives, type(None) in get_args(hint), _default(field))
 
 

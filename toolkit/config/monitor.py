@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from toolkit.config.checks import at_least
 
@@ -48,6 +49,10 @@ class MonitorConfig:
     """First step of a trace by torch.profiler, in the attempt's folder. Null: none."""
     profile_steps: int = 3
     """Steps of the trace."""
+    sinks: dict[str, Any] = field(default_factory=dict)
+    """NAME: {target: my.package.Sink, arguments: {...}}, given as +monitor.sinks.NAME.target=...: further
+    destinations of metrics, on rank 0.
+    """
     price_per_gpu_hour: float | None = None
     """Price of one GPU per hour, in any currency, for the cost of the run. Null: no cost is reported."""
 

@@ -25,7 +25,8 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from toolkit.config import overrides, search
+import toolkit
+from toolkit.config import mistakes, overrides, search
 from toolkit.config.compose import compose_sweep, register
 from toolkit.config.roots import RUN
 from toolkit.config.sweep import SweepSection
@@ -70,7 +71,7 @@ class SweepArguments:
             for word in self.words
             if word.partition("=")[0] in self.fixed and "=" in word
         )
-        name = given.get("run.name", given.get(overrides.EXPERIMENT, "sweep")).strip("'\"")
+        name = given.get("run.name", given.get(search.EXPERIMENT, "sweep")).strip("'\"")
         return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
 
     @property
@@ -155,7 +156,7 @@ def _parsed(word: str, folders: Sequence[Path], problems: list[Problem]) -> Any:
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
-        problems.append(overrides.unreadable(word, error, folders))
+        problems.append(mistakes.unreadable(word, error, folders))
         return None
 
 
@@ -233,11 +234,11 @@ def _sweeper(words: SweepArguments, folder: Path, run_batch: BatchRunner) -> Any
 
 
 def _register() -> None:
-    """Register the launcher, which is in a folder next to conf/.
+    """Register the launcher, which is in the folder that holds the package.
 
     Hydra finds it only if that folder was installed.
     """
-    plugins, root = Plugins.instance(), str(search.ROOT.parent)
+    plugins, root = Plugins.instance(), str(Path(toolkit.__file__).resolve().parents[1])
     if root not in sys.path:
         sys.path.append(root)
     from hydra_plugins.toolkit_launcher import ToolkitLauncher

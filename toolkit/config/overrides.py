@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,37 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from toolkit.commands import command_line
 from toolkit.config import keys, search
+from toolkit.config.mistakes import unknown_key, unreadable, wrong_value
+from toolkit.config.numbers import parse_count
 from toolkit.config.roots import RUN, ConfigRoot
+from toolkit.config.search import EXPERIMENT
 from toolkit.errors import ConfigError, Problem
 
 CONFIG_DIR = ("--config-dir", "-cd")
 MULTIRUN = ("-m", "--multirun")
-EXPERIMENT = "exp"
+DEEPSPEED_KEYS = "engine.deepspeed"
+LENGTHS = ("train.steps", "train.tokens", "train.epochs")  # one of them decides the length of a run
+# Keys whose values may have a suffix: 10k, 2M. In sizes of a model or a sequence, 4k could mean 4096.
+COUNTS = (
+    "train.steps",
+    "train.batch_ramp.samples",
+    "data.max_samples",
+    "schedule.warmup",
+    "schedule.decay",
+    "eval.every",
+    "checkpoint.keep_every",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedFile:
+    """The keys of ``+engine.deepspeed=FILE.json``, and settings below engine.deepspeed that were typed."""
+
+    name: str
+    keys: dict[str, Any]
+    typed: tuple[Override, ...] = ()
 
 
 @dataclass(slots=True)
@@ -29,12 +53,13 @@ class ParsedOverrides:
     """Checked overrides for Hydra, and the folders with groups.
 
     ``changes`` are settings below an open key without a plus, which are valid only if an experiment's file
-    sets them.
+    sets them. The keys of ``deepspeed_file`` win over those of an experiment, and typed settings over both.
     """
 
     search: tuple[Path, ...]
     overrides: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
+    deepspeed_file: DeepSpeedFile | None = None
 
 
 def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedOverrides:
@@ -46,6 +71,7 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
     plain, own, problems = split_options(arguments)
     parsed = ParsedOverrides(search.folders(own))
     checker = _Checker(parsed.search, root)
+    below: list[Override] = []
     for typed in plain:
         text = _long(typed, root)
         try:
@@ -53,23 +79,92 @@ def parse_overrides(arguments: Sequence[str], root: ConfigRoot = RUN) -> ParsedO
         except HydraException as error:
             problems.append(unreadable(text, error, parsed.search if EXPERIMENT in checker.groups else ()))
             continue
+        if override.key_or_group == DEEPSPEED_KEYS and isinstance(override.value(), str):
+            try:
+                parsed.deepspeed_file = read_deepspeed_file(override)
+            except ConfigError as error:
+                problems += error.problems
+            continue
         found = list(checker.check(override))
         problems += found
         if found:
             continue
+        if override.key_or_group.startswith(f"{DEEPSPEED_KEYS}."):
+            below.append(override)
         if override.type is OverrideType.CHANGE and keys.is_open(override.key_or_group, root):
             parsed.changes.append(text)
         else:
             parsed.overrides.append(_for_hydra(override, root))
+    if root is RUN:
+        resets, found = _one_length(parsed.overrides)
+        problems += found
+        parsed.overrides += resets
+    if parsed.deepspeed_file is not None:
+        parsed.deepspeed_file = replace(parsed.deepspeed_file, typed=tuple(below))
     if problems:
         raise ConfigError(*problems)
     return parsed
 
 
+def typed_keys(arguments: Sequence[str]) -> frozenset[str]:
+    """The keys that ``arguments`` set by name, or by choosing an option of a group: ``zero=stage3`` sets all
+    keys of the section ``zero``. Experiments and options such as ``--config-dir`` set none.
+    """
+    names = {
+        argument.partition("=")[0].lstrip("+~") for argument in arguments if not argument.startswith("-")
+    }
+    groups = names.intersection(keys.sections())
+    of_groups = {key for key in keys.keys_by_name() if key.partition(".")[0] in groups}
+    return frozenset((names - groups - {EXPERIMENT}) | of_groups)
+
+
+def read_deepspeed_file(override: Override) -> DeepSpeedFile:
+    """Read the JSON that ``+engine.deepspeed=FILE.json`` names, relative to the working directory.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not an object.
+    """
+    name, text = str(override.value()), override.input_line or ""
+    rule = "engine.deepspeed is a file with DeepSpeed's JSON, or a dictionary"
+    remedy = (
+        f"write +{DEEPSPEED_KEYS}=FILE.json with an existing file, or one key: +{DEEPSPEED_KEYS}.KEY=VALUE"
+    )
+    try:
+        tree = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+        raise ConfigError(Problem(DEEPSPEED_KEYS, f"{text}: {why}", rule, remedy)) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(Problem(DEEPSPEED_KEYS, f"{text}: not an object", rule, remedy))
+    return DeepSpeedFile(name, tree)
+
+
 def _long(text: str, root: ConfigRoot) -> str:
-    """``target.path=PATH`` for ``target=PATH``. In OmegaConf a name is either a section or a value."""
+    """``target.path=PATH`` for ``target=PATH``. In OmegaConf a name is either a section or a value.
+
+    Whole numbers may be written as 1e4, and counts as 10k.
+    """
     name, equals, value = text.partition("=")
-    return f"{dict(root.short).get(name, name)}={value}" if equals else text
+    if not equals:
+        return text
+    name = dict(root.short).get(name, name)
+    key = keys.keys_by_name(root).get(name)
+    if key is not None and key.kinds[0] is int:
+        count = parse_count(value, suffixes=name in COUNTS)
+        return f"{name}={value if count is None else count}"
+    return f"{name}={value}"
+
+
+def _one_length(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Overrides that reset the other lengths, which a file may set, and a problem if several are typed."""
+    values = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
+    typed = [name for name in LENGTHS if values.get(name, "null") != "null"]
+    if len(typed) > 1:
+        seen = " ".join(f"{name}={values[name]}" for name in typed)
+        rule = "one of train.steps, train.tokens and train.epochs decides the length of a run"
+        return [], [Problem(typed[1], seen, rule, f"write only {typed[0]}={values[typed[0]]}")]
+    resets = [f"{name}=null" for name in LENGTHS[1:] if typed and name not in values]
+    return resets, []
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, list[Problem]]:
@@ -96,8 +191,8 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, lis
                 Problem(
                     argument,
                     argument,
-                    "only python launch/train.py -m starts a sweep",
-                    "leave it out, or write python launch/train.py -m with the same arguments",
+                    f"only {command_line('train', '-m')} starts a sweep",
+                    f"leave it out, or write {command_line('train', '-m')} with the same arguments",
                 )
             )
         else:
@@ -106,7 +201,7 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], Path | None, lis
                     argument,
                     argument,
                     "an option is --help or --config-dir=FOLDER; everything else is KEY=VALUE",
-                    "leave it out; launch/plan.py with the same arguments shows what would run",
+                    f"leave it out; {command_line('plan')} with the same arguments shows what would run",
                 )
             )
     return plain, own, problems
@@ -158,8 +253,8 @@ class _Checker:
                 name,
                 text,
                 "several values need a sweep, which is started with -m",
-                f"write python launch/train.py -m, or one value; write a list as {name}=[{value}], text with "
-                f"commas in quotes",
+                f"write {command_line('train', '-m')}, or one value; write a list as {name}=[{value}], "
+                "text with commas in quotes",
             )
         elif override.package is not None:
             yield Problem(
@@ -173,7 +268,7 @@ class _Checker:
                 name,
                 text,
                 "the keys of a sweep need -m",
-                f"write python launch/train.py -m {text}, or leave it out",
+                f"write {command_line('train', '-m')} {text}, or leave it out",
             )
         elif name == "hydra" or name.startswith(("hydra.", "hydra/")):
             yield Problem(
@@ -195,7 +290,7 @@ class _Checker:
                 name,
                 text,
                 f"a run has exactly one option of the group {name}",
-                f"write {name}=OPTION, one of {', '.join(choices)}",
+                f"write {_one_of(name, choices)}",
             )
             return
         value = override.value()
@@ -207,7 +302,7 @@ class _Checker:
                 name,
                 text,
                 f"the options of {name} are {', '.join(choices)}",
-                f"write {plus}{name}={near}" if near else f"write {plus}{name}=OPTION with one of them",
+                f"write {plus}{name}={near}" if near else f"write {_one_of(plus + name, choices)}",
             )
         elif name == EXPERIMENT and override.type is not OverrideType.ADD:
             yield Problem(name, text, "an experiment is added with a plus", f"write +exp={choice}")
@@ -255,97 +350,7 @@ class _Checker:
             yield wrong_value(full_key if full_key in keys.keys_by_name(self.root) else name, text, self.root)
 
 
-def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
-    """The problem of an argument that cannot be parsed.
-
-    ``folders`` are searched for experiments of that name.
-    """
-    if "=" not in text and text in search.options(folders, EXPERIMENT):
-        return Problem(text, text, "an experiment is added with +exp=", f"write +exp={text}")
-    name = text.partition("=")[0]
-    if "=" not in text:
-        return Problem(
-            name,
-            text,
-            "an argument is KEY=VALUE, GROUP=OPTION or +exp=NAME",
-            f"write {text}=VALUE; --help lists the keys",
-        )
-    why = str(error).splitlines()[0].strip()
-    if re.search(r"\s[\w.+~]+=", text):
-        return Problem(
-            name, text, "each KEY=VALUE is a separate argument", f"write {text} without quotes around it"
-        )
-    return Problem(
-        name,
-        text,
-        f"values with spaces, quotes, brackets or commas are quoted ({why})",
-        f"write '{name}=\"...\"', with outer quotes for the shell",
-    )
-
-
-def unknown_key(name: str, seen: str, groups: Sequence[str] = (), root: ConfigRoot = RUN) -> Problem:
-    """The problem of an unknown key, with a suggestion."""
-    above = name.rpartition(".")[0]
-    while above and above not in keys.keys_by_name(root) and above not in keys.sections(root):
-        above = above.rpartition(".")[0]
-    if above in keys.keys_by_name(root):
-        return Problem(name, seen, f"{above} is a value and has no keys", f"write {above}=VALUE")
-    near = keys.nearest(name, root)
-    if near is None and "." not in name:
-        near = search.nearest_option(name, groups)
-    top = name.partition(".")[0]
-    where = (
-        f"{above} has no key {name[len(above) + 1 :]}"
-        if above
-        else f"there is no section or group {top}"
-        if "." in name
-        else f"there is no key, section or group {name}"
-    )
-    return Problem(
-        name,
-        seen,
-        where,
-        f"did you mean {near}? --help lists all" if near else "--help lists all keys and groups",
-    )
-
-
-def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
-    """The problem of a value that the type of ``name`` does not accept."""
-    key = keys.keys_by_name(root).get(name)
-    if key is None and keys.is_open(name, root):
-        return Problem(
-            name, seen, "a setting below an open key is a value or {a: 1, ...}", f"write +{name}=VALUE"
-        )
-    if key is None:
-        inside = [known for known in keys.keys_by_name(root) if known.startswith(name + ".")]
-        return Problem(
-            name, seen, f"{name} is a section, not a value", f"set its keys: {', '.join(inside[:4])}, ..."
-        )
-    null = ", or null" if key.nullable else ""
-    kind = _kind(key)
-    example = key.choices[0] if key.choices else _example(key)
-    return Problem(name, seen, f"{name} is {kind}{null}", f"write {name}={example}")
-
-
-def _kind(key: keys.ConfigKey) -> str:
-    if key.choices:
-        return f"one of {', '.join(key.choices)}"
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        list[float]: "a list of numbers",
-        list[str]: "a list of texts",
-        list[Any]: "a list",
-    }
-    return " or ".join(names.get(kind, "a dictionary") for kind in key.kinds)
-
-
-def _example(key: keys.ConfigKey) -> str:
-    examples = {int: "8", float: "0.1", bool: "true", str: "text"}
-    if isinstance(key.default, list):
-        return "[" + ",".join(str(item) for item in key.default) + "]"
-    if key.default not in (None, {}):
-        return str(key.default).lower() if isinstance(key.default, bool) else str(key.default)
-    return examples.get(key.kinds[0], "{}")
+def _one_of(name: str, choices: Sequence[str]) -> str:
+    """``zero=stage0, zero=stage1 or zero=stage2``."""
+    words = [f"{name}={choice}" for choice in choices]
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

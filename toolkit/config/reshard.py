@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from toolkit.config.checks import at_least, check
-from toolkit.config.schema import ModelConfig, Precision
+from toolkit.config.model import ModelConfig
+from toolkit.config.schema import Precision
 from toolkit.errors import ConfigError, Problem
 
 

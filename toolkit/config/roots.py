@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from toolkit.config.cluster import KubernetesConfig
+from toolkit.config.plan_arguments import PlanArguments
 from toolkit.config.prepare import PrepareConfig
 from toolkit.config.reshard import ReshardConfig
 from toolkit.config.schema import RunConfig
@@ -40,6 +41,14 @@ RUN = ConfigRoot(
         "engine.deepspeed",
         "engine.megatron",
         "model.arguments",
+        "optim.arguments",
+        "schedule.arguments",
+        "model.hf.config",
+        "task.arguments",
+        "data.arguments",
+        "hooks",
+        "metrics",
+        "monitor.sinks",
         "data.sources",
         "cluster.slurm.options",
         *(
@@ -56,3 +65,4 @@ RESHARD = ConfigRoot(
     ReshardConfig, "reshard", "reshard_schema", groups=("model",), short=(("target", "target.path"),)
 )
 SWEEP = ConfigRoot(SweepConfig, "sweep", "sweep_schema", groups=())
+PLAN = ConfigRoot(PlanArguments, "plan", "plan_schema", groups=())

@@ -1,6 +1,6 @@
 """The schema of a run.
 
-The sections data, cluster and monitor are in their own modules. The string below a field is its help text.
+The larger sections are in their own modules. The string below a field is its help text.
 
 Dataclasses have ``slots``, so that an unknown key is an error, and are not frozen, so that OmegaConf can
 override them. ``__post_init__`` checks single values. Checks of several keys are rules in
@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from toolkit.config.checks import at_least, at_most, check
+from toolkit.config.checkpoint import CheckpointConfig, MetricMode
+from toolkit.config.checks import at_least, check
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.data import DataConfig
+from toolkit.config.kernels import CompileConfig, LossKernel
+from toolkit.config.model import ModelConfig
 from toolkit.config.monitor import MonitorConfig
-from toolkit.errors import ConfigError, Problem
+from toolkit.config.numbers import parse_count
+from toolkit.config.optim import OptimConfig, ScheduleConfig
+from toolkit.config.recomputation import Recomputation, normalize, parse_recomputation
 
 
 class EngineName(Enum):
@@ -40,34 +45,8 @@ class Precision(Enum):
     fp16 = "fp16"
 
 
-class OptimizerName(Enum):
-    adamw = "adamw"
-    sgd = "sgd"
-    muon = "muon"
-
-
-class OptimizerKernel(Enum):
-    auto = "auto"
-    torch = "torch"
-    cpu = "cpu"
-    fused = "fused"
-
-
 # A class statement cannot have a member called "continue".
 OnNonfinite = Enum("OnNonfinite", {"stop": "stop", "continue": "continue"})
-
-
-class LrScaling(Enum):
-    none = "none"
-    linear = "linear"
-    sqrt = "sqrt"
-
-
-class ScheduleName(Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    wsd = "wsd"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,109 +72,13 @@ class RunSection:
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig:
-    family: str | None = None
-    """The architecture, as in the options of this group (model=llama). Null with model.target or
-    model.pretrained.
-    """
+class TaskConfig:
     target: str | None = None
-    """Dotted path to a torch.nn.Module whose forward(input_ids, labels) returns a mean loss:
-    my.package.Model.
+    """Dotted path to a class derived from toolkit.Task, which collates samples and computes the loss:
+    my.package.Regression. Null: the task of the model and the data.
     """
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of model.target, each given as +model.arguments.NAME=VALUE."""
-    pretrained: str | None = None
-    """A folder or hub id in Hugging Face's format with the configuration and initial weights. Use
-    model=pretrained.
-    """
-    hidden_size: int | None = None
-    """Width of the residual stream."""
-    intermediate_size: int | None = None
-    """Width of the feed-forward layer, or of one expert. Null: 4 x hidden_size in gpt2."""
-    num_hidden_layers: int | None = None
-    """Number of transformer blocks."""
-    num_attention_heads: int | None = None
-    """Query heads; divides hidden_size unless head_dim is given."""
-    num_key_value_heads: int | None = None
-    """Key and value heads (grouped-query attention); divides num_attention_heads. Null: as many as query
-    heads.
-    """
-    head_dim: int | None = None
-    """Width of one head. Null: hidden_size / num_attention_heads."""
-    vocab_size: int | None = None
-    """Rows of the embedding; at least the tokenizer's size."""
-    max_position_embeddings: int | None = None
-    """Maximum sequence length; the size of the position embedding in gpt2."""
-    tie_word_embeddings: bool | None = None
-    """The output layer shares the embedding's weights."""
-    num_local_experts: int | None = None
-    """Experts per layer, in families with experts (mixtral)."""
-    num_experts_per_tok: int | None = None
-    """Experts per token, in families with experts."""
-    router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of families with experts: that of Switch Transformers, averaged over
-    the layers, in every engine. It is computed per micro-batch, so losses depend on train.micro_batch if it
-    is not 0.
-    """
-    rope_theta: float | None = None
-    """Base of the rotary position embedding."""
-    norm_eps: float | None = None
-    """Epsilon of the norms."""
-    initializer_range: float = 0.02
-    """Standard deviation of initial weights."""
-    dropout: float = 0.0
-    """Dropout probability in [0, 1) of embeddings, attention and residuals, as far as the family has them."""
-
-    def __post_init__(self) -> None:
-        at_least(
-            "model",
-            1,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            head_dim=self.head_dim,
-        )
-        at_least(
-            "model", 1, num_hidden_layers=self.num_hidden_layers, num_attention_heads=self.num_attention_heads
-        )
-        at_least("model", 1, num_key_value_heads=self.num_key_value_heads, vocab_size=self.vocab_size)
-        at_least("model", 1, max_position_embeddings=self.max_position_embeddings)
-        at_least(
-            "model", 1, num_local_experts=self.num_local_experts, num_experts_per_tok=self.num_experts_per_tok
-        )
-        # Far above every published model. The cost of planning grows with these sizes, which may come from
-        # untrusted files.
-        at_most(
-            "model",
-            4096,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-        )
-        at_most(
-            "model",
-            4096,
-            num_key_value_heads=self.num_key_value_heads,
-            num_local_experts=self.num_local_experts,
-        )
-        at_most("model", 2**20, hidden_size=self.hidden_size, head_dim=self.head_dim)
-        at_most("model", 2**24, intermediate_size=self.intermediate_size)
-        at_most(
-            "model", 2**31, vocab_size=self.vocab_size, max_position_embeddings=self.max_position_embeddings
-        )
-        layers, experts = self.num_hidden_layers or 1, self.num_local_experts or 1
-        check(
-            layers * experts <= 2**18,
-            "model.num_local_experts",
-            f"{experts} model.num_hidden_layers={layers}",
-            "all layers together have at most 262144 experts",
-            "write fewer layers or experts",
-        )
-        check(
-            0 <= self.dropout < 1,
-            "model.dropout",
-            self.dropout,
-            "a probability is in [0, 1)",
-            "write model.dropout=0.1",
-        )
+    """Keyword arguments of task.target, each given as +task.arguments.NAME=VALUE."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,7 +86,12 @@ class EngineConfig:
     name: EngineName = EngineName.deepspeed
     """local (plain torch, one process), deepspeed or megatron."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's own keys, given as +engine.deepspeed.a.b=v. Keys that the plan derives are refused."""
+    """DeepSpeed's own keys, given as +engine.deepspeed.a.b=v, or all keys of a DeepSpeed JSON as
+    +engine.deepspeed=FILE.json. Keys that the plan derives are refused; those of a file may agree with the
+    run.
+    """
+    deepspeed_file: str | None = None
+    """The file that +engine.deepspeed=FILE.json named, as a record; its keys are in engine.deepspeed."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Megatron-core's own settings, given as +engine.megatron.x=v. Settings that the plan derives are
     refused.
@@ -236,6 +124,14 @@ class ParallelConfig:
 class ZeroConfig:
     stage: int = 0
     """0 plain data parallel; 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+    hpz_partition_size: int = 1
+    """ZeRO++ hpZ: groups of this many ranks, usually a node, keep a second copy of the weights, from which
+    backward gathers; 1: none."""
+    quantized_weights: bool = False
+    """ZeRO++ qwZ: send weights as 8-bit integers when they are gathered (ZeRO 3 on GPUs, in 16 bits)."""
+    quantized_gradients: bool = False
+    """ZeRO++ qgZ: send gradients as 4-bit integers when they are reduced (ZeRO 3 on several nodes of GPUs, in
+    fp16)."""
 
     def __post_init__(self) -> None:
         check(
@@ -245,6 +141,13 @@ class ZeroConfig:
             "ZeRO has stages 0 to 3",
             "write zero=stage0 ... zero=stage3",
         )
+        check(
+            self.hpz_partition_size >= 1,
+            "zero.hpz_partition_size",
+            self.hpz_partition_size,
+            "it is a number of ranks",
+            "write zero.hpz_partition_size=8, the ranks of a node",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -253,6 +156,10 @@ class OffloadConfig:
     """Where optimizer states are stored: none (on the device), cpu or nvme."""
     parameters: OffloadDevice = OffloadDevice.none
     """Where parameters are stored between uses (ZeRO 3 only): none, cpu or nvme."""
+    activations: OffloadDevice = OffloadDevice.none
+    """Where the inputs of recomputed blocks are stored until the backward pass: none (on the device) or cpu.
+    Needs train.activation_checkpointing=full or N.
+    """
     nvme_path: str | None = None
     """A folder on a local NVMe disk, for offload to nvme."""
 
@@ -261,6 +168,10 @@ class OffloadConfig:
 class PrecisionConfig:
     name: Precision = Precision.fp32
     """Precision of weights in forward and backward; master weights and moments are always fp32."""
+    fp8: bool = False
+    """Multiply the matrices of decoder layers in fp8; weights and everything else are bf16. precision=fp8
+    sets it.
+    """
     initial_scale_power: int = 16
     """fp16: the loss scale starts at 2 to this power."""
     scale_window: int = 1000
@@ -282,9 +193,33 @@ class BatchRampConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class EarlyStoppingConfig:
+    metric: str | None = None
+    """End the run when this metric of an evaluation, SET/NAME as validation/loss, no longer improves. Null:
+    train all steps.
+    """
+    mode: MetricMode = MetricMode.min
+    """min: smaller values are better; max: larger ones."""
+    patience: int = 5
+    """Evaluations in a row without improvement after which the run ends."""
+    min_delta: float = 0.0
+    """Smallest change that counts as an improvement."""
+
+    def __post_init__(self) -> None:
+        at_least("train.early_stopping", 1, patience=self.patience)
+        at_least("train.early_stopping", 0, min_delta=self.min_delta)
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainConfig:
     steps: int = 100
-    """Optimizer steps of the run. A larger number continues a finished run."""
+    """Optimizer steps of the run: 10000, 1e4 or 10k. A larger number continues a finished run."""
+    tokens: str | None = None
+    """Length of the run in tokens, 500M or 10B, instead of train.steps: a whole number of global batches."""
+    epochs: float | None = None
+    """Length of the run in passes over the training data, instead of train.steps: the smallest number of
+    steps that reads so many. Needs data whose size is known: stdlib, prepared or arrays.
+    """
     global_batch: int = 8
     """Sequences of one optimizer step, over all ranks."""
     micro_batch: int | None = None
@@ -295,8 +230,20 @@ class TrainConfig:
     """Tokens per sequence."""
     seed: int = 0
     """Seed of initial weights and dropout."""
-    activation_checkpointing: bool = False
-    """Recompute the activations of each block in the backward pass: less memory, about a third more compute.
+    activation_checkpointing: str = "none"
+    """What the backward pass recomputes instead of storing it: none; selective (cheap operators; matrix
+    products and attention are stored); full (each block from its input: least memory, about a third more
+    compute); or a
+    number N: every N-th block whole.
+    """
+    loss_kernel: LossKernel = LossKernel.auto
+    """How the cross-entropy of the next token is computed. plain: from the logits of the whole micro-batch,
+    in fp32. fused: from hidden states, with the logits and gradients of one chunk of tokens at a time. auto:
+    fused on GPUs for models of families in bf16 and fp32, otherwise plain.
+    """
+    loss_chunk: int | None = None
+    """Tokens of a chunk of the fused loss; fewer need less memory and more time. Null: as many as have 1 GiB
+    of fp32 logits.
     """
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do if a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code
@@ -304,11 +251,39 @@ class TrainConfig:
     never saved.
     """
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
     def __post_init__(self) -> None:
         at_least("train", 1, steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch)
-        at_least("train", 1, sequence_length=self.sequence_length)
+        at_least("train", 1, sequence_length=self.sequence_length, loss_chunk=self.loss_chunk)
+        check(
+            self.tokens is None or (parse_count(self.tokens) or 0) > 0,
+            "train.tokens",
+            self.tokens,
+            "a number of tokens is whole and positive",
+            "write train.tokens=500M, train.tokens=10B or train.tokens=1e9",
+        )
+        check(
+            self.epochs is None or 0 < self.epochs < float("inf"),
+            "train.epochs",
+            self.epochs,
+            "a number of epochs is positive",
+            "write train.epochs=1",
+        )
+        check(
+            self.tokens is None or self.epochs is None,
+            "train.epochs",
+            f"{self.epochs}, train.tokens={self.tokens}",
+            "one of train.steps, train.tokens and train.epochs decides the length of a run",
+            "write train.tokens=null, or train.epochs=null",
+        )
         at_least("train", 0, seed=self.seed)
+        parse_recomputation(self.activation_checkpointing)
+        self.activation_checkpointing = normalize(self.activation_checkpointing)
+
+    @property
+    def recomputation(self) -> Recomputation:
+        return parse_recomputation(self.activation_checkpointing)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -323,116 +298,6 @@ class EvalConfig:
     def __post_init__(self) -> None:
         at_least("eval", 0, every=self.every)
         at_least("eval", 1, batches=self.batches)
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimConfig:
-    name: OptimizerName = OptimizerName.adamw
-    """adamw, sgd or muon (Muon for matrices, AdamW for the other parameters)."""
-    kernel: OptimizerKernel = OptimizerKernel.auto
-    """auto, torch, cpu (DeepSpeed's vectorised CPU Adam) or fused (one CUDA kernel)."""
-    lr: float = 3e-4
-    """Peak learning rate, at the batch size lr_reference_batch if lr_scaling is set."""
-    weight_decay: float = 0.1
-    """Weight decay, never applied to one-dimensional tensors. It is decoupled in AdamW and Muon (weights
-    shrink by lr x weight_decay); SGD adds weight_decay x weight to the gradient, before momentum. In every
-    engine, after clipping.
-    """
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Adam's decay rates of the averages of the gradient and the squared gradient."""
-    eps: float = 1e-8
-    """Adam's epsilon."""
-    momentum: float = 0.0
-    """Momentum of sgd and muon."""
-    clip: float = 1.0
-    """Maximum global gradient norm; 0: no clipping."""
-    lr_scaling: LrScaling = LrScaling.none
-    """How lr scales with the global batch: none, linear or sqrt of global_batch / lr_reference_batch."""
-    lr_reference_batch: int | None = None
-    """The global batch for which lr was chosen, for lr_scaling."""
-
-    def __post_init__(self) -> None:
-        at_least(
-            "optim",
-            0,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            clip=self.clip,
-            momentum=self.momentum,
-        )
-        ok = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        check(
-            ok, "optim.betas", self.betas, "Adam takes two factors in [0, 1)", "write optim.betas=[0.9,0.95]"
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class ScheduleConfig:
-    name: ScheduleName = ScheduleName.cosine
-    """constant, linear, cosine, or wsd (warm-up, stable, decay)."""
-    warmup: int = 0
-    """Steps of linear warm-up from 0."""
-    decay: int | None = None
-    """Steps of decay: after warm-up for linear and cosine (null: to the end of the run), the last steps for
-    wsd.
-    """
-    min_lr: float = 0.0
-    """The learning rate after decay."""
-
-    def __post_init__(self) -> None:
-        at_least("schedule", 0, warmup=self.warmup, min_lr=self.min_lr)
-        at_least("schedule", 1, decay=self.decay)
-
-
-@dataclass(kw_only=True, slots=True)
-class CheckpointConfig:
-    every: str = "500"
-    """Interval in steps (500) or wall time (30min, 2h); 'never' saves only at the end."""
-    keep_last: int = 2
-    """Number of newest checkpoints to keep."""
-    keep_every: int = 0
-    """Also keep every checkpoint at a multiple of this many steps; 0: none."""
-    background: bool = False
-    """Copy the state to host memory and write it while training continues."""
-    at_end: bool = True
-    """Save after the last step."""
-    export: bool = False
-    """After the last step, also export the weights in Hugging Face's format to <run.dir>/export."""
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint", 1, keep_last=self.keep_last)
-        at_least("checkpoint", 0, keep_every=self.keep_every)
-        parse_cadence(self.every)
-
-
-@dataclass(frozen=True, slots=True)
-class Cadence:
-    """An interval between checkpoints: at most one is set, and neither means never."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-def parse_cadence(text: str) -> Cadence:
-    """Parse ``500`` (steps), ``90s``, ``30min``, ``2h`` (seconds) or ``never``. Raises ConfigError."""
-    text = str(text).strip()
-    if text == "never":
-        return Cadence()
-    if text.isdigit() and int(text) > 0:
-        return Cadence(steps=int(text))
-    for unit, seconds in (("min", 60), ("h", 3600), ("s", 1)):
-        number = text.removesuffix(unit)
-        if number != text and number.isdigit() and int(number) > 0:
-            return Cadence(seconds=int(number) * seconds)
-    raise ConfigError(
-        Problem(
-            "checkpoint.every",
-            f"checkpoint.every={text}",
-            "a cadence is a number of steps or a time",
-            "write checkpoint.every=500, checkpoint.every=30min or checkpoint.every=never",
-        )
-    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -461,7 +326,9 @@ class RunConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -470,3 +337,11 @@ class RunConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    hooks: dict[str, Any] = field(default_factory=dict)
+    """NAME: {target: my.package.Hook, arguments: {...}, ranks: all}, given as +hooks.NAME.target=...: hooks
+    derived from toolkit.Hook, called at the events of training.
+    """
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """NAME: {target: my.package.Metric, arguments: {...}}, given as +metrics.NAME.target=...: metrics of
+    every evaluation, reduced exactly over ranks.
+    """

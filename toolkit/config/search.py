@@ -1,4 +1,4 @@
-"""Find groups and experiments in ``conf/``, next to the package, and in a folder of the user."""
+"""Find groups and experiments in ``conf/``, and in the conf folder of the user's project."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+import toolkit.conf
+from toolkit.config.project import FILE as PROJECT_FILE
+from toolkit.config.project import find_project
 from toolkit.errors import ConfigError, Problem
 
-ROOT = Path(__file__).resolve().parents[2] / "conf"
+ROOT = Path(next(iter(toolkit.conf.__path__))).resolve()
+EXPERIMENT = "exp"  # the group of experiments
 
 
 def folders(own: Path | None) -> tuple[Path, ...]:
-    """The folders to search, in order.
+    """The folders to search, in order: the toolkit's, then ``own`` or else that of the user's project.
 
     Raises:
         ConfigError: a folder does not exist, or a user's file has the name of a file in ``conf/``.
@@ -22,12 +26,16 @@ def folders(own: Path | None) -> tuple[Path, ...]:
             Problem(
                 "conf",
                 f"there is no {ROOT}",
-                "conf/ is next to the package",
-                "install from the repository: pip install -e .",
+                "the package has its groups in toolkit/conf, or a checkout has them in conf/",
+                "install the package again: pip install --force-reinstall --no-deps .",
             )
         )
+    key = "--config-dir"
     if own is None:
-        return (ROOT,)
+        project = find_project()
+        if project is None:
+            return (ROOT,)
+        key, own = PROJECT_FILE, project.conf
     if not own.is_dir():
         raise ConfigError(
             Problem(
@@ -42,7 +50,7 @@ def folders(own: Path | None) -> tuple[Path, ...]:
         raise ConfigError(
             *(
                 Problem(
-                    "--config-dir",
+                    key,
                     f"{own / name}, and {ROOT / name}",
                     "file names are unique",
                     "give the file another name",

@@ -24,11 +24,15 @@ class SweepSection:
     """
     maximize: bool = False
     """Whether a larger metric is better."""
+    prune: float | None = None
+    """Refuse points whose predicted time per token is more than this many times that of the fastest point of
+    their batch: 1.5. Points whose time cannot be predicted run. Null: refuse none.
+    """
     dry_run: bool = False
     """Show the points and the reasons for refused points, and start nothing."""
 
     def __post_init__(self) -> None:
-        at_least("sweep", 1, at_once=self.at_once)
+        at_least("sweep", 1, at_once=self.at_once, prune=self.prune)
 
 
 @dataclass(kw_only=True, slots=True)

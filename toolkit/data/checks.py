@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from toolkit.commands import command_line
 from toolkit.config.data import DataConfig, DocumentMasking
 from toolkit.config.mixture import parse_sources
 from toolkit.config.schema import RunConfig
@@ -37,15 +38,16 @@ def check_vocabulary(
     size = manifest.tokenizer.size
     if rows is None or size <= rows:
         return None
-    seen = f"model.vocab_size={rows}, the tokenizer of {path} has {size} tokens"
+    key = "model.hf.config.vocab_size" if config.model.hf.architecture else "model.vocab_size"
+    seen = f"{key}={rows}, the tokenizer of {path} has {size} tokens"
     remedies = []
     if config.model.pretrained is None:
-        remedies.append(f"write model.vocab_size={size} or more")
+        remedies.append(f"write {'+' * ('.hf.' in key)}{key}={size} or more")
     if config.data.name == "stdlib":
         remedies.append(f"write data.vocab_size={rows}")
     elif config.model.pretrained is not None:
         remedies.append(f"prepare the data with the tokenizer of {config.model.pretrained}")
-    return Problem("model.vocab_size", seen, "every token has a row in the embedding", ", or ".join(remedies))
+    return Problem(key, seen, "every token has a row in the embedding", ", or ".join(remedies))
 
 
 def check_documents(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:
@@ -56,7 +58,7 @@ def check_documents(config: RunConfig, manifest: DataManifest, key: str, path: s
         "data.documents",
         f"data.documents=separate, {key}={path}, where not every document ends with end-of-text",
         "documents can be separated if each ends with the tokenizer's end-of-text, which occurs nowhere else",
-        "prepare the data again with launch/prepare.py, or write data.documents=joined",
+        f"prepare the data again with {command_line('prepare')}, or write data.documents=joined",
     )
 
 

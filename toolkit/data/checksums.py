@@ -30,7 +30,7 @@ Checksums = npt.NDArray[np.uint64]
 CHECKSUM_SUFFIX = ".sums"
 BLOCK = 4096  # bytes: windows of 4 KiB read one by one from a store take two or three blocks
 UNIT = 8 * BLOCK  # of a mapped file: one flag per process for each unit, 32 MiB of flags for 1 TiB
-SUM = np.dtype("<u8")
+CHECKSUM_DTYPE = np.dtype("<u8")
 PAGE = 4096  # bytes of checksums fetched at once: those of 2 MiB of data
 MAX_MERGED_BYTES = 1 << 20  # bytes of a range merged from several
 CACHED_PAGES = 16384  # 64 MiB: the checksums of 32 GiB of data
@@ -65,12 +65,12 @@ class ChecksumBuilder:
 
     def content(self) -> bytes:
         """Return the content of the ``.sums`` file, once all bytes were added."""
-        return np.array([*self._sums, *block_checksums(bytes(self._rest))], dtype=SUM).tobytes()
+        return np.array([*self._sums, *block_checksums(bytes(self._rest))], dtype=CHECKSUM_DTYPE).tobytes()
 
 
 def checksum_file_size(file_bytes: int) -> int:
     """Return the size of the ``.sums`` file of a data file."""
-    return -(-file_bytes // BLOCK) * SUM.itemsize
+    return -(-file_bytes // BLOCK) * CHECKSUM_DTYPE.itemsize
 
 
 # -- local files
@@ -97,9 +97,9 @@ def map_checksums(path: Path, expected: FileDigest | None) -> Checksums | None:
     if expected is None:
         return None
     return (
-        np.asarray(np.memmap(check_file_size(path, expected), dtype=SUM, mode="r"))
+        np.asarray(np.memmap(check_file_size(path, expected), dtype=CHECKSUM_DTYPE, mode="r"))
         if expected.bytes
-        else np.empty(0, dtype=SUM)
+        else np.empty(0, dtype=CHECKSUM_DTYPE)
     )
 
 
@@ -113,16 +113,16 @@ class FirstReadVerifier:
         self._files = files
         counts = [-(-len(file.content) // UNIT) for file in files]
         self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self._begins: list[int] = self._firsts.tolist()
+        self._first_units: list[int] = self._firsts.tolist()
         self._checked = np.zeros(int(self._firsts[-1]), dtype=bool)
         for number, file in enumerate(files):
             if file.sums is None:
                 self._checked[self._firsts[number] : self._firsts[number + 1]] = True
-        self._left = int(np.count_nonzero(~self._checked))
+        self._unverified = int(np.count_nonzero(~self._checked))
         self._lock = threading.Lock()
 
     def units(self, files: Ints, offsets: Ints) -> Ints:
-        """Return the unit of each byte offset ``places`` [n] in the files ``files`` [n]."""
+        """Return the unit of each byte offset ``offsets`` [n] in the files ``files`` [n]."""
         return np.asarray(self._firsts[files] + offsets // UNIT, dtype=np.int64)
 
     def check(self, first: Ints, last: Ints) -> None:
@@ -130,19 +130,19 @@ class FirstReadVerifier:
 
         Raises InputError naming file and bytes.
         """
-        if not self._left or not len(first):
+        if not self._unverified or not len(first):
             return
         requested = np.minimum(first[:, None] + np.arange(int((last - first).max()) + 1), last[:, None])
         unchecked = np.unique(requested[~self._checked[requested]])
         for unit in unchecked.tolist():
             self._compare(unit)
             with self._lock:  # another thread may have verified the unit in the meantime
-                self._left -= not self._checked[unit]
+                self._unverified -= not self._checked[unit]
                 self._checked[unit] = True
 
     def _compare(self, unit: int) -> None:
-        number = bisect_right(self._begins, unit) - 1
-        file, start = self._files[number], (unit - self._begins[number]) * UNIT
+        number = bisect_right(self._first_units, unit) - 1
+        file, start = self._files[number], (unit - self._first_units[number]) * UNIT
         assert file.sums is not None, f"{file.path} has no sums"
         content = file.content[start : start + UNIT]
         expected = file.sums[start // BLOCK : start // BLOCK + UNIT // BLOCK].tolist()
@@ -169,7 +169,7 @@ class RangeReader(Protocol):
 
 
 def merge_ranges(ranges: Sequence[ByteRange]) -> tuple[list[ByteRange], list[int]]:
-    """Merge ranges that touch or overlap into ranges of at most LONGEST bytes (or the longest single range).
+    """Merge ranges that touch or overlap into ranges of at most MAX_MERGED_BYTES, or one longer range.
 
     Returns the merged ranges and, for each of ``ranges``, the index of the merged range that contains it.
     """
@@ -211,15 +211,15 @@ class CheckedReader:
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Buffer]:
         """Read each range. Raises InputError naming damaged bytes, and whatever the folder raises."""
         whole, owners = merge_ranges([self._widened(item) for item in ranges])
-        contents, sums = self._read(whole, fresh=False)
-        wrong = [
+        contents, sums = self._read_with_checksums(whole, fresh=False)
+        damaged = [
             number
             for number, item in enumerate(whole)
-            if self._damaged(item, contents[number], sums) is not None
+            if self._first_damaged_byte(item, contents[number], sums) is not None
         ]
-        reread, sums = self._read([whole[number] for number in wrong], fresh=True)
-        for number, content in zip(wrong, reread, strict=True):
-            at = self._damaged(whole[number], content, sums)
+        reread, sums = self._read_with_checksums([whole[number] for number in damaged], fresh=True)
+        for number, content in zip(damaged, reread, strict=True):
+            at = self._first_damaged_byte(whole[number], content, sums)
             if at is not None:
                 name, end = whole[number].name, min(at + BLOCK, self._sizes[whole[number].name])
                 raise data_path_error(
@@ -241,49 +241,51 @@ class CheckedReader:
             item.name, item.start // BLOCK * BLOCK, max(item.end, min(-(-item.end // BLOCK) * BLOCK, size))
         )
 
-    def _pages(self, item: ByteRange) -> list[ByteRange]:
+    def _checksum_pages(self, item: ByteRange) -> list[ByteRange]:
         """Return the checksum pages of a range of whole blocks."""
         size = self._sizes.get(item.name)
         if size is None:
             return []
-        covered, total = PAGE // SUM.itemsize * BLOCK, checksum_file_size(size)
+        covered, total = PAGE // CHECKSUM_DTYPE.itemsize * BLOCK, checksum_file_size(size)
         return [
             ByteRange(_sums_name(item.name), number * PAGE, min((number + 1) * PAGE, total))
             for number in range(item.start // covered, -(-item.end // covered))
         ]
 
-    def _read(
+    def _read_with_checksums(
         self, whole: Sequence[ByteRange], *, fresh: bool
     ) -> tuple[list[Buffer], dict[ByteRange, Checksums]]:
         """Read whole blocks and their checksum pages; ``fresh`` ignores cached pages."""
         if not whole:
             return [], {}
-        requested = dict.fromkeys(page for item in whole for page in self._pages(item))
+        requested = dict.fromkeys(page for item in whole for page in self._checksum_pages(item))
         with self._lock:
-            merged = (
+            sums_by_page = (
                 {}
                 if fresh
                 else {page: self._cached_pages[page] for page in requested if page in self._cached_pages}
             )
-        missing = [page for page in requested if page not in merged]
+        missing = [page for page in requested if page not in sums_by_page]
         contents = self._folder.read_ranges([*whole, *missing])
-        merged |= {
-            page: np.frombuffer(content, dtype=SUM)
+        sums_by_page |= {
+            page: np.frombuffer(content, dtype=CHECKSUM_DTYPE)
             for page, content in zip(missing, contents[len(whole) :], strict=True)
         }
         with self._lock:
-            self._cached_pages |= {page: merged[page] for page in missing}
+            self._cached_pages |= {page: sums_by_page[page] for page in missing}
             for page in list(self._cached_pages)[: max(0, len(self._cached_pages) - CACHED_PAGES)]:
                 del self._cached_pages[page]
-        return contents[: len(whole)], merged
+        return contents[: len(whole)], sums_by_page
 
-    def _damaged(self, item: ByteRange, content: Buffer, merged: Mapping[ByteRange, Checksums]) -> int | None:
+    def _first_damaged_byte(
+        self, item: ByteRange, content: Buffer, sums_by_page: Mapping[ByteRange, Checksums]
+    ) -> int | None:
         """Return the first byte of the first damaged block of a range, or None."""
-        pages = self._pages(item)
+        pages = self._checksum_pages(item)
         if not pages:
             return None
-        sums = np.concatenate([merged[page] for page in pages])
-        first = (item.start - pages[0].start // SUM.itemsize * BLOCK) // BLOCK
+        sums = np.concatenate([sums_by_page[page] for page in pages])
+        first = (item.start - pages[0].start // CHECKSUM_DTYPE.itemsize * BLOCK) // BLOCK
         seen_sums = block_checksums(content)
         for number, (actual, expected) in enumerate(
             zip(seen_sums, sums[first : first + len(seen_sums)].tolist(), strict=True)

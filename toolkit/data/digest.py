@@ -61,7 +61,7 @@ def check_file_hashes(files: Sequence[tuple[Path, FileDigest]], progress: Progre
             task.advance(expected.bytes, note=file.name)
 
 
-def damaged_file(path: Path, found: str, rule: str) -> InputError:
+def damaged_file(path: Path, seen: str, rule: str) -> InputError:
     return InputError(
-        Problem(str(path), f"{path}: {found}", rule, "restore the file, or prepare the data again")
+        Problem(str(path), f"{path}: {seen}", rule, "restore the file, or prepare the data again")
     )

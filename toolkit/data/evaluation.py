@@ -35,7 +35,7 @@ class EvalSet:
     """
 
     data_hash: str
-    batches: Callable[[], Iterator[list[npt.NDArray[Any]]]]
+    batches: Callable[[], Iterator[list[Any]]]
 
 
 def inputs_and_labels(tokens: Ints) -> tuple[Ints, Ints]:

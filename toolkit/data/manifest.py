@@ -13,29 +13,25 @@ from typing import Any
 import xxhash
 
 from toolkit.data.digest import FileDigest
+from toolkit.data.manifest_file import (
+    MANIFEST_NAME,
+    TOKENS_KIND,
+    incomplete_manifest,
+    read_manifest_file,
+    resolve_file,
+    write_manifest_file,
+)
 from toolkit.data.remote.errors import data_path_error
 from toolkit.data.remote.storage import Location, Url, open_folder, parse_location
 from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
-from toolkit.paths import UnsafePath, inside, relative_name
+from toolkit.paths import UnsafePath, relative_name
 
 FORMAT_VERSION = 3
 # Format 1 has no recipe, no versions and no other files, and each document ends with end_of_text.
 # Format 2 has no block checksums and no hash of the manifest itself.
-READABLE = (1, 2, FORMAT_VERSION)
-MANIFEST_NAME = "manifest.json"
-MANIFEST_HASH_KEY = "manifest_xxh3_128"
+READABLE_VERSIONS = (1, 2, FORMAT_VERSION)
 TOKENIZER_FILE = "tokenizer.json"
-TOKENS_KIND = "tokens"  # the kind of a manifest that has no "kind"
-# Kind of a folder -> the option that reads it.
-READ_WITH = {TOKENS_KIND: "data=prepared data.path=FOLDER", "records": "data=arrays data.path=FOLDER"}
-# Kind of a folder -> how to make such a folder.
-MAKE_WITH = {
-    TOKENS_KIND: "write data=stdlib, or make a data folder with launch/prepare.py (input=TEXTS, or "
-    "import=FOLDER for Megatron's files) and name it with data.path=FOLDER",
-    "records": "make a folder of records: python -m toolkit.data.tiles FOLDER, or your own with "
-    "toolkit.data.records.writer (docs/data.md)",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,104 +150,7 @@ def write_manifest(manifest: DataManifest, folder: Path) -> None:
     fields = {name: value for name, value in asdict(manifest).items() if name not in ("folder", "url")}
     root = manifest.folder.relative_to(folder).as_posix()
     content = {"format_version": FORMAT_VERSION, "root": root, **fields}
-    write_content(folder, content)
-
-
-def write_content(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest file of a data folder with its own hash."""
-    write_whole(
-        folder / MANIFEST_NAME,
-        json.dumps({**content, MANIFEST_HASH_KEY: hash_content(content)}, indent=1) + "\n",
-    )
-
-
-def hash_content(content: Mapping[str, Any]) -> str:
-    """Hash everything in a manifest except its hash."""
-    fields = {name: value for name, value in content.items() if name != MANIFEST_HASH_KEY}
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
-
-
-def resolve_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a data folder.
-
-    Raises InputError if its name or a link leads out of the folder.
-    """
-    try:
-        return inside(folder, name)
-    except UnsafePath as error:
-        raise data_path_error(
-            f"{folder}: {error}",
-            "the files of a data folder lie in it",
-            "put the file itself there, or prepare the data again",
-        ) from error
-
-
-def read_kind(path: str | Path) -> str:
-    """Return the kind of data in the folder ``path``. Raises InputError if it has no readable manifest."""
-    return str(_content(path)[1].get("kind", TOKENS_KIND))
-
-
-def read_content(path: str | Path, kind: str, readable: tuple[int, ...]) -> tuple[Location, dict[str, Any]]:
-    """Read and check the manifest file of the data folder ``path``.
-
-    Args:
-        kind: the expected kind of data.
-        readable: the accepted format versions, the newest last.
-
-    Returns:
-        The manifest file's location and its content.
-
-    Raises:
-        InputError: the file is absent, has another kind or format version, or cannot be read.
-    """
-    file, content = _content(path, MAKE_WITH[kind])
-    found_kind = content.get("kind", TOKENS_KIND)
-    if found_kind != kind:
-        seen, rule = f"data.path={path} holds {found_kind}", f"the kind of data chosen reads {kind}"
-        raise data_path_error(
-            seen, rule, f"write {READ_WITH.get(str(found_kind), 'the option of data= that reads it')}"
-        )
-    version = content.get("format_version")
-    if version not in readable:
-        versions = " and ".join(map(str, readable))
-        seen, rule = (
-            f"format_version={version} in {file}",
-            f"this toolkit reads data of format versions {versions}",
-        )
-        raise data_path_error(seen, rule, "prepare the data again")
-    if version == readable[-1] or MANIFEST_HASH_KEY in content:  # earlier formats have no hash
-        expected, seen = content.get(MANIFEST_HASH_KEY), hash_content(content)
-        if seen != expected:
-            raise data_path_error(
-                f"{file}: its content has xxh3 {seen}",
-                f"its {MANIFEST_HASH_KEY} is {expected}",
-                f"restore {MANIFEST_NAME} as it was written, or prepare the data again",
-            )
-    return file, content
-
-
-def _content(path: str | Path, remedy: str = MAKE_WITH[TOKENS_KIND]) -> tuple[Location, dict[str, Any]]:
-    location = parse_location(path)
-    file = location / MANIFEST_NAME
-    try:
-        text = open_folder(path).read_bytes(MANIFEST_NAME) if isinstance(file, Url) else file.read_bytes()
-    except OSError as error:
-        raise data_path_error(
-            f"data.path={path}: {error}", f"a data folder holds {MANIFEST_NAME}", remedy
-        ) from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise data_path_error(f"{file}: {error}", "the manifest is JSON", "prepare the data again") from error
-    if not isinstance(content, dict):
-        raise incomplete_manifest(file, TypeError(type(content).__name__))
-    return file, content
-
-
-def incomplete_manifest(file: Location, error: Exception) -> InputError:
-    """The error for a manifest with a missing or invalid field."""
-    seen = f"{file}: {type(error).__name__} {error}"
-    return data_path_error(seen, "the manifest has every field of its format", "prepare the data again")
+    write_manifest_file(folder, content)
 
 
 def read_manifest(path: str | Path) -> DataManifest:
@@ -260,7 +159,7 @@ def read_manifest(path: str | Path) -> DataManifest:
     Raises:
         InputError: the manifest is absent, has another format version, or cannot be read.
     """
-    file, content = read_content(path, TOKENS_KIND, READABLE)
+    file, content = read_manifest_file(path, TOKENS_KIND, READABLE_VERSIONS)
     try:
         manifest = _parse_manifest(content, _root(parse_location(path), content["root"]))
         if manifest.dtype not in ("uint16", "int32"):
@@ -273,7 +172,7 @@ def read_manifest(path: str | Path) -> DataManifest:
 
 
 def _root(location: Location, root: object) -> Location:
-    """Resolve the manifest's ``root`` relative to ``place``; ``.`` is ``place`` itself."""
+    """Resolve the manifest's ``root`` relative to ``location``; ``.`` is ``location`` itself."""
     if root == ".":
         return location
     return (

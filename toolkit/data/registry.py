@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from toolkit.config.schema import RunConfig
 from toolkit.data.evaluation import EvalSet
-from toolkit.data.manifest import MANIFEST_NAME
+from toolkit.data.manifest_file import MANIFEST_NAME
 from toolkit.data.records.reader import RecordManifest
 from toolkit.data.tokens.documents import WindowWaste
 from toolkit.errors import Problem, UserError
@@ -28,10 +26,18 @@ from toolkit.progress import Progress
 
 
 class SampleStream(Protocol):
-    """The samples of one data rank. The global batch of a step does not depend on the number of ranks."""
+    """The samples of one data rank. The global batch of a step does not depend on the number of ranks.
 
-    def steps(self, first_step: int) -> Iterator[list[np.ndarray]]:
-        """Yield this rank's micro-batches [micro_batch, ...], one list per step from ``first_step`` on."""
+    Attributes:
+        prefetchable: whether a thread may take steps before the run needs them: taking a step changes no
+            state, and draws no random numbers.
+    """
+
+    prefetchable: bool
+
+    def steps(self, first_step: int) -> Iterator[list[Any]]:
+        """Yield this rank's micro-batches, one list per step from ``first_step`` on: arrays [micro_batch,
+        ...], or of ``data=custom`` lists (``toolkit.data.custom.samples.Samples``)."""
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
         """Return the samples and epochs that the first ``step`` steps use of each source, by its name."""
@@ -102,11 +108,19 @@ class DataKind:
 def get_data_kind(name: str) -> DataKind:
     """Look up the kind ``data.name``. The modules of kinds import this one, so they are imported here."""
     from toolkit.data.kinds.arrays import ARRAYS
+    from toolkit.data.kinds.custom import CUSTOM
     from toolkit.data.kinds.dataset import DATASET
     from toolkit.data.kinds.mixture import MIXTURE
     from toolkit.data.kinds.text import TEXT
 
-    kinds = {"stdlib": TEXT, "prepared": TEXT, "mixture": MIXTURE, "dataset": DATASET, "arrays": ARRAYS}
+    kinds = {
+        "stdlib": TEXT,
+        "prepared": TEXT,
+        "mixture": MIXTURE,
+        "dataset": DATASET,
+        "arrays": ARRAYS,
+        "custom": CUSTOM,
+    }
     return kinds[name]
 
 
@@ -182,6 +196,13 @@ def check_data_read(config: RunConfig, vocab_size: int | None, batch: BatchPlan 
             data.stream.close()
     except UserError as error:
         return DataReadCheck(problems=error.problems)
+    except RuntimeError as error:
+        if name != "custom":
+            raise
+        problem = Problem(
+            "data.target", str(error), "the samples can be read", "correct the dataset at the line shown"
+        )
+        return DataReadCheck(problems=(problem,))
     except OSError as error:  # StorageError: a store stopped answering
         problem = Problem(
             "data.path",

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from toolkit.checkpoint.shard import StateReader
 from toolkit.config.schema import EngineName
 from toolkit.engine.protocol import Engine, Objective
-from toolkit.monitor.step_parts import UNRECORDED, Recorder
 from toolkit.plan.types import RunPlan
+from toolkit.step_parts import UNRECORDED, Recorder
 
 
 def build_engine(

@@ -268,12 +268,12 @@ class _CollectiveRecorder:
         ]
 
     def _group(self, process_group: ProcessGroup) -> _Group:
-        found = self._groups.get(id(process_group))
-        if found is None or found.process_group() is not process_group:  # ids are reused
-            found = _Group(process_group, self._axes)
+        group = self._groups.get(id(process_group))
+        if group is None or group.process_group() is not process_group:  # ids are reused
+            group = _Group(process_group, self._axes)
             with self._lock:
-                self._groups[id(process_group)] = found
-        return found
+                self._groups[id(process_group)] = group
+        return group
 
     def _record(self, operation: str, group: _Group, arguments: Sequence[Any]) -> _RecordedCall:
         tensors = tuple([spec for argument in arguments if (spec := _tensor_spec(argument)) is not None])
@@ -318,11 +318,13 @@ class _CollectiveRecorder:
 
     def _direction(self, peer: int) -> str:
         """The axis from this rank to ``peer``."""
-        found = self._directions.get(peer)
-        if found is None:
+        direction = self._directions.get(peer)
+        if direction is None:
             inside = max(self._rank, peer) < self._axes.size and self._rank != peer
-            found = self._directions[peer] = axis_name((self._rank, peer), self._axes) if inside else OTHER
-        return found
+            direction = self._directions[peer] = (
+                axis_name((self._rank, peer), self._axes) if inside else OTHER
+            )
+        return direction
 
 
 def _to_call(group: _Group, call: _RecordedCall) -> CollectiveCall:

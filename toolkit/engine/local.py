@@ -6,23 +6,28 @@ update of the fp32 weights -> rounding to the run's precision.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import nn
 
-from toolkit.checkpoint.scalars import LOSS_SCALER, OPTIMIZER_STEP
+from toolkit.checkpoint.scalars import LOSS_SCALER
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, StateReader, TensorKey
 from toolkit.config.schema import Precision
 from toolkit.engine import seeding
-from toolkit.engine.muon import Muon
+from toolkit.engine.compile import compile_model
+from toolkit.engine.fp8 import use_fp8_linears
 from toolkit.engine.optimizers import (
     has_optimizer_state,
     master_or_weight_key,
-    optimizer_state_names,
-    torch_optimizers,
+    number_scalars,
+    numbers_of,
+    restore_group_numbers,
+    spec_of,
+    whole_state_tensors,
 )
 from toolkit.engine.precision import DTYPES, LossScaler
 from toolkit.engine.protocol import (
@@ -33,11 +38,16 @@ from toolkit.engine.protocol import (
     ReplicaSet,
     StepResult,
     StepSettings,
+    count_units,
     rank_device,
 )
+from toolkit.engine.step_read import read_numbers
 from toolkit.models.build import build_model
-from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
+from toolkit.models.loss_head import fuse_loss
+from toolkit.optimizers.base import StateLayout, has_evaluation_mode
+from toolkit.optimizers.torch_state import create_state, state_tensors
 from toolkit.plan.types import RunPlan
+from toolkit.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 
 
 class LocalEngine:
@@ -54,9 +64,12 @@ class LocalEngine:
     ) -> None:
         assert plan.axes.size == 1, f"the local engine is one process, the plan has {plan.axes.size} ranks"
         self._plan, self._objective, self._recorder = plan, objective, recorder
-        self._at = plan.axes.coordinates(rank)
+        self._coordinates = plan.axes.coordinates(rank)
         self.device = rank_device(plan.world.device, local_rank)
         self._module = _cast(build_model(plan, self.device), plan)
+        use_fp8_linears(self._module, plan)
+        compile_model(self._module, plan)
+        fuse_loss(self._module, plan)
         self._parameters = {
             name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad
         }
@@ -69,25 +82,31 @@ class LocalEngine:
         self._masters: dict[str, torch.Tensor] = dict(self._parameters)
         if self._has_masters:
             self._masters = {name: parameter.detach().float() for name, parameter in self._parameters.items()}
-        self._optimizers = torch_optimizers(self._masters, plan.config.optim)
+        self._spec = spec_of(plan)
+        self._optimizers = self._spec.build(self._masters, plan.config.optim)
         self._scaler = LossScaler.from_config(plan.config.precision)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], settings: StepSettings) -> StepResult:
-        units = sum(self._objective.units(batch) for batch in micro_batches)
+        units = sum(count_units(self._objective, batch) for batch in micro_batches)
         scale = self._scaler.cur_scale if self._scaler else 1.0
-        loss_sum = self._accumulate(micro_batches, settings.step, scale / max(units, 1))
+        total = self._accumulate(micro_batches, settings.step, scale / max(units, 1))
         with self._recorder.part(OPTIMIZER):
             gradients = [cast(torch.Tensor, master.grad) for master in self._masters.values()]
             for gradient in gradients:
                 gradient.div_(scale)
             norm = torch.nn.utils.get_total_norm(gradients)
-            skipped = not bool(norm.isfinite())  # checked before the update, which changes Muon's momentum
-            grad_norm = torch.inf if skipped else float(self._update(norm, settings.lr))
+            # Before the update, which changes Muon's momentum. The host waits for the device only here.
+            grad_norm, loss_sum = read_numbers([norm, total])
+            skipped = not math.isfinite(grad_norm)
+            if skipped:
+                grad_norm = math.inf
+            elif (updated := self._update(norm, settings.lr)) is not norm:
+                grad_norm = float(updated)
             for parameter in (*self._masters.values(), *self._parameters.values()):
                 parameter.grad = None
             if self._scaler:
                 self._scaler.update(skipped)
-        loss = float(loss_sum) / max(units, 1)
+        loss = loss_sum / max(units, 1)
         return StepResult(loss=loss, grad_norm=grad_norm, tokens=units, skipped=skipped, loss_scale=scale)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], step: int, weight: float) -> torch.Tensor:
@@ -98,7 +117,7 @@ class LocalEngine:
                 # Zero rather than None: an unused parameter still decays, as it does under ZeRO.
                 master.grad = torch.zeros_like(master)
         for number, batch in enumerate(micro_batches):
-            seeding.seed_micro_batch(self._plan.config.train.seed, step, self._at, number)
+            seeding.seed_micro_batch(self._plan.config.train.seed, step, self._coordinates, number)
             with self._recorder.part(FORWARD):
                 loss = self._objective.loss_sum(self._module, batch)
                 total += loss.detach()
@@ -115,10 +134,7 @@ class LocalEngine:
     def _update(self, norm: torch.Tensor, lr: float) -> torch.Tensor:
         """Clip, step the optimizer and round the masters; return the norm before clipping."""
         masters = list(self._masters.values())
-        if any(isinstance(optimizer, Muon) for optimizer in self._optimizers):
-            for optimizer in self._optimizers:
-                if isinstance(optimizer, Muon):
-                    optimizer.prepare()
+        if self._spec.prepare(self._optimizers):
             norm = torch.nn.utils.get_total_norm([cast(torch.Tensor, master.grad) for master in masters])
         clip = self._plan.config.optim.clip
         if clip > 0:
@@ -141,78 +157,98 @@ class LocalEngine:
 
     @torch.no_grad()
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        sums: defaultdict[str, float] = defaultdict(float)
+        sums: dict[str, torch.Tensor] = {}
         self._module.eval()
         try:
-            with seeding.preserve_rng_state(self.device):
+            with seeding.preserve_rng_state(self.device), self._evaluation_weights():
                 for batch in micro_batches:
                     for name, value in self._objective.eval_sums(self._module, batch).items():
-                        sums[name] += float(value)
+                        sums[name] = sums.get(name, 0) + value.double()
         finally:
             self._module.train()
-        return EvalResult(
-            sums.pop(LOSS), sum(self._objective.units(batch) for batch in micro_batches), dict(sums)
-        )
+        totals = dict(zip(sums, read_numbers(list(sums.values())), strict=True))
+        units = sum(count_units(self._objective, batch) for batch in micro_batches)
+        return EvalResult(totals.pop(LOSS), units, totals)
+
+    @contextmanager
+    def _evaluation_weights(self) -> Iterator[None]:
+        """Use the weights that the optimizer evaluates with, in the run's precision."""
+        replaced = any(map(has_evaluation_mode, self._optimizers))
+        with self._spec.evaluating(self._optimizers):
+            if replaced:
+                self._round()
+            yield
+        if replaced:
+            self._round()
 
     def shards(self) -> list[Shard]:
-        found = [
+        shards = [
             _shard(WEIGHT, name, parameter) for name, parameter in (self._parameters | self._frozen).items()
         ]
         if self._has_masters:
-            found += [_shard(MASTER, name, master) for name, master in self._masters.items()]
-        return found + list(self._moments())
+            shards += [_shard(MASTER, name, master) for name, master in self._masters.items()]
+        return shards + list(self._moments())
 
     def _moments(self) -> Iterator[Shard]:
         """Optimizer state that exists: optimizers create it in their first step."""
         names = {master: name for name, master in self._masters.items()}
         for optimizer in self._optimizers:
             for master, state in optimizer.state.items():
-                for kind in optimizer_state_names(optimizer.defaults):
-                    if state.get(kind) is not None:
-                        yield _shard(kind, names[master], state[kind])
+                for kind, tensor in state_tensors(self._states(optimizer), state):
+                    yield _shard(kind, names[master], tensor)
 
     def replica_sets(self) -> list[ReplicaSet]:
         return []
 
     def scalars(self) -> dict[str, object]:
-        found: dict[str, object] = {}
-        steps = {
-            int(state["step"])
-            for optimizer in self._optimizers
-            for state in optimizer.state.values()
-            if "step" in state
-        }
-        assert len(steps) <= 1, f"one optimizer, several step counts: {steps}"
-        if steps:
-            found[OPTIMIZER_STEP] = steps.pop()
+        scalars: dict[str, object] = {}
+        scalars |= number_scalars(
+            (
+                (self._states(optimizer), optimizer.state.get(master, {}))
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+                for master in group["params"]
+            ),
+            (group for optimizer in self._optimizers for group in optimizer.param_groups),
+        )
         if self._scaler:
-            found[LOSS_SCALER] = self._scaler.state_dict()
-        return found
+            scalars[LOSS_SCALER] = self._scaler.state_dict()
+        return scalars
 
     @torch.no_grad()
     def load(self, reader: StateReader) -> None:
-        continues = has_optimizer_state(
-            reader,
-            (kind for optimizer in self._optimizers for kind in optimizer_state_names(optimizer.defaults)),
-        )
+        continues = has_optimizer_state(reader, map(self._states, self._optimizers))
         targets = [_shard(WEIGHT, name, parameter) for name, parameter in self._frozen.items()]
         for name, master in self._masters.items():
             targets.append(_shard(master_or_weight_key(reader, name).state, name, master))
-        step = cast(int, reader.scalars.get(OPTIMIZER_STEP, 0))
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
-            if continues:
-                for group in optimizer.param_groups:
-                    for master in group["params"]:
-                        for kind in optimizer_state_names(optimizer.defaults):
-                            optimizer.state[master][kind] = torch.zeros_like(master, requires_grad=False)
-                        if isinstance(optimizer, torch.optim.AdamW):
-                            optimizer.state[master]["step"] = torch.tensor(float(step))
+        if continues:
+            self._create_states(reader)
+        else:
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
         reader.read(targets + list(self._moments()))
         self._round()
         saved = reader.scalars.get(LOSS_SCALER)
         if self._scaler and isinstance(saved, dict):
             self._scaler.load_state_dict(saved)
+
+    def _states(self, optimizer: torch.optim.Optimizer) -> StateLayout:
+        return self._spec.states(self._plan.config.optim, self._spec.kind_of_group(optimizer.defaults))
+
+    def _create_states(self, reader: StateReader) -> None:
+        """Create the states that ``reader`` has, with its numbers; tensors are zero until they are read."""
+        numbers, names = numbers_of(reader), {master: name for name, master in self._masters.items()}
+        for optimizer in self._optimizers:
+            states = self._states(optimizer)
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                for master in group["params"]:
+                    whole = whole_state_tensors(reader, states, names[master])
+                    optimizer.state[master] = {
+                        **create_state(states, optimizer, group, master, numbers),
+                        **{name: tensor.to(master.device) for name, tensor in whole.items()},
+                    }
+            restore_group_numbers(optimizer, states, numbers)
 
     def close(self) -> None:
         self._module, self._optimizers = nn.Module(), []
@@ -227,12 +263,13 @@ def _shard(state: str, name: str, tensor: torch.Tensor) -> Shard:
 def _cast(module: nn.Module, plan: RunPlan) -> nn.Module:
     """Cast weights to the run's precision.
 
-    A family's buffers stay in fp32, because rotary frequencies are too imprecise in 16 bits. ``model.target``
-    is converted with its buffers, since its code may combine them with its weights.
+    Buffers of transformers' models stay as they are, because rotary frequencies are too imprecise in 16 bits.
+    ``model.target`` is converted with its buffers, since its code may combine them with its weights.
     """
     dtype = DTYPES[plan.config.precision.name]
-    if plan.shape is None:
+    if plan.config.model.target is not None:
         return module.to(dtype)
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return module

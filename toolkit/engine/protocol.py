@@ -22,6 +22,17 @@ MicroBatch = Mapping[str, torch.Tensor]
 LOSS = "loss"
 
 
+class CountedBatch(dict[str, torch.Tensor]):
+    """A micro-batch whose units were counted in host memory, before its tensors moved to the device.
+
+    Counting on the device would make the host wait for it in every micro-batch.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], units: int) -> None:
+        super().__init__(tensors)
+        self.units = units
+
+
 class Objective(Protocol):
     """Computes the loss of a micro-batch, so that engines are independent of the kind of samples."""
 
@@ -34,6 +45,11 @@ class Objective(Protocol):
 
     def units(self, batch: MicroBatch) -> int:
         """The number of unmasked units. The loss is divided by their sum over the global batch."""
+
+
+def count_units(objective: Objective, batch: MicroBatch) -> int:
+    """Return the units of a micro-batch: those of a ``CountedBatch`` without waiting for the device."""
+    return batch.units if isinstance(batch, CountedBatch) else objective.units(batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import InputError, Problem
+from toolkit.layout.axes import Axes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,6 +33,7 @@ class StepConsensus:
     """
 
     stop: bool = False  # some rank received a request to stop
+    end_early: bool = False  # a hook asked to end the run: ``HookContext.request_stop``
     save_due: bool = False  # a checkpoint is due by rank 0's clock
     # a stopping rank has less time left than a save takes: ``train/save_deadline.py``
     too_late_to_save: bool = False
@@ -43,6 +45,7 @@ class StepConsensus:
     nonfinite_state: bool = False
     host_bytes: int = 0  # memory of a process: ``observe/process_stats.py``
     device_bytes: int = 0  # memory that tensors occupy on a device; 0 on CPU
+    device_peak_bytes: int = 0  # the most that they occupied at any moment
 
 
 _MICROSECONDS = ("data_seconds", "gc_seconds")  # the exchange is of integers
@@ -83,6 +86,24 @@ def make_flag_reduce(ranks: int) -> FlagReduce:
     return GlooFlagReduce() if ranks > 1 else single_rank_reduce
 
 
+def make_data_gather(axes: Axes) -> Callable[[Any], list[Any]] | None:
+    """Return a function that gathers one object of each data rank; None if there is only one.
+
+    The function is collective over all ranks. Ranks with the same data give the same object, which is taken
+    once. Objects are in the order of the data ranks.
+    """
+    if axes.data == 1:
+        return None
+    first = {axes.coordinates(rank).data: rank for rank in reversed(range(axes.size))}
+
+    def gather(value: Any) -> list[Any]:
+        everyone = [value] * axes.size
+        dist.all_gather_object(everyone, value)
+        return [everyone[first[data]] for data in range(axes.data)]
+
+    return gather
+
+
 def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
     """Compare the data that ranks read: nodes with local disks may store different data under one path.
 
@@ -106,6 +127,16 @@ def check_same_data(fingerprint: Mapping[str, str | int], ranks: int) -> None:
                 + ", ".join(f"{key}={data.get(key)}" for key in sorted(differing))
                 for number, name, data in ((0, first_host, first), (rank, host, found))
             ]
+            if "dataset" in differing or "length" in differing:
+                raise InputError(
+                    Problem(
+                        "data.target",
+                        "; ".join(seen),
+                        "every rank reads the same data",
+                        "let data.target give the same samples on every machine, with data.arguments that do "
+                        "not depend on the rank",
+                    )
+                )
             raise InputError(
                 Problem(
                     "data.path",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.families.megatron import MegatronTensor
+from toolkit.optimizers.base import uses_weight_decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +34,6 @@ class ModelShape:
     norm_eps: float = 1e-5
     initializer_range: float = 0.02
     dropout: float = 0.0
-
-
-def uses_weight_decay(dims: int) -> bool:
-    """Whether weight decay applies to a parameter of ``dims`` dimensions: to matrices, not to vectors."""
-    return dims > 1
-
-
-def uses_muon(name: str, dims: int) -> bool:
-    """Whether Muon optimizes a parameter: hidden matrices, as in DeepSpeed's ``set_optimizer_flags``."""
-    return dims > 1 and not any(part in name.lower() for part in ("embed", "lm_head"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +86,10 @@ class FamilyTraits:
         qkv_bias: the query, key and value projections have a bias.
         qk_norm: queries and keys are normalized per head before the rotation.
         experts: the feed-forward consists of a router and experts.
-        linear: projections are torch's linear layers, which DeepSpeed replaces under ZeRO 3.
+        linear_layers: projections are torch's linear layers, which DeepSpeed replaces under ZeRO 3.
         hidden_dropout: ``model.dropout`` also applies to the embedding's output and to what is added to the
             residual stream.
-        muon: why DeepSpeed's Muon cannot train this family; None if it can.
+        unsupported_optimizers: optimizers that cannot train this family with DeepSpeed, and why.
     """
 
     norm: NormKind = NormKind.rms
@@ -108,9 +99,9 @@ class FamilyTraits:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
-    linear: bool = True
+    linear_layers: bool = True
     hidden_dropout: bool = False
-    muon: str | None = None
+    unsupported_optimizers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ Shapes: H hidden, F feed-forward, D head_dim, A query heads, K key-value heads, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, ClassVar
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.families import megatron_tables, resolve_shape
 from toolkit.families.base import FamilyTraits, ForwardFlops, HubTensor, ModelShape, ParameterSpec
 from toolkit.families.megatron import EMBEDDING, OUTPUT, MegatronTensor, TensorCut, TensorPart
@@ -43,9 +44,11 @@ class Decoder:
     def resolve_shape(self, model: ModelConfig) -> ModelShape:
         return resolve_shape.resolve_model_shape(model, required=self.required, **self.defaults)
 
+    # The planner of layouts asks hundreds of times for the same shape. Families live as long as the process.
+    @lru_cache(maxsize=8)  # noqa: B019
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
         hidden = shape.hidden_size
-        found = [ParameterSpec("model.embed_tokens.weight", (shape.vocab_size, hidden))]
+        specs = [ParameterSpec("model.embed_tokens.weight", (shape.vocab_size, hidden))]
         for layer in range(shape.num_hidden_layers):
             inside = (
                 *self.attention(shape),
@@ -53,11 +56,11 @@ class Decoder:
                 ("input_layernorm.weight", (hidden,)),
                 ("post_attention_layernorm.weight", (hidden,)),
             )
-            found += [ParameterSpec(f"model.layers.{layer}.{name}", size, layer) for name, size in inside]
-        found.append(ParameterSpec("model.norm.weight", (hidden,)))
+            specs += [ParameterSpec(f"model.layers.{layer}.{name}", size, layer) for name, size in inside]
+        specs.append(ParameterSpec("model.norm.weight", (hidden,)))
         if not shape.tie_word_embeddings:
-            found.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
-        return tuple(found)
+            specs.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
+        return tuple(specs)
 
     def attention(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes within a block: q [A*D, H], k and v [K*D, H], o [H, A*D]."""
@@ -89,6 +92,7 @@ class Decoder:
         """The hub's tensors for one canonical tensor; here the tensor itself."""
         yield HubTensor(spec.name, spec.shape, spec.name, (0,) * len(spec.shape), spec.shape)
 
+    @lru_cache(maxsize=8)  # noqa: B019
     def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
         return tuple(self._iter_megatron_tensors(shape))
 

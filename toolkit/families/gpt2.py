@@ -6,9 +6,10 @@ Its projections are transformers' ``Conv1D``: weights are [in, out], the transpo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, ClassVar
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.errors import PlanError, Problem
 from toolkit.families import megatron_tables, resolve_shape
 from toolkit.families.base import FamilyTraits, ForwardFlops, HubTensor, ModelShape, NormKind, ParameterSpec
@@ -25,9 +26,11 @@ class GPT2Family:
         rotary=False,
         gated=False,
         biases=True,
-        linear=False,
+        linear_layers=False,
         hidden_dropout=True,
-        muon="DeepSpeed's Muon recognizes embeddings by the name embed, and gpt2's are wte and wpe",
+        unsupported_optimizers={
+            "muon": "DeepSpeed's Muon recognizes embeddings by the name embed, and gpt2's are wte and wpe"
+        },
     )
     published: ClassVar[Mapping[str, ModelConfig]] = {
         "gpt2": ModelConfig(
@@ -74,9 +77,10 @@ class GPT2Family:
             raise PlanError(*problems)
         return shape
 
+    @lru_cache(maxsize=8)  # noqa: B019  # as in families/decoder.py
     def parameters(self, shape: ModelShape) -> tuple[ParameterSpec, ...]:
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        found = [
+        specs = [
             ParameterSpec(f"{PREFIX}wte.weight", (shape.vocab_size, hidden)),
             ParameterSpec(f"{PREFIX}wpe.weight", (shape.max_position_embeddings, hidden)),
         ]
@@ -90,15 +94,15 @@ class GPT2Family:
         )
         for layer in range(shape.num_hidden_layers):
             for name, size in block:
-                found.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.weight", size, layer))
-                found.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.bias", size[-1:], layer))
-        found += [
+                specs.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.weight", size, layer))
+                specs.append(ParameterSpec(f"{PREFIX}h.{layer}.{name}.bias", size[-1:], layer))
+        specs += [
             ParameterSpec(f"{PREFIX}ln_f.weight", (hidden,)),
             ParameterSpec(f"{PREFIX}ln_f.bias", (hidden,)),
         ]
         if not shape.tie_word_embeddings:
-            found.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
-        return tuple(found)
+            specs.append(ParameterSpec("lm_head.weight", (shape.vocab_size, hidden)))
+        return tuple(specs)
 
     def tied_weights(self, shape: ModelShape) -> Mapping[str, str]:
         return {"lm_head.weight": f"{PREFIX}wte.weight"} if shape.tie_word_embeddings else {}
@@ -120,6 +124,7 @@ class GPT2Family:
             for spec in self.parameters(shape)
         )
 
+    @lru_cache(maxsize=8)  # noqa: B019
     def megatron_tensors(self, shape: ModelShape) -> tuple[MegatronTensor, ...]:
         return tuple(self._iter_megatron_tensors(shape))
 

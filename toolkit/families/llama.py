@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.errors import PlanError
 from toolkit.families import resolve_shape
 from toolkit.families.base import ModelShape
@@ -61,7 +61,7 @@ class Llama(Decoder):
         shape = super().resolve_shape(model)
         if shape.hidden_size % shape.num_attention_heads:  # required by LlamaConfig
             raise PlanError(
-                resolve_shape.indivisible(
+                resolve_shape.indivisible_heads(
                     shape.hidden_size,
                     shape.num_attention_heads,
                     "transformers builds Llama only if model.num_attention_heads divides model.hidden_size "

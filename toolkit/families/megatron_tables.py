@@ -67,7 +67,7 @@ def move_to_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTe
 
 def transformer_config(shape: ModelShape, traits: FamilyTraits) -> dict[str, Any]:
     """See ``Family.megatron_config``."""
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "normalization": traits.norm.value,
         "gated_linear_unit": traits.gated,
         "activation_func": "silu" if traits.gated else "gelu_tanh",
@@ -81,7 +81,7 @@ def transformer_config(shape: ModelShape, traits: FamilyTraits) -> dict[str, Any
         "rotary_base": shape.rope_theta,
     }
     if traits.experts:
-        found |= {
+        fields |= {
             "num_moe_experts": shape.num_local_experts,
             "moe_router_topk": shape.num_experts_per_tok,
             "moe_router_pre_softmax": False,  # softmax over the chosen experts equals renormalizing over them
@@ -92,6 +92,5 @@ def transformer_config(shape: ModelShape, traits: FamilyTraits) -> dict[str, Any
             "moe_aux_loss_coeff": shape.router_aux_loss_coef
             * shape.num_experts_per_tok
             / shape.num_hidden_layers,
-            "moe_grouped_gemm": False,
         }
-    return found
+    return fields

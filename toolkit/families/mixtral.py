@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.errors import PlanError, Problem
 from toolkit.families import megatron_tables
 from toolkit.families.base import FamilyTraits, HubTensor, ModelShape, ParameterSpec
@@ -29,7 +29,10 @@ class Mixtral(Decoder):
         "rope_theta": 1_000_000.0,
     }
     traits = FamilyTraits(
-        experts=True, muon="DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional"
+        experts=True,
+        unsupported_optimizers={
+            "muon": "DeepSpeed's Muon covers matrices, and mixtral's experts are three-dimensional"
+        },
     )
     published: ClassVar[Mapping[str, ModelConfig]] = {
         "mixtral-8x7b": ModelConfig(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.families import resolve_shape
 from toolkit.families.base import FamilyTraits, ModelShape
 from toolkit.families.decoder import Decoder

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.families import megatron_tables, resolve_shape
 from toolkit.families.base import FamilyTraits, ModelShape
 from toolkit.families.decoder import Decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.errors import InputError, PlanError, Problem
 from toolkit.families.base import ModelShape
 
@@ -33,7 +33,7 @@ def resolve_model_shape(
     derived = sizes["head_dim"] is None
     if derived and hidden % heads:
         problems.append(
-            indivisible(
+            indivisible_heads(
                 hidden,
                 heads,
                 "model.hidden_size is divisible by model.num_attention_heads unless model.head_dim is given",
@@ -72,7 +72,7 @@ def resolve_model_shape(
     return ModelShape(**sizes)
 
 
-def indivisible(hidden: int, heads: int, rule: str) -> Problem:
+def indivisible_heads(hidden: int, heads: int, rule: str) -> Problem:
     return Problem(
         "model.num_attention_heads",
         f"model.num_attention_heads={heads}, model.hidden_size={hidden}",
@@ -110,7 +110,7 @@ def check_supported(config: Mapping[str, Any], family: str, **wanted: Any) -> No
                     f"config.json: {key}",
                     f"{key}={config[key]!r}",
                     f"the family {family} supports {key}={' or '.join(map(repr, accepted))} only",
-                    "train it as any module: model.target=my.package.Model",
+                    "train it without the family: model=huggingface model.pretrained=FOLDER",
                 )
             )
     if problems:
@@ -127,7 +127,7 @@ def read_rope_theta(config: Mapping[str, Any], family: str, default: float) -> f
                 "config.json: rope_parameters",
                 f"rope_type={kind!r}",
                 f"the family {family} supports plain rotary embeddings (rope_type 'default') only",
-                "train it as any module: model.target=my.package.Model",
+                "train it without the family: model=huggingface model.pretrained=FOLDER",
             )
         )
     return float(rope.get("rope_theta", config.get("rope_theta", default)))

@@ -67,11 +67,11 @@ class Axes:
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         return Coordinates(**coordinates)
 
-    def rank(self, at: Coordinates) -> int:
+    def rank(self, coordinates: Coordinates) -> int:
         """The inverse of :meth:`coordinates`."""
         rank = 0
         for axis in reversed(ORDER):
-            rank = rank * getattr(self, axis) + getattr(at, axis)
+            rank = rank * getattr(self, axis) + getattr(coordinates, axis)
         return rank
 
     def peers(self, rank: int, along: Collection[Axis]) -> tuple[int, ...]:
@@ -115,19 +115,19 @@ def axis_name(ranks: Collection[int], axes: Axes, *, exchange: bool = False) -> 
         neighbours = max(indices) - min(indices) == axes.expert - 1
         if neighbours and (exchange or axes.expert < axes.data * axes.context):
             return EXPERT
-    return ALL if len(spanned) > 1 and list(spanned) == _wide(axes) else "+".join(spanned)
+    return ALL if len(spanned) > 1 and list(spanned) == _divided_axes(axes) else "+".join(spanned)
 
 
 def axis_names(axes: Axes) -> tuple[str, ...]:
     """All names that :func:`axis_name` returns for several ranks, and ``other`` for unknown ranks."""
-    wide = _wide(axes)
-    if not wide:
+    divided = _divided_axes(axes)
+    if not divided:
         return ()
     several = [
-        "+".join(chosen) for size in range(1, max(len(wide), 2)) for chosen in combinations(wide, size)
+        "+".join(chosen) for size in range(1, max(len(divided), 2)) for chosen in combinations(divided, size)
     ]
-    return (*several, *([ALL] if len(wide) > 1 else []), *([EXPERT] if axes.expert > 1 else []), OTHER)
+    return (*several, *([ALL] if len(divided) > 1 else []), *([EXPERT] if axes.expert > 1 else []), OTHER)
 
 
-def _wide(axes: Axes) -> list[Axis]:
+def _divided_axes(axes: Axes) -> list[Axis]:
     return [axis for axis in ORDER if getattr(axes, axis) > 1]

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from toolkit.config.data import DocumentMasking
+from toolkit.config.kernels import AttentionKernel
 from toolkit.families import get_family
+from toolkit.models.attention_interface import use_kernel
+from toolkit.models.hugging_face import build_skeleton
 from toolkit.models.target import build_target
+from toolkit.plan.hugging_face import parameters_on_meta
 from toolkit.plan.types import RunPlan
 
 
 def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False) -> nn.Module:
     """Build the plan's model on ``device``, in fp32 and training mode.
 
-    Parameters of a family are uninitialized (see ``models/initial_weights.py``); those of ``model.target``
-    are as its constructor initialized them under the run's seed. Buffers are always as the constructor made
-    them.
+    Parameters of ``model.target`` are as its constructor initialized them under the run's seed; others are
+    uninitialized (see ``models/initial_weights.py``). Buffers are always as the constructor made them, or as
+    ``model.pretrained`` stores them.
 
     Args:
         meta: put parameters on the meta device and buffers on ``device``. If ``device`` is meta, buffers are
             on the CPU, because only the constructor can compute them.
 
     Raises:
-        ConfigError: ``model.target`` cannot be built.
+        UserError: ``model.target`` or ``model.hf`` cannot be built.
     """
     device = torch.device(device)
     meta = meta or device.type == "meta"
     buffer_device = torch.device("cpu") if device.type == "meta" else device
-    if plan.shape is None:
+    if plan.config.model.target is not None:
         module = build_target(plan.config.model, plan.config.train.seed, documents=plan.config.data.documents)
         if meta:
             replace_parameters(module, lambda parameter: torch.empty_like(parameter, device="meta"))
     else:
-        module = _build_family(plan)
+        module = build_skeleton(plan) if plan.shape is None else _build_family(plan)
         if not meta:
             replace_parameters(module, lambda parameter: torch.empty_like(parameter, device=buffer_device))
     # ``Module.to`` would fail on meta parameters.
@@ -50,15 +53,21 @@ def build_model(plan: RunPlan, device: torch.device | str, *, meta: bool = False
 def _build_family(plan: RunPlan) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from toolkit.models.recomputation import enable_recomputation
+
     assert plan.shape is not None
     settings = get_family(plan.shape.family).hugging_face_config(plan.shape)
     config = AutoConfig.for_model(
         **{**settings, "use_cache": False, "dtype": "float32", "bos_token_id": None, "eos_token_id": None}
     )
-    with _parameters_on_meta():
+    with parameters_on_meta():
         module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    if plan.config.train.activation_checkpointing:
-        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    use_kernel(
+        module,
+        AttentionKernel(plan.kernels.attention.name),
+        documents=plan.config.data.documents is DocumentMasking.separate,
+    )
+    enable_recomputation(module, plan)
     return module
 
 
@@ -72,23 +81,3 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], torch.T
                     memory = make(parameter).detach()
                     replaced[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
                 part._parameters[name] = replaced[parameter]
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device and buffers on real devices.
-
-    Under ``torch.device("meta")`` buffers such as rotary frequencies would be lost.
-    """
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.is_meta:  # a parameter that is being tied stays the same object
-            return parameter
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    # torch registers what the hook returns, although its annotation has no return value.
-    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()

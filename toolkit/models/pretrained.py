@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from toolkit.checkpoint import open_reader
+from toolkit.checkpoint.formats.huggingface.source import open_state_dict
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Shard, StateReader
-from toolkit.errors import InputError, Problem
 from toolkit.families import get_family
+from toolkit.models.hub_folder import hub_folder
+from toolkit.models.hugging_face import load_module
+from toolkit.models.initial_weights import InitialWeights
 from toolkit.plan.types import RunPlan
 
 
 def open_pretrained(plan: RunPlan) -> StateReader:
     """Open ``model.pretrained``; a hub id is downloaded to Hugging Face's cache first.
 
+    Ranks read only their shards. A model without a family whose tensors transformers has to rename or convert
+    is loaded whole on every rank first.
+
     Raises:
-        InputError: it cannot be downloaded.
+        InputError: it cannot be downloaded, or transformers cannot load it.
         CheckpointError: its weights are missing, damaged or of another family.
     """
     name = plan.config.model.pretrained
     assert name is not None, "the plan has pretrained weights"
-    assert plan.shape is not None, "pretrained weights are of a family"
-    folder = Path(name).expanduser()
-    return _Weights(
-        open_reader(
-            folder if folder.is_dir() else _download(name),
-            get_family(plan.shape.family).namespace,
-            plan.shape,
-        )
-    )
+    folder = hub_folder(name)
+    if plan.shape is not None:
+        return _Weights(open_reader(folder, get_family(plan.shape.family).namespace, plan.shape))
+    reader = _Weights(open_state_dict(folder).reader())
+    shapes = {key.name: info.shape for key, info in reader.tensors.items()}
+    if all(shapes.get(spec.name) == spec.shape for spec in plan.parameters):
+        return reader
+    return InitialWeights(plan, load_module)
 
 
 class _Weights:
@@ -43,27 +47,3 @@ class _Weights:
 
     def read(self, shards: Sequence[Shard]) -> None:
         self._reader.read(shards)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"],
-                ignore_patterns=["*/*"],  # optimizer state, other formats
-            )
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = str(error).splitlines()[0]
-        raise InputError(
-            Problem(
-                "model.pretrained",
-                f"model.pretrained={name}: no such folder, and the hub reports: {why}",
-                "model.pretrained is a folder in Hugging Face's format with safetensors, or a hub id",
-                "write model.pretrained=./folder or model.pretrained=organisation/model",
-            )
-        ) from error

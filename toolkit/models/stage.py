@@ -13,6 +13,7 @@ from torch import nn
 
 from toolkit.families import get_family
 from toolkit.models.build import build_model
+from toolkit.models.loss_head import fuse_loss
 from toolkit.plan.pipeline_stages import split_into_stages
 from toolkit.plan.types import RunPlan
 
@@ -21,8 +22,8 @@ class StageModel(nn.Module):
     """The part of a model that one pipeline stage runs.
 
     Input: token ids [micro-batch, sequence] on the first stage, otherwise hidden states [micro-batch,
-    sequence, hidden]. Output: logits [micro-batch, sequence, vocabulary] on the last stage, otherwise hidden
-    states.
+    sequence, hidden]. Output: logits [micro-batch, sequence, vocabulary] on the last stage, or the sum of the
+    losses if they are fused; otherwise hidden states.
     """
 
     def __init__(self, model: nn.Module, *, takes_ids: bool) -> None:
@@ -30,11 +31,17 @@ class StageModel(nn.Module):
         self.model = model
         self._input = "input_ids" if takes_ids else "inputs_embeds"
 
-    def forward(self, given: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Pass ``position_ids`` [micro-batch, sequence] to every stage if the batch has documents."""
-        output: Any = self.model(**{self._input: given}, position_ids=position_ids, use_cache=False)
-        logits: torch.Tensor = output.logits
-        return logits
+    def forward(
+        self, inputs: torch.Tensor, position_ids: torch.Tensor | None = None, **loss: torch.Tensor
+    ) -> torch.Tensor:
+        """Pass ``position_ids`` [micro-batch, sequence] to every stage if the batch has documents.
+
+        Args:
+            loss: :func:`loss_arguments` of the last stage's model.
+        """
+        output: Any = self.model(**{self._input: inputs}, position_ids=position_ids, use_cache=False, **loss)
+        result: torch.Tensor = output.loss if loss else output.logits
+        return result
 
 
 def build_stage(plan: RunPlan, device: torch.device | str, stage: int) -> StageModel:
@@ -56,6 +63,8 @@ def build_stage(plan: RunPlan, device: torch.device | str, stage: int) -> StageM
     if stage < count - 1:
         for name in after:
             model.set_submodule(name, PassThrough())
+    else:
+        fuse_loss(model, plan)
     return StageModel(model, takes_ids=stage == 0)
 
 
@@ -80,15 +89,19 @@ def _split_module_names(model: Any, layers: int) -> tuple[list[str], nn.ModuleLi
     (rotary embeddings) belong to every stage.
     """
     children = list(model.base_model.named_children())
-    at = next(
+    blocks_index = next(
         index
         for index, (_, part) in enumerate(children)
         if isinstance(part, nn.ModuleList) and len(part) == layers
     )
-    inside = model.base_model_prefix
-    before = [f"{inside}.{name}" for name, _ in children[:at]]
-    after = [f"{inside}.{name}" for name, part in children[at + 1 :] if any(True for _ in part.parameters())]
+    prefix = model.base_model_prefix
+    before = [f"{prefix}.{name}" for name, _ in children[:blocks_index]]
+    after = [
+        f"{prefix}.{name}"
+        for name, part in children[blocks_index + 1 :]
+        if any(True for _ in part.parameters())
+    ]
     head = next(name for name, part in model.named_modules() if part is model.get_output_embeddings())
-    blocks = children[at][1]
+    blocks = children[blocks_index][1]
     assert isinstance(blocks, nn.ModuleList)
     return before, blocks, [*after, head]

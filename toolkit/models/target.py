@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import typing
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from toolkit.config.data import DocumentMasking
-from toolkit.config.schema import ModelConfig
+from toolkit.config.model import ModelConfig
 from toolkit.errors import ConfigError, Problem
-from toolkit.plan.model_target import check_model_target
-
-TARGET_RULE = "model.target is a class derived from torch.nn.Module, or a function annotated to return one"
+from toolkit.progress import report_progress
+from toolkit.user_code import UserObject, build_user_object
 
 
 def build_target(
@@ -30,28 +29,29 @@ def build_target(
     Raises:
         ConfigError: the class does not exist, refuses its arguments, or cannot be trained.
     """
-    factory = _import_factory(model)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    assert model.target is not None, "the plan is of model.target"
+    given = UserObject("model", model.target, model.arguments)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), report_construction():
         torch.manual_seed(seed)
-        try:
-            module = factory(**model.arguments)
-        except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # raised inside the user's code, whose traceback helps most
-            given = ", ".join(model.arguments) or "none"
-            raise _problem(
-                model,
-                f"it does not accept the arguments given ({given}): {error}",
-                "model.arguments are the arguments of the class",
-                "write +model.arguments.NAME=VALUE for each required argument, and no unknown ones",
-            ) from error
-    if not isinstance(module, nn.Module):
-        seen = f"it returns a {type(module).__name__}"
-        raise _problem(model, seen, TARGET_RULE, "return the type in the annotation")
-    _check(module, model)
+        module = build_user_object(given, nn.Module)
+    check_trainable(module, "model.target", model.target)
     if documents is DocumentMasking.separate:
         _check_takes_positions(module, model)
     return module
+
+
+@contextmanager
+def report_construction() -> Iterator[None]:
+    """Report each parameter that a module registers inside the context as progress."""
+
+    def report(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        report_progress("building the model")
+
+    handle = register_module_parameter_registration_hook(report)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def hugging_face_config(model: ModelConfig, seed: int) -> dict[str, Any] | None:
@@ -67,77 +67,33 @@ def hugging_face_config(model: ModelConfig, seed: int) -> dict[str, Any] | None:
     }
 
 
-def _import_factory(model: ModelConfig) -> Callable[..., nn.Module]:
-    """Import the class or function, and check its type before calling it.
+def check_trainable(module: nn.Module, key: str, value: str) -> None:
+    """Refuse a module without trainable parameters, or with state that training changes besides parameters.
 
-    A configuration may come from somebody else, and calling any function of any package means running any
-    code.
+    Args:
+        key, value: what the user wrote to select the module, for errors.
 
     Raises:
-        ConfigError: it is neither a module class nor annotated to return a module.
+        ConfigError: it cannot be trained.
     """
-    assert model.target is not None, "the plan is of model.target"
-    path, _, name = model.target.rpartition(".")
-    check_model_target(model)
-    found = importlib.import_module(path)
-    factory = getattr(found, name, None)
-    if not isinstance(factory, type) and not inspect.isfunction(factory):
-        near = (
-            ", ".join(
-                key
-                for key, value in vars(found).items()
-                if isinstance(value, type) and issubclass(value, nn.Module)
-            )
-            or "none"
-        )
-        raise _problem(
-            model,
-            f"{path} has no class {name}; its modules: {near}",
-            "the part after the last dot is a class of that module",
-            "correct the name",
-        )
-    if isinstance(factory, type):
-        if not issubclass(factory, nn.Module):
-            raise _problem(
-                model,
-                f"{name} is a class that is not derived from torch.nn.Module",
-                TARGET_RULE,
-                "name a class that is derived from it",
-            )
-    elif not _returns_module(factory):
-        raise _problem(
-            model,
-            f"the function {name} is not annotated to return a torch.nn.Module",
-            TARGET_RULE,
-            f"annotate it: def {name}(...) -> torch.nn.Module; or name the class itself",
-        )
-    return factory
-
-
-def _returns_module(function: Callable[..., Any]) -> bool:
-    """Whether the return annotation of ``function`` is a module class."""
-    try:
-        given = typing.get_type_hints(function).get("return")
-    except (NameError, TypeError, AttributeError):  # a name imported for type checkers only
-        return False
-    return isinstance(given, type) and issubclass(given, nn.Module)
-
-
-def _check(module: nn.Module, model: ModelConfig) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise _problem(
-            model,
-            "it has no parameter that requires a gradient",
-            "there is something to train",
-            "register weights as torch.nn.Parameter",
+        raise ConfigError(
+            Problem(
+                key,
+                f"{key}={value}: it has no parameter that requires a gradient",
+                "there is something to train",
+                "register weights as torch.nn.Parameter",
+            )
         )
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
-            raise _problem(
-                model,
-                f"its {name} ({type(part).__name__}) keeps running statistics",
-                "training changes parameters only; other state differs between ranks and is not saved",
-                "use LayerNorm or GroupNorm, or write track_running_stats=False",
+            raise ConfigError(
+                Problem(
+                    key,
+                    f"{key}={value}: its {name} ({type(part).__name__}) keeps running statistics",
+                    "training changes parameters only; other state differs between ranks and is not saved",
+                    "use LayerNorm or GroupNorm, or write track_running_stats=False",
+                )
             )
 
 

@@ -72,12 +72,12 @@ def calls_from_flight_recorder(
         Calls with ``begun`` in ``time.time()``, unlike elsewhere, oldest first in each group.
     """
     groups = {call.group: call for call in known}
-    found: dict[tuple[str, bool], list[CollectiveCall]] = {}
+    calls_by_group: dict[tuple[str, bool], list[CollectiveCall]] = {}
     for entry in trace.get("entries", []):
         group, is_p2p = groups.get(entry["process_group"][0]), entry["is_p2p"]
         if group is None:
             continue
-        found.setdefault((group.group, is_p2p), []).append(
+        calls_by_group.setdefault((group.group, is_p2p), []).append(
             CollectiveCall(
                 group=group.group,
                 ranks=group.ranks,
@@ -90,7 +90,7 @@ def calls_from_flight_recorder(
                 finished=entry["retired"] or entry["state"] == "completed",
             )
         )
-    return [call for calls in found.values() for call in calls[-recent:]]
+    return [call for calls in calls_by_group.values() for call in calls[-recent:]]
 
 
 def _operation(entry: Mapping[str, Any]) -> str:
@@ -100,8 +100,8 @@ def _operation(entry: Mapping[str, Any]) -> str:
 
 def _peer(entry: Mapping[str, Any], ranks: Sequence[int]) -> int:
     """Parse ``nccl:recv 1<-0``, which has ranks within the group."""
-    found = re.search(r"(?:->|<-)(\d+)$", entry["profiling_name"])
-    return ranks[int(found[1])] if found and int(found[1]) < len(ranks) else -1
+    match = re.search(r"(?:->|<-)(\d+)$", entry["profiling_name"])
+    return ranks[int(match[1])] if match and int(match[1]) < len(ranks) else -1
 
 
 def _rank(peer: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from toolkit.layout.axes import Axes, axis_names
 from toolkit.monitor.recorder import StepTime
 from toolkit.monitor.sink import Row
-from toolkit.monitor.step_parts import CHECKPOINT, DATA, EVALUATION, PARTS, UNEXPLAINED, communication
+from toolkit.step_parts import CHECKPOINT, DATA, EVALUATION, PARTS, UNEXPLAINED, communication
 
 STEP, WALL, BUSY = 0, 1, 2  # indices in a vector; the seconds of delays and parts follow
 DELAYS = {"starved": 3, "stopped": 4, "crowded": 5}  # the fields of ``ThreadDelays``

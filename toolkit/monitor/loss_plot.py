@@ -17,12 +17,12 @@ POINTS = 2000  # per line
 SMOOTHED = 50  # the smoothing window is the number of steps divided by this
 
 
-def plot_loss(run: str | Path, unigram: float | None = None, per: str = "a token") -> Path | None:
+def plot_loss(run: str | Path, unigram: float | None = None, unit: str = "nats a token") -> Path | None:
     """Draw ``plots/loss.png`` of a run directory: training loss, its running mean, and each evaluation set.
 
     Args:
         unigram: the unigram model's loss on the validation tokens, drawn as a horizontal line.
-        per: the unit that the loss is a mean over: "a token", "an image".
+        unit: of the loss: "nats a token", "nats an image", "a sample".
 
     Returns:
         The path of the image, written atomically; None if there is no step yet.
@@ -53,7 +53,7 @@ def plot_loss(run: str | Path, unigram: float | None = None, per: str = "a token
         )
     if unigram is not None:
         axes.axhline(unigram, color="grey", linestyle="--", linewidth=1, label=f"unigram model {unigram:.3f}")
-    axes.set(xlabel="step", ylabel=f"loss (nats {per})", title=folder.name)
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()
     path = folder / "plots" / "loss.png"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolkit.layout.axes import ALL, Axis
-from toolkit.monitor.step_parts import (
+from toolkit.step_parts import (
     BUBBLE,
     CHECKPOINT,
     COMMUNICATION,
@@ -134,16 +134,16 @@ def attribute(
         transfers: by index of a mark that begins a wait, the seconds that the transfer itself takes. Up to
             that much of the wait is ``communication/pipeline``, the rest belongs to the mark's part.
     """
-    found: defaultdict[str, float] = defaultdict(float)
+    totals: defaultdict[str, float] = defaultdict(float)
     stamps = [stamp for _, stamp in marks]
     for (part, begun), until in zip(marks, [*stamps[1:], end], strict=True):
-        found[part] += seconds(begun, until)
+        totals[part] += seconds(begun, until)
     for number, transfer in (transfers or {}).items():
         part, begun = marks[number]
         moved = min(transfer, seconds(begun, marks[number + 1][1] if number + 1 < len(marks) else end))
-        found[part] -= moved
-        found[PIPELINE] += moved
-    return dict(found)
+        totals[part] -= moved
+        totals[PIPELINE] += moved
+    return dict(totals)
 
 
 def step_time(step: int, parts: Mapping[str, float], delays: ThreadDelays = NO_DELAYS) -> StepTime:
@@ -197,10 +197,10 @@ class StepRecorder(Recorder):
         self._marks_made, self._marks_read = 0, 0  # numbers of marks
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        found = self._parts.get(name)
-        if found is None:
-            found = self._parts[name] = _Part(self, name)
-        return found
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = _Part(self, name)
+        return part
 
     @contextmanager
     def schedule(self) -> Iterator[None]:

@@ -54,16 +54,18 @@ def name_code(what: str) -> int:
     return zlib.crc32(what.encode())
 
 
-def hash_row(found: TensorSet, hashes: np.ndarray) -> np.ndarray:
+def hash_row(tensor_set: TensorSet, hashes: np.ndarray) -> np.ndarray:
     """Compute what one rank sends of one set: int64 [WIDTH].
 
     Args:
         hashes: int64 [tensors].
     """
-    assert len(hashes) == len(found.names) < 2**DIGITS, f"{len(hashes)} hashes of {len(found.names)} tensors"
+    assert len(hashes) == len(tensor_set.names) < 2**DIGITS, (
+        f"{len(hashes)} hashes of {len(tensor_set.names)} tensors"
+    )
     numbers = np.arange(len(hashes))
     row = np.empty(WIDTH, dtype=np.int64)
-    row[WHAT], row[LEADER], row[COUNT] = name_code(found.what), found.leader, len(hashes)
+    row[WHAT], row[LEADER], row[COUNT] = name_code(tensor_set.what), tensor_set.leader, len(hashes)
     row[SUMS] = hashes.sum()  # modulo 2^64, as numpy's integers
     for digit in range(DIGITS):
         row[SUMS + 1 + digit] = hashes[(numbers >> digit) & 1 == 1].sum()
@@ -72,11 +74,11 @@ def hash_row(found: TensorSet, hashes: np.ndarray) -> np.ndarray:
 
 def hash_block(rows: Sequence[np.ndarray], slots: int) -> np.ndarray:
     """Stack rows to [slots, WIDTH], with empty rows if this rank has fewer sets than others."""
-    found = np.zeros((slots, WIDTH), dtype=np.int64)
-    found[:, LEADER] = NO_LEADER
+    block = np.zeros((slots, WIDTH), dtype=np.int64)
+    block[:, LEADER] = NO_LEADER
     for at, row in enumerate(rows):
-        found[at] = row
-    return found
+        block[at] = row
+    return block
 
 
 def find_differences(blocks: np.ndarray) -> list[ReplicaDifference]:
@@ -87,7 +89,7 @@ def find_differences(blocks: np.ndarray) -> list[ReplicaDifference]:
     """
     ranks, slots = np.nonzero(blocks[:, :, LEADER] != NO_LEADER)
     rows = blocks[ranks, slots]
-    found = []
+    differences = []
     for what, leader in np.unique(rows[:, [WHAT, LEADER]], axis=0).tolist():
         mine = (rows[:, WHAT] == what) & (rows[:, LEADER] == leader)
         members, sums = ranks[mine], rows[mine][:, COUNT:]
@@ -98,7 +100,7 @@ def find_differences(blocks: np.ndarray) -> list[ReplicaDifference]:
         usual = np.frombuffer(common, dtype=np.int64)
         odd = (sums != usual).any(1)
         number = _number(usual, sums[odd])
-        found.append(
+        differences.append(
             ReplicaDifference(
                 what,
                 leader,
@@ -108,18 +110,18 @@ def find_differences(blocks: np.ndarray) -> list[ReplicaDifference]:
                 number,
             )
         )
-    return found
+    return differences
 
 
 def _number(usual: np.ndarray, odd: np.ndarray) -> int | None:
     """Return the index of the one tensor whose hash explains all differences; None if there is none."""
-    found = set()
+    numbers = set()
     for sums in odd - usual:  # modulo 2^64
         count, whole, digits = sums[0], sums[1], sums[2:]
         if count or not whole or not ((digits == 0) | (digits == whole)).all():
             return None
-        found.add(sum(1 << digit for digit in range(DIGITS) if digits[digit]))
-    return found.pop() if len(found) == 1 else None
+        numbers.add(sum(1 << digit for digit in range(DIGITS) if digits[digit]))
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 class ReplicaDetector:
@@ -136,25 +138,25 @@ class ReplicaDetector:
 
     def add_sets(self, sets: Sequence[TensorSet]) -> None:
         """Set the tensor names of sets; they replace earlier ones."""
-        self._sets |= {(name_code(found.what), found.leader): found for found in sets}
+        self._sets |= {(name_code(tensor_set.what), tensor_set.leader): tensor_set for tensor_set in sets}
 
     def check(self, step: int, blocks: np.ndarray) -> list[Alert]:
         """Return alerts for the comparison after ``step``."""
-        found = find_differences(blocks)
-        alerts = [self._alert(step, difference) for difference in found]
-        differing = {(difference.what, difference.leader) for difference in found}
+        differences = find_differences(blocks)
+        alerts = [self._alert(step, difference) for difference in differences]
+        differing = {(difference.what, difference.leader) for difference in differences}
         self._equal_at |= {key: step for key in self._sets if key not in differing}
         return alerts
 
-    def _alert(self, step: int, found: ReplicaDifference) -> Alert:
-        key = (found.what, found.leader)
+    def _alert(self, step: int, difference: ReplicaDifference) -> Alert:
+        key = (difference.what, difference.leader)
         known = self._sets[key]
         equal = self._equal_at.get(key)
         since = f"equal after step {equal}" if equal is not None else "not seen equal in this attempt"
-        name = "several tensors" if found.number is None else known.names[found.number]
-        rest = len(found.ranks) - len(found.odd)
-        who = _ranks(found.odd)
-        if found.majority:
+        name = "several tensors" if difference.number is None else known.names[difference.number]
+        rest = len(difference.ranks) - len(difference.odd)
+        who = _ranks(difference.odd)
+        if difference.majority:
             others = f"the other {rest} rank{'s' if rest > 1 else ''}"
             cause = f"{known.what} of {who} differ from those of {others} that should be equal: {name}"
         else:
@@ -163,7 +165,8 @@ class ReplicaDetector:
                 f"is right: {name}"
             )
         locations = ", ".join(
-            f"node {rank // self._ranks_per_node} GPU {rank % self._ranks_per_node}" for rank in found.odd[:4]
+            f"node {rank // self._ranks_per_node} GPU {rank % self._ranks_per_node}"
+            for rank in difference.odd[:4]
         )
         before = f"before step {equal + 1}" if equal is not None else "from before this attempt"
         return Alert(
@@ -172,7 +175,7 @@ class ReplicaDetector:
             level=Level.ERROR,
             step=step,
             cause=cause,
-            evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(found.ranks)} after step "
+            evidence=f"64-bit hashes of {len(known.names)} tensors on {_ranks(difference.ranks)} after step "
             f"{step}; {since}",
             next_step="stop, and start the same command with resume=RUN_DIR/checkpoints/step-N of a "
             f"checkpoint {before}; test the hardware ({locations}): dcgmi diag -r 3, and memtest for "
@@ -189,7 +192,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def pack_names(sets: Sequence[TensorSet], rank: int) -> bytes:
     """Pack the names of the sets that ``rank`` leads; empty if there are none."""
-    led = [[found.what, list(found.names)] for found in sets if found.leader == rank]
+    led = [[tensor_set.what, list(tensor_set.names)] for tensor_set in sets if tensor_set.leader == rank]
     return zlib.compress(json.dumps(led).encode()) if led else b""
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +26,40 @@ class Kind(StrEnum):
     LEDGER = "ledger"  # where one step's time went, over all ranks: ``monitor/ledger_rows.py``
     SYSTEM = "system"  # one sample of the GPUs and host of a node: ``monitor/system/sampler.py``
     ALERT = "alert"  # ``monitor/alert.py``
+    HOOK = "hook"  # what a user's hook measured: ``step``, ``hook`` and numbers
 
 
-class Sink(Protocol):
-    """A destination of rows. Methods may be called from several threads."""
+@dataclass(frozen=True, slots=True)
+class SinkRun:
+    """The run whose rows a sink of the configuration receives.
+
+    Attributes:
+        folder: the run's directory. Its name is the name of the run.
+        first_step: steps completed before this start. A resumed run may log steps that an earlier start has
+            logged: those after ``first_step``.
+        config: the configuration in JSON types.
+    """
+
+    folder: Path
+    first_step: int
+    config: Mapping[str, Any]
+
+
+class Sink:
+    """Base class of destinations of rows; every method does nothing by default.
+
+    Methods may be called from several threads, except those of a sink of the configuration
+    (``+monitor.sinks.NAME.target``): rank 0 builds it in a thread of its own that makes all calls, so that
+    training never waits for it. If it raises, that is logged and it receives no more rows.
+    """
 
     @property
     def name(self) -> str:
         """The name used in messages."""
         return type(self).__name__
+
+    def open(self, run: SinkRun) -> None:
+        """Receive the run, before the first row. Only for sinks of the configuration."""
 
     def log(self, kind: Kind, row: Row) -> None:
         """Log one row. The caller must not change it afterwards, because it may be written later."""
@@ -49,25 +75,6 @@ class Sink(Protocol):
 
     def close(self, exit_code: int) -> None:
         """End the run with an exit code of ``toolkit.errors.ExitCode``."""
-
-
-class NullSink(Sink):
-    """Ignores everything; the base class of sinks that need only some of the calls."""
-
-    def log(self, kind: Kind, row: Row) -> None:
-        pass
-
-    def log_summary(self, name: str, value: str | float) -> None:
-        pass
-
-    def log_image(self, name: str, path: Path) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def close(self, exit_code: int) -> None:
-        pass
 
 
 class CompositeSink(Sink):
@@ -116,7 +123,7 @@ class CompositeSink(Sink):
                     )
 
 
-class FilteredSink(NullSink):
+class FilteredSink(Sink):
     """Forwards the rows for which ``wanted`` is true, and nothing else."""
 
     def __init__(self, sink: Sink, wanted: Callable[[Kind, Row], bool]) -> None:

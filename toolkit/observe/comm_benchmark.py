@@ -17,7 +17,14 @@ from toolkit.engine.rank_sync import FlagReduce, make_flag_reduce
 from toolkit.files import write_whole
 from toolkit.hooks import Hook
 from toolkit.layout.axes import ALL, ORDER, Axes, Axis
-from toolkit.monitor.link_probe import ALL_REDUCE, SEND, LinkTiming, format_probe, probe_row, unprobed_row
+from toolkit.monitor.comm_benchmark_rows import (
+    ALL_REDUCE,
+    SEND,
+    LinkTiming,
+    format_probe,
+    probe_row,
+    unprobed_row,
+)
 from toolkit.monitor.sink import Row, Sink
 from toolkit.plan.types import RunPlan
 
@@ -63,8 +70,8 @@ class CommBenchmark(Hook):
         if self._rank != 0 or not rows:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        found = {"step": step, "seconds": time.perf_counter() - start, "axes": rows}
-        write_whole(self._file, json.dumps(found, indent=1) + "\n")
+        content = {"step": step, "seconds": time.perf_counter() - start, "axes": rows}
+        write_whole(self._file, json.dumps(content, indent=1) + "\n")
         for row in rows:
             log.info(format_probe(row))
         self._sink.log_summary("probe", "\n".join(format_probe(row) for row in rows))
@@ -118,7 +125,7 @@ def measure_links(axes: Axes | None, device: torch.device, rank: int, ranks: int
         axes: None without a plan: only all ranks are measured.
 
     Returns:
-        Rows as in ``monitor/link_probe.py``.
+        Rows as in ``monitor/comm_benchmark_rows.py``.
     """
     all_reduce_flags = make_flag_reduce(ranks)
     rows: list[Row] = []

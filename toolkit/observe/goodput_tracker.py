@@ -22,7 +22,7 @@ from toolkit.goodput import (
 )
 from toolkit.hooks import CompletedStep, Hook, SaveObserver
 from toolkit.monitor.sink import Row
-from toolkit.observe.reporting import STATUS_SECONDS
+from toolkit.observe.progress_hooks import STATUS_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from toolkit.hooks import Hook
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.health.alert_limiter import AlertLimiter
 from toolkit.monitor.health.detector import Detector
-from toolkit.monitor.sink import Kind, NullSink, Row, Sink
+from toolkit.monitor.sink import Kind, Row, Sink
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class AlertDispatcher:
             self._sink.log(Kind.ALERT, replace(admitted, next_step=next_step).to_row())
 
 
-class HealthSink(NullSink):
+class HealthSink(Sink):
     """Pass each row to the detectors of its kind. A detector that raises is logged and removed.
 
     It runs behind a queue, so a single thread calls it and training does not wait for it.

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from toolkit.config.schema import parse_cadence
+from toolkit.config.checkpoint import parse_cadence
 from toolkit.engine import collectives
 from toolkit.engine.clock import make_clock
 from toolkit.engine.protocol import Engine
@@ -20,7 +20,6 @@ from toolkit.monitor.health.checkpoints import LateCheckpoint
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, Sink
 from toolkit.monitor.sinks.queued import QueuedSink
-from toolkit.monitor.step_parts import UNRECORDED, Recorder
 from toolkit.observe.comm_benchmark import CommBenchmark
 from toolkit.observe.context import RankContext
 from toolkit.observe.gather import Gather, make_gather
@@ -32,6 +31,7 @@ from toolkit.observe.replicas import ReplicaCheck
 from toolkit.observe.system import sample_system
 from toolkit.observe.watchdog import HangMonitor, watch_for_hangs
 from toolkit.plan.types import RunPlan
+from toolkit.step_parts import UNRECORDED, Recorder
 
 HEALTH_LAG_SECONDS = 0.5  # waking a thread for every row costs more than the detectors' work
 HEALTH_CLOSE_SECONDS = 5.0  # how long the end waits until the detectors have seen the last rows
@@ -92,9 +92,9 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
             recorder = step_recorder = StepRecorder(
                 make_clock(plan.world.device), pipelined=pipelined, delays=delays.read
             )
-            made = make_ledger(context, step_recorder, partial(sink.log, Kind.LEDGER))
-            ledger = stack.enter_context(closing(made))
-            factories.append(lambda engine: made)
+            new_ledger = make_ledger(context, step_recorder, partial(sink.log, Kind.LEDGER))
+            ledger = stack.enter_context(closing(new_ledger))
+            factories.append(lambda engine: new_ledger)
         if monitor.ledger or monitor.hang_seconds:
             stack.enter_context(collectives.record_collectives(plan.axes, step_recorder))
         if monitor.replicas_every and plan.axes.size > 1:

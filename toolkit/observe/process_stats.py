@@ -27,11 +27,13 @@ class ProcessSample(NamedTuple):
         gc_seconds: time in garbage collection since the previous sample.
         host_bytes: resident memory that is not backed by a file. File pages come and go with the page cache.
         device_bytes: allocated to tensors on the device; 0 on CPU.
+        device_peak_bytes: the most that was allocated to tensors at any moment so far; 0 on CPU.
     """
 
     gc_seconds: float
     host_bytes: int
     device_bytes: int
+    device_peak_bytes: int
 
 
 class ProcessStats:
@@ -50,10 +52,11 @@ class ProcessStats:
         gc_seconds, self._gc_seconds = self._gc_seconds, 0.0
         # proc(5): counts of pages; ``shared`` are those of files and shared memory.
         _, resident, shared, *_ = os.pread(self._statm, 128, 0).split()
-        device_bytes = 0
+        allocated = {"current": 0, "peak": 0}
         if device.type == "cuda":
-            device_bytes = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
-        return ProcessSample(gc_seconds, (int(resident) - int(shared)) * PAGE_BYTES, device_bytes)
+            allocated = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+        host_bytes = (int(resident) - int(shared)) * PAGE_BYTES
+        return ProcessSample(gc_seconds, host_bytes, allocated["current"], allocated["peak"])
 
     def close(self) -> None:
         gc.callbacks.remove(self._on_collection)

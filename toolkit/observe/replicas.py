@@ -115,9 +115,10 @@ class ReplicaCheck(Hook):
             for rank, row in enumerate(() if gathered is None else gathered):
                 self._verdicts.add_sets(unpack_names(row.tobytes(), rank))
         values, sets = comparison.hashes.wait(), comparison.sets
-        ends = np.cumsum([len(one.names) for one in sets], dtype=np.int64).tolist()
+        ends = np.cumsum([len(tensor_set.names) for tensor_set in sets], dtype=np.int64).tolist()
         rows = [
-            hash_row(one, values[end - len(one.names) : end]) for one, end in zip(sets, ends, strict=True)
+            hash_row(tensor_set, values[end - len(tensor_set.names) : end])
+            for tensor_set, end in zip(sets, ends, strict=True)
         ]
         blocks = self._gather(hash_block(rows, comparison.slots))
         for alert in () if blocks is None else self._verdicts.check(comparison.step, blocks):

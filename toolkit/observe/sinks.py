@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.monitor import WandbMode
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.files import write_whole
-from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, NullSink, Sink
+from toolkit.monitor.sink import CompositeSink, FilteredSink, Kind, Sink, SinkRun
 from toolkit.monitor.sinks import environment
 from toolkit.monitor.sinks.console import AlertConsoleSink, ConsoleSink, StepTable
 from toolkit.monitor.sinks.jsonl import JsonlSink
@@ -28,6 +29,15 @@ from toolkit.observe.context import RankContext
 from toolkit.plan.flops import peak_flops
 from toolkit.plan.types import Device, RunPlan
 from toolkit.progress import Progress
+from toolkit.user_code import (
+    UserObject,
+    build_user_object,
+    check_arguments,
+    check_kind,
+    load_target,
+    sink_objects,
+    user_code,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +62,7 @@ def open_sinks(
     """
     plan, directory, node = context.plan, context.directory, context.node
     if not context.first_on_node:
-        return NullSink()
+        return Sink()
     monitor = plan.config.monitor
     description = {
         "git": environment.read_git_state(),
@@ -67,6 +77,8 @@ def open_sinks(
             Kind.EVAL: directory.eval_file,
             Kind.LEDGER: directory.ledger_file,
         }
+        if plan.config.hooks:
+            files[Kind.HOOK] = directory.hooks_file
     sinks: list[Sink] = [QueuedSink(lambda: JsonlSink(files), "JSONL", lag_seconds=FILE_LAG_SECONDS)]
     if monitor.wandb is not WandbMode.disabled:
         arguments = wandb_arguments(plan, description, node)
@@ -81,10 +93,46 @@ def open_sinks(
         lambda: _open_console(plan, first_step, node), "console", lag_seconds=FILE_LAG_SECONDS
     )
     sinks.append(FilteredSink(console, lambda kind, row: kind in CONSOLE_KINDS))
+    if node == 0:
+        sinks += open_user_sinks(plan, first_step)
     sink = CompositeSink(sinks)
     if node == 0:
         return sink
     return FilteredSink(sink, lambda kind, row: kind in files)  # rank 0 logs the rows of the run
+
+
+def open_user_sinks(plan: RunPlan, first_step: int) -> list[Sink]:
+    """Return the sinks of ``monitor.sinks``, each behind a queue and built in its own thread.
+
+    Raises:
+        ConfigError: a target cannot be imported, is not derived from ``toolkit.Sink``, or does not accept
+            its arguments.
+    """
+    check_user_sinks(plan.config)
+    run = SinkRun(Path(plan.run_dir), first_step, plan_to_json(plan)["config"])
+    return [_open_user_sink(given, run) for given in sink_objects(plan.config)]
+
+
+def check_user_sinks(config: RunConfig) -> None:
+    """Import the sinks of the configuration, and check them without building them.
+
+    Raises:
+        ConfigError: as :func:`open_user_sinks`.
+    """
+    for given in sink_objects(config):
+        factory = load_target(given)
+        check_kind(given, factory, (Sink,))
+        check_arguments(given, factory)
+
+
+def _open_user_sink(given: UserObject, run: SinkRun) -> Sink:
+    def build() -> Sink:
+        sink: Sink = build_user_object(given, Sink)
+        with user_code(given.key, sink):
+            sink.open(run)
+        return sink
+
+    return QueuedSink(build, given.key, lag_seconds=FILE_LAG_SECONDS)
 
 
 def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) -> dict[str, Any]:
@@ -94,15 +142,15 @@ def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) ->
     under its name. Every node writes the configuration and the plan, so the last writer loses nothing.
     """
     monitor, world = plan.config.monitor, plan.world
-    mine = wandb_run(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
+    wandb_settings = wandb_run(plan.run_dir, plan.identity, monitor.wandb, node, world.nodes)
     own = {name: description[name] for name in ("git", "environment")}
     config = {
-        **describe_plan(plan),
+        **plan_to_json(plan),
         "data": description["data"],
-        **({f"node-{node}": own} if mine.shared and node else own),
+        **({f"node-{node}": own} if wandb_settings.shared and node else own),
     }
     return {
-        "wandb_run": mine,
+        "wandb_run": wandb_settings,
         "mode": monitor.wandb,
         "project": monitor.project,
         "entity": monitor.entity,
@@ -114,9 +162,9 @@ def wandb_arguments(plan: RunPlan, description: Mapping[str, Any], node: int) ->
     }
 
 
-def describe_plan(plan: RunPlan) -> dict[str, Any]:
+def plan_to_json(plan: RunPlan) -> dict[str, Any]:
     """Return the configuration and the plan as plain JSON types."""
-    from toolkit.plan.present import to_json
+    from toolkit.estimate.present import to_json
 
     def plain(value: object) -> object:
         assert isinstance(value, Enum), f"{value!r} in a configuration"

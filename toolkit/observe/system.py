@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
-from toolkit.monitor.health import node_detector
+from toolkit.monitor.health import gpu_faults
 from toolkit.monitor.health.node_detector import NodeDetector
 from toolkit.monitor.sink import Kind, Sink
 from toolkit.monitor.system import gpu
@@ -72,7 +72,7 @@ def sample_system(context: RankContext, sink: Sink, alert: Callable[[Alert], Non
 
     def on_xid(card: VisibleGpu | None, number: int) -> None:
         index, uuid = (card.index, card.uuid) if card is not None else (None, "")
-        alert(node_detector.xid_alert(number, index, node, sampler.step, uuid))
+        alert(gpu_faults.xid_alert(number, index, node, sampler.step, uuid))
 
     gpus = GpuMetricSource(open_gpus, lambda opened: XidEvents(nvml, opened.gpus), on_xid=on_xid, node=node)
     sampler = NodeSampler(

@@ -1,9 +1,10 @@
 """End a run that makes no progress, and report why: a thread on each rank watches the main thread.
 
-Progress is what all ranks complete together: a step, a batch of an evaluation, a save. When it stops, it
-stops on all ranks, and each rank's own clock notices without communication. The first rank whose limit
-expires asks the others for a report (``hang_report.py``), the lowest rank that can respond combines them,
-and all ranks end as failures at once, because a thread that waits in a collective cannot be interrupted.
+Progress is what all ranks complete together: a step, a batch of an evaluation, a save; at the start also each
+part of the state that a rank draws or reads. When it stops, it stops on all ranks, and each rank's own clock
+notices without communication. The first rank whose limit expires asks the others for a report
+(``hang_reporter.py``), the lowest rank that can respond combines them, and all ranks end as failures at once,
+because a thread that waits in a collective cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -23,22 +24,35 @@ from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.alert import Alert
 from toolkit.monitor.recorder import StepRecorder
 from toolkit.monitor.sink import Row, Sink
-from toolkit.monitor.step_parts import UNEXPLAINED
 from toolkit.observe import last_collective
 from toolkit.observe.context import RankContext
 from toolkit.observe.emergency_io import write_stderr
-from toolkit.observe.hang_report import FAILURE, HANG, HangReporter, HangSources, Heartbeat
+from toolkit.observe.hang_reporter import FAILURE, HANG, HangReporter, HangSources, Heartbeat
 from toolkit.observe.rank_messages import RankMessages
 from toolkit.plan.types import Device
+from toolkit.progress import set_progress_listener
+from toolkit.step_parts import UNEXPLAINED
 
-START_SECONDS = 600.0  # minimum of the limit until the first step of a start, which compiles, is completed
+# Minimum of the limit until the first step of a start, which compiles, is completed. Drawing or reading the
+# state of a large model may take longer; each part of it counts as progress.
+START_SECONDS = 600.0
 POLL_SECONDS = 1.0  # between two checks; at most a tenth of the limit
 PAUSE_SECONDS = 3.0  # a check that is this late shows that this process itself did not run
 EXIT_SECONDS = 30.0  # after which the process ends, whatever its report is waiting for
 
 
 class HangMonitor(Hook):
-    """Receive signs of progress and ignore them. :class:`Watchdog` ends a run without progress."""
+    """Receive signs of progress and ignore them. :class:`Watchdog` ends a run without progress.
+
+    Attributes:
+        user_code: the key of the user's hook that runs now, such as ``hooks.mine.on_step``; empty: none.
+    """
+
+    user_code = ""
+
+    def enter(self, key: str) -> None:
+        """Set ``user_code``."""
+        self.user_code = key
 
     def beat(self, what: str) -> None:
         """All ranks have completed ``what``, such as ``step 16``."""
@@ -84,7 +98,7 @@ class Watchdog(HangMonitor):
     def start(self) -> None:
         self._thread.start()
 
-    # ---- progress, from the main thread
+    # ---- progress, from the main thread and from those that draw or read the state
 
     def beat(self, what: str) -> None:
         self._beat = (what, self._clock())
@@ -186,6 +200,8 @@ def watch_for_hangs(
         return
 
     def open_part() -> str:
+        if watchdog.user_code:
+            return watchdog.user_code
         part = recorder.current[1] if recorder is not None else UNEXPLAINED
         return "" if part == UNEXPLAINED else part
 
@@ -207,6 +223,7 @@ def watch_for_hangs(
     reporter = HangReporter(context, sources, messages, alert=alert, sink=sink)
     watchdog = Watchdog(limit, reporter, stacks_fd=stacks_fd)
     watchdog.start()
+    set_progress_listener(watchdog.beat)
     try:
         yield watchdog
     except Exception as error:
@@ -214,6 +231,7 @@ def watch_for_hangs(
         raise
     finally:
         watchdog.stop()
+        set_progress_listener(None)
         set_call_listener(None)
         last_call.close()
         for descriptor in (stacks_fd, *neighbour_calls.values()):

@@ -27,7 +27,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.config.kernels import AttentionKernel
 from toolkit.families.base import FamilyTraits, ModelShape, NormKind
+from toolkit.plan.activations import fused_loss_bytes
 
 FP32 = 4
 
@@ -45,7 +47,12 @@ class ActivationLayout:
         spread: ranks that share the tensors between blocks: ``tensor`` with sequence parallelism, else 1.
         element: bytes of an element.
         fused_norms: whether norms run as fused kernels.
-        documents: whether a mask separates documents.
+        fused_activation: whether a gated activation is one function, which saves only its input
+            (megatron/core/fusions/fused_bias_swiglu.py).
+        attention: the name of the attention kernel.
+        masks: whether attention takes a mask of all pairs of tokens.
+        wide: whether keys and values are repeated for each query head.
+        documents: whether documents are separate.
     """
 
     traits: FamilyTraits
@@ -56,6 +63,10 @@ class ActivationLayout:
     spread: int
     element: int
     fused_norms: bool
+    fused_activation: bool = False
+    attention: str = AttentionKernel.sdpa.value
+    masks: bool = False
+    wide: bool = False
     documents: bool = False
 
     @property
@@ -69,12 +80,15 @@ def block_bytes(shape: ModelShape, layout: ActivationLayout, recomputed: frozens
     norms = 2 * _norm(shape.hidden_size, layout, traits.norm)
     if "layernorm" in recomputed:
         norms -= 2 * element * shape.hidden_size
+    if traits.hidden_dropout and shape.dropout:
+        norms += 2 * shape.hidden_size  # the masks of both sums of the residual stream, of one byte each
     inside = _attention(shape, layout, recomputed) // layout.tensor
     if not {"mlp", "moe"} & recomputed:
         inside += _feed_forward(shape, layout, gated=traits.gated)
     rotations = 4 * element * shape.head_dim if traits.rotary else 0
-    masks = layout.sequences if layout.documents else int(layout.context > 1)
-    mask = element * layout.positions * layout.context * masks  # a row of each
+    masks = (layout.sequences if layout.documents else 1) if layout.masks else 0
+    eager = layout.attention == AttentionKernel.eager.value
+    mask = (1 if eager else element) * layout.positions * layout.context * masks  # a row of each
     return layout.tokens * (norms // layout.spread + inside) + layout.positions * (rotations + mask)
 
 
@@ -83,12 +97,20 @@ def boundary_bytes(shape: ModelShape, layout: ActivationLayout) -> int:
     return layout.tokens * layout.element * shape.hidden_size // layout.spread
 
 
-def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int) -> int:
-    """Bytes of final norm, logits and cross-entropy of a micro-batch; ``vocabulary``: rows on this rank."""
+def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int, chunk: int | None = None) -> int:
+    """Bytes of final norm, logits and cross-entropy of a micro-batch.
+
+    Args:
+        vocabulary: rows of the output layer on this rank.
+        chunk: tokens of a chunk of the fused loss; None: losses are computed from logits.
+    """
     logits = FP32 + (layout.element if layout.element != FP32 else 0)
-    return layout.tokens * (
-        _norm(shape.hidden_size, layout, layout.traits.norm) // layout.spread + vocabulary * logits
+    loss = (
+        layout.tokens * vocabulary * logits
+        if chunk is None
+        else fused_loss_bytes(layout.tokens, shape.hidden_size, vocabulary, layout.element, chunk)
     )
+    return layout.tokens * (_norm(shape.hidden_size, layout, layout.traits.norm) // layout.spread) + loss
 
 
 def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
@@ -110,9 +132,10 @@ def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozense
     traits, element = layout.traits, layout.element
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     if layout.context > 1:
-        # queries and output, and the keys and values of all context ranks
-        saved = element * (2 * queries + 2 * queries * layout.context)
-    elif layout.documents and keys < queries:
+        # queries and output, the keys and values of all context ranks, and on prefixes the outputs of chunks
+        chunks = queries if layout.attention == AttentionKernel.flash.value else 0
+        saved = element * (2 * queries + chunks + 2 * (queries if layout.wide else keys) * layout.context)
+    elif layout.wide and keys < queries:
         # expanded copies of keys and values; norms of keys in the run's precision also save the fused
         # projection
         projection = queries + 2 * keys if traits.qk_norm and (element == FP32 or layout.fused_norms) else 0
@@ -123,7 +146,10 @@ def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozense
         )  # rotated queries and keys, the fused projection, the output
     else:
         saved = element * (2 * queries + 2 * keys)
-    if "core_attn" not in recomputed:
+    if "core_attn" not in recomputed and layout.attention == AttentionKernel.eager.value:
+        weights = FP32 + (element if element != FP32 else 0)  # softmax in fp32, and a copy in 16 bits
+        saved += shape.num_attention_heads * layout.positions * layout.context * weights
+    elif "core_attn" not in recomputed:
         saved += FP32 * shape.num_attention_heads
     if traits.qk_norm:
         saved += FP32 * (shape.num_attention_heads + shape.num_key_value_heads)
@@ -141,11 +167,15 @@ def _feed_forward(shape: ModelShape, layout: ActivationLayout, *, gated: bool) -
     before the router's weight; the router saves probabilities and indices.
     """
     width = layout.element * shape.intermediate_size
+    # Fused: the input of the activation (gate and up) and the input of the last product.
+    fused = 3 if gated and layout.fused_activation else None
     if not shape.num_local_experts:
-        return (5 if gated else 2) * width // layout.tensor
+        return (fused or (5 if gated else 2)) * width // layout.tensor
     router = (
         shape.num_local_experts * (1 + layout.element) + shape.num_experts_per_tok * 24
     ) // layout.spread
     return (
-        shape.num_experts_per_tok * (6 * width // layout.tensor + layout.element * shape.hidden_size) + router
+        shape.num_experts_per_tok
+        * ((fused or 6) * width // layout.tensor + layout.element * shape.hidden_size)
+        + router
     )

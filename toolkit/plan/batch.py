@@ -18,7 +18,7 @@ def plan_batch(config: RunConfig, data_parallel: int) -> BatchPlan:
         PlanError: the global batch is not divisible, or the ramp is invalid.
     """
     train = config.train
-    problems = _ramp_problems(train)
+    problems = ramp_problems(train)
     micro = train.micro_batch
     if micro is None:
         if train.global_batch % data_parallel:
@@ -87,8 +87,8 @@ def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[Ram
     ramp, final = train.batch_ramp, train.global_batch
     if ramp.start is None:
         return (RampStage(size=final, first_step=step, first_sample=sample, steps=None),)
-    assert ramp.increment, "_ramp_problems found no problem"
-    assert ramp.samples, "_ramp_problems found no problem"
+    assert ramp.increment, "ramp_problems found no problem"
+    assert ramp.samples, "ramp_problems found no problem"
     increments = (final - ramp.start) // ramp.increment
     stages: list[RampStage] = []
     for index in range(increments):
@@ -104,7 +104,7 @@ def ramp_stages(train: TrainConfig, step: int = 0, sample: int = 0) -> tuple[Ram
     return tuple(stages)
 
 
-def _ramp_problems(train: TrainConfig) -> list[Problem]:
+def ramp_problems(train: TrainConfig) -> list[Problem]:
     ramp, final = train.batch_ramp, train.global_batch
     given = {name: getattr(ramp, name) for name in ("start", "increment", "samples")}
     if all(value is None for value in given.values()):

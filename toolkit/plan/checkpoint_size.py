@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from toolkit.plan.memory import FP32, element_bytes, optimizer_groups
+from collections.abc import Sequence
+
+from toolkit.config.schema import RunConfig
+from toolkit.families.base import ParameterSpec
+from toolkit.plan.memory_zero import FP32, element_bytes, optimizer_groups
 from toolkit.plan.types import RunPlan, World
 
 # Write speed of a node with a fast local disk, or with a good share of a parallel file system. The value is
@@ -16,13 +20,16 @@ def checkpoint_bytes(plan: RunPlan) -> int | None:
     A checkpoint has the weights, their fp32 master copy if they have 16 bits, and the optimizer's tensors,
     each once whatever the layout.
     """
-    if not plan.parameters:
-        return None
-    weight = element_bytes(plan.config.precision.name)
+    return state_bytes(plan.config, plan.parameters) if plan.parameters else None
+
+
+def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
+    """As :func:`checkpoint_bytes`, of the parts of a plan."""
+    weight = element_bytes(config.precision.name)
     master = FP32 if weight < FP32 else 0
     return sum(
-        group.numel * (weight + master + group.state_bytes)
-        for group in optimizer_groups(plan.parameters, plan.config.optim, 1)
+        group.numel * (weight + master) + group.state_bytes
+        for group in optimizer_groups(parameters, config.optim, 1)
     )
 
 

@@ -10,18 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.schema import (
-    OffloadDevice,
-    OptimConfig,
-    OptimizerKernel,
-    OptimizerName,
-    Precision,
-    RunConfig,
-)
+from toolkit.config.optim import OptimizerKernel
+from toolkit.config.schema import OffloadDevice, Precision, RunConfig
+from toolkit.optimizers import get_optimizer
 from toolkit.plan.types import BatchPlan, Device, World
 
 NEVER = 2**31 - 1  # steps_per_print cannot be turned off
 BUCKET = 500_000_000  # elements: DeepSpeed's default reduce_bucket_size and allgather_bucket_size
+# Megatron-core's rule for buckets of gradients (distributed_data_parallel_config.py, bucket_size).
+SMALLEST_BUCKET, BUCKET_OF_A_RANK = 40_000_000, 1_000_000  # elements
+PREFETCH = 50_000_000  # elements: DeepSpeed's default stage3_prefetch_bucket_size
+PERSISTENCE = 100_000  # elements: DeepSpeed's default stage3_param_persistence_threshold
+LIVE = 1_000_000_000  # elements: DeepSpeed's default stage3_max_live_parameters and stage3_max_reuse_distance
 SWAP_BUFFER = 100_000_000  # elements: DeepSpeed's default offload_param.buffer_size
 
 # How AutoTP splits families with separate projections. A tied output layer stays whole, like its embedding.
@@ -40,8 +40,8 @@ def build_settings(config: RunConfig, world: World, batch: BatchPlan, sizes: Seq
     ``sizes`` are the elements of each parameter; empty for ``model.target``.
     """
     return merge(
-        merge(_defaults(config, batch.data_parallel, sizes), config.engine.deepspeed),
-        _derived(config, world, batch),
+        merge(_defaults(config, world, batch.data_parallel, sizes), config.engine.deepspeed),
+        derived_settings(config, world, batch),
     )
 
 
@@ -71,20 +71,22 @@ def tensor_parallel_dim(name: str) -> int | None:
 
 
 def optimizer_kernel(config: RunConfig, world: World) -> OptimizerKernel:
-    """The AdamW implementation of the run.
+    """The implementation of the run's optimizer.
 
-    With states offloaded to the CPU of a GPU machine, DeepSpeed's vectorised CPU Adam (compiled on first use)
-    is several times faster than torch's and overlaps with the transfer, so it is used if there is a compiler.
-    On GPUs torch's fused kernel needs no compilation, unlike DeepSpeed's FusedAdam (two minutes on first
-    use). CPU-only machines use torch.
+    With states offloaded to the CPU of a GPU machine, DeepSpeed's vectorised CPU kernel (compiled on first
+    use) is several times faster than torch's and overlaps with the transfer, so it is used if there is a
+    compiler. On GPUs torch's fused kernel needs no compilation, unlike DeepSpeed's FusedAdam (two minutes on
+    first use). CPU-only machines use torch.
     """
     if config.optim.kernel is not OptimizerKernel.auto:
         return config.optim.kernel
-    if config.optim.name is not OptimizerName.adamw or world.device is Device.CPU:
+    if world.device is Device.CPU:
         return OptimizerKernel.torch
     if config.offload.optimizer is OffloadDevice.none:
-        return OptimizerKernel.fused
-    return OptimizerKernel.cpu if world.has_compiler else OptimizerKernel.torch
+        fastest = OptimizerKernel.fused
+    else:
+        fastest = OptimizerKernel.cpu if world.has_compiler else OptimizerKernel.torch
+    return fastest if fastest in get_optimizer(config.optim.name).kernels else OptimizerKernel.torch
 
 
 def accumulates_in_fp32(config: RunConfig) -> bool:
@@ -112,39 +114,91 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _defaults(config: RunConfig, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
+def _defaults(config: RunConfig, world: World, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
     """Keys that the user may override."""
     # The throughput timer synchronises the device in every forward pass.
-    found: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
-    if config.zero.stage and sizes:
-        # Buckets are allocated at full size, 2 GB in fp32; a small model needs less. Even, for alignment.
-        size = min(BUCKET, sum(sizes) + sum(sizes) % 2)
-        found["zero_optimization"] = {"reduce_bucket_size": size, "allgather_bucket_size": size}
-        if config.offload.parameters is OffloadDevice.nvme:
+    settings: dict[str, Any] = {"timers": {"throughput": {"enabled": False}}}
+    if config.zero.stage:
+        zero: dict[str, Any] = {}
+        if sizes:
+            # Buckets are allocated at full size, 2 GB in fp32; a small model needs less.
+            zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = min(BUCKET, _even(sum(sizes)))
+        if world.device is Device.CUDA:
+            zero |= _gpu_defaults(config, ranks * config.parallel.context, sizes)
+        if config.offload.parameters is OffloadDevice.nvme and sizes:
             # DeepSpeed asserts that every partition fits into a swap buffer.
             largest = -(-max(sizes) // ranks)
-            found["zero_optimization"]["offload_param"] = {"buffer_size": max(SWAP_BUFFER, largest)}
+            zero["offload_param"] = {"buffer_size": max(SWAP_BUFFER, largest)}
+        if zero:
+            settings["zero_optimization"] = zero
     if accumulates_in_fp32(config):
-        found["data_types"] = {"grad_accum_dtype": "fp32"}
-    return found
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
 
 
-def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _gpu_defaults(config: RunConfig, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """Overlap of communication with computation, and the sizes of its messages, for gradients that ``ranks``
+    sum.
+
+    - Gradients are reduced while the backward pass goes on, from two buckets in turn. DeepSpeed turns this
+      off in pipelines, and with it waits for the device after a backward pass, so a single rank does not.
+    - A bucket is large enough to use the network and small enough that its reduction overlaps. A ring sends a
+      bucket in as many parts as there are ranks, so a rank's part of 1 M elements, 2 MB in 16 bits, takes
+      40 us at 50 GB/s (a 400 Gb/s adapter), several times the latency of a message. For a few ranks 40 M
+      elements are enough. DeepSpeed's own 500 M would be 1 GB for each bucket, and would be full only near
+      the end of the backward pass of a small model. The Trainer of transformers takes the square of the
+      hidden size, which does not grow with the ranks: 0.26 MB for each of 128 ranks with a size of 4096.
+    - Stages 1 and 2 all-reduce a bucket whose gradients belong to several ranks. Otherwise DeepSpeed sends
+      the part of each rank in its own message, and synchronises the device before each one.
+    - Stage 3 prefetches as much as a bucket, and DeepSpeed's other limits are stated, since the memory of
+      gathered parameters depends on them.
+    """
+    most = _even(sum(sizes)) if sizes else None
+    wanted = max(SMALLEST_BUCKET, BUCKET_OF_A_RANK * ranks)
+    zero: dict[str, Any] = {
+        "contiguous_gradients": True,
+        "reduce_bucket_size": wanted if most is None else min(wanted, most),
+    }
+    if config.parallel.pipeline == 1 and ranks > 1:
+        zero["overlap_comm"] = True
+    if config.zero.stage < 3:
+        zero["use_multi_rank_bucket_allreduce"] = True
+    else:
+        ahead = max(PREFETCH, BUCKET_OF_A_RANK * ranks)
+        zero |= {
+            "stage3_prefetch_bucket_size": ahead if most is None else min(ahead, most),
+            "stage3_param_persistence_threshold": PERSISTENCE,
+            "stage3_max_live_parameters": LIVE,
+            "stage3_max_reuse_distance": LIVE,
+        }
+    return zero
+
+
+def _even(elements: int) -> int:
+    """DeepSpeed aligns its buckets to two elements."""
+    return elements + elements % 2
+
+
+def derived_settings(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any]:
+    """The keys that the plan derives, which a user may not set."""
+    spec = get_optimizer(config.optim.name)
+    optimizer = spec.deepspeed(config.optim, optimizer_kernel(config, world))
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.global_batch // (batch.micro_batch * batch.data_parallel),
         "gradient_clipping": float(config.optim.clip),  # DeepSpeed's own default is 1.0
         "steps_per_print": NEVER,
-        "optimizer": _optimizer(config.optim, optimizer_kernel(config, world)),
-        "zero_optimization": _zero(config, world),
-        "zero_allow_untested_optimizer": config.optim.name is OptimizerName.sgd,
+        # Without the key the engine passes the torch optimizer that the spec creates.
+        **({} if optimizer is None else {"optimizer": optimizer}),
+        "zero_optimization": _zero(config, world) | spec.deepspeed_zero(config.zero.stage),
+        "zero_allow_untested_optimizer": not spec.tested_by_deepspeed,
         "zero_force_ds_cpu_optimizer": False,  # a torch optimizer may be offloaded
         "bf16": {"enabled": config.precision.name is Precision.bf16},
         "fp16": {"enabled": False},
         **_axes(config),
     }
     if config.precision.name is Precision.fp16:
-        found["fp16"] = {
+        settings["fp16"] = {
             "enabled": True,
             "loss_scale": 0,  # dynamic
             "initial_scale_power": config.precision.initial_scale_power,
@@ -152,7 +206,7 @@ def _derived(config: RunConfig, world: World, batch: BatchPlan) -> dict[str, Any
             "hysteresis": 1,  # every overflow halves the scale, as in torch's GradScaler
             "min_loss_scale": 1,
         }
-    return found
+    return settings
 
 
 def _axes(config: RunConfig) -> dict[str, Any]:
@@ -161,9 +215,9 @@ def _axes(config: RunConfig) -> dict[str, Any]:
     Expert parallelism has no keys: ``engine/deepspeed/expert_parallel.py`` creates its groups and marks the
     parameters.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if config.parallel.tensor > 1:
-        found["tensor_parallel"] = {
+        settings["tensor_parallel"] = {
             "autotp_size": config.parallel.tensor,
             # The loss needs full logits; AutoTP would shard a tied vocabulary and compute its own loss.
             "vocab_parallel_lm_head": False,
@@ -173,8 +227,8 @@ def _axes(config: RunConfig) -> dict[str, Any]:
             },
         }
     if config.parallel.context > 1:
-        found["sequence_parallel_size"] = config.parallel.context
-    return found
+        settings["sequence_parallel_size"] = config.parallel.context
+    return settings
 
 
 def _zero(config: RunConfig, world: World) -> dict[str, Any]:
@@ -187,30 +241,11 @@ def _zero(config: RunConfig, world: World) -> dict[str, Any]:
             zero[key] = {"device": device.value, "pin_memory": world.device is Device.CUDA}
             if device is OffloadDevice.nvme:
                 zero[key]["nvme_path"] = config.offload.nvme_path
-    if config.optim.name is OptimizerName.muon and config.zero.stage == 3:
-        zero["reduce_scatter"] = False  # DeepSpeed refuses to start Muon under stage 3 otherwise
+    # Names of ZeRO++'s keys in DeepSpeed's dictionary, which has them only if they are used.
+    given = config.zero
+    if given.hpz_partition_size > 1:
+        zero["zero_hpz_partition_size"] = given.hpz_partition_size
+    for key in ("quantized_weights", "quantized_gradients"):
+        if getattr(given, key):
+            zero[f"zero_{key}"] = True
     return zero
-
-
-def _optimizer(optim: OptimConfig, chosen: OptimizerKernel) -> dict[str, Any]:
-    """``weight_decay`` is the default for parameter groups without their own."""
-    adam: dict[str, Any] = {
-        "lr": optim.lr,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-    }
-    if optim.name is OptimizerName.sgd:
-        return {
-            "type": "SGD",
-            "params": {"lr": optim.lr, "momentum": optim.momentum, "weight_decay": optim.weight_decay},
-        }
-    if optim.name is OptimizerName.muon:
-        # torch_adam: AdamW for parameters that are not matrices; DeepSpeed would compile its own, even on a
-        # CPU.
-        return {"type": "Muon", "params": {**adam, "momentum": optim.momentum, "torch_adam": True}}
-    if chosen is OptimizerKernel.cpu:
-        return {"type": "AdamW", "params": adam}  # DeepSpeedCPUAdam, by zero_optimization.offload_optimizer
-    if chosen is OptimizerKernel.fused:
-        return {"type": "AdamW", "params": {**adam, "torch_adam": True, "fused": True}}
-    return {"type": "AdamW", "params": {**adam, "torch_adam": True}}

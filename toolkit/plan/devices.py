@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from toolkit.plan.types import World
 
 MIB = 2**20
+# Environment variables with which a process sees no GPU, of NVIDIA and of AMD.
+HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+BLACKWELL = frozenset({"gb300", "b300", "gb200", "b200", "rtx-pro-6000", "rtx-5090"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,15 @@ class GpuSpec:
             sheets.
         bandwidth: memory bandwidth in bytes per second.
         has_bf16: NVIDIA GPUs have bf16 since compute capability 8.0.
+        has_fp8: matrix products of float8_e4m3fn, since compute capability 8.9 (NVIDIA's Ada and Hopper
+            architecture whitepapers, 2022). AMD's MI300 series has another format, e4m3fnuz.
     """
 
     memory_bytes: int
     peak_flops: float
     bandwidth: float
     has_bf16: bool = True
+    has_fp8: bool = True
 
 
 GPUS: dict[str, GpuSpec] = {
@@ -54,10 +60,10 @@ GPUS: dict[str, GpuSpec] = {
     "h100-pcie": GpuSpec(81559 * MIB, 756e12, 2.0e12),
     "h100-nvl": GpuSpec(95830 * MIB, 835e12, 3.9e12),
     # NVIDIA A100 data sheet (2021): 312 TFLOP/s dense bf16; 40 GB at 1.555 TB/s, 80 GB at 2.039 TB/s (SXM)
-    "a100-40gb": GpuSpec(40960 * MIB, 312e12, 1.555e12),
-    "a100-80gb": GpuSpec(81920 * MIB, 312e12, 2.039e12),
+    "a100-40gb": GpuSpec(40960 * MIB, 312e12, 1.555e12, has_fp8=False),
+    "a100-80gb": GpuSpec(81920 * MIB, 312e12, 2.039e12, has_fp8=False),
     # NVIDIA A30 data sheet (2021): 165 TFLOP/s dense bf16, 24 GB at 933 GB/s
-    "a30": GpuSpec(24576 * MIB, 165e12, 0.933e12),
+    "a30": GpuSpec(24576 * MIB, 165e12, 0.933e12, has_fp8=False),
     # NVIDIA L40S data sheet (2023): 362 TFLOP/s dense bf16, 48 GB GDDR6 at 864 GB/s; L40 data sheet (2022):
     # 181
     "l40s": GpuSpec(46068 * MIB, 362e12, 0.864e12),
@@ -65,10 +71,10 @@ GPUS: dict[str, GpuSpec] = {
     # NVIDIA L4 data sheet (2023): 121 TFLOP/s dense bf16, 24 GB at 300 GB/s
     "l4": GpuSpec(23034 * MIB, 121e12, 0.3e12),
     # NVIDIA A40 data sheet (2021): 149.7 TFLOP/s dense bf16, 48 GB at 696 GB/s
-    "a40": GpuSpec(46068 * MIB, 149.7e12, 0.696e12),
+    "a40": GpuSpec(46068 * MIB, 149.7e12, 0.696e12, has_fp8=False),
     # NVIDIA A10 data sheet (2021): 125 TFLOP/s dense bf16, 24 GB at 600 GB/s; A10G data sheet (2022): 70
-    "a10": GpuSpec(23028 * MIB, 125e12, 0.6e12),
-    "a10g": GpuSpec(23028 * MIB, 70e12, 0.6e12),
+    "a10": GpuSpec(23028 * MIB, 125e12, 0.6e12, has_fp8=False),
+    "a10g": GpuSpec(23028 * MIB, 70e12, 0.6e12, has_fp8=False),
     # NVIDIA RTX Blackwell PRO architecture whitepaper (2025): 503.8 TFLOP/s dense bf16, 96 GB GDDR7 at 1.79
     # TB/s
     "rtx-pro-6000": GpuSpec(97887 * MIB, 503.8e12, 1.792e12),
@@ -76,26 +82,26 @@ GPUS: dict[str, GpuSpec] = {
     "rtx-6000-ada": GpuSpec(49140 * MIB, 364.2e12, 0.96e12),
     # NVIDIA Ampere GA102 architecture whitepaper (2021): RTX A6000 154.8 TFLOP/s dense bf16, 48 GB at 768
     # GB/s
-    "rtx-a6000": GpuSpec(49140 * MIB, 154.8e12, 0.768e12),
+    "rtx-a6000": GpuSpec(49140 * MIB, 154.8e12, 0.768e12, has_fp8=False),
     # Whitepapers of the RTX Blackwell (2025), Ada (2022) and Ampere GA102 (2020) architectures. GeForce GPUs
     # are half as fast with fp32 accumulation as with fp16 accumulation, for which larger figures are
     # published.
     "rtx-5090": GpuSpec(32607 * MIB, 209.5e12, 1.792e12),
     "rtx-4090": GpuSpec(24564 * MIB, 165.2e12, 1.008e12),
-    "rtx-3090": GpuSpec(24576 * MIB, 71e12, 0.936e12),
+    "rtx-3090": GpuSpec(24576 * MIB, 71e12, 0.936e12, has_fp8=False),
     # NVIDIA V100 data sheet (2020): SXM2 125 TFLOP/s fp16 and no bf16, PCIe 112; 900 GB/s
-    "v100-16gb": GpuSpec(16384 * MIB, 125e12, 0.9e12, has_bf16=False),
-    "v100-32gb": GpuSpec(32768 * MIB, 125e12, 0.9e12, has_bf16=False),
-    "v100-pcie-16gb": GpuSpec(16384 * MIB, 112e12, 0.9e12, has_bf16=False),
-    "v100-pcie-32gb": GpuSpec(32768 * MIB, 112e12, 0.9e12, has_bf16=False),
+    "v100-16gb": GpuSpec(16384 * MIB, 125e12, 0.9e12, has_bf16=False, has_fp8=False),
+    "v100-32gb": GpuSpec(32768 * MIB, 125e12, 0.9e12, has_bf16=False, has_fp8=False),
+    "v100-pcie-16gb": GpuSpec(16384 * MIB, 112e12, 0.9e12, has_bf16=False, has_fp8=False),
+    "v100-pcie-32gb": GpuSpec(32768 * MIB, 112e12, 0.9e12, has_bf16=False, has_fp8=False),
     # NVIDIA T4 data sheet (2019): 65 TFLOP/s fp16 and no bf16; 16 GB at 320 GB/s
-    "t4": GpuSpec(15360 * MIB, 65e12, 0.32e12, has_bf16=False),
+    "t4": GpuSpec(15360 * MIB, 65e12, 0.32e12, has_bf16=False, has_fp8=False),
     # AMD Instinct MI325X data sheet (2024): the MI300X's compute, 256 GB HBM3E at 6 TB/s
-    "mi325x": GpuSpec(262128 * MIB, 1307.4e12, 6.0e12),
+    "mi325x": GpuSpec(262128 * MIB, 1307.4e12, 6.0e12, has_fp8=False),
     # AMD Instinct MI300X data sheet (2023): 1,307.4 TFLOP/s dense bf16, 192 GB HBM3 at 5.3 TB/s
-    "mi300x": GpuSpec(196592 * MIB, 1307.4e12, 5.3e12),
+    "mi300x": GpuSpec(196592 * MIB, 1307.4e12, 5.3e12, has_fp8=False),
     # AMD Instinct MI250X data sheet (2021), one of its two dies: 191.5 TFLOP/s bf16, 64 GB at 1.6 TB/s
-    "mi250x": GpuSpec(65520 * MIB, 191.5e12, 1.6e12),
+    "mi250x": GpuSpec(65520 * MIB, 191.5e12, 1.6e12, has_fp8=False),
 }
 
 # Parts of names of variants with other speeds: slices, laptop or low-power GPUs, other numbers of cores.

@@ -17,36 +17,43 @@ from toolkit.families import get_family
 from toolkit.families.base import ForwardFlops, ModelShape
 from toolkit.plan.devices import find_gpu
 from toolkit.plan.megatron import virtual_stages
-from toolkit.plan.memory_megatron import stage_chunks, stage_layers
+from toolkit.plan.pipeline_stages import stage_chunks, stage_layers
+from toolkit.plan.recomputation import recomputation_keys
+from toolkit.plan.trace import ModuleTrace
 from toolkit.plan.types import Device, RunPlan
 
 FORWARD_AND_BACKWARD = 3
 
 
 def model_flops(plan: RunPlan) -> float | None:
-    """FLOPs of training on one token; None for ``model.target``, whose architecture is not known."""
-    return None if plan.shape is None else FORWARD_AND_BACKWARD * _forward(plan, plan.shape).total
+    """FLOPs of training on one unit.
+
+    None for a model without a family, unless the user's task knows them or the model was traced.
+    """
+    if plan.shape is None or plan.config.task.target is not None:
+        return plan.flops_per_unit or _per_unit(plan, "model_flops")
+    return FORWARD_AND_BACKWARD * _forward(plan, plan.shape).total
 
 
 def hardware_flops(plan: RunPlan) -> float | None:
     """As :func:`model_flops`, with recomputation."""
-    if plan.shape is None:
-        return None
+    if plan.shape is None or plan.config.task.target is not None:
+        return plan.flops_per_unit or _per_unit(plan, "hardware_flops")
     forward = _forward(plan, plan.shape)
     return FORWARD_AND_BACKWARD * forward.total + recomputed_flops(plan.config, plan.shape, forward)
 
 
 def flops_per_step(plan: RunPlan) -> float | None:
-    """Model FLOPs of one optimizer step after the ramp, over all ranks; None for ``model.target``."""
+    """Model FLOPs of one optimizer step after the ramp, over all ranks; None if they are not known."""
     flops = model_flops(plan)
-    return None if flops is None else flops * plan.units_per_step
+    return None if flops is None or plan.task_unit is not None else flops * plan.units_per_step
 
 
 def recomputed_flops(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
     """FLOPs per token that the backward pass spends on recomputing activations."""
     if config.engine.name is EngineName.megatron:
         return _recomputed_by_megatron(config, shape, forward)
-    return _recomputed_by_torch(config, shape, forward) if config.train.activation_checkpointing else 0.0
+    return _recomputed_by_torch(config, shape, forward)
 
 
 def peak_flops(plan: RunPlan) -> float | None:
@@ -57,8 +64,10 @@ def peak_flops(plan: RunPlan) -> float | None:
 
 def why_no_utilisation(plan: RunPlan) -> str | None:
     """Why utilisation is not reported; None if it is."""
-    if plan.shape is None:
-        return "the FLOPs of a model.target are not known"
+    if model_flops(plan) is None and plan.config.task.target is not None:
+        return "the task does not define flops_per_unit"
+    if model_flops(plan) is None:
+        return f"the FLOPs of a model without a family ({plan.config.model.source_key}) are not known"
     if plan.world.device is not Device.CUDA:
         return "it runs on CPUs"
     if find_gpu(plan.world.gpu) is None:
@@ -68,12 +77,20 @@ def why_no_utilisation(plan: RunPlan) -> str | None:
     return None
 
 
+def _per_unit(plan: RunPlan, name: str) -> float | None:
+    """The trace's ``model_flops`` or ``hardware_flops`` of one unit; None without a trace."""
+    if not isinstance(plan.trace, ModuleTrace):
+        return None
+    flops: float = getattr(plan.trace, name)
+    return flops / (plan.trace.micro_batch * plan.units_per_sample)
+
+
 def _forward(plan: RunPlan, shape: ModelShape) -> ForwardFlops:
     return get_family(shape.family).forward_flops(shape, plan.config.train.sequence_length)
 
 
 def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
-    """FLOPs that ``torch.utils.checkpoint`` recomputes for each block.
+    """FLOPs that ``torch.utils.checkpoint`` recomputes: none in selective mode, which stores matrix products.
 
     Recomputation stops once all saved tensors exist again, which is before the last matrix product of a
     block. That product is computed too with experts, whose outputs are weighted, with dropout, and under ZeRO
@@ -83,30 +100,26 @@ def _recomputed_by_torch(config: RunConfig, shape: ModelShape, forward: ForwardF
     whole_block = (
         traits.experts
         or (traits.hidden_dropout and shape.dropout > 0)
-        or (traits.linear and config.zero.stage == 3)
+        or (traits.linear_layers and config.zero.stage == 3)
     )
-    return forward.blocks if whole_block else forward.blocks - forward.down
+    per_block = (forward.blocks if whole_block else forward.blocks - forward.down) / shape.num_hidden_layers
+    return per_block * config.train.recomputation.count(range(shape.num_hidden_layers))
 
 
 def _recomputed_by_megatron(config: RunConfig, shape: ModelShape, forward: ForwardFlops) -> float:
     """FLOPs of the blocks, or submodules of all blocks, that Megatron-core is configured to recompute."""
-    given = config.engine.megatron
-    granularity = "full" if config.train.activation_checkpointing else given.get("recompute_granularity")
+    keys = recomputation_keys(config, shape)
+    granularity = keys.get("recompute_granularity")
     if granularity == "full":
-        if given.get("recompute_method") != "block":
+        if keys.get("recompute_method") != "block":
             return forward.blocks
-        chunks = [
-            blocks
-            for stage in stage_chunks(
-                stage_layers(shape, config.parallel.pipeline, given), virtual_stages(config)
-            )
-            for blocks in stage
-        ]
-        again = sum(min(len(blocks), int(given["recompute_num_layers"])) for blocks in chunks)
+        layers = stage_layers(shape, config.parallel.pipeline, config.engine.megatron)
+        chunks = [blocks for stage in stage_chunks(layers, virtual_stages(config)) for blocks in stage]
+        again = sum(min(len(blocks), int(keys["recompute_num_layers"])) for blocks in chunks)
         return forward.blocks * again / shape.num_hidden_layers
     if granularity != "selective":
         return 0.0
-    modules = given.get("recompute_modules") or ["core_attn"]
+    modules = keys.get("recompute_modules") or ["core_attn"]
     feed_forward = "moe" if get_family(shape.family).traits.experts else "mlp"
     return (forward.scores if "core_attn" in modules else 0.0) + (
         forward.up + forward.down if feed_forward in modules else 0.0

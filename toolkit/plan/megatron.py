@@ -11,10 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config.engine_keys_megatron import megatron_keys
-from toolkit.config.schema import OptimizerName, Precision, RunConfig
+from toolkit.config.schema import EngineName, Precision, RunConfig
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.layout.axes import Axes
+from toolkit.optimizers import get_optimizer
+from toolkit.plan.devices import BLACKWELL
+from toolkit.plan.recomputation import recomputation_keys
+from toolkit.plan.transformer_engine import has_transformer_engine
 from toolkit.plan.types import Device, World
 
 DTYPES = {Precision.fp32: "float32", Precision.bf16: "bfloat16", Precision.fp16: "float16"}
@@ -32,7 +36,8 @@ def build_settings(
     family = get_family(shape.family).megatron_config(shape)
     return {
         "transformer": {
-            **_transformer_defaults(config),
+            **_transformer_defaults(config, shape),
+            **(_gpu_defaults(config, world, family) if world.device is Device.CUDA else {}),
             **transformer,
             **_transformer(config, axes, shape, family),
         },
@@ -60,26 +65,70 @@ def sequence_parallel(config: RunConfig) -> bool:
     return bool(config.engine.megatron.get("sequence_parallel", tensor > 1 and local % tensor == 0))
 
 
+def needs_single_cuda_queue(config: RunConfig, world: World) -> bool:
+    """Whether CUDA has to start kernels in the order of their calls (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+
+    Tensor and context parallelism start a collective before the matrix multiplication that hides it. With
+    several hardware queues the multiplication may occupy the GPU first
+    (megatron/core/tensor_parallel/layers.py). The scripts of Megatron-LM refuse to start without the setting,
+    except on Blackwell, which does not need it (megatron/training/arguments.py).
+    """
+    return (
+        world.device is Device.CUDA
+        and config.engine.name is EngineName.megatron
+        and (config.parallel.tensor > 1 or config.parallel.context > 1)
+        and world.gpu not in BLACKWELL
+    )
+
+
 def virtual_stages(config: RunConfig) -> int:
     """Model chunks per pipeline rank (Narayanan et al., 2104.04473, section 2.2)."""
     return int(config.engine.megatron.get("virtual_pipeline_model_parallel_size") or 1)
 
 
-def _transformer_defaults(config: RunConfig) -> dict[str, Any]:
+def _transformer_defaults(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     """Keys that the user may override."""
-    found: dict[str, Any] = {"sequence_parallel": sequence_parallel(config)}
+    settings: dict[str, Any] = {"sequence_parallel": sequence_parallel(config)}
     if config.parallel.expert > 1:
-        found["moe_token_dispatcher_type"] = "alltoall"
-    if config.train.activation_checkpointing:
-        found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return found
+        settings["moe_token_dispatcher_type"] = "alltoall"
+    if config.precision.fp8:  # e4m3, gradients in e5m2; a scale for each tensor, from its current values
+        settings |= {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    return settings | recomputation_keys(config, shape)
+
+
+def _gpu_defaults(config: RunConfig, world: World, family: Mapping[str, Any]) -> dict[str, Any]:
+    """Fused kernels and asynchronous messages, which the user may turn off.
+
+    - ``torch.compile`` fuses the activation with its bias and gate, and the residual stream with bias and
+      dropout (megatron/core/fusions), if the machine has what it needs.
+    - Gradients of linear layers are added to the fp32 buffer within the matrix product: by Transformer Engine
+      in its layers, else by ``bind_weight_gradient_kernels`` in engine/megatron/patches.py.
+    - Transformer Engine fuses rotary embeddings and the permutation of tokens to experts, and computes the
+      experts of a rank in one grouped product.
+    - A batch of messages between stages needs no synchronisation of the device: the receiving stream waits
+      for the message (``batch_p2p_sync`` protects older versions of torch). The sender frees its output.
+    """
+    compiles = not world.lacking_for_compile
+    settings: dict[str, Any] = {
+        "bias_activation_fusion": compiles and (family["gated_linear_unit"] or family["add_bias_linear"]),
+        "bias_dropout_fusion": compiles,
+        # In fp16 the kernel needs an Ampere GPU, and such runs are often on older ones.
+        "gradient_accumulation_fusion": config.precision.name is not Precision.fp16,
+    }
+    if has_transformer_engine(world):
+        settings["apply_rope_fusion"] = family["position_embedding_type"] == "rope"
+        if family.get("num_moe_experts"):
+            settings |= {"moe_grouped_gemm": True, "moe_permute_fusion": True}
+    if config.parallel.pipeline > 1:
+        settings |= {"batch_p2p_sync": False, "deallocate_pipeline_outputs": True}
+    return settings
 
 
 def _transformer(
     config: RunConfig, axes: Axes, shape: ModelShape, family: Mapping[str, Any]
 ) -> dict[str, Any]:
     precision = config.precision.name
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **{key: value for key, value in family.items() if key not in GPT_MODEL_ARGUMENTS},
         "num_layers": shape.num_hidden_layers,
         "hidden_size": shape.hidden_size,
@@ -100,15 +149,23 @@ def _transformer(
     if virtual_stages(config) > 1:
         # With two stages, batched messages of two chunks between the same pair of ranks silently give wrong
         # results.
-        found |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    return found
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return settings
 
 
 def _ddp_defaults(config: RunConfig, world: World) -> dict[str, Any]:
-    """Overlap communication with computation on devices that can do both at once."""
-    sharded = config.zero.stage > 0
+    """Overlap communication with computation on devices that can do both at once.
+
+    With virtual stages, all stages gather the parameters of a chunk at the same time: a stage that gathers
+    later than its neighbours would delay them. Buckets keep Megatron-core's size: 40 M elements, or 1 M for
+    each data rank if that is more.
+    """
     overlaps = world.device is Device.CUDA
-    return {"overlap_grad_reduce": overlaps, "overlap_param_gather": overlaps and sharded}
+    gathers = overlaps and config.zero.stage > 0
+    settings = {"overlap_grad_reduce": overlaps, "overlap_param_gather": gathers}
+    if gathers and virtual_stages(config) > 1:
+        settings["align_param_gather"] = bool(config.engine.megatron.get("overlap_param_gather", True))
+    return settings
 
 
 def _ddp(config: RunConfig) -> dict[str, Any]:
@@ -121,8 +178,8 @@ def _ddp(config: RunConfig) -> dict[str, Any]:
 
 def _optimizer(config: RunConfig, ddp: Mapping[str, Any]) -> dict[str, Any]:
     optim, precision = config.optim, config.precision.name
-    found: dict[str, Any] = {
-        "optimizer": "sgd" if optim.name is OptimizerName.sgd else "adam",
+    spec = get_optimizer(optim.name)
+    return {
         "lr": optim.lr,
         "min_lr": 0.0,  # the loop sets the learning rate
         "weight_decay": optim.weight_decay,
@@ -132,10 +189,9 @@ def _optimizer(config: RunConfig, ddp: Mapping[str, Any]) -> dict[str, Any]:
         "params_dtype": DTYPES[precision],
         "bf16": precision is Precision.bf16,
         "fp16": precision is Precision.fp16,
+        # A rule refuses the others; the rest of the plan is still made.
+        **(spec.megatron(optim) if spec.not_on_megatron is None else {}),
     }
-    if optim.name is OptimizerName.sgd:
-        return {**found, "sgd_momentum": optim.momentum}
-    return {**found, "adam_beta1": optim.betas[0], "adam_beta2": optim.betas[1], "adam_eps": optim.eps}
 
 
 def _model(axes: Axes, shape: ModelShape, family: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,372 +1,177 @@
-"""Bytes of parameters, gradients and optimizer states on a rank under DeepSpeed 0.19.8 and the local engine.
+"""Peak bytes of a rank: model states, activations and temporaries, of every engine.
 
-Each figure is defined so that it can be measured:
+    states         plan/memory_zero.py, plan/memory_megatron.py
+    activations    plan/activations.py, plan/activations_megatron.py
+    temporaries, messages between stages      plan/temporaries.py
+    the rest of a GPU's memory in use         plan/device_overhead.py, which ``make_plan`` adds
 
-    parameters   the weights that forward uses: flat buffers with padding; under ZeRO 3 this rank's partition,
-        and all of
-                 each persistent parameter (numel <= stage3_param_persistence_threshold), which stays gathered
-    gradients    peak of the gradient tensors at the end of a micro-batch's backward pass, before the
-    reduction
-    optimizer    master weights and the optimizer's tensors of parameter shape, after the first step
-    host, nvme   the offloaded part of these three, and the extra copies that offload needs
-    buffers      reduction buckets, and the parameters that ZeRO 3 has gathered at a time: upper bounds
-    activations  plan/activations.py
-
-Notation: N parameters, d data ranks, e bytes per element in the run's precision (4 or 2). ZeRO 1 and 2
-flatten each optimizer group and pad it to a multiple of 2d: P is the sum of the groups' partitions. ZeRO 3
-pads each parameter to a multiple of d: P is the sum of the parameters' partitions. Adam has moments of M = 8
-bytes per element, SGD 4 with momentum and 0 without.
-
-                        parameters   gradients         optimizer      on the host
-    stage 0, fp32       4 N          4 N               M N
-    stage 0, 16 bits    2 N          (2 + 4) N         (4 + M) N      (local engine only; it accumulates in
-    fp32)
-    stage 1             e N          e N               (4 + M) P
-    stage 2             e N          e T, or 4 P (1)   (4 + M) P
-    stage 3             e P + pers.  e P, or 4 P (2)   (4 + M) P
-    On the host, stages 1 and 2 with the optimizer on the CPU have the optimizer, e P, and 4 P of gradients,
-    and stage 2 has e T more during gradient accumulation. On the device, stage 1 keeps its gradients. Stage 3
-    with the optimizer on the CPU has the optimizer, 4 P and the gradients on the host.
-
-    T: full size of the parameters that overlap the rank's partition. (1), (2): if bf16 gradients accumulate
-        in fp32.
-
-Two facts are surprising. In fp32, ZeRO 1 to 3 store the weights *and* a master copy. Accumulating in fp32
-under stage 1 (a DeepSpeed key of the user) makes DeepSpeed use BF16_Optimizer, with (2 + 4) N bytes of
-gradients.
-
-Sources: Rajbhandari et al., 1910.02054, section 3.1; DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py
-(__init__, copy_grads_in_partition, async_accumulate_grad_in_cpu_via_gpu), runtime/zero/stage3.py
-(_create_fp32_partitions, _setup_for_real_optimizer), runtime/bf16_optimizer.py. All figures were measured at
-1 and 2 ranks.
+On CPUs temporaries and messages are not counted: tests compare the rest with measurements, byte by byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.config.data import DocumentMasking
-from toolkit.config.schema import EngineName, OffloadDevice, OptimConfig, OptimizerName, Precision, RunConfig
-from toolkit.families.base import ModelShape, ParameterSpec, uses_muon
+from toolkit.config.kernels import AttentionKernel, CompileMode
+from toolkit.config.optim import OptimizerKernel
+from toolkit.config.schema import EngineName, OffloadDevice, RunConfig
+from toolkit.families.base import ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
 from toolkit.plan import memory_megatron
-from toolkit.plan.activations import activation_bytes
-from toolkit.plan.deepspeed import BUCKET
-from toolkit.plan.rank_parameters import is_expert_parameter, rank_parameters
-from toolkit.plan.types import BatchPlan, Device, MemoryPlan
-
-FP32 = 4
-PREFETCH = 50_000_000  # elements: stage3_prefetch_bucket_size
-PERSISTENCE = 100_000  # elements: stage3_param_persistence_threshold
-
-
-def element_bytes(precision: Precision) -> int:
-    return FP32 if precision is Precision.fp32 else 2
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerGroup:
-    """One parameter group of the optimizer, in the order in which DeepSpeed flattens it."""
-
-    sizes: tuple[int, ...]  # elements of each parameter
-    state_bytes: int  # of the optimizer's tensors, per element
-    ranks: int  # that share the group; fewer for experts
-    muon: bool = False
-
-    @property
-    def numel(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def partition(self) -> int:
-        """Elements of one rank's range of the flat group, which is padded to a multiple of 2 x ranks."""
-        return _padded(self.numel, 2 * self.ranks) // self.ranks
-
-    @property
-    def touched(self) -> list[int]:
-        """For each rank, the total elements of the parameters that overlap its range."""
-        length = self.partition
-        change = [0] * (self.ranks + 1)
-        offset = 0
-        for size in self.sizes:
-            change[offset // length] += size
-            offset += size
-            change[(offset - 1) // length + 1] -= size
-        return list(accumulate(change[:-1]))
-
-
-def optimizer_groups(
-    parameters: Iterable[ParameterSpec], optim: OptimConfig, ranks: int, expert: int = 1
-) -> tuple[OptimizerGroup, ...]:
-    """Parameter groups with and without weight decay, as DeepSpeed flattens them.
-
-    Muon splits each group into matrices and other parameters, by name. Expert parallelism over ``expert``
-    ranks splits off experts, which fewer ranks share.
-    """
-    sizes: dict[tuple[bool, bool, bool], list[int]] = {}
-    for spec in parameters:
-        muon = optim.name is OptimizerName.muon and uses_muon(spec.name, len(spec.shape))
-        sizes.setdefault((spec.decays, muon, expert > 1 and is_expert_parameter(spec)), []).append(spec.numel)
-    return tuple(
-        OptimizerGroup(
-            tuple(numels), _state_bytes(optim, muon), max(1, ranks // expert) if apart else ranks, muon
-        )
-        for (_, muon, apart), numels in sizes.items()
-    )
-
-
-def _state_bytes(optim: OptimConfig, muon: bool) -> int:
-    if optim.name is OptimizerName.sgd:
-        return FP32 if optim.momentum else 0
-    return FP32 if muon else 2 * FP32
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Inputs of the formulas."""
-
-    parameters: Sequence[ParameterSpec]
-    groups: tuple[OptimizerGroup, ...]
-    ranks: int
-    element: int
-    accumulates: bool  # several micro-batches per step
-    fp32_accumulation: bool
-    precision: Precision
-    optimizer_device: OffloadDevice
-    parameter_device: OffloadDevice
-    settings: Mapping[str, Any]  # zero_optimization as DeepSpeed gets it
-
-    @property
-    def numel(self) -> int:
-        return sum(group.numel for group in self.groups)
-
-    @property
-    def offloaded(self) -> bool:
-        return self.optimizer_device is not OffloadDevice.none
+from toolkit.plan.activations import activation_bytes, offloaded_bytes, output_bytes, recomputed_bytes
+from toolkit.plan.attention import has_dense_mask, repeats_keys
+from toolkit.plan.kernels import fused_loss_chunk
+from toolkit.plan.memory_zero import BYTES_BY_ZERO_STAGE, ZeroRun, element_bytes, optimizer_groups
+from toolkit.plan.rank_parameters import rank_parameters
+from toolkit.plan.temporaries import (
+    block_gradient_bytes,
+    deepspeed_step_bytes,
+    largest_weight_bytes,
+    message_bytes,
+    peak_temporary_bytes,
+    weight_gradient_bytes,
+)
+from toolkit.plan.types import BatchPlan, Device, Kernels, MemoryPlan
 
 
 def plan_memory(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelShape | None,
     parameters: Sequence[ParameterSpec],
     axes: Axes,
     batch: BatchPlan,
     device: Device,
     settings: Mapping[str, Any] | None,
+    *,
+    kernels: Kernels,
 ) -> MemoryPlan:
     """Bytes on the rank with the most memory.
 
-    ``settings`` is DeepSpeed's dictionary, None for the other engines.
+    Args:
+        shape: None for a model without a family, whose activations are unknown.
+        settings: DeepSpeed's dictionary or Megatron-core's section ``transformer``; None for the local
+            engine.
     """
-    stages = stage_memory(config, shape, parameters, axes, batch, device, settings)
+    stages = stage_memory(config, shape, parameters, axes, batch, device, settings, kernels=kernels)
     return max(stages, key=lambda memory: memory.device_total)
 
 
 def stage_memory(
     config: RunConfig,
-    shape: ModelShape,
+    shape: ModelShape | None,
     parameters: Sequence[ParameterSpec],
     axes: Axes,
     batch: BatchPlan,
     device: Device,
     settings: Mapping[str, Any] | None,
+    *,
+    kernels: Kernels,
 ) -> list[MemoryPlan]:
     """Memory of one rank of each pipeline stage; without a pipeline there is one stage."""
-    if config.engine.name is EngineName.megatron:
-        return memory_megatron.stage_memory(config, shape, axes, batch, device)
+    if config.engine.name is EngineName.megatron and shape is not None:
+        return memory_megatron.stage_memory(
+            config, shape, axes, batch, device, kernels=kernels, settings=settings or {}
+        )
     settings = settings or {}
+    attention = kernels.attention.name
+    stage = config.zero.stage if config.engine.name is EngineName.deepspeed else 0
     ranks = axes.data * axes.context  # with the same weights
-    micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
+    micro_batches = max(part.size for part in batch.stages) // (batch.micro_batch * batch.data_parallel)
+    tokens = batch.micro_batch * max(1, config.train.sequence_length // axes.context)
+    element = element_bytes(config.precision.name)
+    scores = config.train.sequence_length if attention == AttentionKernel.eager.value else 0
+    seen = config.train.sequence_length * axes.context if has_dense_mask(config, attention) else 0
+    wide, compiled = repeats_keys(config, attention, device), kernels.compile.name != CompileMode.none.value
+    fp32_gradients = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    offloads = config.offload.activations is OffloadDevice.cpu
+    on_gpu = device is Device.CUDA
     found = []
     pipeline = rank_parameters(shape, parameters, axes)
-    for number, (layers, own) in enumerate(pipeline):
-        run = _Run(
+    for number, (blocks, own) in enumerate(pipeline):
+        run = ZeroRun(
             parameters=own,
             groups=optimizer_groups(own, config.optim, ranks, axes.expert),
             ranks=ranks,
-            element=element_bytes(config.precision.name),
+            element=element,
             accumulates=micro_batches > 1,
-            fp32_accumulation=settings.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+            fp32_accumulation=fp32_gradients,
             precision=config.precision.name,
             optimizer_device=config.offload.optimizer,
             parameter_device=config.offload.parameters,
             settings=settings.get("zero_optimization", {}),
         )
-        states = STAGES[config.zero.stage if config.engine.name is EngineName.deepspeed else 0](run)
-        activations = activation_bytes(
-            shape,
-            micro_batch=batch.micro_batch,
-            sequence_length=max(1, config.train.sequence_length // axes.context),
-            element=run.element,
-            checkpointing=config.train.activation_checkpointing,
-            layers=layers,
-            in_flight=min(len(pipeline) - number, micro_batches),
-            head=number == len(pipeline) - 1,
-            tensor=axes.tensor,
-            seen=config.train.sequence_length * axes.context
-            if config.data.documents is DocumentMasking.separate
-            else 0,
+        states = BYTES_BY_ZERO_STAGE[stage](run)
+        host = backward = loss = 0
+        activations = None
+        in_flight = min(len(pipeline) - number, micro_batches)
+        if shape is not None:
+            head = number == len(pipeline) - 1
+            chunk = fused_loss_chunk(config, kernels, shape.vocab_size)
+            activations = activation_bytes(
+                shape,
+                micro_batch=batch.micro_batch,
+                sequence_length=tokens // batch.micro_batch,
+                element=element,
+                recomputation=config.train.recomputation,
+                offloaded=offloads,
+                blocks=blocks,
+                in_flight=in_flight,
+                head=head,
+                tensor=axes.tensor,
+                seen=seen,
+                scores=scores,
+                wide=wide,
+                chunk=chunk,
+                compiled=compiled,
+            )
+            if offloads:
+                inputs = in_flight * config.train.recomputation.count(blocks)
+                host = offloaded_bytes(inputs, tokens * element * shape.hidden_size, pinned=on_gpu)
+            output = output_bytes(shape, tokens, element, chunk=chunk, tensor=axes.tensor) if head else 0
+            block = recomputed_bytes(
+                shape,
+                element,
+                config.train.recomputation,
+                blocks,
+                tensor=axes.tensor,
+                seen=seen,
+                scores=scores,
+                wide=wide,
+                compiled=compiled,
+            )
+            loss = max(0, output - tokens * block)
+            gradients = block_gradient_bytes(shape, element=element, tensor=axes.tensor, scores=scores)
+            weight = largest_weight_bytes((spec.numel for spec in own if spec.layer is not None), element)
+            backward = tokens * gradients + weight_gradient_bytes(
+                shape, tokens, weight, element=element, tensor=axes.tensor
+            )
+        step = 0
+        if config.offload.optimizer is OffloadDevice.none:
+            step = deepspeed_step_bytes(
+                run.groups,
+                stage=stage,
+                element=element,
+                fp32_gradients=fp32_gradients,
+                foreach=kernels.optimizer.name == OptimizerKernel.torch.value,
+            )
+        temporaries = peak_temporary_bytes(
+            backward=backward, step=step, loss=loss, activations=activations or 0
         )
+        boundary = 0 if shape is None else tokens * element * shape.hidden_size
+        # DeepSpeed's pipeline keeps the outputs that it has sent until their backward pass.
+        sent = in_flight * boundary if number < len(pipeline) - 1 else 0
         found.append(
             MemoryPlan(
                 parameters=states.parameters,
                 gradients=states.gradients,
                 optimizer=states.optimizer,
                 activations=activations,
-                host=states.host,
+                host=states.host + host,
                 nvme=states.nvme,
                 buffers=states.buffers,
+                temporaries=temporaries if on_gpu else 0,
+                messages=sent + message_bytes(boundary, axes.pipeline) if on_gpu else 0,
             )
         )
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """Bytes of each kind of state on a rank. ``host`` and ``nvme`` are what is offloaded there."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    host: int = 0
-    nvme: int = 0
-    buffers: int = 0
-
-
-def stage0(run: _Run) -> StateBytes:
-    """Plain data parallelism and the local engine: everything is replicated.
-
-    fp32 weights are their own master copy. In 16 bits (local engine only) gradients accumulate in fp32.
-    """
-    master = 0 if run.element == FP32 else FP32
-    optimizer = sum(group.numel * (group.state_bytes + master) for group in run.groups)
-    return StateBytes(run.numel * run.element, run.numel * (run.element + master), optimizer)
-
-
-def stage1(run: _Run) -> StateBytes:
-    return _stage12(run, partitioned_gradients=False)
-
-
-def stage2(run: _Run) -> StateBytes:
-    return _stage12(run, partitioned_gradients=True)
-
-
-def _stage12(run: _Run, *, partitioned_gradients: bool) -> StateBytes:
-    partitions = [group.partition for group in run.groups]
-    total = sum(partitions)
-    whole = sum(group.partition * group.ranks for group in run.groups)
-    weights = whole * run.element
-    optimizer = total * FP32 + sum(
-        _moments12(group, size, run) for group, size in zip(run.groups, partitions, strict=True)
-    )
-    touched = max(map(sum, zip(*(_by_rank(group, run.ranks) for group in run.groups), strict=True)))
-    # overlap_comm doubles the reduction buckets.
-    bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
-    buffers = bucket * run.element * (2 if run.settings.get("overlap_comm") else 1)
-    separate = run.fp32_accumulation and run.element != FP32
-    if not partitioned_gradients and separate and not run.offloaded and run.precision is Precision.bf16:
-        # BF16_Optimizer keeps bf16 gradients and a copy of all of them in fp32, and reduces in place.
-        return StateBytes(weights, run.numel * run.element + whole * FP32, optimizer)
-    if run.offloaded:
-        host = optimizer + total * FP32 + total * run.element
-        if not partitioned_gradients:
-            gradients = run.numel * (FP32 if separate else run.element)
-        elif separate:
-            gradients = total * FP32
-        else:
-            gradients = 0
-            host += touched * run.element if run.accumulates else 0
-        return StateBytes(weights, gradients, 0, host=host, buffers=buffers)
-    if not partitioned_gradients:
-        gradients = run.numel * (FP32 if separate else run.element)
-    elif separate:
-        gradients = total * FP32
-    else:
-        gradients = touched * run.element
-    return StateBytes(weights, gradients, optimizer, buffers=buffers)
-
-
-def _by_rank(group: OptimizerGroup, ranks: int) -> list[int]:
-    """``group.touched`` for all ``ranks``, of which several may have the same range."""
-    return [size for size in group.touched for _ in range(ranks // group.ranks)]
-
-
-def _moments12(group: OptimizerGroup, partition: int, run: _Run) -> int:
-    """Bytes of moments of a group. Muon stores the momentum of full parameters in the gradients' dtype."""
-    if group.muon and not run.offloaded:
-        return max(group.touched) * run.element
-    return partition * group.state_bytes
-
-
-def stage3(run: _Run) -> StateBytes:
-    partitions = [sum(-(-size // run.ranks) for size in group.sizes) for group in run.groups]
-    total = sum(partitions)
-    threshold = int(_either(run.settings, "param_persistence_threshold", PERSISTENCE))
-    # A single rank gathers without copying.
-    persistent = (
-        0
-        if run.ranks == 1
-        else sum(_padded(spec.numel, run.ranks) for spec in run.parameters if spec.numel <= threshold)
-    )
-    optimizer = sum(
-        size * (FP32 + group.state_bytes) for group, size in zip(run.groups, partitions, strict=True)
-    )
-    gradients = total * (FP32 if run.fp32_accumulation else run.element)
-    weights = (total + _secondary(run)) * run.element
-    bucket = min(int(run.settings.get("reduce_bucket_size", BUCKET)), run.numel)
-    buffers = (
-        bucket + (_live(run) if run.ranks > 1 or run.parameter_device is not OffloadDevice.none else 0)
-    ) * run.element
-    host = nvme = 0
-    if run.optimizer_device is OffloadDevice.cpu:
-        host += optimizer + total * FP32 + gradients
-        optimizer = gradients = 0
-    elif run.optimizer_device is OffloadDevice.nvme:
-        host += gradients
-        nvme += optimizer + total * FP32
-        optimizer = gradients = 0
-    if run.parameter_device is OffloadDevice.cpu:
-        host, weights = host + weights, 0
-    elif run.parameter_device is OffloadDevice.nvme:
-        nvme, weights = nvme + weights, 0
-    return StateBytes(
-        weights + persistent * run.element, gradients, optimizer, host=host, nvme=nvme, buffers=buffers
-    )
-
-
-def _secondary(run: _Run) -> int:
-    """Elements of ZeRO++'s secondary partition (hpZ).
-
-    From the first use of a parameter to the end of the step, a rank stores its part of a second copy of the
-    parameter, which ``zero_hpz_partition_size`` ranks share.
-    """
-    size = int(run.settings.get("zero_hpz_partition_size", 1))
-    return sum(_padded(spec.numel, run.ranks) // size for spec in run.parameters) if size > 1 else 0
-
-
-def _live(run: _Run) -> int:
-    """Elements gathered at a time: one block, or the largest other parameter, and prefetched parameters."""
-    blocks: dict[int, int] = {}
-    largest = 0
-    for spec in run.parameters:
-        if spec.layer is None:
-            largest = max(largest, spec.numel)
-        else:
-            blocks[spec.layer] = blocks.get(spec.layer, 0) + spec.numel
-    ahead = int(_either(run.settings, "prefetch_bucket_size", PREFETCH))
-    return min(run.numel, max([largest, *blocks.values()]) + ahead)
-
-
-def _either(settings: Mapping[str, Any], name: str, default: int) -> Any:
-    """The value of a ZeRO 3 key, which DeepSpeed reads with and without its prefix."""
-    return settings.get(f"stage3_{name}", settings.get(name, default))
-
-
-def _padded(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple
-
-
-STAGES: dict[int, Callable[[_Run], StateBytes]] = {0: stage0, 1: stage1, 2: stage2, 3: stage3}

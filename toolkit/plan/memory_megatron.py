@@ -35,13 +35,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from toolkit.config.data import DocumentMasking
-from toolkit.config.schema import OptimConfig, OptimizerName, Precision, RunConfig
+from toolkit.config.kernels import AttentionKernel
+from toolkit.config.schema import OffloadDevice, Precision, RunConfig
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import EMBEDDING, MegatronTensor, TensorCut
 from toolkit.layout.axes import Axes
+from toolkit.optimizers import get_optimizer
+from toolkit.plan.activations import offloaded_bytes
 from toolkit.plan.activations_megatron import (
     ActivationLayout,
     block_bytes,
@@ -49,20 +54,41 @@ from toolkit.plan.activations_megatron import (
     head_bytes,
     in_flight,
 )
+from toolkit.plan.attention import has_dense_mask, repeats_keys
+from toolkit.plan.kernels import fused_loss_chunk
 from toolkit.plan.megatron import padded_vocabulary, sequence_parallel, virtual_stages
-from toolkit.plan.types import BatchPlan, Device, MemoryPlan
+from toolkit.plan.pipeline_stages import stage_chunks, stage_layers
+from toolkit.plan.recomputation import recomputation_keys
+from toolkit.plan.temporaries import (
+    block_gradient_bytes,
+    largest_weight_bytes,
+    message_bytes,
+    peak_temporary_bytes,
+)
+from toolkit.plan.types import BatchPlan, Device, Kernels, MemoryPlan
 
 FP32 = 4
 START, END = 64, 128  # alignment in elements of the start of a parameter and the end of a bucket
 
 
 def stage_memory(
-    config: RunConfig, shape: ModelShape, axes: Axes, batch: BatchPlan, device: Device
+    config: RunConfig,
+    shape: ModelShape,
+    axes: Axes,
+    batch: BatchPlan,
+    device: Device,
+    *,
+    kernels: Kernels,
+    settings: Mapping[str, Any],
 ) -> list[MemoryPlan]:
     """Memory of one rank of each pipeline stage.
 
     The only buffers are those that sequence parallelism gathers into.
+
+    Args:
+        settings: the section ``transformer`` of Megatron-core's settings.
     """
+    attention = kernels.attention.name
     micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
     spread = axes.tensor if sequence_parallel(config) else 1
     layout = ActivationLayout(
@@ -74,55 +100,103 @@ def stage_memory(
         spread=spread,
         element=FP32 if config.precision.name is Precision.fp32 else 2,
         fused_norms=device is Device.CUDA,
+        fused_activation=bool(settings.get("bias_activation_fusion")),
+        attention=attention,
+        masks=has_dense_mask(config, attention),
+        wide=repeats_keys(config, attention, device),
         documents=config.data.documents is DocumentMasking.separate,
     )
+    on_gpu = device is Device.CUDA
     gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
+    parts = stage_chunks(stage_layers(shape, axes.pipeline, config.engine.megatron), chunks)
+    rows = padded_vocabulary(shape.vocab_size, axes.tensor) // axes.tensor
+    boundary = boundary_bytes(shape, layout)
+    messages = message_bytes(boundary, axes.pipeline, chunks) if on_gpu else 0
+    backward = _backward_bytes(shape, layout, rows, settings) if on_gpu else 0
     found = []
     for number, stage in enumerate(states(config, shape, axes)):
         passes = in_flight(number, axes.pipeline, chunks, micro_batches)
         last = number == axes.pipeline - 1
-        head = (
-            head_bytes(shape, layout, padded_vocabulary(shape.vocab_size, axes.tensor) // axes.tensor)
-            if last
-            else 0
-        )
-        blocks = _blocks(config, shape, layout, stage.layers // chunks, passes)
+        chunk = fused_loss_chunk(config, kernels, shape.vocab_size)
+        head = head_bytes(shape, layout, rows, chunk) if last else 0
+        blocks, host = _activations(config, shape, layout, parts[number], passes, pinned=on_gpu)
+        # The output of a chunk stays until its backward pass, unless it is freed once the next stage has it.
+        frees = settings.get("deallocate_pipeline_outputs") and not last
+        activations = blocks + (0 if frees else passes * boundary) + head
         found.append(
             MemoryPlan(
                 parameters=stage.parameters,
                 gradients=stage.gradients,
                 optimizer=stage.optimizer,
-                activations=blocks + passes * boundary_bytes(shape, layout) + head,
-                host=0,
+                activations=activations,
+                host=host,
                 nvme=0,
                 buffers=gathered,
+                temporaries=peak_temporary_bytes(
+                    backward=backward, step=0, loss=head, activations=activations
+                ),
+                messages=messages,
             )
         )
     return found
 
 
-def _blocks(config: RunConfig, shape: ModelShape, layout: ActivationLayout, layers: int, passes: int) -> int:
-    """Bytes of activations of ``passes`` forward passes through ``layers`` blocks each."""
-    given = config.engine.megatron
+def _backward_bytes(
+    shape: ModelShape, layout: ActivationLayout, rows: int, settings: Mapping[str, Any]
+) -> int:
+    """Bytes of gradients inside one block's backward pass.
+
+    The gradient of a weight is a tensor of its own, unless the matrix product adds it to the fp32 buffer.
+    The distributed optimizer steps on views of that buffer, without copies.
+    """
+    gradients = block_gradient_bytes(
+        shape,
+        element=layout.element,
+        tensor=layout.tensor,
+        spread=layout.spread,
+        scores=layout.positions * layout.context if layout.attention == AttentionKernel.eager.value else 0,
+    )
+    widest = max(rows, -(-shape.intermediate_size // layout.tensor)) * shape.hidden_size
+    fused = settings.get("gradient_accumulation_fusion")
+    return layout.tokens * gradients + (0 if fused else largest_weight_bytes([widest], layout.element))
+
+
+def _activations(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ActivationLayout,
+    chunks: Sequence[range],
+    passes: int,
+    *,
+    pinned: bool,
+) -> tuple[int, int]:
+    """Bytes of blocks' activations on the device and on the host.
+
+    A stage has ``chunks``; ``passes`` forward passes through one chunk each are in flight. Memory on the host
+    is ``pinned``.
+    """
+    keys = recomputation_keys(config, shape)
     whole, boundary = block_bytes(shape, layout), boundary_bytes(shape, layout)
-    whole_blocks = config.train.activation_checkpointing
-    granularity = "full" if whole_blocks else given.get("recompute_granularity")
-    method = "uniform" if whole_blocks else given.get("recompute_method")
-    size = 1 if whole_blocks else given.get("recompute_num_layers") or 1
-    if granularity == "selective":
-        modules = frozenset(given.get("recompute_modules") or ("core_attn",))
-        return (
-            passes * layers * block_bytes(shape, layout, modules)
-            + whole
-            - block_bytes(shape, layout, modules)
-        )
-    if granularity != "full":
-        return passes * layers * whole
-    if method == "block":  # the first ``size`` blocks of a chunk are recomputed, one at a time
-        again = min(size, layers)
-        return passes * (again * boundary + (layers - again) * whole) + whole
-    return passes * -(-layers // size) * boundary + min(size, layers) * whole
+    layers = max(map(len, chunks))
+    if keys.get("recompute_granularity") == "selective":
+        modules = frozenset(keys.get("recompute_modules") or ("core_attn",))
+        stored = block_bytes(shape, layout, modules)
+        return passes * layers * stored + whole - stored, 0
+    if keys.get("recompute_granularity") != "full":
+        return passes * layers * whole, 0
+    size = int(keys.get("recompute_num_layers") or 1)
+    if keys.get("recompute_method") == "block":
+        # The first ``size`` blocks of a chunk are recomputed, one at a time.
+        inputs, kept, live = min(size, layers), layers - min(size, layers), whole
+    else:
+        inputs, kept, live = -(-layers // size), 0, min(size, layers) * whole
+    stored = passes * inputs * boundary
+    if config.offload.activations is OffloadDevice.none:
+        return stored + passes * kept * whole + live, 0
+    # Two inputs are on the device: that of the block being recomputed, and the next one.
+    host = offloaded_bytes(passes * inputs, boundary, pinned=pinned)
+    return min(2, passes * inputs) * boundary + live, host
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,35 +209,6 @@ class StageStateBytes:
     optimizer: int
 
 
-def stage_layers(shape: ModelShape, stages: int, given: Mapping[str, object]) -> list[int]:
-    """Number of blocks of each stage.
-
-    ``given`` are the user's keys, which may set the size of the first and last stage.
-    """
-    sized = {
-        0: given.get("num_layers_in_first_pipeline_stage"),
-        stages - 1: given.get("num_layers_in_last_pipeline_stage"),
-    }
-    fixed = {stage: size for stage, size in sized.items() if isinstance(size, int)}
-    between = max(1, stages - len(fixed))
-    even = -(-(shape.num_hidden_layers - sum(fixed.values())) // between)
-    return [fixed.get(stage, max(0, even)) for stage in range(stages)]
-
-
-def stage_chunks(layers: Sequence[int], chunks: int) -> list[list[range]]:
-    """Global block indices of each chunk of each stage.
-
-    Virtual stages are interleaved: with 8 blocks, 2 stages and 2 chunks, stage 0 has blocks 0 1 and 4 5.
-    """
-    found: list[list[range]] = [[] for _ in layers]
-    first = 0
-    for _ in range(chunks):
-        for stage, count in enumerate(layers):
-            found[stage].append(range(first, first + count // chunks))
-            first += count // chunks
-    return found
-
-
 def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateBytes]:
     """Bytes of each pipeline stage.
 
@@ -171,9 +216,9 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
     """
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
     chunks = stage_chunks(layers, virtual_stages(config))
-    tensors = get_family(shape.family).megatron_tensors(shape)
+    tensors = _tensors(shape)
     element = FP32 if config.precision.name is Precision.fp32 else 2
-    state = _state_bytes(config.optim) + (FP32 if element != FP32 else 0)
+    state = get_optimizer(config.optim.name).element_bytes(config.optim) + (FP32 if element != FP32 else 0)
     found = []
     for stage, count in enumerate(layers):
         parameters = gradients = optimizer = 0
@@ -203,6 +248,12 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
                 )
         found.append(StageStateBytes(count, parameters, gradients, optimizer))
     return found
+
+
+@lru_cache(maxsize=8)
+def _tensors(shape: ModelShape) -> tuple[MegatronTensor, ...]:
+    """The tensors of a model, which a search over layouts plans many times."""
+    return tuple(get_family(shape.family).megatron_tensors(shape))
 
 
 def buffer_elements(
@@ -259,12 +310,6 @@ def _elements(tensor: MegatronTensor, ranks: int) -> int:
     if tensor.cut is TensorCut.vocabulary:
         return padded_vocabulary(tensor.shape[0], ranks) // ranks * math.prod(tensor.shape[1:])
     return -(-math.prod(tensor.shape) // ranks)
-
-
-def _state_bytes(optim: OptimConfig) -> int:
-    if optim.name is OptimizerName.sgd:
-        return FP32 if optim.momentum else 0
-    return 2 * FP32
 
 
 def _padded(value: int, multiple: int) -> int:

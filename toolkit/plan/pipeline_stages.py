@@ -1,18 +1,20 @@
-"""Split a model into the stages of a DeepSpeed pipeline: contiguous blocks, balanced by parameters.
+"""Split a model into the stages of a pipeline.
 
-The first stage has the embeddings, the last stage the final norm and the head. Tied embeddings are on both,
-each with its own optimizer state.
+DeepSpeed's stages are contiguous blocks, balanced by parameters. The first stage has the embeddings, the last
+stage the final norm and the head. Tied embeddings are on both, each with its own optimizer state.
 
     five blocks of 10, embedding 12, head 12, two stages     12+10+10 | 10+10+10+12
+
+Megatron-core's stages have equally many blocks, unless the user sets the size of the first or the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from toolkit.families.base import ParameterSpec
+from toolkit.families.base import ModelShape, ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,32 @@ def _bounds(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
         return min(found)
 
     return best(len(sizes), count)[1]
+
+
+def stage_layers(shape: ModelShape, stages: int, given: Mapping[str, object]) -> list[int]:
+    """Number of blocks of each of Megatron-core's stages.
+
+    ``given`` are the user's keys, which may set the size of the first and last stage.
+    """
+    sized = {
+        0: given.get("num_layers_in_first_pipeline_stage"),
+        stages - 1: given.get("num_layers_in_last_pipeline_stage"),
+    }
+    fixed = {stage: size for stage, size in sized.items() if isinstance(size, int)}
+    between = max(1, stages - len(fixed))
+    even = -(-(shape.num_hidden_layers - sum(fixed.values())) // between)
+    return [fixed.get(stage, max(0, even)) for stage in range(stages)]
+
+
+def stage_chunks(layers: Sequence[int], chunks: int) -> list[list[range]]:
+    """Global block indices of each chunk of each of Megatron-core's stages.
+
+    Virtual stages are interleaved: with 8 blocks, 2 stages and 2 chunks, stage 0 has blocks 0 1 and 4 5.
+    """
+    found: list[list[range]] = [[] for _ in layers]
+    first = 0
+    for _ in range(chunks):
+        for stage, count in enumerate(layers):
+            found[stage].append(range(first, first + count // chunks))
+            first += count // chunks
+    return found

@@ -1,4 +1,4 @@
-"""Read the sizes of ``model.pretrained`` from its ``config.json``. No other part of planning reads files."""
+"""Read the description of ``model.pretrained`` from its ``config.json``. No other planning reads files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.schema import ModelConfig, RunConfig
+from toolkit.config.model import HuggingFaceConfig, ModelConfig
+from toolkit.config.schema import RunConfig
 from toolkit.errors import InputError, PlanError, Problem
 from toolkit.families import FAMILIES
 from toolkit.families.model_files import parse_model_config
+from toolkit.plan import hugging_face
+from toolkit.plan.deepspeed import merge
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Fill the sizes that are null from the pretrained model's configuration.
+    """Complete the model section from the pretrained model's configuration.
 
     Raises as :func:`resolve_model`.
     """
@@ -25,25 +28,24 @@ def resolve(config: RunConfig) -> RunConfig:
 def resolve_model(model: ModelConfig) -> ModelConfig:
     """As :func:`resolve`, for the model section.
 
-    Keys of training (dropout, router loss, initial weights) do not change.
+    A model of a family gets the sizes that are null. Any other model of transformers gets its class, its
+    model type and the fields of its configuration (``model.hf``); ``model.hf.architecture`` requests this for
+    a model of a family, too. Keys of training (dropout, router loss, initial weights) do not change.
 
     Raises:
-        InputError: the model does not exist, or no family covers its model type.
-        PlanError: a size in ``model`` differs from that of the pretrained model.
+        InputError: the model does not exist, or neither a family nor a class of transformers is known for it.
+        PlanError: a size in ``model`` differs from that of the pretrained model, or ``model.hf.config`` has
+            an unknown field.
     """
-    if model.pretrained is None or model.target is not None:
+    if model.target is not None or (model.pretrained is None and model.hf.architecture is None):
+        return model
+    if model.pretrained is None:
+        hugging_face.check_fields(model)
         return model
     written = _read(model.pretrained)
     kind = written.get("model_type")
-    if kind not in FAMILIES:
-        raise InputError(
-            Problem(
-                "model.pretrained",
-                f"model.pretrained={model.pretrained}, whose model_type is {kind!r}",
-                f"a pretrained model is of one of the families {', '.join(FAMILIES)}",
-                "wrap it in a module and train that: model.target=my.package.Model",
-            )
-        )
+    if model.hf.architecture is not None or not isinstance(kind, str) or kind not in FAMILIES:
+        return _resolve_hugging_face(model, model.pretrained, written)
     found = parse_model_config(FAMILIES[kind], written, f"config.json of model.pretrained={model.pretrained}")
     filled: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -66,6 +68,55 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     if problems:
         raise PlanError(*problems)
     return replace(model, **filled)
+
+
+def _resolve_hugging_face(model: ModelConfig, name: str, written: dict[str, Any]) -> ModelConfig:
+    kind, classes = written.get("model_type"), written.get("architectures")
+    _check_sizes(name, written)
+    if not isinstance(kind, str):
+        raise _unreadable(name, f"the model_type in its config.json is {kind!r}")
+    if model.hf.model_type not in (None, kind):
+        raise PlanError(
+            Problem(
+                "model.hf.model_type",
+                f"model.hf.model_type={model.hf.model_type}, but {name} has {kind}",
+                "a pretrained model has one type",
+                "leave out model.hf.model_type",
+            )
+        )
+    architecture = model.hf.architecture
+    if architecture is None:
+        if not isinstance(classes, list) or not classes:
+            raise InputError(
+                Problem(
+                    "model.pretrained",
+                    f"model.pretrained={name}, whose model_type is {kind!r} and whose config.json has no "
+                    "architectures",
+                    f"a pretrained model is of one of the families {', '.join(FAMILIES)}, or its class in "
+                    "transformers is known",
+                    f"write model=huggingface model.pretrained={name} "
+                    "model.hf.architecture=AutoModelForCausalLM, or another class",
+                )
+            )
+        architecture = str(classes[0])
+    resolved = replace(
+        model, hf=HuggingFaceConfig(architecture=architecture, model_type=kind, config=model.hf.config)
+    )
+    hugging_face.check_fields(resolved, known=tuple(written))
+    own = {key: value for key, value in written.items() if key not in hugging_face.NOT_ARCHITECTURE}
+    resolved.hf.config = merge(own, model.hf.config)
+    return resolved
+
+
+def _check_sizes(name: str, written: dict[str, Any], above: str = "") -> None:
+    """Refuse sizes that no model has: a config.json may be untrusted, and building it would take hours."""
+    for key, value in written.items():
+        if isinstance(value, dict):
+            _check_sizes(name, value, f"{above}{key}.")
+        elif isinstance(value, int):
+            counted = any(part in key for part in ("layers", "heads", "experts", "blocks"))
+            if value > (4096 if counted else 2**31):
+                raise _unreadable(name, f"{above}{key}={value} in its config.json is out of bounds")
 
 
 def _read(name: str) -> dict[str, Any]:

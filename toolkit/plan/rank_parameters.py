@@ -21,35 +21,38 @@ from toolkit.plan.deepspeed import tensor_parallel_dim
 
 
 def rank_parameters(
-    shape: ModelShape, parameters: Sequence[ParameterSpec], axes: Axes
-) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
-    """For each pipeline stage, the number of blocks and the parameters with their sizes on a rank.
+    shape: ModelShape | None, parameters: Sequence[ParameterSpec], axes: Axes
+) -> list[tuple[range, tuple[ParameterSpec, ...]]]:
+    """For each pipeline stage, the indices of its blocks and the parameters with their sizes on a rank.
 
-    Sizes that an axis does not divide are rounded up; a rule refuses such runs.
+    Sizes that an axis does not divide are rounded up; a rule refuses such runs. Without a ``shape`` (a model
+    of transformers without a family) there are no axes, and the blocks are not known.
     """
+    if shape is None:
+        return [(range(0), tuple(parameters))]
     if axes.pipeline == 1 or shape.num_hidden_layers < axes.pipeline:
-        found = [(shape.num_hidden_layers, tuple(parameters))]
+        stages = [(range(shape.num_hidden_layers), tuple(parameters))]
     else:
         split = pipeline_stages.split_into_stages(
             parameters, axes.pipeline, set(get_family(shape.family).tied_weights(shape).values())
         )
-        found = [(len(stage.layers), stage.parameters) for stage in split]
-    return [(layers, tuple(_on_a_rank(spec, axes) for spec in specs)) for layers, specs in found]
+        stages = [(stage.layers, stage.parameters) for stage in split]
+    return [(blocks, tuple(_shard_of_rank(spec, axes) for spec in specs)) for blocks, specs in stages]
 
 
 def is_expert_parameter(spec: ParameterSpec) -> bool:
     return ".experts." in spec.name
 
 
-def _on_a_rank(spec: ParameterSpec, axes: Axes) -> ParameterSpec:
+def _shard_of_rank(spec: ParameterSpec, axes: Axes) -> ParameterSpec:
     if axes.expert > 1 and is_expert_parameter(spec):
-        return _divided(spec, 0, axes.expert)
+        return _divide_dim(spec, 0, axes.expert)
     if axes.tensor > 1 and (dim := tensor_parallel_dim(spec.name)) is not None:
-        return _divided(spec, dim, axes.tensor)
+        return _divide_dim(spec, dim, axes.tensor)
     return spec
 
 
-def _divided(spec: ParameterSpec, dim: int, ranks: int) -> ParameterSpec:
+def _divide_dim(spec: ParameterSpec, dim: int, ranks: int) -> ParameterSpec:
     return replace(
         spec, shape=tuple(-(-size // ranks) if at == dim else size for at, size in enumerate(spec.shape))
     )

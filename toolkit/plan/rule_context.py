@@ -10,7 +10,8 @@ from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import Problem, Severity
 from toolkit.families.base import Family, FamilyTraits, ModelShape, ParameterSpec
 from toolkit.layout.axes import Axes
-from toolkit.plan.types import BatchPlan, MemoryPlan, World
+from toolkit.plan.hugging_face import HuggingFaceModel
+from toolkit.plan.types import BatchPlan, Kernels, MemoryPlan, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +25,12 @@ class RuleContext:
     world: World
     family: Family | None = None
     shape: ModelShape | None = None
+    hugging_face_model: HuggingFaceModel | None = None  # of model.hf
     parameters: tuple[ParameterSpec, ...] = ()
     axes: Axes | None = None
     batch: BatchPlan | None = None
     memory: MemoryPlan | None = None
+    kernels: Kernels | None = None
     engine_problems: tuple[Problem, ...] = ()  # of engine.deepspeed.* and engine.megatron.*
 
     @property
@@ -52,6 +55,26 @@ class RuleContext:
         return sum(spec.numel for spec in self.parameters)
 
     @property
+    def of_a_family(self) -> bool:
+        return self.config.model.source_key == "model.family"
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding; None if they are not known."""
+        described = self.hugging_face_model if self.shape is None else self.shape
+        return None if described is None else described.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        described = self.hugging_face_model if self.shape is None else self.shape
+        return None if described is None else described.max_position_embeddings
+
+    def size_key(self, name: str) -> str:
+        """The key of the size ``name``, as a user types it for this kind of model."""
+        prefixes = {"model.target": "+model.arguments", "model.hf.architecture": "+model.hf.config"}
+        return f"{prefixes.get(self.config.model.source_key, 'model')}.{name}"
+
+    @property
     def sizes_are_free(self) -> bool:
         """Whether a remedy may suggest other sizes of the model; a pretrained model has fixed sizes."""
         return self.config.model.pretrained is None
@@ -60,21 +83,21 @@ class RuleContext:
 Rule = Callable[[RuleContext], Iterator[Problem]]
 
 
-def seen(config: RunConfig, *keys: str) -> str:
+def format_keys(config: RunConfig, *keys: str) -> str:
     """``zero.stage=3, parallel.pipeline=2``: keys with their values, as a user would type them."""
     return ", ".join(f"{key}={_typed(_value(config, key))}" for key in keys)
 
 
-def refuse(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
+def make_error(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
     """An error about the space-separated ``keys``; the first one is at fault."""
     names = keys.split()
-    return Problem(names[0], seen(config, *names), rule, remedy)
+    return Problem(names[0], format_keys(config, *names), rule, remedy)
 
 
-def warn(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
-    """As :func:`refuse`, but a warning."""
+def make_warning(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
+    """As :func:`make_error`, but a warning."""
     names = keys.split()
-    return Problem(names[0], seen(config, *names), rule, remedy, Severity.WARNING)
+    return Problem(names[0], format_keys(config, *names), rule, remedy, Severity.WARNING)
 
 
 def _value(config: RunConfig, key: str) -> object:
@@ -87,4 +110,6 @@ def _value(config: RunConfig, key: str) -> object:
 def _typed(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, bool):
+        return str(value).lower()
     return "null" if value is None else value

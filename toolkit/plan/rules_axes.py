@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.config.schema import EngineName, OffloadDevice, OptimizerName
+from toolkit.config.schema import EngineName, OffloadDevice
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed import is_tensor_parallel
-from toolkit.plan.rule_context import Rule, RuleContext, refuse
+from toolkit.plan.rule_context import Rule, RuleContext, make_error
 
 ZERO = "engine.deepspeed.zero_optimization"
 AXES = ("tensor", "pipeline", "context", "expert")
@@ -17,7 +17,7 @@ AXES = ("tensor", "pipeline", "context", "expert")
 def local_has_no_axes(ctx: RuleContext) -> Iterator[Problem]:
     if ctx.config.engine.name is EngineName.local:
         for axis in _used(ctx):
-            yield refuse(
+            yield make_error(
                 ctx.config,
                 f"parallel.{axis} engine.name",
                 "the local engine is one process",
@@ -29,7 +29,7 @@ def deepspeed_axes_do_not_combine(ctx: RuleContext) -> Iterator[Problem]:
     """AutoTP, PipelineModule, Ulysses and the MoE layers are separate implementations inside DeepSpeed."""
     used = _used(ctx)
     if ctx.deepspeed and len(used) > 1:
-        yield refuse(
+        yield make_error(
             ctx.config,
             " ".join(f"parallel.{axis}" for axis in used) + " engine.name",
             "DeepSpeed combines only one of tensor, pipeline, context and expert parallelism with data "
@@ -39,11 +39,11 @@ def deepspeed_axes_do_not_combine(ctx: RuleContext) -> Iterator[Problem]:
 
 
 def axes_need_a_family(ctx: RuleContext) -> Iterator[Problem]:
-    if ctx.deepspeed and ctx.config.model.target is not None:
+    if ctx.deepspeed and not ctx.of_a_family:
         for axis in _used(ctx):
-            yield refuse(
+            yield make_error(
                 ctx.config,
-                f"parallel.{axis} model.target",
+                f"parallel.{axis} {ctx.config.model.source_key}",
                 "only the families' models can be split",
                 f"write parallel.{axis}=1 with zero=stage3, which shards any module",
             )
@@ -54,36 +54,28 @@ def pipeline_limits(ctx: RuleContext) -> Iterator[Problem]:
     if not ctx.deepspeed or config.parallel.pipeline == 1:
         return
     if config.zero.stage > 1:
-        yield refuse(
+        yield make_error(
             config,
             "zero.stage parallel.pipeline",
             "DeepSpeed's pipeline works with ZeRO stages 0 and 1",
             "write zero=stage1, or parallel.pipeline=1",
         )
     if {config.offload.optimizer, config.offload.parameters} != {OffloadDevice.none}:
-        yield refuse(
+        yield make_error(
             config,
             "offload.optimizer offload.parameters parallel.pipeline",
             "DeepSpeed's pipeline keeps parameters and optimizer states on the devices of its stages",
             "write offload=none and raise parallel.pipeline, or parallel.pipeline=1 with zero=stage3",
         )
-    if config.optim.name is OptimizerName.muon:
-        yield refuse(
-            config,
-            "optim.name parallel.pipeline",
-            "DeepSpeed sums norms over the stages by parameter group, and Muon's groups differ between "
-            "stages",
-            "write optim=adamw, or parallel.pipeline=1",
-        )
     if _zero_key(ctx, "overlap_comm", False):
-        yield refuse(
+        yield make_error(
             config,
             f"{ZERO}.overlap_comm parallel.pipeline",
             "DeepSpeed's pipeline reduces gradients after the last backward pass, and turns it off",
             f"leave out {ZERO}.overlap_comm",
         )
     if config.model.router_aux_loss_coef:
-        yield refuse(
+        yield make_error(
             config,
             "model.router_aux_loss_coef parallel.pipeline",
             "stages of DeepSpeed's pipeline exchange only activations, so the loss does not include other "
@@ -110,28 +102,13 @@ def tensor_limits(ctx: RuleContext) -> Iterator[Problem]:
         None,
     )
     if left is not None:
-        yield refuse(
+        yield make_error(
             config,
             "parallel.tensor model.family",
             f"DeepSpeed's tensor parallelism splits linear layers, and {left} is not in one",
             "write engine=megatron, or parallel.tensor=1 with zero=stage3",
         )
-    if config.optim.name is OptimizerName.muon:
-        yield refuse(
-            config,
-            "optim.name parallel.tensor",
-            "Muon orthogonalises whole matrices, and a tensor rank has only parts",
-            "write optim=adamw, or parallel.tensor=1",
-        )
     yield from _nvme(ctx, "tensor")
-    if _zero_key(ctx, "zero_hpz_partition_size", 1) > 1:
-        yield refuse(
-            config,
-            f"{ZERO}.zero_hpz_partition_size parallel.tensor",
-            "its groups are adjacent ranks, which have different shards of the weights under tensor "
-            "parallelism",
-            f"leave out {ZERO}.zero_hpz_partition_size, or write parallel.tensor=1",
-        )
 
 
 def expert_limits(ctx: RuleContext) -> Iterator[Problem]:
@@ -142,7 +119,7 @@ def expert_limits(ctx: RuleContext) -> Iterator[Problem]:
     if not ctx.deepspeed or ctx.config.parallel.expert == 1:
         return
     if ctx.config.zero.stage not in (1, 2):
-        yield refuse(
+        yield make_error(
             ctx.config,
             "zero.stage parallel.expert",
             "DeepSpeed's expert parallelism works with ZeRO stages 1 and 2",
@@ -151,7 +128,7 @@ def expert_limits(ctx: RuleContext) -> Iterator[Problem]:
     yield from _nvme(ctx, "expert")
     for key in ("reduce_scatter", "contiguous_gradients"):
         if not _zero_key(ctx, key, True):
-            yield refuse(
+            yield make_error(
                 ctx.config,
                 f"{ZERO}.{key} parallel.expert",
                 "DeepSpeed asserts it for models with experts",
@@ -167,7 +144,7 @@ def _zero_key(ctx: RuleContext, key: str, default: Any) -> Any:
 
 def _nvme(ctx: RuleContext, axis: str) -> Iterator[Problem]:
     if OffloadDevice.nvme in (ctx.config.offload.optimizer, ctx.config.offload.parameters):
-        yield refuse(
+        yield make_error(
             ctx.config,
             f"offload.optimizer offload.parameters parallel.{axis}",
             f"with DeepSpeed's {axis} parallelism, offload to the CPU was tested, and offload to NVMe was "
@@ -185,14 +162,14 @@ def context_divides_heads(ctx: RuleContext) -> Iterator[Problem]:
     if not ctx.deepspeed or context == 1:
         return
     if length % context:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "train.sequence_length parallel.context",
             "each context rank has an equal part of a sequence",
             f"write train.sequence_length={-(-length // context) * context}",
         )
     if ctx.config.model.router_aux_loss_coef:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "model.router_aux_loss_coef parallel.context",
             "the load balancing loss needs whole sequences, and a context rank of DeepSpeed routes a part of "

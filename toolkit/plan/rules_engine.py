@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.config.schema import EngineName, OffloadDevice, OptimizerKernel, OptimizerName, Precision
+from toolkit.commands import command_line
+from toolkit.config.schema import EngineName, OffloadDevice, Precision
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed import accumulates_in_fp32
-from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
+from toolkit.plan.rule_context import Rule, RuleContext, make_error, make_warning
 from toolkit.plan.types import Device
 
 
@@ -18,7 +19,7 @@ def local_is_one_rank(ctx: RuleContext) -> Iterator[Problem]:
             "engine.name",
             f"engine.name=local with {ctx.world.ranks} ranks",
             "the local engine is one process",
-            "write engine=deepspeed, or start one rank: python launch/train.py cluster.nodes=1 "
+            f"write engine=deepspeed, or start one rank: {command_line('train')} cluster.nodes=1 "
             "cluster.cpu_ranks=1 "
             "(cluster.gpus_per_node=1 on GPUs)",
         )
@@ -34,7 +35,7 @@ def sixteen_bits_need_a_stage(ctx: RuleContext) -> Iterator[Problem]:
     Adam's step count starts at 1, and the weights decay once. Measured: 1.4e-2 in the loss.
     """
     if ctx.deepspeed and ctx.config.zero.stage == 0 and ctx.config.precision.name is not Precision.fp32:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "zero.stage precision.name",
             "in 16 bits DeepSpeed's stage 0 takes a hidden optimizer step at the start",
@@ -64,79 +65,11 @@ def gradients_accumulate_in_bf16(ctx: RuleContext) -> Iterator[Problem]:
         )
         if config.parallel.pipeline > 1:
             better = "write +engine.deepspeed.data_types.grad_accum_dtype=fp32"
-        yield warn(
+        yield make_warning(
             config,
             "zero.stage precision.name offload.optimizer",
             f"the gradients of {steps} micro-batches accumulate in bf16, which loses small values",
             f"{better}, or raise train.micro_batch",
-        )
-
-
-def kernel_fits(ctx: RuleContext) -> Iterator[Problem]:
-    config, kernel = ctx.config, ctx.config.optim.kernel
-    offloaded = config.offload.optimizer is not OffloadDevice.none
-    if kernel in (OptimizerKernel.auto, OptimizerKernel.torch) or ctx.megatron:
-        return
-    if config.optim.name is not OptimizerName.adamw:
-        yield refuse(
-            config,
-            "optim.kernel optim.name",
-            "only adamw has kernels other than torch's",
-            "write optim.kernel=auto",
-        )
-    elif kernel is OptimizerKernel.cpu and not (ctx.deepspeed and offloaded):
-        yield refuse(
-            config,
-            "optim.kernel offload.optimizer engine.name",
-            "DeepSpeed's CPU Adam runs only if the optimizer is offloaded",
-            "write offload=cpu_optimizer, or optim.kernel=auto",
-        )
-    elif kernel is OptimizerKernel.cpu and not ctx.world.has_compiler:
-        yield Problem(
-            "optim.kernel",
-            "optim.kernel=cpu on a machine without a C++ compiler",
-            "DeepSpeed compiles its CPU Adam on first use",
-            "install g++, or write optim.kernel=torch",
-        )
-    elif kernel is OptimizerKernel.fused and (ctx.world.device is Device.CPU or offloaded):
-        yield Problem(
-            "optim.kernel",
-            f"optim.kernel=fused on {ctx.world.device}, offload.optimizer={config.offload.optimizer.value}",
-            "the fused kernel runs on a GPU that has the optimizer's states",
-            "write optim.kernel=auto",
-        )
-
-
-def muon_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """DeepSpeed applies Muon to tensors with two or more dims and no ``embed`` or ``lm_head`` in the name."""
-    config, optim = ctx.config, ctx.config.optim
-    if optim.name is not OptimizerName.muon:
-        return
-    if not optim.momentum:
-        yield warn(
-            config,
-            "optim.momentum optim.name",
-            "Muon orthogonalises a running average of gradients, and momentum 0 disables the average",
-            "write optim.momentum=0.95",
-        )
-    if not ctx.deepspeed:
-        return
-    if optim.clip:
-        yield refuse(
-            config,
-            "optim.clip optim.name",
-            "Muon runs without clipping: DeepSpeed would clip updates under ZeRO 1-3, and gradients under "
-            "ZeRO 0",
-            "write optim.clip=0",
-        )
-    if ctx.traits is not None and ctx.traits.muon is not None:
-        yield refuse(config, "optim.name model.family", ctx.traits.muon, "write optim=adamw")
-    if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
-        yield refuse(
-            config,
-            "optim.name offload.optimizer",
-            "Muon's momentum cannot be offloaded to NVMe",
-            "write offload=cpu, or optim=adamw",
         )
 
 
@@ -167,8 +100,17 @@ def _other_precision(value: Any, ctx: RuleContext) -> bool:
     return value not in (None, Precision.fp32.value, ctx.config.precision.name.value)
 
 
-def _hpz_below_stage3(value: Any, ctx: RuleContext) -> bool:
-    return isinstance(value, int) and value > 1 and ctx.config.zero.stage != 3
+def _without_nvme(value: Any, ctx: RuleContext) -> bool:
+    offload = ctx.config.offload
+    return OffloadDevice.nvme not in (offload.optimizer, offload.parameters)
+
+
+def _optimizer_stays(value: Any, ctx: RuleContext) -> bool:
+    return ctx.config.offload.optimizer is OffloadDevice.none
+
+
+def _parameters_stay(value: Any, ctx: RuleContext) -> bool:
+    return ctx.config.offload.parameters is OffloadDevice.none
 
 
 # (key, condition, rule, remedy)
@@ -192,18 +134,6 @@ SILENT: tuple[tuple[str, Condition, str, str], ...] = (
         "leave it out",
     ),
     (
-        "zero_optimization.zero_quantized_gradients",
-        _on_cpu,
-        "ZeRO++ quantisation runs on GPUs only",
-        "leave it out on CPUs",
-    ),
-    (
-        "zero_optimization.zero_quantized_weights",
-        _on_cpu,
-        "ZeRO++ quantisation runs on GPUs only",
-        "leave it out on CPUs",
-    ),
-    (
         "zero_optimization.offload_optimizer.super_offload",
         _on_cpu,
         "SuperOffload runs on GPUs only",
@@ -213,12 +143,6 @@ SILENT: tuple[tuple[str, Condition, str, str], ...] = (
         "zero_optimization.offload_optimizer.ratio",
         _partial_below_stage3,
         "partial offload needs ZeRO 3",
-        "write zero=stage3, or leave it out",
-    ),
-    (
-        "zero_optimization.zero_hpz_partition_size",
-        _hpz_below_stage3,
-        "hpZ keeps a second copy of the weights that ZeRO 3 shards",
         "write zero=stage3, or leave it out",
     ),
     *(
@@ -235,7 +159,24 @@ SILENT: tuple[tuple[str, Condition, str, str], ...] = (
             "data_types.grad_accum_dtype",
         )
     ),
-    ("compile.deepcompile", _on_cpu, "DeepCompile runs on GPUs only", "leave it out on CPUs"),
+    (
+        "aio",
+        _without_nvme,
+        "it is for offload to nvme",
+        "leave it out, or write zero=stage3 offload=nvme offload.nvme_path=FOLDER",
+    ),
+    (
+        "zero_optimization.offload_optimizer",
+        _optimizer_stays,
+        "the optimizer is not offloaded",
+        "leave it out, or write zero=stage2 offload=cpu_optimizer",
+    ),
+    (
+        "zero_optimization.offload_param",
+        _parameters_stay,
+        "the parameters are not offloaded",
+        "leave it out, or write zero=stage3 offload=cpu",
+    ),
 )
 
 
@@ -245,36 +186,6 @@ def silently_wrong_keys(ctx: RuleContext) -> Iterator[Problem]:
         if value is not None and wrong(value, ctx):
             shown = "..." if isinstance(value, Mapping) else value
             yield Problem(f"engine.deepspeed.{key}", f"engine.deepspeed.{key}={shown}", why, remedy)
-
-
-def hpz_divides_the_ranks(ctx: RuleContext) -> Iterator[Problem]:
-    """DeepSpeed asserts this after the ranks have started, and silently uses fewer ranks if there are too
-    few.
-
-    Another rule refuses hpZ with tensor parallelism.
-    """
-    key = "zero_optimization.zero_hpz_partition_size"
-    size, axes = _get(ctx.config.engine.deepspeed, key), ctx.axes
-    if (
-        not ctx.deepspeed
-        or axes is None
-        or not isinstance(size, int)
-        or size < 2
-        or ctx.config.zero.stage != 3
-        or axes.tensor > 1
-    ):
-        return
-    ranks = axes.data * axes.context
-    fitting = max(part for part in range(1, min(size, ranks) + 1) if ranks % part == 0)
-    if fitting != size:
-        remedy = f"write +engine.deepspeed.{key}={fitting}" if fitting > 1 else "leave it out"
-        yield Problem(
-            f"engine.deepspeed.{key}",
-            f"engine.deepspeed.{key}={size} on {ranks} ranks",
-            "each group of this many ranks, usually a node, keeps a second copy of the weights, so it "
-            "divides the number of ranks",
-            remedy,
-        )
 
 
 def _get(keys: Mapping[str, Any], path: str) -> Any:
@@ -290,9 +201,6 @@ RULES: tuple[Rule, ...] = (
     local_is_one_rank,
     vendor_keys,
     silently_wrong_keys,
-    hpz_divides_the_ranks,
     sixteen_bits_need_a_stage,
     gradients_accumulate_in_bf16,
-    kernel_fits,
-    muon_limits,
 )

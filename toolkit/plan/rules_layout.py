@@ -8,7 +8,7 @@ from dataclasses import replace
 from toolkit.config.schema import Precision
 from toolkit.errors import Problem
 from toolkit.plan.devices import memory_bytes
-from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
+from toolkit.plan.rule_context import Rule, RuleContext, make_error, make_warning
 from toolkit.plan.rules_megatron import STAGES
 from toolkit.plan.types import Device
 
@@ -64,7 +64,7 @@ def layers_divide(ctx: RuleContext) -> Iterator[Problem]:
 def sequence_divides(ctx: RuleContext) -> Iterator[Problem]:
     context, length = ctx.config.parallel.context, ctx.config.train.sequence_length
     if ctx.megatron and context > 1 and length % (2 * context):
-        yield refuse(
+        yield make_error(
             ctx.config,
             "train.sequence_length parallel.context",
             "train.sequence_length is divisible by 2 x parallel.context: a rank has a part of each half of a "
@@ -78,11 +78,11 @@ def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
     if expert == 1 or shape is None:
         return
     if not shape.num_local_experts:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "parallel.expert model.family",
             "expert parallelism needs a model with experts",
-            "write parallel.expert=1" + (", or model.family=mixtral" if ctx.sizes_are_free else ""),
+            "write parallel.expert=1" + (", or model=mixtral" if ctx.sizes_are_free else ""),
         )
     elif shape.num_local_experts % expert:
         yield _divides(ctx, "model.num_local_experts", "parallel.expert", shape.num_local_experts, expert)
@@ -141,7 +141,7 @@ def model_parallelism_without_need(ctx: RuleContext) -> Iterator[Problem]:
         return
     whole = 6 if ctx.megatron else 0
     if (whole + (18 - whole) / ctx.world.ranks) * ctx.numel < memory / 2:
-        yield warn(
+        yield make_warning(
             ctx.config,
             "parallel.tensor parallel.pipeline",
             "the model's states fit without model parallelism, which communicates in every layer",

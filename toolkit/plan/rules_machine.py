@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from toolkit.config.schema import OffloadDevice, Precision
 from toolkit.errors import Problem, Severity
 from toolkit.plan.devices import GPUS, find_gpu, memory_bytes
-from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
+from toolkit.plan.memory_verdict import DOES_NOT_FIT, MAY_NOT_FIT, Fit, judge_memory
+from toolkit.plan.rule_context import Rule, RuleContext, make_error, make_warning
+from toolkit.plan.saves import GIB, rank_state_bytes
 from toolkit.plan.types import Device
 
-USABLE_SHARE = 0.92  # of the device's memory, after fragmentation and the workspaces of libraries
 GB = 1e9
 
 
 def gpu_is_known(ctx: RuleContext) -> Iterator[Problem]:
     name = ctx.config.cluster.gpu
     if name is not None and find_gpu(name) is None:
-        yield warn(
+        yield make_warning(
             ctx.config,
             "cluster.gpu",
             "memory and speed are known only for the GPUs in toolkit/plan/devices.py",
@@ -28,7 +29,7 @@ def gpu_is_known(ctx: RuleContext) -> Iterator[Problem]:
 
 def price_needs_gpus(ctx: RuleContext) -> Iterator[Problem]:
     if ctx.config.monitor.price_per_gpu_hour is not None and ctx.world.device is Device.CPU:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "monitor.price_per_gpu_hour",
             "cost is computed from GPU-hours, and this run has only CPU ranks",
@@ -73,7 +74,7 @@ def offload_fits_stage(ctx: RuleContext) -> Iterator[Problem]:
                 if ctx.megatron
                 else ""
             )
-            yield refuse(
+            yield make_error(
                 ctx.config,
                 "offload.optimizer offload.parameters engine.name",
                 f"only DeepSpeed has offload{why}",
@@ -81,21 +82,21 @@ def offload_fits_stage(ctx: RuleContext) -> Iterator[Problem]:
             )
         return
     if offload.parameters is not OffloadDevice.none and stage != 3:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "offload.parameters zero.stage",
             "parameters can be offloaded only under ZeRO 3",
             "write zero=stage3, or offload=cpu_optimizer to offload only the optimizer",
         )
     if offload.optimizer is OffloadDevice.cpu and stage == 0:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "offload.optimizer zero.stage",
             "optimizer states can be offloaded under ZeRO 1 to 3",
             "write zero=stage1 or higher, or offload=none",
         )
     if offload.optimizer is OffloadDevice.nvme and stage != 3:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "offload.optimizer zero.stage",
             "NVMe offload needs ZeRO 3: under the other stages DeepSpeed silently keeps the states in host "
@@ -108,7 +109,7 @@ def offload_to_nvme(ctx: RuleContext) -> Iterator[Problem]:
     offload = ctx.config.offload
     if OffloadDevice.nvme not in (offload.optimizer, offload.parameters):
         if offload.nvme_path is not None:
-            yield warn(
+            yield make_warning(
                 ctx.config,
                 "offload.nvme_path offload.optimizer offload.parameters",
                 "the path is used only for offload to nvme",
@@ -116,7 +117,7 @@ def offload_to_nvme(ctx: RuleContext) -> Iterator[Problem]:
             )
         return
     if offload.nvme_path is None:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "offload.nvme_path offload.optimizer offload.parameters",
             "NVMe offload needs a folder on a local disk",
@@ -138,37 +139,67 @@ def offload_to_nvme(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
-def states_fit(ctx: RuleContext) -> Iterator[Problem]:
-    memory, have = ctx.memory, memory_bytes(ctx.world)
-    if memory is None or have is None or ctx.world.device is Device.CPU:
+def kernels_can_be_compiled(ctx: RuleContext) -> Iterator[Problem]:
+    """DeepSpeed compiles kernels for CUDA when they are first used (deepspeed/ops/op_builder, 0.19.8).
+
+    ``async_io`` and ``quantizer`` run ``nvcc --version`` and are linked with the toolkit's CUDA runtime; the
+    C++ code of DeepSpeedCPUAdam needs only a C++ compiler. Compilers of another major version of CUDA would
+    load a second CUDA runtime into the process.
+    """
+    offload, world = ctx.config.offload, ctx.world
+    if not ctx.deepspeed or world.device is Device.CPU:
         return
-    name = ctx.world.gpu or "this GPU"
-    if memory.states > have:
+    needs = []
+    if OffloadDevice.nvme in (offload.optimizer, offload.parameters):
+        name = "offload.optimizer" if offload.optimizer is OffloadDevice.nvme else "offload.parameters"
+        needs.append((name, f"{name}=nvme", "write offload=cpu"))
+    zero, own = ctx.config.zero, ctx.config.engine.deepspeed.get("zero_optimization")
+    nontrainable = "engine.deepspeed.zero_optimization.zero_quantized_nontrainable_weights"
+    quantised = {
+        "zero.quantized_weights": zero.quantized_weights,
+        "zero.quantized_gradients": zero.quantized_gradients,
+        nontrainable: isinstance(own, Mapping) and own.get("zero_quantized_nontrainable_weights"),
+    }
+    for key in (key for key, used in quantised.items() if used):
+        needs.append((key, f"{key}=true", "leave it out"))
+        if not world.has_compiler:
+            yield Problem(
+                key,
+                f"{key}=true on a machine without a C++ compiler",
+                "DeepSpeed compiles its kernels on first use",
+                "install g++, or leave it out",
+            )
+    if world.has_nvcc:
+        return
+    toolkit = f"the CUDA toolkit {world.torch_cuda or 'of the version of torch.version.cuda'}"
+    has = "no nvcc" if world.nvcc is None else f"nvcc of CUDA {world.nvcc}"
+    torch = "" if world.torch_cuda is None else f", and torch was built with CUDA {world.torch_cuda}"
+    for key, seen, otherwise in needs:
         yield Problem(
-            "zero.stage",
-            f"{memory.states / GB:.1f} GB of parameters, gradients and optimizer states a rank; "
-            f"{name} has {have / GB:.1f} GB",
-            "the states of a rank fit on its device",
-            _more_room(ctx),
+            key,
+            f"{seen} on a machine with {has}{torch}",
+            "DeepSpeed compiles the kernels for it on first use, with nvcc of torch's major version of CUDA",
+            f"install {toolkit} and set CUDA_HOME to its folder, or {otherwise}",
         )
-    elif memory.device_total > USABLE_SHARE * have:
-        needed = f"{memory.device_total / GB:.1f} GB a rank with activations and buffers"
-        seen = f"{needed}; {name} has {have / GB:.1f} GB"
-        if memory.device_total > have:
-            yield Problem(
-                "train.micro_batch",
-                seen,
-                "states, activations and buffers of a rank fit on its device",
-                _smaller_batch(ctx),
-            )
-        else:
-            yield Problem(
-                "train.micro_batch",
-                seen,
-                f"a device usually runs out of memory above {USABLE_SHARE:.0%}",
-                _smaller_batch(ctx),
-                Severity.WARNING,
-            )
+
+
+def memory_fits(ctx: RuleContext) -> Iterator[Problem]:
+    memory, have = ctx.memory, memory_bytes(ctx.world)
+    verdict = judge_memory(memory, ctx.world)
+    if verdict is None or verdict.fit is Fit.yes:
+        return
+    assert memory is not None
+    assert have is not None
+    states = memory.states > have
+    kinds = "parameters, gradients and optimizer states" if states else "states, activations and buffers"
+    needed = memory.states if states else memory.device_total
+    yield Problem(
+        "zero.stage" if states else "train.micro_batch",
+        f"{needed / GB:.1f} GB of {kinds} a rank; {ctx.world.gpu or 'this GPU'} has {have / GB:.1f} GB",
+        DOES_NOT_FIT if verdict.fit is Fit.no else MAY_NOT_FIT,
+        _more_room(ctx) if states else _smaller_batch(ctx),
+        Severity.ERROR if verdict.fit is Fit.no else Severity.WARNING,
+    )
 
 
 def host_fits(ctx: RuleContext) -> Iterator[Problem]:
@@ -191,13 +222,28 @@ def host_fits(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
+def background_saves_fit(ctx: RuleContext) -> Iterator[Problem]:
+    checkpoint = ctx.config.checkpoint
+    if not checkpoint.background:
+        return
+    size = rank_state_bytes(ctx.config, ctx.world, ctx.parameters)
+    if size is not None and size > checkpoint.staging_gib * GIB:
+        yield make_error(
+            ctx.config,
+            "checkpoint.background checkpoint.staging_gib",
+            f"a save in the background copies the {size / GIB:.3g} GiB of a rank's state to host memory",
+            f"write checkpoint.staging_gib={-(-size // GIB)}, or checkpoint.background=false",
+        )
+
+
 def _smaller_batch(ctx: RuleContext) -> str:
     """The remedy if the states of a rank fit and its activations do not."""
     options = []
     if ctx.batch is not None and ctx.batch.micro_batch > 1:
         options.append(f"train.micro_batch={max(1, ctx.batch.micro_batch // 2)} or smaller")
-    if not ctx.config.train.activation_checkpointing:
-        options.append("train.activation_checkpointing=true")
+    recomputation = ctx.config.train.recomputation
+    if not recomputation.full or recomputation.every > 1:
+        options.append("train.activation_checkpointing=full")
     return f"write {', or '.join(options)}" if options else _more_room(ctx)
 
 
@@ -226,6 +272,8 @@ RULES: tuple[Rule, ...] = (
     precision_fits_device,
     offload_fits_stage,
     offload_to_nvme,
-    states_fit,
+    kernels_can_be_compiled,
+    memory_fits,
     host_fits,
+    background_saves_fit,
 )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.config.engine_keys import show
+from toolkit.config.engine_keys import format_value
 from toolkit.config.engine_keys_megatron import GPU_ONLY, TRANSFORMER_ENGINE
-from toolkit.config.schema import OptimizerKernel, OptimizerName
+from toolkit.config.recomputation import KEY, RecomputationMode
+from toolkit.config.schema import Precision
 from toolkit.config.vendors.installed import MEGATRON
-from toolkit.errors import Problem
-from toolkit.plan.rule_context import Rule, RuleContext, refuse, warn
+from toolkit.errors import Problem, Severity
+from toolkit.plan.kernels import LOSS_FUSION
+from toolkit.plan.rule_context import Rule, RuleContext, make_error, make_warning
+from toolkit.plan.transformer_engine import COST, TESTED, has_transformer_engine, install_command
 from toolkit.plan.types import Device
 
 ROOT = "engine.megatron"
@@ -23,7 +26,7 @@ RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe")
 
 def is_installed(ctx: RuleContext) -> Iterator[Problem]:
     if ctx.megatron and not MEGATRON.installed:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "engine.name",
             "engine=megatron needs Megatron-core, which is not installed",
@@ -33,7 +36,7 @@ def is_installed(ctx: RuleContext) -> Iterator[Problem]:
 
 def stage_three(ctx: RuleContext) -> Iterator[Problem]:
     if ctx.megatron and ctx.config.zero.stage == 3:
-        yield refuse(
+        yield make_error(
             ctx.config,
             "zero.stage engine.name",
             "Megatron-core's distributed optimizer shards only optimizer states; parallel.tensor and "
@@ -42,31 +45,11 @@ def stage_three(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
-def optimizer_is_megatrons(ctx: RuleContext) -> Iterator[Problem]:
-    if not ctx.megatron:
-        return
-    if ctx.config.optim.name is OptimizerName.muon:
-        yield refuse(
-            ctx.config,
-            "optim.name engine.name",
-            "Megatron-core's Muon needs a package that is not published",
-            "write engine=deepspeed, or optim=adamw",
-        )
-    elif ctx.config.optim.kernel not in (OptimizerKernel.auto, OptimizerKernel.torch):
-        yield refuse(
-            ctx.config,
-            "optim.kernel engine.name",
-            "Megatron-core uses Transformer Engine's or Apex's fused optimizer if one is installed, else "
-            "torch's",
-            "write optim.kernel=auto",
-        )
-
-
 def model_is_a_familys(ctx: RuleContext) -> Iterator[Problem]:
-    if ctx.megatron and ctx.config.model.target is not None:
-        yield refuse(
+    if ctx.megatron and not ctx.of_a_family:
+        yield make_error(
             ctx.config,
-            "model.target engine.name",
+            f"{ctx.config.model.source_key} engine.name",
             "Megatron-core builds the families' models from its own layers",
             "write engine=deepspeed",
         )
@@ -75,27 +58,90 @@ def model_is_a_familys(ctx: RuleContext) -> Iterator[Problem]:
 # -- the user's own settings
 
 
+def loss_fusion_fits(ctx: RuleContext) -> Iterator[Problem]:
+    given = ctx.config.engine.megatron if ctx.megatron else {}
+    implementation = given.get("cross_entropy_fusion_impl", "native")
+    if not given.get(LOSS_FUSION):
+        if "cross_entropy_fusion_impl" in given:
+            yield make_error(
+                ctx.config,
+                f"{ROOT}.cross_entropy_fusion_impl",
+                "it chooses the kernel of cross_entropy_loss_fusion, which is off",
+                f"write +{ROOT}.{LOSS_FUSION}=true, or leave it out",
+            )
+    elif implementation == "te" and not has_transformer_engine(ctx.world):
+        yield make_error(
+            ctx.config,
+            f"{ROOT}.cross_entropy_fusion_impl",
+            "te is a GPU kernel of Transformer Engine, which is not installed",
+            "write train.loss_kernel=fused and leave out both settings",
+        )
+    elif implementation == "native" and ctx.config.precision.name is not Precision.bf16:
+        yield make_error(
+            ctx.config,
+            f"{ROOT}.{LOSS_FUSION} precision.name",
+            "Megatron-core's fused cross-entropy rounds gradients to bf16 in every precision",
+            "write train.loss_kernel=fused and leave it out, or write precision=bf16",
+        )
+
+
 def settings_fit_the_device(ctx: RuleContext) -> Iterator[Problem]:
     if not ctx.megatron:
         return
     for name, value in ctx.config.engine.megatron.items():
         if name in GPU_ONLY and ctx.world.device is Device.CPU:
-            yield _own(
+            yield _key_problem(
                 ctx,
                 name,
                 "it fails or has no effect on CPU ranks: its kernels and streams need a GPU",
                 "leave it out on CPUs",
             )
         elif name in TRANSFORMER_ENGINE and ctx.world.device is Device.CPU:
-            yield _own(
+            yield _key_problem(
                 ctx,
                 name,
                 "only Transformer Engine's layers, which need a GPU, support it; other layers ignore it "
                 "silently",
                 "leave it out on CPUs",
             )
+        elif name in TRANSFORMER_ENGINE and not has_transformer_engine(ctx.world):
+            yield _key_problem(
+                ctx,
+                name,
+                f"only the layers of Transformer Engine {TESTED} support it; other layers ignore it silently",
+                f"leave it out, or install it: {install_command(ctx.world.torch_cuda)}",
+            )
+        elif (
+            name == "gradient_accumulation_fusion"
+            and value
+            and ctx.world.device is Device.CPU
+            and ctx.config.precision.name is not Precision.fp32
+        ):
+            yield _key_problem(
+                ctx,
+                name,
+                "on CPUs torch has no matrix product of 16-bit factors with an fp32 sum",
+                "leave it out on CPUs",
+            )
         elif name == "moe_token_dispatcher_type" and value == "flex" and ctx.world.device is Device.CPU:
-            yield _own(ctx, name, "the flex dispatcher runs only on GPUs", f"write +{ROOT}.{name}=alltoall")
+            yield _key_problem(
+                ctx, name, "the flex dispatcher runs only on GPUs", f"write +{ROOT}.{name}=alltoall"
+            )
+
+
+def layers_are_transformer_engines(ctx: RuleContext) -> Iterator[Problem]:
+    """Without it Megatron-core's own layers run, which is correct and slower."""
+    world = ctx.world
+    if ctx.megatron and world.device is Device.CUDA and not has_transformer_engine(world):
+        installed = world.transformer_engine
+        seen = "without Transformer Engine" if installed is None else f"with Transformer Engine {installed}"
+        yield Problem(
+            "engine.name",
+            f"engine.name=megatron {seen}",
+            f"Megatron-core 0.16 has fast layers for GPUs in Transformer Engine {TESTED}; {COST}",
+            f"install it: {install_command(world.torch_cuda)}",
+            Severity.WARNING,
+        )
 
 
 def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
@@ -106,21 +152,21 @@ def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
     tensor, context = config.parallel.tensor, config.parallel.context
     length, wanted = config.train.sequence_length // context, config.engine.megatron.get(name)
     if wanted and tensor == 1:
-        yield _own(
+        yield _key_problem(
             ctx,
             name,
             "sequence parallelism spreads norms and dropout over the tensor ranks, and there is one",
             "write parallel.tensor=2, or leave it out",
         )
     elif wanted and length % tensor:
-        yield _own(
+        yield _key_problem(
             ctx,
             name,
             f"the {length} tokens of a context rank are divisible by parallel.tensor={tensor}",
-            f"write train.sequence_length={_next(length, tensor) * context}, or leave it out",
+            f"write train.sequence_length={_round_up(length, tensor) * context}, or leave it out",
         )
     elif tensor > 1 and ctx.has_experts and wanted is False:
-        yield _own(
+        yield _key_problem(
             ctx,
             name,
             "experts with tensor parallelism need sequence parallelism: otherwise each tensor rank routes "
@@ -128,12 +174,12 @@ def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
             "leave it out",
         )
     elif tensor > 1 and ctx.has_experts and length % tensor:
-        yield refuse(
+        yield make_error(
             config,
             "train.sequence_length parallel.tensor",
             f"experts with tensor parallelism need sequence parallelism, so the {length} tokens of a context "
             f"rank are divisible by it",
-            f"write train.sequence_length={_next(length, tensor) * context}, or parallel.tensor=1",
+            f"write train.sequence_length={_round_up(length, tensor) * context}, or parallel.tensor=1",
         )
 
 
@@ -142,18 +188,18 @@ def recomputation(ctx: RuleContext) -> Iterator[Problem]:
         return
     given = ctx.config.engine.megatron
     names = [name for name in given if name.startswith("recompute_")]
-    if ctx.config.train.activation_checkpointing:
+    if ctx.config.train.recomputation.mode is not RecomputationMode.none:
         for name in names:
-            yield _own(
+            yield _key_problem(
                 ctx,
                 name,
-                "train.activation_checkpointing=true recomputes each block whole",
-                "leave it out, or write train.activation_checkpointing=false",
+                f"{KEY}={ctx.config.train.activation_checkpointing} decides what is recomputed",
+                "leave it out, or write train.activation_checkpointing=none",
             )
         return
     granularity = given.get("recompute_granularity")
     if names and granularity is None:
-        yield _own(
+        yield _key_problem(
             ctx,
             names[0],
             "it has no effect without recompute_granularity",
@@ -162,7 +208,7 @@ def recomputation(ctx: RuleContext) -> Iterator[Problem]:
     elif granularity == "full":
         for name, example in (("recompute_method", "uniform"), ("recompute_num_layers", "1")):
             if given.get(name) is None:
-                yield _own(
+                yield _key_problem(
                     ctx,
                     "recompute_granularity",
                     f"full recomputation needs {name}",
@@ -171,26 +217,26 @@ def recomputation(ctx: RuleContext) -> Iterator[Problem]:
     elif granularity == "selective":
         for name in ("recompute_method", "recompute_num_layers"):
             if given.get(name) is not None:
-                yield _own(ctx, name, "selective recomputation applies to all layers", "leave it out")
+                yield _key_problem(ctx, name, "selective recomputation applies to all layers", "leave it out")
     modules = given.get("recompute_modules") or []
     wrong = (
         [str(module) for module in modules if module not in RECOMPUTED] if isinstance(modules, list) else []
     )
     if wrong:
-        yield _own(
+        yield _key_problem(
             ctx,
             "recompute_modules",
             f"submodules that can be recomputed are {', '.join(RECOMPUTED)}",
             f"write +{ROOT}.recompute_modules=[core_attn]",
         )
     if "mlp" in modules and ctx.traits is not None and ctx.traits.biases:
-        yield _own(
+        yield _key_problem(
             ctx,
             "recompute_modules",
             "recomputing the mlp hangs in families whose linear layers have biases: Megatron-core returns "
             "the bias "
             "separately and tries to recompute it",
-            "leave out mlp, or recompute blocks: train.activation_checkpointing=true",
+            "leave out mlp, or recompute blocks: train.activation_checkpointing=full",
         )
 
 
@@ -208,7 +254,7 @@ def overlaps(ctx: RuleContext) -> Iterator[Problem]:
         given.get("overlap_param_gather", gpu and sharded),
     )
     if given.get("overlap_param_gather") and not sharded:
-        yield _own(
+        yield _key_problem(
             ctx,
             "overlap_param_gather",
             "only the distributed optimizer gathers parameters",
@@ -216,21 +262,21 @@ def overlaps(ctx: RuleContext) -> Iterator[Problem]:
         )
     elif gathers and not reduces:
         name = "overlap_param_gather" if "overlap_param_gather" in given else "overlap_grad_reduce"
-        yield _own(
+        yield _key_problem(
             ctx,
             name,
             "overlapping the gather needs overlapping reductions",
             f"write +{ROOT}.overlap_grad_reduce=true, or +{ROOT}.overlap_param_gather=false",
         )
     elif given.get("align_param_gather") and not gathers:
-        yield _own(
+        yield _key_problem(
             ctx,
             "align_param_gather",
             "it aligns overlapping gathers",
             f"write +{ROOT}.overlap_param_gather=true",
         )
     elif given.get("bucket_size") is not None and not reduces:
-        yield _own(
+        yield _key_problem(
             ctx,
             "bucket_size",
             "gradients are reduced in buckets only if the reduction overlaps",
@@ -250,7 +296,7 @@ def first_and_last_stage(ctx: RuleContext) -> Iterator[Problem]:
         return
     first = next(iter(written))
     if stages == 1:
-        yield _own(
+        yield _key_problem(
             ctx,
             first,
             "it sets the size of a pipeline stage, and there is no pipeline",
@@ -261,11 +307,11 @@ def first_and_last_stage(ctx: RuleContext) -> Iterator[Problem]:
     if min(written.values()) < 1 or left < between or (between == 0 and left) or (between and left % between):
         layers = f"model.num_hidden_layers={shape.num_hidden_layers}"
         rest = f"{layers} minus {sum(written.values())} leaves {left} for {between} stages"
-        yield _own(
+        yield _key_problem(
             ctx,
             first,
             f"each stage has at least one layer, and the other stages have equally many: {rest}",
-            f"write +{ROOT}.{first}={_fitting(shape.num_hidden_layers, stages, written, first)}",
+            f"write +{ROOT}.{first}={_nearest_fitting_size(shape.num_hidden_layers, stages, written, first)}",
         )
 
 
@@ -276,7 +322,7 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
     chunks, stages = given.get(VIRTUAL), config.parallel.pipeline
     if not isinstance(chunks, int) or isinstance(chunks, bool):
         if given.get(GROUP) is not None:
-            yield _own(
+            yield _key_problem(
                 ctx,
                 GROUP,
                 "it groups the micro-batches of virtual stages, and there are no virtual stages",
@@ -284,10 +330,12 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
             )
         return
     if chunks < 2:
-        yield _own(ctx, VIRTUAL, "a rank has at least two virtual stages, or one plain stage", "leave it out")
+        yield _key_problem(
+            ctx, VIRTUAL, "a rank has at least two virtual stages, or one plain stage", "leave it out"
+        )
         return
     if stages == 1:
-        yield _own(
+        yield _key_problem(
             ctx, VIRTUAL, "virtual stages need a pipeline", "write parallel.pipeline=2, or leave it out"
         )
         return
@@ -295,12 +343,12 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
         uneven = [given[name] for name in STAGES if isinstance(given.get(name), int)]
         layers = shape.num_hidden_layers
         if any(size % chunks for size in uneven) or (not uneven and layers % (stages * chunks)):
-            yield _own(
+            yield _key_problem(
                 ctx,
                 VIRTUAL,
                 f"model.num_hidden_layers={layers} is divisible by parallel.pipeline x virtual stages = "
                 f"{stages * chunks}, and a stage with its own size by {chunks}",
-                f"write model.num_hidden_layers={_next(layers, stages * chunks)}, or leave it out"
+                f"write model.num_hidden_layers={_round_up(layers, stages * chunks)}, or leave it out"
                 if ctx.sizes_are_free
                 else "leave it out",
             )
@@ -313,8 +361,8 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
         size = group if isinstance(group, int) else stages
         left = accumulation % size if size else 0
         if not stages <= size <= accumulation or 0 < left < stages:
-            whole = _next(accumulation, stages) * ctx.batch.micro_batch * ctx.batch.data_parallel
-            yield _own(
+            whole = _round_up(accumulation, stages) * ctx.batch.micro_batch * ctx.batch.data_parallel
+            yield _key_problem(
                 ctx,
                 VIRTUAL,
                 f"interleaved stages process {stages} micro-batches at a time (parallel.pipeline), and a "
@@ -332,7 +380,7 @@ def pipeline_is_filled(ctx: RuleContext) -> Iterator[Problem]:
         return
     micro_batches = batch.global_batch // (batch.micro_batch * batch.data_parallel)
     if micro_batches < stages:
-        yield warn(
+        yield make_warning(
             ctx.config,
             "train.micro_batch parallel.pipeline",
             f"a step has {micro_batches} micro-batches for {stages} stages, so stages are idle most of the "
@@ -341,16 +389,16 @@ def pipeline_is_filled(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
-def _own(ctx: RuleContext, name: str, rule: str, remedy: str) -> Problem:
+def _key_problem(ctx: RuleContext, name: str, rule: str, remedy: str) -> Problem:
     value: Any = ctx.config.engine.megatron[name]
-    return Problem(f"{ROOT}.{name}", f"{ROOT}.{name}={show(value)}", rule, remedy)
+    return Problem(f"{ROOT}.{name}", f"{ROOT}.{name}={format_value(value)}", rule, remedy)
 
 
-def _next(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return max(1, -(-value // multiple)) * multiple
 
 
-def _fitting(layers: int, stages: int, written: dict[str, int], name: str) -> int:
+def _nearest_fitting_size(layers: int, stages: int, written: dict[str, int], name: str) -> int:
     """The nearest size of the stage ``name`` that leaves a whole number of layers for the stages between."""
     others = sum(size for other, size in written.items() if other != name)
     between = stages - len(written)
@@ -365,9 +413,10 @@ def _fitting(layers: int, stages: int, written: dict[str, int], name: str) -> in
 RULES: tuple[Rule, ...] = (
     is_installed,
     stage_three,
-    optimizer_is_megatrons,
     model_is_a_familys,
     settings_fit_the_device,
+    loss_fusion_fits,
+    layers_are_transformer_engines,
     sequence_parallel,
     recomputation,
     overlaps,

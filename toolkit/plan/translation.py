@@ -21,6 +21,7 @@ from toolkit.config.compose import compose, from_yaml
 from toolkit.config.schema import EngineConfig, EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
 from toolkit.plan.make import make_plan
+from toolkit.plan.transformer_engine import NEWEST
 from toolkit.plan.types import Device, World
 
 ENGINES = (EngineName.local, EngineName.deepspeed, EngineName.megatron)
@@ -29,6 +30,7 @@ GROUPS = (
     "zero",
     "offload",
     "precision",
+    "compile",
     "optim",
     "schedule",
     "checkpoint",
@@ -39,6 +41,15 @@ GROUPS = (
 # Keys that an option leaves to the user.
 GIVEN: dict[str, dict[str, Any]] = {
     "model=custom": {"target": "my.package.Model"},
+    "model=huggingface": {
+        "hf": {
+            "architecture": "AutoModelForCausalLM",
+            "model_type": "phi3",
+            "config": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        }
+    },
+    "optim=custom": {"target": "my.package.Optimizer"},
+    "schedule=custom": {"target": "my.package.factor"},
     "data=prepared": {"path": "data/mine"},
     "data=arrays": {"path": "data/tiles"},
     "data=mixture": {"sources": {"web": {"path": "data/web"}, "code": {"path": "data/code"}}},
@@ -59,7 +70,11 @@ LAYOUTS: tuple[tuple[str, ...], ...] = (
     ("parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"),
 )
 KEYS: tuple[tuple[str, ...], ...] = (
-    ("train.activation_checkpointing=true",),
+    ("train.activation_checkpointing=full",),
+    ("train.activation_checkpointing=selective",),
+    ("train.activation_checkpointing=2",),
+    ("train.activation_checkpointing=full", "offload.activations=cpu"),
+    ("train.loss_kernel=fused",),
     ("train.batch_ramp.start=16", "train.batch_ramp.increment=16", "train.batch_ramp.samples=100"),
     ("model.dropout=0.1",),
     ("model=mixtral", "model.router_aux_loss_coef=0.02"),
@@ -73,11 +88,25 @@ KEYS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.background=true",),
     ("checkpoint.export=true",),
     ("data.documents=separate",),
+    ("precision=bf16", "model.attention=flash"),
+    ("model.attention=flex", "data.documents=separate"),
+    ("model.attention=sdpa", "data.documents=separate"),
+    ("model.attention=eager",),
 )
-MACHINE = World(ranks=8, ranks_per_node=8, device=Device.CUDA, gpu="h100", has_libaio=True, has_compiler=True)
+MACHINE = World(
+    ranks=8,
+    ranks_per_node=8,
+    device=Device.CUDA,
+    gpu="h100",
+    has_libaio=True,
+    has_compiler=True,
+    has_nvcc=True,
+    transformer_engine=NEWEST,
+)
 CLUSTER = replace(MACHINE, ranks=64)
 TWO_CORES = World(ranks=2, ranks_per_node=2, device=Device.CPU)
 BATCH = ("train.global_batch=64", "train.micro_batch=2", "train.sequence_length=128")
+INSTALL = "install it: pip"  # the document does not depend on the packages of this machine
 OVERRIDE = re.compile(r"(?<![\w.+])\+?[a-z_]+(?:\.\w+)*=[^\s,;()]+")
 
 
@@ -164,7 +193,11 @@ def plan_errors(config: RunConfig, world: World) -> list[Problem]:
     try:
         make_plan(config, world)
     except PlanError as error:
-        return [problem for problem in error.problems if problem.severity is Severity.ERROR]
+        return [
+            problem
+            for problem in error.problems
+            if problem.severity is Severity.ERROR and not problem.remedy.startswith(INSTALL)
+        ]
     return []
 
 
@@ -177,7 +210,7 @@ def small_run(overrides: Sequence[str], engine: EngineName) -> RunConfig:
     """A small run with ``overrides``, composed without Hydra: options are read from their files."""
     sections: dict[str, tuple[str, ...]] = {"model": ("model=llama",), "train": BATCH}
     for word in overrides:
-        section = word.partition("=")[0].partition(".")[0]
+        section = word.removeprefix("+").partition("=")[0].partition(".")[0]
         sections[section] = (*sections.get(section, ()), word)
     found: dict[str, Any] = {name: _section(name, given) for name, given in sections.items()}
     return RunConfig(engine=EngineConfig(name=engine), **found)
@@ -188,7 +221,7 @@ def _section(section: str, words: tuple[str, ...]) -> Any:
     """One section of a configuration: the file of an option, and keys that override it."""
     tree: dict[str, Any] = {}
     for word in words:
-        name, _, value = word.partition("=")
+        name, _, value = word.removeprefix("+").partition("=")
         *path, leaf = name.split(".")[1:] or [""]
         if not leaf:
             text = (search.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")

@@ -27,9 +27,9 @@ from toolkit.goodput import (
 )
 from toolkit.rows import last_row
 from toolkit.rundir.lock import acquire_lock
-from toolkit.rundir.rows import move_rows
+from toolkit.rundir.repeated_steps import move_rows
 from toolkit.rundir.source import (
-    OTHER_FOLDER,
+    OTHER_FOLDER_REMEDY,
     SourceKind,
     check_folder,
     check_fork,
@@ -71,6 +71,11 @@ class RunDirectory:
     @property
     def ledger_file(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def hooks_file(self) -> Path:
+        """Metrics that the user's hooks log."""
+        return self.path / "hooks.jsonl"
 
     @property
     def alerts_file(self) -> Path:
@@ -133,7 +138,7 @@ class RunDirectory:
         """Reject without writing what can be rejected: a folder of another run, an invalid resume or fork.
         Raises UserError.
         """
-        with file_errors("run.dir", OTHER_FOLDER):
+        with file_errors("run.dir", OTHER_FOLDER_REMEDY):
             self._check(config)
 
     def _check(self, config: RunConfig) -> None:
@@ -161,7 +166,7 @@ class RunDirectory:
             UserError: As :meth:`check`; or another process runs here, or the folder cannot be written.
         """
         self.check(config)
-        with file_errors("run.dir", OTHER_FOLDER):
+        with file_errors("run.dir", OTHER_FOLDER_REMEDY):
             return self._begin(config, plan, began)
 
     def _begin(self, config: RunConfig, plan: Mapping[str, Any], began: float | None) -> int:
@@ -186,17 +191,17 @@ class RunDirectory:
         self.write_status(Status(state=RunState.STARTING, attempt=attempt))
         return attempt
 
-    def continued(self, config: RunConfig, starts: int) -> RunConfig:
+    def config_for_restart(self, config: RunConfig, starts: int) -> RunConfig:
         """Return ``config`` for an automatic restart, after ``starts`` attempts of the same command.
 
         ``resume=PATH`` and ``resume=never`` apply to the first of them only, and become ``auto`` once one of
         them has trained.
         """
-        before = (
+        previous = (
             read_attempt(self.attempt_folder(number)) for number in self.attempts()[-starts:] if starts > 0
         )
-        went = any(attempt is not None and attempt.times.first is not None for attempt in before)
-        return replace(config, resume="auto") if went else config
+        has_trained = any(attempt is not None and attempt.times.first is not None for attempt in previous)
+        return replace(config, resume="auto") if has_trained else config
 
     def count_attempts_since(self, moment: float) -> int:
         """Return the number of attempts that began at or after ``moment``, in seconds since 1970."""
@@ -343,7 +348,7 @@ class RunDirectory:
             claims[f"attempts/{folder.name}/{SAVES}"] = max(
                 (save.step for save in read_saves(folder)), default=None
             )
-        return {who: step for who, step in claims.items() if step is not None and step not in moved}
+        return {file: step for file, step in claims.items() if step is not None and step not in moved}
 
     # ---- repeated steps
 
@@ -359,7 +364,7 @@ class RunDirectory:
         """Move rows after ``step`` to the attempt before ``attempt``, so that each repeated step is
         recorded once.
         """
-        for file in (self.metrics_file, self.eval_file, self.ledger_file):
+        for file in (self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file):
             if file.exists():
                 move_rows(file, self.previous_attempt_folder(attempt) / file.name, step)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from toolkit.checkpoint_folder import resolve_pointer
 from toolkit.errors import InputError, Problem
 
 _IDENTITY = re.compile(r"-[0-9a-f]{8}")
@@ -13,7 +14,7 @@ _IDENTITY = re.compile(r"-[0-9a-f]{8}")
 
 def find_run(path: str | Path, key: str) -> Path:
     """Return ``path`` if it exists or no run has that name, else the only run directory ``path-<8 hex
-    digits>``.
+    digits>``. The path of ``checkpoints/best`` or ``checkpoints/latest`` becomes that of the checkpoint.
 
     Args:
         path: Path or name of a run.
@@ -22,7 +23,7 @@ def find_run(path: str | Path, key: str) -> Path:
     Raises:
         InputError: Several runs have the name.
     """
-    path = Path(path).expanduser()
+    path = resolve_pointer(Path(path).expanduser())
     if path.exists() or not path.name or not path.parent.is_dir():
         return path
     found = sorted(

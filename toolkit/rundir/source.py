@@ -15,10 +15,10 @@ from toolkit.errors import CheckpointError, ConfigError, InputError, Problem, fi
 from toolkit.paths import MOST_NAME_BYTES
 from toolkit.rundir.find import find_run
 
-OTHER_FOLDER = "write run.dir=FOLDER, one that this user can make and write"
+OTHER_FOLDER_REMEDY = "write run.dir=FOLDER, one that this user can make and write"
 # Entries that a folder may contain before the first attempt: from this toolkit, a killed start, or a file
 # system.
-BEFORE = {"lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"}
+ALLOWED_ENTRIES = {"lock", "jobs", "attempts", "checkpoints", "lost+found", ".gitkeep"}
 
 
 class SourceKind(StrEnum):
@@ -57,7 +57,7 @@ def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
                     "remove resume to fork, or run.fork to resume",
                 )
             )
-        return StateSource(SourceKind.RESUME, _existing("resume", resume))
+        return StateSource(SourceKind.RESUME, _existing_path("resume", resume))
     if newest is not None and resume == "never":
         raise ConfigError(
             Problem(
@@ -70,15 +70,15 @@ def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
     if newest is not None:
         return StateSource(SourceKind.RESUME, newest)
     if fork is not None:
-        return StateSource(SourceKind.FORK, _existing("run.fork", fork))
+        return StateSource(SourceKind.FORK, _existing_path("run.fork", fork))
     return StateSource(SourceKind.INITIAL)
 
 
-def _existing(key: str, value: str) -> Path:
+def _existing_path(key: str, value: str) -> Path:
     with file_errors(key, f"correct the path: {key}=PATH"):
         path = find_run(value, key)
-        there = path.is_dir()
-    if not there:
+        exists = path.is_dir()
+    if not exists:
         raise InputError(
             Problem(
                 key,
@@ -108,11 +108,13 @@ def check_folder(path: Path) -> None:
         return
     if not path.is_dir():
         raise InputError(
-            Problem("run.dir", f"run.dir={path} is not a folder", "a run has its own folder", OTHER_FOLDER)
+            Problem(
+                "run.dir", f"run.dir={path} is not a folder", "a run has its own folder", OTHER_FOLDER_REMEDY
+            )
         )
     if (path / "attempts").is_dir() or (path / "status.json").is_file():
         return
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in BEFORE)
+    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in ALLOWED_ENTRIES)
     if foreign:
         more = f" and {len(foreign) - 3} more" if foreign[3:] else ""
         raise InputError(
@@ -137,10 +139,10 @@ def check_identity(config: RunConfig, file: Path) -> None:
     from toolkit.config.compose import from_yaml
     from toolkit.config.identity import identity, identity_differences
 
-    before = from_yaml(file.read_text(encoding="utf-8"))
-    if identity(before) == identity(config):
+    recorded = from_yaml(file.read_text(encoding="utf-8"))
+    if identity(recorded) == identity(config):
         return
-    differences = "; ".join(identity_differences(before, config))
+    differences = "; ".join(identity_differences(recorded, config))
     raise ConfigError(
         Problem(
             "run.dir",

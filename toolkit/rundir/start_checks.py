@@ -7,13 +7,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from toolkit.config.optim import ScheduleName
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Problem, Severity
 from toolkit.plan.schedule import decay_span, scheduled_rate
 from toolkit.rows import last_row
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import SourceKind, find_run_directory, resolve_source
-from toolkit.rundir.status import RunState
+from toolkit.rundir.status import RunState, Status
 
 
 class NothingToDo(Exception):
@@ -30,7 +31,15 @@ def check_remaining_work(config: RunConfig, directory: RunDirectory) -> None:
         NothingToDo: All requested steps are completed.
     """
     steps, saved, status = config.train.steps, directory.saved_step(), directory.status()
-    if config.resume != "auto" or saved is None or saved < steps:
+    if config.resume != "auto" or saved is None:
+        return
+    if saved < steps:
+        if status is not None and _ended_early(config, directory, status, saved):
+            raise NothingToDo(
+                f"nothing to do: {directory.path} ended early after step {saved} of {steps}: "
+                f"{status.reason}\n    remedy: change train.early_stopping or hooks to train on, write "
+                f"train.steps={2 * steps}, or run.name=ANOTHER for a new run"
+            )
         return
     ended_well = status is not None and status.state is RunState.DONE
     if saved == steps and not (ended_well and _same_ending(config, directory)):
@@ -40,6 +49,21 @@ def check_remaining_work(config: RunConfig, directory: RunDirectory) -> None:
         f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train "
         "longer, or "
         "run.name=ANOTHER for a new run"
+    )
+
+
+def _ended_early(config: RunConfig, directory: RunDirectory, status: Status, saved: int) -> bool:
+    """Return whether early stopping or a hook ended the run, and this start would only repeat that."""
+    from toolkit.config.compose import from_yaml
+
+    if status.state is not RunState.DONE or status.step != saved or not status.reason:
+        return False
+    before = from_yaml(directory.config_file.read_text(encoding="utf-8"))
+    return (
+        config.train.steps == before.train.steps
+        and config.train.early_stopping == before.train.early_stopping
+        and config.hooks == before.hooks
+        and _same_ending(config, directory)
     )
 
 
@@ -58,6 +82,8 @@ def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | No
     """Return a warning if this start's schedule gives another learning rate for the last recorded step, so
     that the curve would jump.
     """
+    if config.schedule.name is ScheduleName.custom:
+        return None  # its arguments are part of the run's identity, and train.steps is not among them
     source = resolve_source(config, directory.newest_checkpoint())
     if source.kind is not SourceKind.RESUME or source.path is None:
         return None
@@ -82,7 +108,7 @@ def changed_schedule(config: RunConfig, step: int, lr: float, run: Path) -> Prob
     if math.isclose(lr, now, rel_tol=1e-6, abs_tol=1e-12):
         return None
     schedule = config.schedule
-    length, past = decay_span(schedule, config.train.steps)[1], max(1, step - schedule.warmup)
+    length, past = decay_span(schedule, config.train.steps)[1], max(1, step - schedule.warmup_steps)
     return Problem(
         "train.steps",
         f"train.steps={config.train.steps}: the learning rate of step {step} was {lr:.4g}, and is {now:.4g} "

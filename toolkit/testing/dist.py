@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit.families import FAMILIES
+from toolkit.plan.devices import HIDE_GPUS
 from toolkit.plan.types import Device
 
 PRELOAD = (
@@ -50,7 +51,7 @@ PRELOAD = (
 # One thread per rank, because tests run more ranks than there are cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 # Without dynamo DeepSpeed starts ten times faster. GPU ranks keep it, as runs do.
-ON_CPU = {"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+ON_CPU = {**HIDE_GPUS, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
 # Transformer Engine enables TF32 in cuBLAS, which is less precise than fp32.
 ON_GPU = {"NVIDIA_TF32_OVERRIDE": "0"}
 GRACE_SECONDS = 1.0  # how long to wait for the other ranks' tracebacks after one failed
@@ -296,7 +297,7 @@ def _execute(task: bytes) -> Any:
     )
     try:
         answer = function(rank, ranks, *arguments)
-        dist.barrier()
+        dist.barrier(device_ids=[rank] if device is Device.CUDA else None)
         return answer
     finally:
         dist.destroy_process_group()

@@ -13,8 +13,10 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
+from toolkit.commands import command_line
 from toolkit.config.data import DocumentMasking
-from toolkit.config.schema import EngineName, OptimizerName
+from toolkit.config.kernels import LossKernel
+from toolkit.config.schema import EngineName
 from toolkit.engine.build import open_initial_weights
 from toolkit.errors import InputError, Problem
 from toolkit.plan import make_plan
@@ -25,6 +27,7 @@ from toolkit.testing.tiny import GLOBAL_BATCH, VOCABULARY, tiny_config
 
 TOLERANCE = Differences(loss=1e-5, norm=1e-4, gradient=1e-5, weight=1e-5, evaluation=1e-5)
 EPS = 1e-4  # of Adam in most cells
+FUSED_CHUNK = 24  # tokens, so that a micro-batch has several chunks of unequal sizes
 DEFAULT_EPS = 1e-8  # the default of optim.eps
 
 
@@ -36,12 +39,7 @@ class OptimizerCase(StrEnum):
     def settings(self) -> dict[str, Any]:
         if self is OptimizerCase.ADAM:
             return {"optim__lr": 2e-3}
-        return {
-            "optim__name": OptimizerName.sgd,
-            "optim__clip": 0.0,
-            "optim__lr": 0.1,
-            "optim__weight_decay": 0.0,
-        }
+        return {"optim__name": "sgd", "optim__clip": 0.0, "optim__lr": 0.1, "optim__weight_decay": 0.0}
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,9 @@ class Cell:
         experts: experts per layer; 0: those of the family's tiny model.
         idle: bias the routers so that most experts, and whole ranks of the expert axis, get no token.
         documents: separate documents, in samples that consist of several.
+        fused: compute the loss by the fused kernel, in several chunks, rather than by the plain one.
         own: settings of the engine.
+        transformer_engine: the installed version, for Megatron-core on GPUs; None: its own layers.
         label: the part of the name that describes the settings above.
     """
 
@@ -80,8 +80,10 @@ class Cell:
     idle: bool = False
     recompute: bool = False
     documents: bool = False
+    fused: bool = False
     eps: float = EPS
     own: tuple[tuple[str, Any], ...] = ()
+    transformer_engine: str | None = None
     label: str = ""
     excess: Excess | None = field(default=None, compare=False)
 
@@ -104,7 +106,7 @@ class Cell:
             parts.append(f"zero{self.zero}")
         labels = [self.label] if self.label else []
         labels += [f"eps{self.eps:.0e}"] if self.eps != EPS else []
-        labels += [name for name in ("idle", "documents") if getattr(self, name)]
+        labels += [name for name in ("idle", "documents", "fused") if getattr(self, name)]
         return "-".join([*(parts or ["one"]), *labels])
 
     @property
@@ -130,17 +132,27 @@ class Cell:
             "model__num_hidden_layers": self.layers,
             "model__vocab_size": self.vocabulary,
             "train__global_batch": self.batch,
-            "train__activation_checkpointing": self.recompute,
+            "train__activation_checkpointing": "full" if self.recompute else "none",
             "data__documents": DocumentMasking.separate if self.documents else DocumentMasking.joined,
             "optim__eps": self.eps,
             **case.settings,
             **more,
         }
+        if self.engine is EngineName.local:  # the reference has the plain loss, on GPUs too
+            changes.setdefault("train__loss_kernel", LossKernel.plain)
+        if self.fused:
+            changes |= {"train__loss_kernel": LossKernel.fused, "train__loss_chunk": FUSED_CHUNK}
         if self.experts:
             changes["model__num_local_experts"] = self.experts
         if self.own:
             changes[f"engine__{self.engine.value}"] = dict(self.own)
-        world = World(ranks=self.ranks, ranks_per_node=self.ranks, device=device, has_compiler=True)
+        world = World(
+            ranks=self.ranks,
+            ranks_per_node=self.ranks,
+            device=device,
+            has_compiler=True,
+            transformer_engine=self.transformer_engine,
+        )
         return make_plan(tiny_config(self.family, **changes), world)
 
     def oracle(self) -> Cell:
@@ -258,6 +270,9 @@ CORE: tuple[Cell, ...] = (
     deepspeed("llama", 2, data=2, documents=True),
     deepspeed("llama", 1, pipeline=2, documents=True),
     deepspeed("llama", 1, context=2, documents=True),
+    megatron("llama", tensor=2, label="sp-padded", vocabulary=ODD, fused=True),
+    deepspeed("llama", 3, data=2, fused=True),
+    deepspeed("llama", 1, tensor=2, fused=True),  # AutoTP divides the vocabulary
     default_eps(megatron("llama", tensor=2, label="sp")),
     default_eps(megatron("mixtral", data=2, expert=2)),
     default_eps(deepspeed("llama", 3, data=2)),
@@ -265,6 +280,12 @@ CORE: tuple[Cell, ...] = (
 )
 
 FURTHER: tuple[Cell, ...] = (
+    megatron("gpt2", tensor=2, pipeline=2, label="sp", fused=True),
+    megatron("llama", context=2, fused=True),
+    megatron("mixtral", data=2, expert=2, fused=True),
+    deepspeed("gpt2", 1, pipeline=2, fused=True),
+    deepspeed("llama", 2, context=2, documents=True, fused=True),
+    deepspeed("qwen3_moe", 2, data=2, expert=2, fused=True),
     megatron("llama", data=2),
     megatron("llama", data=2, zero=2),
     megatron("llama", data=2, zero=1, label="overlap", own=OVERLAP),
@@ -302,7 +323,16 @@ FURTHER: tuple[Cell, ...] = (
     megatron(
         "mixtral", data=2, expert=2, label="allgather", own=(("moe_token_dispatcher_type", "allgather"),)
     ),
-    *(deepspeed(family, stage, data=2) for family in ("gpt2", "qwen2", "mixtral") for stage in range(4)),
+    megatron("qwen3_moe", tensor=2, label="sp"),
+    megatron("qwen3_moe", tensor=2, pipeline=2, label="sp"),
+    megatron("qwen3_moe", context=2),
+    megatron("qwen3_moe", data=2, zero=1),
+    megatron("qwen3_moe", pipeline=2, data=2, expert=2),
+    *(
+        deepspeed(family, stage, data=2)
+        for family in ("gpt2", "qwen2", "mixtral", "qwen3_moe")
+        for stage in range(4)
+    ),
     *(deepspeed("qwen3", stage, data=2) for stage in range(3)),
     deepspeed("llama", 3, data=4),
     deepspeed("llama", 3, data=2, label="full", recompute=True),
@@ -320,6 +350,9 @@ FURTHER: tuple[Cell, ...] = (
     deepspeed("qwen3", 1, pipeline=2),
     deepspeed("qwen3", 2, context=2),
     deepspeed("mixtral", 2, data=2, expert=2),
+    deepspeed("qwen3_moe", 1, pipeline=2),
+    deepspeed("qwen3_moe", 2, context=2),
+    deepspeed("qwen3_moe", 2, data=2, expert=2),
     *(megatron(family, documents=True) for family in ("qwen2", "qwen3", "mixtral")),
     megatron("gpt2", tensor=2, pipeline=2, label="sp", documents=True),  # learned positions
     megatron("gpt2", context=2, documents=True),
@@ -372,7 +405,7 @@ def select_cells(patterns: Iterable[str]) -> tuple[Cell, ...]:
                     "--cells",
                     f"--cells {pattern}",
                     "cells are core, all, a name, or a pattern of names with *",
-                    "python launch/verify.py --list shows the names",
+                    f"{command_line('verify', '--list')} shows the names",
                 )
             )
         chosen += found

@@ -20,7 +20,7 @@ from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepSettings
 from toolkit.plan.types import RunPlan
 from toolkit.testing.parity import STEPS, Batches, RunTrace, gather_weights, rank_samples, train_steps
 from toolkit.testing.tiny import micro_batches
-from toolkit.train.task import NextToken, text_task
+from toolkit.train.task import NextTokenTask, text_task
 
 GRADIENT_LR = 2.0**20
 OpenInitialWeights = Callable[[RunPlan], StateReader]
@@ -153,7 +153,7 @@ def first_gradients(
     return {name: (weight - after[name]) / GRADIENT_LR for name, weight in before.items()}
 
 
-class RoutingGaps(NextToken):
+class RoutingGaps(NextTokenTask):
     """Records how close routers are to another choice.
 
     ``gaps`` has by step the minimum, over tokens and layers, of the difference between the logits of the last

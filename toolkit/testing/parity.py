@@ -23,7 +23,7 @@ from toolkit.engine.protocol import Engine, MicroBatch, Objective, StepResult, S
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
 from toolkit.testing.tiny import micro_batches
-from toolkit.train.task import NextToken, text_task
+from toolkit.train.task import NextTokenTask, text_task
 
 STEPS = 20
 REQUIRED_FALL = 0.3  # the minimum decrease of the oracle's loss in nats; runs that learn nothing always agree
@@ -139,7 +139,7 @@ def check_control(trace: RunTrace, oracle: RunTrace, tolerance: Distance = TOLER
     assert distance.times(tolerance) > 10, f"a wrong run passes as correct: {distance} against {tolerance}"
 
 
-class DoubledGradients(NextToken):
+class DoubledGradients(NextTokenTask):
     """A control: the loss is right, but its gradient is doubled. Adam does not show this."""
 
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:

@@ -76,9 +76,10 @@ expert, `pp` pipeline, `dp` data ranks, `zero` the stage (under Megatron-core 1 
 optimizer), `sp` sequence parallelism, `vpp2` two model chunks per stage, `padded` a vocabulary of 263 rows
 that the ranks do not divide, `uneven` stages of different depth, `full` and `selective` recomputation,
 `eps1e-08` Adam with the default eps of runs (1e-4 in other cells), `idle` routers that send no token to most
-experts, and so none to whole ranks of the expert axis. In every cell micro-batches differ in their numbers of
-unmasked tokens. With mixtral, another order of summation may choose another expert if two are as close as
-rounding; from that step on two correct runs differ, and the page names it.
+experts, and so none to whole ranks of the expert axis, `fused` the loss without the logits of the whole
+micro-batch. In every cell micro-batches differ in their numbers of unmasked tokens. With mixtral, another
+order of summation may choose another expert if two are as close as rounding; from that step on two correct
+runs differ, and the page names it.
 """
 
 

@@ -8,16 +8,10 @@ import torch
 
 from toolkit import families
 from toolkit.config.data import DataConfig, DocumentMasking
-from toolkit.config.schema import (
-    EngineConfig,
-    EngineName,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-    ScheduleName,
-    TrainConfig,
-)
+from toolkit.config.kernels import CompileConfig, CompileMode
+from toolkit.config.model import ModelConfig
+from toolkit.config.optim import OptimConfig, ScheduleConfig, ScheduleName
+from toolkit.config.schema import EngineConfig, EngineName, RunConfig, TrainConfig
 from toolkit.engine.protocol import MicroBatch
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, RunPlan, World
@@ -52,6 +46,7 @@ def tiny_config(family: str | None = "llama", **changes: Any) -> RunConfig:
         train=TrainConfig(
             steps=20, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, sequence_length=LENGTH, seed=3
         ),
+        compile=CompileConfig(mode=CompileMode.none),  # on GPUs, too: tests compare numbers of eager layers
         optim=OptimConfig(lr=1e-3, eps=1e-4),
         schedule=ScheduleConfig(name=ScheduleName.constant),
     )

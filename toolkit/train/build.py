@@ -5,16 +5,19 @@ step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from toolkit.checkpoint.online.store import CheckpointStore
-from toolkit.checkpoint_folder import newest_checkpoint
+from toolkit.checkpoint_folder import committed_checkpoints, newest_checkpoint
+from toolkit.config.checkpoint import parse_cadence
 from toolkit.config.data import DocumentMasking
-from toolkit.config.schema import OnNonfinite, parse_cadence
+from toolkit.config.schema import OnNonfinite
 from toolkit.data.registry import RunData
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.engine.rank_sync import StepConsensus, reach_consensus
+from toolkit.estimate.present import kernel_choices
 from toolkit.hooks import Hooks, SaveObserver
 from toolkit.monitor.loss_plot import plot_loss
 from toolkit.monitor.sink import Sink
@@ -22,17 +25,21 @@ from toolkit.monitor.throughput import RunTimer, TimeSpent, time_spent
 from toolkit.observe.context import RankContext
 from toolkit.observe.goodput_tracker import GoodputTracker
 from toolkit.observe.monitoring import RunMonitor
-from toolkit.observe.reporting import DataProgressLogger, MetricsLogger, PlotWriter, StatusWriter
+from toolkit.observe.progress_hooks import DataProgressLogger, MetricsLogger, PlotWriter, StatusWriter
 from toolkit.plan.flops import why_no_utilisation
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rows import last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.evaluation import Evaluation
+from toolkit.train.metric_tracking import BestCheckpoints, EarlyStopping
+from toolkit.train.metrics import EvaluationMetrics
 from toolkit.train.nonfinite import StopOnNonfinite, finite_on_all_ranks
 from toolkit.train.save_deadline import SaveDeadline
 from toolkit.train.saving import Checkpoints, SaveTimer
 from toolkit.train.state import TrainState
-from toolkit.train.task import Task, text_task
+from toolkit.train.task import NextTokenTask, Task, TextTask, configure_text_task, text_task
+from toolkit.train.user_hooks import EndRequest, build_user_hooks
+from toolkit.train.user_task import checked_task
 from toolkit.train.vision import vision_task
 
 log = logging.getLogger(__name__)
@@ -44,6 +51,7 @@ class Training:
 
     Attributes:
         stop, seconds_left: as in :func:`toolkit.train.run.run`.
+        end: a hook's request to end the run early.
     """
 
     context: RankContext
@@ -52,9 +60,11 @@ class Training:
     monitor: RunMonitor
     engine: Engine
     task: Task
+    metrics: EvaluationMetrics | None
     state: TrainState
     stop: Callable[[], str | None]
     seconds_left: Callable[[], float | None]
+    end: EndRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +84,21 @@ class TrainingHooks:
     status: StatusWriter | None
 
 
-def build_task(plan: RunPlan, data: RunData) -> Task:
-    if data.records is not None:
-        return vision_task(plan, data.records)
-    if plan.config.data.documents is DocumentMasking.joined:
-        return text_task(plan)
-    assert data.end_of_text is not None, (
-        "the data are refused if data.documents=separate and have no documents"
-    )
-    return text_task(plan, data.end_of_text)
+def build_task(
+    plan: RunPlan, data: RunData, user_task: Task | None, metrics: EvaluationMetrics | None
+) -> Task:
+    """Return the user's task, or that of the model and the data, as engines and the loop call it."""
+    task = user_task or _default_task(plan, data)
+    if isinstance(task, TextTask):
+        separate = plan.config.data.documents is DocumentMasking.separate
+        configure_text_task(task, plan, data.end_of_text if separate else None)
+    if isinstance(task, NextTokenTask):
+        task.predicts = metrics is not None or type(task).evaluate is not NextTokenTask.evaluate
+    return checked_task(task, plan.config, metrics)
+
+
+def _default_task(plan: RunPlan, data: RunData) -> Task:
+    return text_task(plan) if data.records is None else vision_task(plan, data.records)
 
 
 def build_hooks(training: Training, started: float) -> TrainingHooks:
@@ -98,7 +114,7 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     save_timer = SaveTimer(parse_cadence(plan.config.checkpoint.every).seconds)
     goodput = GoodputTracker(directory.attempt_folder(attempt), earlier) if rank == 0 else None
     observers: list[SaveObserver] = [deadline] if goodput is None else [goodput, deadline]
-    run_timer = RunTimer(plan, spent_before(directory) if rank == 0 else TimeSpent(), started)
+    run_timer = RunTimer(plan, read_earlier_time(directory) if rank == 0 else TimeSpent(), started)
 
     hooks = Hooks(
         MetricsLogger(plan, monitor.sink, data.stream.consumed, run_timer),
@@ -107,6 +123,18 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     )
     if goodput is not None:
         hooks.add(goodput)
+    for name, hook in build_user_hooks(
+        context, monitor.sink, training.end, lambda: training.state.step, monitor.hangs.enter
+    ).items():
+        hooks.add(hook, name)
+    if plan.config.train.early_stopping.metric is not None:
+        hooks.add(
+            EarlyStopping(plan.config.train.early_stopping, training.end.request), "train.early_stopping"
+        )
+    best = None
+    if plan.config.checkpoint.keep_best.metric is not None:
+        best = BestCheckpoints(plan.config.checkpoint.keep_best, partial(existing_steps, context))
+        hooks.add(best, "checkpoint.keep_best")
     if plan.config.train.on_nonfinite is OnNonfinite.stop:
         hooks.add(StopOnNonfinite())
     hooks.add(_build_evaluation(training, hooks))
@@ -114,12 +142,19 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     checkpoints = Checkpoints(
         context,
         training.engine,
-        CheckpointStore(directory.checkpoints, checkpoint.keep_last, checkpoint.keep_every),
+        CheckpointStore(
+            directory.checkpoints,
+            checkpoint.keep_last,
+            checkpoint.keep_every,
+            staging_bytes=plan.saves.staging_bytes,
+        ),
         data.stream,
         save_timer,
         flush=training.sink.flush,
         on_checkpoint=hooks.on_checkpoint,
         observers=observers,
+        hook_states=hooks.state_dict,
+        best=best,
     )
     hooks.add(checkpoints)
     status = None
@@ -133,10 +168,17 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
 
         def draw() -> None:
             training.sink.flush()
-            plot_loss(directory.path, data.unigram(), plan.per)
+            plot_loss(directory.path, data.unigram(), plan.loss_unit)
 
         hooks.add(PlotWriter(draw))
     return TrainingHooks(hooks, run_timer, checkpoints, save_timer, deadline, goodput, status)
+
+
+def existing_steps(context: RankContext, steps: Collection[int]) -> list[int]:
+    """Return those of ``steps`` with a checkpoint that every rank sees. Collective."""
+    committed, ordered = committed_checkpoints(context.directory.checkpoints), sorted(steps)
+    absent = context.all_reduce_flags([step not in committed for step in ordered]) if ordered else []
+    return [step for step, missing in zip(ordered, absent, strict=True) if not missing]
 
 
 def _build_evaluation(training: Training, hooks: Hooks) -> Evaluation:
@@ -153,6 +195,7 @@ def _build_evaluation(training: Training, hooks: Hooks) -> Evaluation:
         training.engine,
         training.task,
         {name: eval_set.batches for name, eval_set in training.data.sets.items()},
+        metrics=training.metrics,
         missing=missing,
         on_eval=hooks.on_eval,
         on_batch=training.monitor.hangs.beat,
@@ -167,6 +210,7 @@ def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float,
         process = monitor.process_stats.sample(engine.device)
         own = StepConsensus(
             stop=training.stop() is not None,
+            end_early=training.end.reason is not None,
             too_late_to_save=hooks.deadline.too_late(training.seconds_left()),
             save_due=context.rank == 0 and hooks.save_timer.due(),
             nonfinite=result.nonfinite,
@@ -175,6 +219,7 @@ def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float,
             gc_seconds=process.gc_seconds,
             host_bytes=process.host_bytes,
             device_bytes=process.device_bytes,
+            device_peak_bytes=process.device_peak_bytes,
         )
         consensus = reach_consensus(own, context.all_reduce_flags)
         if not consensus.nonfinite:
@@ -186,7 +231,9 @@ def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float,
 
 
 def log_setup(plan: RunPlan, data: RunData) -> None:
-    """Log what separate documents cost, and why no MFU is shown. On rank 0."""
+    """Log the chosen implementations, what separate documents cost, and why no MFU is shown. On rank 0."""
+    for title, choice in kernel_choices(plan):
+        log.info(f"{title}: {choice.name} ({choice.reason})")
     if plan.config.data.documents is not DocumentMasking.joined:
         for name, cost in data.waste().items():
             log.info(f"documents of {name} are separate: {cost} (in a sample of {cost.tokens:,} tokens)")
@@ -195,7 +242,7 @@ def log_setup(plan: RunPlan, data: RunData) -> None:
         log.info(f"the model FLOPs utilization (MFU) is not shown: {reason}")
 
 
-def spent_before(directory: RunDirectory) -> TimeSpent:
+def read_earlier_time(directory: RunDirectory) -> TimeSpent:
     """Return what earlier attempts spent, according to their last rows, including repeated steps."""
     files = [
         directory.metrics_file,

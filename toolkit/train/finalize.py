@@ -6,18 +6,22 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.formats.huggingface.target import export
 from toolkit.checkpoint.source import open_source
 from toolkit.checkpoint_folder import newest_checkpoint, step_of
-from toolkit.errors import ExitCode
+from toolkit.commands import command_line
+from toolkit.config.schema import EngineName, ParallelConfig, ZeroConfig
+from toolkit.errors import ExitCode, UserError
 from toolkit.goodput import Goodput, format_goodput
+from toolkit.models.hugging_face import describe_export
 from toolkit.models.target import hugging_face_config
 from toolkit.monitor.sink import Row
-from toolkit.observe.reporting import SamplesConsumed, format_consumed
+from toolkit.observe.progress_hooks import SamplesConsumed, format_consumed
+from toolkit.plan import make_plan
 from toolkit.plan.types import RunPlan
 from toolkit.rows import float_of, read_rows
 from toolkit.rundir.directory import RunDirectory
@@ -27,7 +31,7 @@ from toolkit.train.nonfinite import Diverged
 
 log = logging.getLogger(__name__)
 
-TEMPERATURE = 0.7
+SAMPLING_TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
     context, step = training.context, training.state.step
     plan, directory = context.plan, context.directory
     elapsed = hooks.run_timer.format_spent(time.monotonic())
-    unsaved = hooks.checkpoints.gave_up or outcome.diverged is not None
+    unsaved = hooks.checkpoints.skipped_last_save or outcome.diverged is not None
     saved_step = (directory.saved_step() or 0) if unsaved else None
     goodput = hooks.goodput.goodput(saved_step)
     if goodput is not None:
@@ -57,6 +61,10 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
             log.info(format_goodput(goodput))
     if outcome.code is ExitCode.DONE:
         finish_completed_run(training, elapsed, goodput)
+        if step < plan.config.train.steps:
+            reason = training.end.reason or "a hook on another rank ended the run"
+            log.info(f"ended after step {step} of {plan.config.train.steps}: {reason}")
+            directory.finish(RunState.DONE, int(ExitCode.DONE), reason, attempt=context.attempt)
     elif outcome.diverged is not None:
         checkpoint = newest_checkpoint(directory.checkpoints)
         reason = outcome.diverged.describe(
@@ -64,7 +72,7 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
         )
         log.error(reason)
         directory.finish(RunState.FAILED, int(outcome.code), reason, attempt=context.attempt)
-    elif hooks.checkpoints.gave_up:
+    elif hooks.checkpoints.skipped_last_save:
         reason = hooks.deadline.describe_lost_work(
             training.stop() or "another rank was asked to stop",
             step=step,
@@ -88,19 +96,33 @@ def finish_completed_run(training: Training, elapsed: str, goodput: Goodput | No
     checkpoint = newest_checkpoint(directory.checkpoints)
     if plan.config.checkpoint.export:
         assert checkpoint is not None, "a run that exports saves its last step"
-        config = (
-            None if plan.shape is not None else hugging_face_config(plan.config.model, plan.config.train.seed)
+        config = buffers = None
+        if plan.config.model.target is not None:
+            config = hugging_face_config(plan.config.model, plan.config.train.seed)
+        elif plan.shape is None:
+            config, buffers = describe_export(plan)
+        export(
+            open_source(checkpoint, plan.shape),
+            directory.export,
+            tokenizer=data.tokenizer,
+            config=config,
+            buffers=buffers,
         )
-        export(open_source(checkpoint, plan.shape), directory.export, tokenizer=data.tokenizer, config=config)
     rows = list(read_rows(directory.metrics_file))
     consumed = data.stream.consumed(training.state.step)
     share = goodput.share if goodput is not None else None
-    log.info(format_summary(rows, plan, elapsed=elapsed, goodput=share, consumed=consumed))
+    log.info(
+        format_summary(
+            rows, plan, steps=training.state.step, elapsed=elapsed, goodput=share, consumed=consumed
+        )
+    )
     for line in format_losses(plan, directory, data.unigram()):
         log.info(line)
     prompt = plan.config.monitor.prompt
     if prompt is not None and not training.stop():
         try:
+            if checkpoint is None or step_of(checkpoint) != training.state.step:
+                raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
             text = _continue_prompt(plan, checkpoint, data.tokenizer, prompt, training.stop)
             log.info(f"the model continues {prompt!r}:\n\n{prompt}{text}\n")
             sink.log_summary("continuation", prompt + text)
@@ -114,17 +136,24 @@ def finish_completed_run(training: Training, elapsed: str, goodput: Goodput | No
 
 
 def format_summary(
-    rows: Sequence[Row], plan: RunPlan, *, elapsed: str, goodput: float | None, consumed: SamplesConsumed
+    rows: Sequence[Row],
+    plan: RunPlan,
+    *,
+    steps: int,
+    elapsed: str,
+    goodput: float | None,
+    consumed: SamplesConsumed,
 ) -> str:
     """Summarize a completed run in a line: time, median speed without the first step, goodput and samples.
 
     Args:
         rows: of all steps.
+        steps: the number of completed steps.
         elapsed: the formatted time, with its cost.
         goodput: share of the time spent in steps that count; None if it is unknown.
     """
     steady = rows[1:] or rows
-    parts = [f"{plan.config.train.steps:,} steps in {elapsed}"]
+    parts = [f"{steps:,} steps in {elapsed}"]
     if steady:
         utilization = [row["mfu"] for row in steady if "mfu" in row]
         mfu = f" (MFU {statistics.median(utilization):.1%})" if utilization else ""
@@ -152,7 +181,7 @@ def format_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None)
         if name not in rows:
             continue
         row = rows[name]
-        line = f"{name} loss: {float_of(row['loss']):.4f} nats {plan.per}"
+        line = f"{name} loss: {float_of(row['loss']):.4f} {plan.loss_unit}"
         if "accuracy" in row:
             line += f", {row['accuracy']:.1%} of them right"
         if number == 0 and unigram is not None:
@@ -162,24 +191,22 @@ def format_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None)
 
 
 def _continue_prompt(
-    plan: RunPlan, checkpoint: Path | None, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
+    plan: RunPlan, checkpoint: Path, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
 ) -> str:
     from toolkit.data.checks import special_tokens_mode, tokenizer_folder
     from toolkit.data.tokens.tokenizer import read_tokenizer
     from toolkit.train.generate import continue_text, load_model
 
     if plan.shape is None:
-        raise ValueError("monitor.prompt needs a family's model, not model.target")
+        raise ValueError(f"monitor.prompt needs a family's model, not {plan.config.model.source_key}")
     if tokenizer is None:
         raise ValueError("monitor.prompt needs text data")
-    if checkpoint is None or step_of(checkpoint) != plan.config.train.steps:
-        raise ValueError("monitor.prompt needs the weights of the last step: checkpoint.at_end=true")
     model = load_model(plan.shape, open_reader(checkpoint, model=plan.shape))
     return continue_text(
         model,
         read_tokenizer(tokenizer),
         prompt,
-        temperature=TEMPERATURE,
+        temperature=SAMPLING_TEMPERATURE,
         seed=plan.config.train.seed,
         context=plan.shape.max_position_embeddings,
         stop=stop,
@@ -187,19 +214,38 @@ def _continue_prompt(
     )
 
 
+AXES = ("tensor", "pipeline", "context", "expert")
+
+
+def another_layout(plan: RunPlan) -> str | None:
+    """Words for another layout of the run on the same machines; None if the planner refuses it."""
+    config = plan.config
+    stage = 2 if config.zero.stage == 3 else 3
+    axes = [axis for axis in AXES if getattr(config.parallel, axis) > 1]
+    engine = replace(config.engine, name=EngineName.deepspeed)
+    other = replace(config, engine=engine, parallel=ParallelConfig(), zero=ZeroConfig(stage=stage))
+    try:
+        make_plan(other, plan.world)
+    except UserError:
+        return None
+    switch = [] if config.engine.name is EngineName.deepspeed else ["engine=deepspeed"]
+    return " ".join([*switch, f"zero=stage{stage}", *(f"parallel.{axis}=1" for axis in axes)])
+
+
 def format_next_commands(plan: RunPlan, directory: RunDirectory) -> list[str]:
     """Return where the results are, and three commands to try next."""
     path, steps = directory.path, plan.config.train.steps
+    layout = another_layout(plan)
     results = ("metrics.jsonl", "checkpoints", "plots/loss.png", "export")
     existing = [name for name in results if (path / name).exists()]
     if plan.shape is None:
         use = f"    weights:       toolkit.checkpoint.open_reader('{path}')"
     else:
-        use = f'    generate text: python launch/generate.py {path} "import os"'
+        use = "    generate text: " + command_line("generate", str(path), '"import os"')
     return [
         f"saved in {path}: {', '.join(existing)}",
-        f"    report:        python launch/report.py {path}",
+        f"    report:        {command_line('report', str(path))}",
         use,
-        f"    train longer:  the same command with train.steps={2 * steps}, and another layout if you like: "
-        "zero=stage3",
+        f"    train longer:  the same command with train.steps={2 * steps}"
+        + (f", and another layout if you like: {layout}" if layout else ""),
     ]

@@ -23,8 +23,8 @@ from toolkit.train.state import DATA
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENS = 64
-SECONDS = 60.0
+DEFAULT_TOKENS = 64
+TIME_LIMIT = 60.0  # seconds
 
 
 def load_model(
@@ -70,11 +70,11 @@ def continue_text(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    tokens: int = TOKENS,
+    tokens: int = DEFAULT_TOKENS,
     temperature: float = 0.8,
     seed: int = 0,
     context: int | None = None,
-    seconds: float = SECONDS,
+    seconds: float = TIME_LIMIT,
     special_tokens: SpecialTokens = SpecialTokens.refuse,
     stop: Callable[[], object] = lambda: None,
 ) -> str:

@@ -11,9 +11,10 @@ from toolkit.engine.protocol import Engine, StepResult, StepSettings
 from toolkit.engine.rank_sync import StepConsensus
 from toolkit.errors import ExitCode
 from toolkit.hooks import CompletedStep, Hook
-from toolkit.monitor.step_parts import DATA, TRANSFER, UNRECORDED, Recorder
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import RunPlan
+from toolkit.step_parts import DATA, TRANSFER, UNRECORDED, Recorder
+from toolkit.train.micro_batches import PendingStep, pending_steps
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.state import TrainState
 from toolkit.train.task import Task
@@ -29,58 +30,62 @@ def train(
     sync: Callable[[float, StepResult], StepConsensus],
     clock: Callable[[], float] = time.perf_counter,
     recorder: Recorder = UNRECORDED,
+    *,
+    data_rank: int = 0,
+    prefetch: bool = False,
 ) -> ExitCode:
-    """Train from ``state`` to the plan's last step, or until the ranks agree to stop.
+    """Train from ``state`` to the plan's last step, or until the ranks agree to stop or to end early.
 
     The seconds of a step run from the start of waiting for its samples until its result is known and the
     ranks have agreed. Evaluation, saving and logging happen between steps. The first step includes
     compilation and warm-up.
 
     Args:
-        stream: this rank's micro-batches of each step, starting at ``state``.
+        stream: the micro-batches of ``data_rank`` in each step, starting at ``state``.
         sync: exchanges information with the other ranks after each step. It receives the seconds that this
             rank waited for its samples, and the result of the step.
         recorder: records where time goes; its steps end when the next one begins to wait for samples.
+        prefetch: prepare micro-batches in a thread: ``train/micro_batches.py``.
 
     Raises:
         Diverged: a hook ended training because a value is not finite. ``on_end`` has been called.
     """
     hooks.on_start(state.step)
-    steps = range(state.step, plan.config.train.steps)
     recorder.next_step(state.step + 1)
     start = clock()
     diverged: Diverged | None = None
-    for step, samples in zip(steps, _record_waits(stream, recorder), strict=False):
-        data_seconds = clock() - start
-        lr = learning_rate(plan, step)
-        with recorder.part(TRANSFER):
-            batches = [task.collate(micro_batch, engine.device) for micro_batch in samples]
-        result = engine.train_step(batches, StepSettings(step=step, lr=lr))
-        state.step = step + 1
-        consensus = sync(data_seconds, result)
-        last = state.step == plan.config.train.steps
-        try:
-            hooks.on_step(CompletedStep(state.step, lr, result, clock() - start, consensus, last))
-        except Diverged as error:
-            diverged = error
-            break
-        recorder.next_step(state.step + 1)
-        if consensus.stop and not last:
-            break
-        start = clock()
+    last = False
+    with pending_steps(
+        plan, task, stream, engine.device, first_step=state.step, data_rank=data_rank, prefetch=prefetch
+    ) as steps:
+        for pending in _record_waits(steps, recorder):
+            data_seconds = clock() - start
+            lr = learning_rate(plan, state.step)
+            with recorder.part(TRANSFER):
+                batches = pending()
+            result = engine.train_step(batches, StepSettings(step=state.step, lr=lr))
+            state.step += 1
+            consensus = sync(data_seconds, result)
+            last = consensus.end_early or state.step == plan.config.train.steps
+            try:
+                hooks.on_step(CompletedStep(state.step, lr, result, clock() - start, consensus, last))
+            except Diverged as error:
+                diverged = error
+                break
+            recorder.next_step(state.step + 1)
+            if last or consensus.stop:
+                break
+            start = clock()
     hooks.on_end(state.step)
     if diverged is not None:
         raise diverged
-    return ExitCode.DONE if state.step >= plan.config.train.steps else ExitCode.STOPPED
+    return ExitCode.DONE if last or state.step >= plan.config.train.steps else ExitCode.STOPPED
 
 
-def _record_waits(
-    stream: Iterable[Sequence[np.ndarray]], recorder: Recorder
-) -> Iterator[Sequence[np.ndarray]]:
-    iterator = iter(stream)
+def _record_waits(steps: Iterator[PendingStep], recorder: Recorder) -> Iterator[PendingStep]:
     while True:
         with recorder.part(DATA):
-            samples = next(iterator, None)
-        if samples is None:
+            pending = next(steps, None)
+        if pending is None:
             return
-        yield samples
+        yield pending

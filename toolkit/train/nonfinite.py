@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from toolkit.checkpoint.shard import Shard
+from toolkit.commands import command_line
 from toolkit.engine.rank_sync import FlagReduce
 from toolkit.hooks import CompletedStep, Hook
 
@@ -44,7 +45,7 @@ class Diverged(Exception):
             )
         valid = self.weights_finite or checked
         newest = f"the newest {'valid ' if valid else ''}checkpoint is {checkpoint}"
-        verify = f"verify it: python launch/reshard.py action=verify source={checkpoint}; "
+        verify = f"verify it: {command_line('reshard', 'action=verify', f'source={checkpoint}')}; "
         return (
             f"{self}; {weights}; {newest}.\n    remedy: {'' if valid else verify}continue from it with a "
             f"smaller learning rate, as a new run: run.fork={checkpoint} optim.lr=...; or skip such steps: "

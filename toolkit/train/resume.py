@@ -13,6 +13,7 @@ from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint_folder import newest_checkpoint
 from toolkit.data.registry import SampleStream
 from toolkit.engine.build import open_initial_weights
+from toolkit.hooks import Hooks
 from toolkit.plan.types import BatchPlan, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import SourceKind, resolve_source
@@ -89,6 +90,16 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
     return ResumePoint(
         reader, restored, checkpoint, description, batch, forked=source.kind is SourceKind.FORK
     )
+
+
+def restore_hooks(resume_point: ResumePoint, hooks: Hooks, *, rank: int) -> None:
+    """Restore the states of hooks that the checkpoint recorded. The hooks of a fork start without state."""
+    recorded = resume_point.reader.scalars.get(state.HOOKS)
+    if resume_point.checkpoint is None or resume_point.forked or not isinstance(recorded, Mapping):
+        return
+    hooks.load_state_dict(recorded)
+    if rank == 0 and (removed := hooks.without_hook(recorded)):
+        log.info(f"the checkpoint has the state of {', '.join(removed)}, which this run does not have")
 
 
 def restore_stream(resume_point: ResumePoint, stream: SampleStream) -> None:

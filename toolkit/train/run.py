@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from toolkit.data.registry import RunData, open_data
 from toolkit.engine.build import build_engine
-from toolkit.engine.rank_sync import check_same_data, make_flag_reduce
+from toolkit.engine.protocol import rank_device
+from toolkit.engine.rank_sync import check_same_data, make_data_gather, make_flag_reduce
 from toolkit.errors import ExitCode
 from toolkit.observe.context import RankContext
 from toolkit.observe.monitoring import monitor_run
@@ -20,9 +21,12 @@ from toolkit.rundir.directory import RunDirectory
 from toolkit.train.build import Training, TrainingHooks, build_hooks, build_task, log_setup, make_step_sync
 from toolkit.train.finalize import TrainingOutcome, finish
 from toolkit.train.loop import train
+from toolkit.train.micro_batches import prefetches
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.process_setup import freeze_gc, seed_everything
-from toolkit.train.resume import find_resume_point, restore_stream, set_aside_later_checkpoints
+from toolkit.train.resume import find_resume_point, restore_hooks, restore_stream, set_aside_later_checkpoints
+from toolkit.train.user_hooks import EndRequest
+from toolkit.train.user_task import build_metrics, build_user_task, describe_task
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,9 @@ def run(
         seed_everything(plan)
         all_reduce_flags = make_flag_reduce(plan.world.ranks)
         resume_point = find_resume_point(plan, directory)
-        plan, state = replace(plan, batch=resume_point.batch), resume_point.state
+        user_task = build_user_task(plan.config)
+        plan = describe_task(replace(plan, batch=resume_point.batch), user_task)
+        state = resume_point.state
         context = RankContext(
             plan=plan, directory=directory, rank=rank, attempt=attempt, all_reduce_flags=all_reduce_flags
         )
@@ -78,7 +84,10 @@ def run(
 
         sink = open_sinks(context, state.step, data=fingerprint, launcher=launcher)
         set_exit_code = stack.enter_context(close_with_exit_code(sink))
-        task = build_task(plan, run_data)
+        metrics = build_metrics(
+            plan.config, rank_device(plan.world.device, local_rank), make_data_gather(plan.axes)
+        )
+        task = build_task(plan, run_data, user_task, metrics)
         monitor = stack.enter_context(monitor_run(context, sink))
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank, recorder=monitor.recorder)
         monitor.hangs.beat("building the engine")
@@ -87,8 +96,11 @@ def run(
             set_aside_later_checkpoints(plan, directory, resume_point, attempt)
             log_setup(plan, run_data)
 
-        training = Training(context, run_data, sink, monitor, engine, task, state, stop, seconds_left)
+        training = Training(
+            context, run_data, sink, monitor, engine, task, metrics, state, stop, seconds_left, EndRequest()
+        )
         hooks = build_hooks(training, started)
+        restore_hooks(resume_point, hooks.all, rank=rank)
         outcome = fit(training, hooks)
         set_exit_code(outcome.code)
         try:
@@ -124,12 +136,15 @@ def fit(training: Training, hooks: TrainingHooks) -> TrainingOutcome:
                 state,
                 hooks.all,
                 make_step_sync(training, hooks),
+                data_rank=training.context.plan.axes.coordinates(training.context.rank).data,
+                prefetch=prefetches(training.context.plan) and training.data.stream.prefetchable,
                 recorder=monitor.recorder,
             )
             outcome = TrainingOutcome(code)
         except Diverged as error:
             outcome = TrainingOutcome(ExitCode.DIVERGED, error)
-        except Exception:
+        except Exception as error:
+            hooks.all.on_exception(error)
             if hooks.status is not None:
                 with suppress(OSError):  # the disk may be full; the original error matters more
                     hooks.status.on_end(state.step)

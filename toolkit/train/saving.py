@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
 from toolkit.checkpoint_folder import step_of
-from toolkit.config.schema import OnNonfinite, parse_cadence
+from toolkit.config.checkpoint import parse_cadence
+from toolkit.config.schema import OnNonfinite
 from toolkit.data.registry import SampleStream
 from toolkit.engine.protocol import Engine
 from toolkit.hooks import CompletedStep, Hook, SaveObserver
-from toolkit.monitor.step_parts import CHECKPOINT
 from toolkit.observe.context import RankContext
+from toolkit.step_parts import CHECKPOINT
 from toolkit.train import state
+from toolkit.train.metric_tracking import BestCheckpoints
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks
 
 log = logging.getLogger(__name__)
@@ -36,7 +39,8 @@ class SaveTimer:
 
 
 class Checkpoints(Hook):
-    """Save at ``checkpoint.every``, after the last step if configured, and before a stop if there is time.
+    """Save at ``checkpoint.every``, after an evaluation that is among the best if these are kept, after the
+    last step if configured, and before a stop if there is time.
 
     A failed background save is logged, and the next save is made in the foreground: it succeeds, or ends the
     run on all ranks at the same step.
@@ -49,9 +53,11 @@ class Checkpoints(Hook):
             later.
         on_checkpoint: receives the path of each complete checkpoint.
         observers: receive the timing of saves.
+        hook_states: returns what the hooks store in a checkpoint. May be collective.
+        best: ranks checkpoints by a metric; None: all are alike.
 
     Attributes:
-        gave_up: the ranks agreed to stop, and there was no time to save.
+        skipped_last_save: the ranks agreed to stop, and there was no time to save.
     """
 
     part = CHECKPOINT
@@ -67,11 +73,14 @@ class Checkpoints(Hook):
         flush: Callable[[], None],
         on_checkpoint: Callable[[Path], None],
         observers: Sequence[SaveObserver] = (),
+        hook_states: Callable[[], Mapping[str, Any]] = dict,
+        best: BestCheckpoints | None = None,
     ) -> None:
-        self.gave_up = False
+        self.skipped_last_save = False
         self._context, self._plan, self._engine, self._store = context, context.plan, engine, store
         self._stream, self._timer = stream, timer
         self._flush, self._on_checkpoint, self._observers = flush, on_checkpoint, observers
+        self._hook_states, self._best = hook_states, best
         self._every_steps = parse_cadence(self._plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
@@ -81,12 +90,13 @@ class Checkpoints(Hook):
         if self._pending is not None and self._pending.done():
             self._finish_pending()
         if consensus.stop and consensus.too_late_to_save and not last:
-            self.gave_up = True
+            self.skipped_last_save = True
             return
         checkpoint = self._plan.config.checkpoint
         by_steps = self._every_steps is not None and step % self._every_steps == 0
         at_end = last and (checkpoint.at_end or checkpoint.export)
-        if by_steps or at_end or consensus.save_due or consensus.stop:
+        best = self._best is not None and self._best.due(step)
+        if by_steps or at_end or best or consensus.save_due or consensus.stop:
             self._save(step, last=last or consensus.stop)
 
     def on_end(self, step: int) -> None:
@@ -108,14 +118,16 @@ class Checkpoints(Hook):
         self._flush()
         for observer in self._observers:
             observer.on_save_start(step)
+        best_steps = self._best.steps(step) if self._best is not None else []  # before the hooks' states
         scalars = state.scalars(
             self._plan,
             state.TrainState(step),
             self._stream.fingerprint(),
             self._stream.state(step),
             self._engine.scalars(),
+            self._hook_states(),
         )
-        background = self._plan.config.checkpoint.background and not last and not self._failed
+        background = self._plan.saves.background and not last and not self._failed
         self._pending = self._store.save(
             step,
             shards,
@@ -125,6 +137,7 @@ class Checkpoints(Hook):
             ranks=self._context.ranks,
             attempt=self._context.attempt,
             background=background,
+            best=best_steps,
         )
         self._timer.restart()
         if not background:

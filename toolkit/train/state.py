@@ -27,6 +27,7 @@ from toolkit.rundir.source import SourceKind
 
 DATA, IDENTITY, SEED, VERSIONS = "data", "identity", "seed", "versions"
 DATA_STATE = "data_state"  # of a stream whose position does not follow from the step
+HOOKS = "hooks"  # states of hooks by name
 BATCH_STAGES = "batch_stages"  # [size, first step, first sample] of each global batch size until this step
 _RECORDED_PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers")
 
@@ -44,14 +45,13 @@ class TrainState:
 
 
 def namespace(plan: RunPlan) -> str:
-    """Return the namespace of tensor names: ``llama/1``, or ``module/my.package.Model`` for
-    ``model.target``.
+    """Return the namespace of tensor names: ``llama/1``, ``transformers/phi3`` for ``model.hf``, or
+    ``module/my.package.Model`` for ``model.target``.
     """
-    return (
-        families.get_family(plan.shape.family).namespace
-        if plan.shape is not None
-        else f"module/{plan.config.model.target}"
-    )
+    if plan.shape is not None:
+        return families.get_family(plan.shape.family).namespace
+    model = plan.config.model
+    return f"module/{model.target}" if model.target is not None else f"transformers/{model.hf.model_type}"
 
 
 def scalars(
@@ -60,6 +60,7 @@ def scalars(
     fingerprint: Mapping[str, Any],
     data_state: Mapping[str, Any],
     engine: Mapping[str, object],
+    hooks: Mapping[str, Any] | None = None,
 ) -> dict[str, object]:
     """Return what a checkpoint records besides tensors, with the engine's scalars, as plain JSON types."""
     own: dict[str, object] = {
@@ -74,10 +75,12 @@ def scalars(
         DATA_STATE: dict(data_state),
         IDENTITY: plan.identity,
         SEED: plan.config.train.seed,
-        VERSIONS: versions(),
+        VERSIONS: package_versions(),
         OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS}
         | {"lr": learning_rate(plan, state.step)},
     }
+    if hooks:
+        own[HOOKS] = dict(hooks)
     if plan.shape is not None:
         own[MODEL] = asdict(plan.shape)
     assert not own.keys() & engine.keys(), (
@@ -86,7 +89,7 @@ def scalars(
     return {**own, **engine}
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect numerical results."""
     found = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:
@@ -119,7 +122,7 @@ def restore(plan: RunPlan, reader: StateReader, kind: SourceKind, path: Path) ->
                 f"start from published weights with model=pretrained model.pretrained={path}",
             )
         )
-    before, batch = _stages(found), plan.batch
+    before, batch = _recorded_stages(found), plan.batch
     if isinstance(consumed, int) and (before or kind is SourceKind.FORK):
         batch = continue_batch(batch, plan.config.train, before, step, consumed)
     if kind is SourceKind.FORK:
@@ -142,7 +145,7 @@ def restore(plan: RunPlan, reader: StateReader, kind: SourceKind, path: Path) ->
     return TrainState(step), batch
 
 
-def _stages(found: Mapping[str, object]) -> list[RampStage]:
+def _recorded_stages(found: Mapping[str, object]) -> list[RampStage]:
     """Return the recorded batch sizes; none if another program or an older version wrote the checkpoint."""
     recorded = found.get(BATCH_STAGES)
     if not isinstance(recorded, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,21 @@ from toolkit.plan.types import RunPlan
 from toolkit.train.task import Task
 
 
-class VisionTask(Task):
-    """Image classification with a ``model.target`` module, for example one of transformers'.
+class ImageClassificationTask(Task):
+    """Image classification with ``model.target`` or ``model.hf``.
 
     ``forward(pixel_values)`` returns logits [images, classes], as a tensor or as ``logits`` of an object or
     mapping. ``pixel_values`` are fp32 [images, bands, height, width], standardized by the mean and standard
     deviation of each band in the training split. They are cast to the dtype of the model.
+
+    Args:
+        key, value: what selects the model, for errors.
     """
 
-    def __init__(self, target: str, manifest: RecordManifest) -> None:
-        self._target = target
+    unit = "image"
+
+    def __init__(self, key: str, value: str, manifest: RecordManifest) -> None:
+        self._key, self._value = key, value
         self._classes = count_classes(manifest)
         statistics = manifest.split("train").statistics[IMAGE]
         self._mean = _by_band(statistics.mean)
@@ -35,7 +41,7 @@ class VisionTask(Task):
             [1 / std if std else 1.0 for std in statistics.std]
         )  # a constant band has no std
 
-    def collate(self, samples: np.ndarray, device: torch.device) -> MicroBatch:
+    def collate(self, samples: Any) -> Mapping[str, torch.Tensor]:
         """Collate structs [images] with ``image`` and ``label``.
 
         Without samples the result is one masked image, because all ranks must run the model.
@@ -43,11 +49,11 @@ class VisionTask(Task):
         masked = not len(samples)
         if masked:
             samples = np.zeros(1, dtype=samples.dtype)
-        # Transfer the stored dtype and convert on the device. Always copy, because what follows is in place.
-        pixels = torch.from_numpy(samples[IMAGE]).to(device).to(torch.float32, copy=True)
-        pixels.sub_(self._mean.to(device)).mul_(self._scale.to(device))
-        labels = torch.from_numpy(samples[LABEL].astype(np.int64)).to(device)
-        return {"pixel_values": pixels, "labels": torch.full_like(labels, IGNORE_INDEX) if masked else labels}
+        labels = torch.from_numpy(samples[LABEL].astype(np.int64))
+        return {
+            "images": torch.from_numpy(samples[IMAGE]),
+            "labels": torch.full_like(labels, IGNORE_INDEX) if masked else labels,
+        }
 
     def units(self, batch: MicroBatch) -> int:
         return int((batch["labels"] != IGNORE_INDEX).sum())
@@ -55,17 +61,25 @@ class VisionTask(Task):
     def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         return _loss_sum(self._logits(model, batch), batch["labels"])
 
-    def eval_sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        logits = self._logits(model, batch)
+    def evaluate(self, model: nn.Module, batch: MicroBatch) -> Mapping[str, torch.Tensor]:
+        logits, labels = self._logits(model, batch), batch["labels"]
         return {
-            LOSS: _loss_sum(logits, batch["labels"]),
-            "accuracy": (logits.argmax(dim=1) == batch["labels"]).sum(),
+            LOSS: _loss_sum(logits, labels),
+            "accuracy": (logits.argmax(dim=1) == labels).sum(),
+            "preds": logits,
+            "target": labels,
         }
+
+    def standardize(self, images: torch.Tensor) -> torch.Tensor:
+        """Return fp32 ``pixel_values`` of images of any dtype, on the device to which they were moved."""
+        pixels = images.to(torch.float32, copy=True)  # copied, because what follows is in place
+        mean, scale = (each.to(images.device, non_blocking=True) for each in (self._mean, self._scale))
+        return pixels.sub_(mean).mul_(scale)
 
     def _logits(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
         """fp32 [images, classes]."""
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        output: Any = model(pixel_values=batch["pixel_values"].to(dtype))
+        output: Any = model(pixel_values=self.standardize(batch["images"]).to(dtype))
         logits = (
             output["logits"]
             if isinstance(output, dict) and "logits" in output
@@ -85,8 +99,8 @@ class VisionTask(Task):
             )
             raise ConfigError(
                 Problem(
-                    "model.target",
-                    f"model.target={self._target}, whose forward returned {seen} for {images} images",
+                    self._key,
+                    f"{self._key}={self._value}, whose forward returned {seen} for {images} images",
                     "forward(pixel_values) returns logits [images, classes], as a tensor or as logits of "
                     f"an object; the labels need {self._classes} classes",
                     f"return such logits, for {self._classes} classes or more",
@@ -106,5 +120,5 @@ def _by_band(values: Any) -> torch.Tensor:
 
 def vision_task(plan: RunPlan, manifest: RecordManifest) -> Task:
     """Return the task of the plan's model for records of labelled images."""
-    assert plan.config.model.target is not None, "a rule refuses images with the families' models"
-    return VisionTask(plan.config.model.target, manifest)
+    model = plan.config.model
+    return ImageClassificationTask(model.source_key, str(model.target or model.hf.architecture), manifest)

@@ -56,6 +56,7 @@ def step_rows(steps: int, seed: int = 0) -> Iterator[dict[str, Any]]:
             "gc_seconds": 0.001,
             "host_bytes": 4.1e9 + 1e4 * step,
             "device_bytes": 1.15e10,
+            "device_peak_bytes": 1.9e10,
             "cost": 40 * step * STEP_SECONDS / 3600,
             "eta_seconds": (steps - step) * STEP_SECONDS,
         }

@@ -20,7 +20,7 @@ import pytest
 from tests.monitor.report.browser import Browser, Page, find_browser
 from tests.monitor.report.runs import write_run
 from toolkit.monitor.report.page import render_page
-from toolkit.monitor.report.run_data import read_run
+from toolkit.monitor.report.run_reader import read_run
 from toolkit.progress import Progress
 
 STEPS = 300

@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.monitor.report.runs import write_run
 from toolkit.goodput import Attempt, AttemptTimes, compute_goodput, write_times
 from toolkit.monitor.report.attempts import attempts_section
-from toolkit.monitor.report.run_data import ReportData, read_run
+from toolkit.monitor.report.run_data import ReportData
+from toolkit.monitor.report.run_reader import read_run
 from toolkit.monitor.report.summary import summary_tiles
 from toolkit.progress import Progress
 

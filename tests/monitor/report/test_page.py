@@ -32,7 +32,7 @@ from tests.monitor.report.runs import (
     write_run,
 )
 from toolkit.errors import InputError
-from toolkit.monitor.report import run_data
+from toolkit.monitor.report import run_reader
 from toolkit.monitor.report.hardware import hardware_section
 from toolkit.monitor.report.page import SECTIONS, embed_json, render_page
 from toolkit.monitor.report.planned_vs_measured import (
@@ -41,7 +41,8 @@ from toolkit.monitor.report.planned_vs_measured import (
     bubble_planned,
     whole_run,
 )
-from toolkit.monitor.report.run_data import AttemptRecord, ReportData, effective_attempts, read_run
+from toolkit.monitor.report.run_data import AttemptRecord, ReportData, effective_attempts
+from toolkit.monitor.report.run_reader import read_run
 from toolkit.monitor.report.summary import is_dead, run_state, summary_sentences
 from toolkit.progress import Progress, quantity
 from toolkit.rows import read_rows
@@ -416,7 +417,7 @@ def test_hundred_nodes_are_drawn_as_a_range(tmp_path: Path) -> None:
 def test_only_some_of_many_samples_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node in range(2):
         _write(tmp_path / f"system/node-{node}.jsonl", list(system_rows(node, 6000, 6, 1)))
-    monkeypatch.setattr(run_data, "NODE_ROWS", 200)
+    monkeypatch.setattr(run_reader, "NODE_ROWS", 200)
     run = read_run(tmp_path, Progress.silent())
     assert [node.every for node in run.nodes.values()] == [10, 10]
     assert [node.curves.rows for node in run.nodes.values()] == [100, 100]

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import CheckpointFiles, numpy_dtype
 from toolkit.checkpoint.catalog import DTYPES, ArchiveRecord, DamagedFile, TensorPiece, swap_last_dims
+from toolkit.checkpoint.file_reader import CheckpointFiles, numpy_dtype
 from toolkit.checkpoint.formats import unpickle
 from toolkit.checkpoint.formats.pickle_writer import dumps
 from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor, row_major
@@ -148,8 +148,8 @@ def read_number(folder: Path, value: Any, file: str = "") -> float:
         content = memoryview(bytearray(itemsize))
         with CheckpointFiles(folder) as files:
             if value.storage.record is not None:
-                files.check_record(value.storage.record)
-            files.fill(file, value.storage.begin + value.offset * itemsize, content)
+                files.verify_record(value.storage.record)
+            files.read_into(file, value.storage.begin + value.offset * itemsize, content)
         found = float(np.frombuffer(content, numpy_dtype(value.dtype))[0])
     if not isinstance(found, (int, float)) or not math.isfinite(found):
         seen = (

@@ -21,12 +21,12 @@ import xxhash
 
 import toolkit
 from toolkit.checkpoint import manifest
-from toolkit.checkpoint.blocks import UNFINISHED, CheckpointFiles, read_stamps
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
-from toolkit.checkpoint.executor import parallel_map
-from toolkit.checkpoint.offline.fill import ConversionUnit, UnitWriter, WrittenPiece, plan_units
+from toolkit.checkpoint.file_reader import UNFINISHED_SUFFIX, CheckpointFiles, read_stamps
 from toolkit.checkpoint.offline.journal import ConversionJournal, is_journal_for
 from toolkit.checkpoint.offline.output import Segment, TargetOutput
+from toolkit.checkpoint.offline.unit_writer import ConversionUnit, UnitWriter, WrittenPiece, plan_units
+from toolkit.checkpoint.piece_reader import parallel_map
 from toolkit.checkpoint.source import CheckpointSource
 from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.errors import CheckpointError, Problem
@@ -74,17 +74,24 @@ class Conversion:
     ) -> None:
         self.source, self.target, self.path = source, target, path
         self.units, self.unused = plan_units(source.catalog, target)
-        self.temporary = path.with_name(f".{path.name}{UNFINISHED}")
+        self.temporary = path.with_name(f".{path.name}{UNFINISHED_SUFFIX}")
         self._stamps = read_stamps(source.folder)
-        decides = (toolkit.__version__, source.origin(), target.format, target.identity, BLOCK_BYTES, examine)
-        self._identity = xxhash.xxh3_128_hexdigest("\n".join(map(str, decides)).encode())
+        determining = (
+            toolkit.__version__,
+            source.origin(),
+            target.format,
+            target.identity,
+            BLOCK_BYTES,
+            examine,
+        )
+        self._identity = xxhash.xxh3_128_hexdigest("\n".join(map(str, determining)).encode())
         self._workers, self._on_phase = workers, on_phase
-        self._filler = UnitWriter(source.catalog, target, examine=examine, advance=advance)
+        self._unit_writer = UnitWriter(source.catalog, target, examine=examine, advance=advance)
 
     @property
     def source_bytes(self) -> int:
         """The sum of all calls of ``advance``."""
-        return sum(self._filler.source_bytes(unit) for unit in self.units)
+        return sum(self._unit_writer.source_bytes(unit) for unit in self.units)
 
     def run(self) -> bool:
         """Write, check and commit the target. Returns whether it continued a killed attempt.
@@ -96,7 +103,7 @@ class Conversion:
         try:
             # a previous attempt was killed after the rename
             if is_journal_for(self.path / JOURNAL, self._identity):
-                self._finish()
+                self._complete_rename()
                 return True
             if _is_taken(self.path):
                 raise self._exists_error()
@@ -108,14 +115,14 @@ class Conversion:
         output = TargetOutput(self.temporary, self.target.files)
         try:
             if journal.done and output.exists():
-                self._clean({JOURNAL, *(file.name for file in self.target.files)})
+                self._remove_other_files({JOURNAL, *(file.name for file in self.target.files)})
             else:
-                self._clean({JOURNAL})
+                self._remove_other_files({JOURNAL})
                 journal.start()
             written_units = _WrittenUnits(journal)
             output.prepare()
             self._on_phase(ConversionPhase.PREPARE)
-            self._fill(output, written_units)
+            self._write_units(output, written_units)
             self._commit(output, written_units)
         except OSError as error:
             raise self._write_error(error) from error
@@ -126,7 +133,7 @@ class Conversion:
             journal.close()
         return bool(journal.done)
 
-    def _clean(self, keep: Collection[str]) -> None:
+    def _remove_other_files(self, keep: Collection[str]) -> None:
         """Remove all other files: those of another conversion, or of a manifest that was being written."""
         for entry in sorted(self.temporary.rglob("*"), reverse=True):  # content before its folder
             if entry.is_dir() and not entry.is_symlink():
@@ -135,12 +142,12 @@ class Conversion:
             elif entry.relative_to(self.temporary).as_posix() not in keep:
                 entry.unlink()
 
-    def _fill(self, output: TargetOutput, written_units: _WrittenUnits) -> None:
+    def _write_units(self, output: TargetOutput, written_units: _WrittenUnits) -> None:
         def work(unit: ConversionUnit, files: CheckpointFiles) -> None:
             if unit in written_units:
-                self._filler.skip(unit)
+                self._unit_writer.skip(unit)
                 return
-            written = self._filler.fill(unit, files, output)
+            written = self._unit_writer.write(unit, files, output)
             due = written_units.add(unit, written, unit.pieces(self.target))
             self._on_phase(ConversionPhase.UNITS)
             if due:
@@ -174,9 +181,9 @@ class Conversion:
         )
         self._on_phase(ConversionPhase.RENAME)
         self.temporary.rename(self.path)
-        self._finish()
+        self._complete_rename()
 
-    def _finish(self) -> None:
+    def _complete_rename(self) -> None:
         """Make the rename durable and remove the journal."""
         sync_folder(self.path.parent)
         (self.path / JOURNAL).unlink(missing_ok=True)
@@ -269,9 +276,9 @@ def _record(file: TargetFile, sealed: Mapping[int, bytes]) -> manifest.FileRecor
     """Return the file's record, whose header includes checksums that were unknown when the file was
     laid out."""
     header = bytearray(file.fixed.get(0, b""))
-    for place, crc in sealed.items():
-        if place + len(crc) <= len(header):
-            header[place : place + len(crc)] = crc
+    for offset, crc in sealed.items():
+        if offset + len(crc) <= len(header):
+            header[offset : offset + len(crc)] = crc
     return manifest.FileRecord(file.name, file.numbytes, len(header), xxhash.xxh3_128_hexdigest(header))
 
 
@@ -292,7 +299,7 @@ class _WrittenUnits:
         self._waiting: dict[str, list[WrittenPiece]] = {}
         self._dirty: set[str] = set()
         self._waiting_bytes = 0
-        self._lost = False
+        self._sync_failed = False
 
     def __contains__(self, unit: ConversionUnit) -> bool:
         return str(unit.source) in self._units
@@ -319,14 +326,14 @@ class _WrittenUnits:
             with self._lock:
                 waiting, dirty = self._waiting, self._dirty
                 self._waiting, self._dirty, self._waiting_bytes = {}, set(), 0
-            if waiting and not self._lost:
-                self._lost = True
+            if waiting and not self._sync_failed:
+                self._sync_failed = True
                 on_phase(ConversionPhase.SYNC)
                 output.sync(dirty)
                 self._journal.record(
                     {
-                        name: [[one.hashes, one.segments] for one in written]
+                        name: [[piece.hashes, piece.segments] for piece in written]
                         for name, written in waiting.items()
                     }
                 )
-                self._lost = False
+                self._sync_failed = False

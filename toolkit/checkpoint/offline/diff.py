@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoint.blocks import CheckpointFiles, numpy_dtype
 from toolkit.checkpoint.catalog import DTYPES, DamagedFile, byte_length
-from toolkit.checkpoint.executor import parallel_map
+from toolkit.checkpoint.file_reader import CheckpointFiles, numpy_dtype
+from toolkit.checkpoint.piece_reader import parallel_map
 from toolkit.checkpoint.planner import source_key
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIMIZER_STEP, STEP
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import CheckpointSource, open_source
-from toolkit.checkpoint.tile_reader import WORKERS, ByteProgress, TileReader, as_bits, tile_box
+from toolkit.checkpoint.tile_reader import WORKER_THREADS, ByteProgress, TileReader, as_bits, tile_box
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
 
@@ -160,7 +160,7 @@ def diff(
     right: str | Path,
     model: ModelShape | None = None,
     *,
-    workers: int = WORKERS,
+    workers: int = WORKER_THREADS,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckpointDiff:
     """Compare the checkpoints that two paths are or lead to. See ``diff_sources``."""
@@ -171,7 +171,7 @@ def diff_sources(
     left: CheckpointSource,
     right: CheckpointSource,
     *,
-    workers: int = WORKERS,
+    workers: int = WORKER_THREADS,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckpointDiff:
     """Compare every tensor of both sources. Hashes are not verified: any difference is reported.
@@ -216,20 +216,20 @@ def diff_sources(
 
 def pair_tensors(left: Tensors, right: Tensors) -> list[TensorPair]:
     """Return each tensor of either side with its counterpart on the other."""
-    found: dict[tuple[TensorKey | None, TensorKey | None], bool] = {}
+    pairs: dict[tuple[TensorKey | None, TensorKey | None], bool] = {}
     for key in {**left, **right}:
         if key in left and key in right and left[key].dtype == right[key].dtype:
-            found.setdefault((key, key), False)
+            pairs.setdefault((key, key), False)
             continue
         if key in left:
             answer = source_key(key, left[key].dtype, right)
             lossy = answer is not None and not _can_represent(right[answer].dtype, left[key].dtype)
-            found[key, answer] = found.get((key, answer), False) or lossy
+            pairs[key, answer] = pairs.get((key, answer), False) or lossy
         if key in right:
             answer = source_key(key, right[key].dtype, left)
             lossy = answer is not None and not _can_represent(left[answer].dtype, right[key].dtype)
-            found[answer, key] = found.get((answer, key), False) or lossy
-    return [TensorPair(*both, lossy) for both, lossy in found.items()]
+            pairs[answer, key] = pairs.get((answer, key), False) or lossy
+    return [TensorPair(*both, lossy) for both, lossy in pairs.items()]
 
 
 def _can_represent(wide: str, narrow: str) -> bool:

@@ -75,9 +75,9 @@ class TargetOutput:
         for check in self._files[name].checksums:
             inside = ordered[bisect_left(ordered, (check.begin,)) : bisect_left(ordered, (check.end,))]
             crc = struct.pack("<I", combine_checksums(check.begin, check.end, inside))
-            for place in check.places:
-                _write(self._descriptor(name), memoryview(crc), place)
-                sealed[place] = crc
+            for offset in check.offsets:
+                _write(self._descriptor(name), memoryview(crc), offset)
+                sealed[offset] = crc
         return sealed
 
     def close(self) -> None:

@@ -5,9 +5,9 @@ It proves that every element of every source tensor is in exactly one piece, who
 tensor; the same for the target's pieces and every byte of its files; and that the source provides every
 target tensor. Unused source tensors are listed.
 
-Large runs cut tensors of one shape alike, so each cut is proven and its reads are counted only once, and
-pieces are created for one tensor at a time: 405 B parameters on 1,024 ranks take seconds and a few hundred
-MB. Imports no torch.
+Large runs divide tensors of one shape equally, so each division is proven and its reads are counted only
+once, and pieces are created for one tensor at a time: 405 B parameters on 1,024 ranks take seconds and a few
+hundred MB. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DTYPES, Catalog, TensorPiece, flat_span, swap_last_dims
-from toolkit.checkpoint.offline.fill import plan_units, tile_elements
+from toolkit.checkpoint.offline.unit_writer import plan_units, tile_elements
 from toolkit.checkpoint.planner import MAX_PROBLEMS, SpanIndex, find_coverage_errors, shift_box
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.target import CheckpointTarget, TargetFile
@@ -83,7 +83,7 @@ def plan_reshard(source: Catalog, target: CheckpointTarget, *, examine: bool = T
         for key, (pieces, copies) in pieces_of.items():
             plan.target_pieces += target_side.add(key, pieces) + target_side.add_copies(copies)
             plan.writes += sum(
-                target_side.writes(key, some, tile, by_columns) for some in (pieces, copies) if some
+                target_side.writes(key, group, tile, by_columns) for group in (pieces, copies) if group
             )
             plan.bytes_written += sum(piece.end - piece.begin for piece in (*pieces, *copies))
         examined = [unit.source]
@@ -113,8 +113,8 @@ def plan_reshard(source: Catalog, target: CheckpointTarget, *, examine: bool = T
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a tensor is cut into pieces; in most layouts the same for all tensors of one shape."""
+class _PieceLayout:
+    """The boxes of a tensor's pieces and how files store them; equal for most tensors of one shape."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -128,18 +128,20 @@ class _Cut:
 
 
 @dataclass(slots=True, eq=False)
-class _AnalyzedCut:
-    """A cut and its results. Compared by identity, because hashing thousands of boxes is slow.
+class _AnalyzedLayout:
+    """A layout of pieces and what was computed of it.
+
+    Compared by identity, because hashing thousands of boxes is slow.
 
     Attributes:
-        cut: The cut.
-        wrong: Why it does not cover its tensor exactly once; empty if it does.
+        layout: Boxes and storage of the pieces.
+        errors: Why it does not cover its tensor exactly once; empty if it does.
         numbytes: Bytes of each piece.
         counts: Number of reads or writes and their elements, by kind, tile size and tile order.
     """
 
-    cut: _Cut
-    wrong: list[str]
+    layout: _PieceLayout
+    errors: list[str]
     numbytes: tuple[int, ...]
     counts: dict[tuple[str, int, bool], tuple[int, int]] = field(default_factory=dict)
 
@@ -149,18 +151,18 @@ class _Side:
 
     def __init__(self, tensors: Mapping[TensorKey, TensorInfo], side: str) -> None:
         self._tensors, self._side = tensors, side
-        self._wrong: list[str] = []
-        self._known: dict[_Cut, _AnalyzedCut] = {}
-        self._of_tensor: dict[TensorKey, _AnalyzedCut] = {}
+        self._errors: list[str] = []
+        self._layouts: dict[_PieceLayout, _AnalyzedLayout] = {}
+        self._of_tensor: dict[TensorKey, _AnalyzedLayout] = {}
         self.ranges: dict[str, array[int]] = {}  # file -> begin and end of each piece, flattened
 
     def add(self, key: TensorKey, pieces: Sequence[TensorPiece]) -> int:
         """Prove that ``pieces`` cover ``key`` exactly once. Returns their number."""
         info = self._tensors[key]
-        known = self._of_tensor[key] = self._look_up(key, pieces)
-        if known.wrong:
-            if len(self._wrong) < MAX_PROBLEMS:
-                self._wrong += (
+        analyzed = self._of_tensor[key] = self._analyze(key, pieces)
+        if analyzed.errors:
+            if len(self._errors) < MAX_PROBLEMS:
+                self._errors += (
                     find_coverage_errors({key: pieces}) if pieces else [f"{key}: no piece contains it"]
                 )
             return len(pieces)
@@ -168,11 +170,11 @@ class _Side:
             (piece for piece in pieces if piece.dtype != info.dtype or piece.global_shape != info.shape), None
         )
         if differing is not None:
-            self._wrong.append(
+            self._errors.append(
                 f"{key} is {info.dtype} {info.shape} and {differing.dtype} {differing.global_shape} in "
                 f"{differing.file}"
             )
-        self._record_ranges(pieces, known.numbytes)
+        self._record_ranges(pieces, analyzed.numbytes)
         return len(pieces)
 
     def add_copies(self, pieces: Sequence[TensorPiece]) -> int:
@@ -180,16 +182,16 @@ class _Side:
         self._record_ranges(pieces, [piece.box.numel * piece.itemsize for piece in pieces])
         return len(pieces)
 
-    def _look_up(self, key: TensorKey, pieces: Sequence[TensorPiece]) -> _AnalyzedCut:
+    def _analyze(self, key: TensorKey, pieces: Sequence[TensorPiece]) -> _AnalyzedLayout:
         info = self._tensors[key]
-        cut = _cut(info, pieces)
-        known = self._known.get(cut)
-        if known is None:
-            wrong = find_coverage_errors({key: pieces}) if pieces else ["none"] * (math.prod(info.shape) > 0)
-            known = self._known[cut] = _AnalyzedCut(
-                cut, wrong, tuple(box.numel * cut.itemsize for box in cut.boxes)
+        layout = _make_layout(info, pieces)
+        analyzed = self._layouts.get(layout)
+        if analyzed is None:
+            errors = find_coverage_errors({key: pieces}) if pieces else ["none"] * (math.prod(info.shape) > 0)
+            analyzed = self._layouts[layout] = _AnalyzedLayout(
+                layout, errors, tuple(box.numel * layout.itemsize for box in layout.boxes)
             )
-        return known
+        return analyzed
 
     def _record_ranges(self, pieces: Sequence[TensorPiece], numbytes: Sequence[int]) -> None:
         """Record the bytes of each piece."""
@@ -197,7 +199,7 @@ class _Side:
         for piece, length in zip(pieces, numbytes, strict=True):
             file, begin, end = piece.file, piece.begin, piece.end
             if end - begin != length:
-                self._wrong.append(f"{piece.key}: {end - begin} bytes of {file} for {piece.box}")
+                self._errors.append(f"{piece.key}: {end - begin} bytes of {file} for {piece.box}")
             if file not in ranges:
                 ranges[file] = array("q")
             ranges[file].extend((begin, end))
@@ -220,17 +222,17 @@ class _Side:
                 fixed += int((own[:, 1] - own[:, 0]).sum())
                 found = np.concatenate([found, own])
             elif files:
-                self._wrong.append(f"{file} has pieces but is not a file of {name}")
+                self._errors.append(f"{file} has pieces but is not a file of {name}")
             found = found[found[:, 1] > found[:, 0]]
             found = found[np.argsort(found[:, 0], kind="stable")]
             twice = np.flatnonzero(found[1:, 0] < found[:-1, 1])
             if len(twice):
-                self._wrong.append(f"byte {int(found[twice[0] + 1, 0])} of {file} belongs to two pieces")
+                self._errors.append(f"byte {int(found[twice[0] + 1, 0])} of {file} belongs to two pieces")
             if described is not None:
                 if len(found) and (found[-1, 1] > described.numbytes or found[0, 0] < 0):
-                    self._wrong.append(f"a piece lies outside the {described.numbytes} bytes of {file}")
+                    self._errors.append(f"a piece lies outside the {described.numbytes} bytes of {file}")
                 padding += described.numbytes - int((found[:, 1] - found[:, 0]).sum())
-        if self._wrong:
+        if self._errors:
             raise CheckpointError(
                 *(
                     Problem(
@@ -240,38 +242,38 @@ class _Side:
                         "collect all files of the checkpoint, or report this as a bug of the format's "
                         "reader or writer",
                     )
-                    for sentence in self._wrong[:MAX_PROBLEMS]
+                    for sentence in self._errors[:MAX_PROBLEMS]
                 )
             )
         return fixed, padding
 
     def reads(self, key: TensorKey, tile: int, by_columns: bool) -> tuple[int, int]:
         """Return the number and bytes of the reads of ``key`` in tiles of ``tile`` elements."""
-        known = self._of_tensor[key]
-        reads, elements = _counted(known, "reads", tile, by_columns, _count_reads)
-        return reads, elements * known.cut.itemsize
+        analyzed = self._of_tensor[key]
+        reads, elements = _cached_count(analyzed, "reads", tile, by_columns, _count_reads)
+        return reads, elements * analyzed.layout.itemsize
 
     def writes(self, key: TensorKey, pieces: Sequence[TensorPiece], tile: int, by_columns: bool) -> int:
         """Return the number of writes of ``pieces``, which are ``key`` or copies of it, from tiles of
         ``tile`` elements.
         """
-        return _counted(self._look_up(key, pieces), "writes", tile, by_columns, _count_writes)[0]
+        return _cached_count(self._analyze(key, pieces), "writes", tile, by_columns, _count_writes)[0]
 
 
-def _counted(
-    known: _AnalyzedCut,
-    what: str,
+def _cached_count(
+    analyzed: _AnalyzedLayout,
+    kind: str,
     tile: int,
     by_columns: bool,
-    count: Callable[[_Cut, int, bool], tuple[int, int]],
+    count: Callable[[_PieceLayout, int, bool], tuple[int, int]],
 ) -> tuple[int, int]:
-    if (what, tile, by_columns) not in known.counts:
-        known.counts[what, tile, by_columns] = count(known.cut, tile, by_columns)
-    return known.counts[what, tile, by_columns]
+    if (kind, tile, by_columns) not in analyzed.counts:
+        analyzed.counts[kind, tile, by_columns] = count(analyzed.layout, tile, by_columns)
+    return analyzed.counts[kind, tile, by_columns]
 
 
-def _cut(info: TensorInfo, pieces: Sequence[TensorPiece]) -> _Cut:
-    return _Cut(
+def _make_layout(info: TensorInfo, pieces: Sequence[TensorPiece]) -> _PieceLayout:
+    return _PieceLayout(
         info.shape,
         info.dtype,
         tuple([piece.box for piece in pieces]),
@@ -280,37 +282,37 @@ def _cut(info: TensorInfo, pieces: Sequence[TensorPiece]) -> _Cut:
     )
 
 
-def _intersections(cut: _Cut, tile: int, by_columns: bool) -> Iterator[tuple[int, Box]]:
+def _intersections(layout: _PieceLayout, tile: int, by_columns: bool) -> Iterator[tuple[int, Box]]:
     """Yield (index of a piece, its intersection with a tile), tile by tile."""
     index = SpanIndex(
-        (*flat_span(cut.shape, box), number) for number, box in enumerate(cut.boxes) if box.numel
+        (*flat_span(layout.shape, box), number) for number, box in enumerate(layout.boxes) if box.numel
     )
-    for one in split_into_tiles(cut.shape, tile, by_columns=by_columns):
-        for number in index.overlapping(*flat_span(cut.shape, one)):
-            common = cut.boxes[number].intersect(one)
+    for tile_box in split_into_tiles(layout.shape, tile, by_columns=by_columns):
+        for number in index.overlapping(*flat_span(layout.shape, tile_box)):
+            common = layout.boxes[number].intersect(tile_box)
             if common is not None:
                 yield number, common
 
 
-def _count_writes(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
+def _count_writes(layout: _PieceLayout, tile: int, by_columns: bool) -> tuple[int, int]:
     """Count one write for each intersection of a piece and a tile."""
-    found = [common.numel for _, common in _intersections(cut, tile, by_columns)]
+    found = [common.numel for _, common in _intersections(layout, tile, by_columns)]
     return len(found), sum(found)
 
 
-def _count_reads(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
-    """Count reads as ``executor.read_piece`` performs them, by blocks of the piece.
+def _count_reads(layout: _PieceLayout, tile: int, by_columns: bool) -> tuple[int, int]:
+    """Count reads as ``piece_reader.read_piece`` performs them, by blocks of the piece.
 
     If tiles do not follow the order of the file, blocks with hashes are read whole, and only once if the next
     tile begins in the same block.
     """
-    per_block = BLOCK_BYTES // cut.itemsize
+    per_block = BLOCK_BYTES // layout.itemsize
     reads = elements = 0
     cached: tuple[int, int] | None = None
-    for number, common in _intersections(cut, tile, by_columns):
-        box = cut.boxes[number]
+    for number, common in _intersections(layout, tile, by_columns):
+        box = layout.boxes[number]
         local, shape = shift_box(common, [-offset for offset in box.offset]), box.shape
-        if cut.transposed[number]:
+        if layout.transposed[number]:
             local, shape = (
                 Box(swap_last_dims(local.offset), swap_last_dims(local.shape)),
                 swap_last_dims(shape),
@@ -318,7 +320,7 @@ def _count_reads(cut: _Cut, tile: int, by_columns: bool) -> tuple[int, int]:
         low, high = flat_span(shape, local)
         for block in range(low // per_block, -(-high // per_block)):
             start, stop = block * per_block, min((block + 1) * per_block, box.numel)
-            whole = cut.hashed and cut.transposed[number] != by_columns
+            whole = layout.hashed and layout.transposed[number] != by_columns
             if whole and cached == (number, block):
                 continue
             cached = (number, block) if whole else None

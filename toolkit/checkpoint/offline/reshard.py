@@ -22,8 +22,8 @@ from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.target import CheckpointTarget
 from toolkit.checkpoint.target_tensors import choose_weights_dtype, select_target_tensors
 from toolkit.checkpoint.verify import verify as verify_checkpoint
+from toolkit.config.model import ModelConfig
 from toolkit.config.reshard import ReshardConfig, TargetConfig, TargetFormat
-from toolkit.config.schema import ModelConfig
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.plan.pretrained import resolve_model
@@ -57,7 +57,7 @@ def requested_shape(model: ModelConfig) -> ModelShape | None:
                 f"add model=FAMILY, one of {', '.join(families.FAMILIES)}",
             )
         )
-    return families.get_family(model.family).resolve_shape(model)
+    return families.resolve_shape_of(families.load_family(model.family), model)
 
 
 def open_requested(config: ReshardConfig) -> CheckpointSource:
@@ -234,21 +234,20 @@ def plan(config: ReshardConfig) -> list[str]:
     ]
 
 
-def _numbers(found: ReshardPlan, workers: int, rate: float | None, how: str) -> list[str]:
+def _numbers(numbers: ReshardPlan, workers: int, rate: float | None, how: str) -> list[str]:
     estimate = (
-        f"about {duration(max(found.bytes_read, found.target_bytes) / rate)} at {quantity(rate, 'B')}/s, "
+        f"about {duration(max(numbers.bytes_read, numbers.target_bytes) / rate)} at {quantity(rate, 'B')}/s, "
         f"{how}"
         if rate
         else how
     )
     return [
-        f"reads      {quantity(found.bytes_read, 'B')} in {found.reads:,} reads of {found.files_read:,} "
-        "files "
-        f"({found.source_pieces:,} pieces)",
-        f"writes     {quantity(found.bytes_written, 'B')} in {found.writes:,} writes "
-        f"({found.target_pieces:,} pieces); "
-        f"{quantity(found.fixed_bytes, 'B')} of headers, {quantity(found.padding_bytes, 'B')} of padding",
-        f"memory     {workers} workers of at most {quantity(found.worker_bytes, 'B')} each, besides Python "
+        f"reads      {quantity(numbers.bytes_read, 'B')} in {numbers.reads:,} reads of "
+        f"{numbers.files_read:,} files ({numbers.source_pieces:,} pieces)",
+        f"writes     {quantity(numbers.bytes_written, 'B')} in {numbers.writes:,} writes "
+        f"({numbers.target_pieces:,} pieces); {quantity(numbers.fixed_bytes, 'B')} of headers, "
+        f"{quantity(numbers.padding_bytes, 'B')} of padding",
+        f"memory     {workers} workers of at most {quantity(numbers.worker_bytes, 'B')} each, besides Python "
         "and the list of pieces",
         f"time       {estimate}",
     ]

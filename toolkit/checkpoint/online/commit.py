@@ -1,4 +1,6 @@
-"""The protocol of one save, as executed by one rank. See ``store.py`` for the sequence."""
+"""The protocol of one save, as executed by one rank; ``_commit`` makes it atomic. See ``store.py`` for the
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,21 @@ from typing import Any
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory, manifest
-from toolkit.checkpoint.blocks import CheckpointFiles, verify_piece
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
+from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
 from toolkit.checkpoint.manifest import FileRecord, Manifest
-from toolkit.checkpoint.online.presence import has_died, hold_presence
+from toolkit.checkpoint.online.liveness import has_died, hold_liveness_lock
 from toolkit.checkpoint.online.writing import WriteItem, write_data_file
 from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import sync_folder, write_whole
 
 FAILED = "failed.json"
-LOOK_SECONDS = 1.0  # between checks that awaited ranks are alive
-COMPLETE = "a checkpoint is committed only after every rank has written its part"
+LIVENESS_CHECK_SECONDS = 1.0  # between checks that awaited ranks are alive
+COMMIT_RULE = "a checkpoint is committed only after every rank has written its part"
 # Errors that the user must fix, because another start would fail too. Other file system errors may be
 # transient, such as those of a restarting server.
-NO_ROOM_OR_ACCESS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+USER_FIXABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class SaveFailed(RuntimeError):
@@ -66,6 +68,7 @@ class RankSave:
     scalars: Mapping[str, Any]
     keep_last: int
     keep_every: int
+    best: Sequence[int]
     timeout_seconds: float
     on_phase: Callable[[SavePhase], None]
 
@@ -84,7 +87,7 @@ class RankSave:
     def report(self, rank: int) -> Path:
         return self.temporary / f"report-{rank:05d}.json"
 
-    def presence(self, rank: int) -> Path:
+    def lock_file(self, rank: int) -> Path:
         """The file that a rank keeps locked during the save. It is outside ``temporary``, which the commit
         renames.
         """
@@ -108,12 +111,12 @@ def run_save(save: RankSave) -> None:
     """
     try:
         if save.rank == 0:
-            _clean(save)
+            _remove_leftovers(save)
         save.temporary.mkdir(parents=True, exist_ok=True)
-        with hold_presence(save.presence(save.rank)) if save.ranks > 1 else nullcontext():
+        with hold_liveness_lock(save.lock_file(save.rank)) if save.ranks > 1 else nullcontext():
             _write_part(save)
             if save.rank == 0:
-                _commit(save, _gather(save))
+                _commit(save, _gather_reports(save))
             else:
                 _await_commit(save)
     except Exception as error:
@@ -123,7 +126,7 @@ def run_save(save: RankSave) -> None:
             else f"{type(error).__name__}: {error}"
         )
         translated = _not_written(save, error) if isinstance(error, OSError) else error
-        _report_failure(save, reason, error, mistake=isinstance(translated, CheckpointError))
+        _report_failure(save, reason, error, user_error=isinstance(translated, CheckpointError))
         if translated is not error:
             raise translated from error
         raise
@@ -170,9 +173,9 @@ def _await_commit(save: RankSave) -> None:
         raise _failed(save, f"{save.temporary} was removed before step {save.step} was committed")
 
 
-def _report_failure(save: RankSave, reason: str, error: Exception, mistake: bool) -> None:
+def _report_failure(save: RankSave, reason: str, error: Exception, user_error: bool) -> None:
     """Free the disk and inform the other ranks, so that they need not wait. Errors here are only noted."""
-    failure = json.dumps({"rank": save.rank, "reason": reason, "mistake": mistake})
+    failure = json.dumps({"rank": save.rank, "reason": reason, "mistake": user_error})
     try:
         save.data_file(save.rank).unlink(missing_ok=True)
         write_whole(
@@ -197,18 +200,18 @@ def _wait(
         missing: Returns what to report after ``timeout_seconds``.
     """
     now = time.monotonic()
-    deadline, next_look, pause = now + save.timeout_seconds, now + LOOK_SECONDS, 0.001
+    deadline, next_check, pause = now + save.timeout_seconds, now + LIVENESS_CHECK_SECONDS, 0.001
     while not ready():
         now = time.monotonic()
         if now > deadline:
             raise _failed(save, f"{missing()} within {save.timeout_seconds:.0f} s of saving step {save.step}")
-        if now > next_look:
-            dead = [rank for rank in awaited() if has_died(save.presence(rank))]
+        if now > next_check:
+            dead = [rank for rank in awaited() if has_died(save.lock_file(rank))]
             if dead and not ready():  # a rank that finished its part exits too
                 raise _failed(
                     save, f"rank {', '.join(map(str, dead))} died while step {save.step} was being saved"
                 )
-            next_look = now + LOOK_SECONDS
+            next_check = now + LIVENESS_CHECK_SECONDS
         time.sleep(pause)
         pause = min(pause * 1.5, 0.1)
 
@@ -216,7 +219,7 @@ def _wait(
 # ---- rank 0
 
 
-def _clean(save: RankSave) -> None:
+def _remove_leftovers(save: RankSave) -> None:
     """Remove what dead attempts left, and what could not be removed before; failures are retried at the next
     save.
 
@@ -226,17 +229,10 @@ def _clean(save: RankSave) -> None:
     """
     if not save.directory.is_dir():
         return
-    found, pointer = (
-        checkpoint_folder.find_newest(save.directory),
-        checkpoint_folder.read_pointer(save.directory),
-    )
-    newest = found.checkpoint
-    if (
-        newest is not None
-        and not found.disagreements
-        and newest.parent == save.directory
-        and newest.name != pointer
-    ):
+    found = checkpoint_folder.find_newest(save.directory)
+    newest, pointer = found.checkpoint, checkpoint_folder.read_pointer(save.directory)
+    is_own = newest is not None and newest.parent == save.directory
+    if newest is not None and is_own and not found.disagreements and newest.name != pointer:
         write_whole(save.directory / checkpoint_folder.POINTER, newest.name + "\n")
     own = {f"-{_attempt_name(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
     for entry in save.directory.iterdir():
@@ -245,35 +241,41 @@ def _clean(save: RankSave) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _gather(save: RankSave) -> list[dict[str, Any]]:
+def _gather_reports(save: RankSave) -> list[dict[str, Any]]:
     """Return every rank's report, in the order of ranks."""
-    found: dict[int, dict[str, Any]] = {}
+    reports: dict[int, dict[str, Any]] = {}
 
-    def all_there() -> bool:
+    def all_reported() -> bool:
         for rank in range(save.ranks):
-            if rank not in found and save.report(rank).is_file():
-                found[rank] = json.loads(save.report(rank).read_text(encoding="utf-8"))
-                if "reason" in found[rank]:
-                    raise _peer_error(save, found[rank])
-                assert found[rank]["ranks"] == save.ranks, (
-                    f"rank {rank} saves with {found[rank]['ranks']} ranks, not {save.ranks}"
+            if rank not in reports and save.report(rank).is_file():
+                report = json.loads(save.report(rank).read_text(encoding="utf-8"))
+                if "reason" in report:
+                    raise _peer_error(save, report)
+                assert report["ranks"] == save.ranks, (
+                    f"rank {rank} saves with {report['ranks']} ranks, not {save.ranks}"
                 )
-        return len(found) == save.ranks
+                reports[rank] = report
+        return len(reports) == save.ranks
+
+    def absent_ranks() -> list[int]:
+        return [rank for rank in range(save.ranks) if rank not in reports]
 
     def missing() -> str:
-        absent = [rank for rank in range(save.ranks) if rank not in found]
+        absent = absent_ranks()
         listed = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        return (
-            f"rank {listed} did not write its part"
-            if len(absent) == 1
-            else f"ranks {listed} did not write their parts"
-        )
+        if len(absent) == 1:
+            return f"rank {listed} did not write its part"
+        return f"ranks {listed} did not write their parts"
 
-    _wait(save, all_there, lambda: [rank for rank in range(save.ranks) if rank not in found], missing)
-    return [found[rank] for rank in range(save.ranks)]
+    _wait(save, all_reported, absent_ranks, missing)
+    return [reports[rank] for rank in range(save.ranks)]
 
 
 def _commit(save: RankSave, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Prove that the parts are complete, write the manifest, and rename the temporary folder.
+
+    The rename makes the commit atomic: before it there is no checkpoint of this step, after it a whole one.
+    """
     written = Manifest(
         namespace=save.namespace,
         step=save.step,
@@ -289,15 +291,12 @@ def _commit(save: RankSave, reports: Sequence[Mapping[str, Any]]) -> None:
     manifest.check_files(save.temporary, written.files)
     for rank in range(save.ranks):
         save.report(rank).unlink()
-    write_whole(
-        save.temporary / manifest.NAME, manifest.encode(written)
-    )  # also syncs the folder with the data files' names
+    # This also syncs the folder with the names of the data files.
+    write_whole(save.temporary / manifest.NAME, manifest.encode(written))
 
     save.on_phase(SavePhase.RENAME)
-    removed = (
-        save.directory
-        / f"{checkpoint_folder.REMOVED}{save.temporary.name.removeprefix(checkpoint_folder.TEMPORARY)}"
-    )
+    name = save.temporary.name.removeprefix(checkpoint_folder.TEMPORARY)
+    removed = save.directory / f"{checkpoint_folder.REMOVED}{name}"
     if _is_already_saved(save):
         save.temporary.rename(removed)
     else:
@@ -311,8 +310,8 @@ def _commit(save: RankSave, reports: Sequence[Mapping[str, Any]]) -> None:
 
     save.on_phase(SavePhase.RETENTION)
     shutil.rmtree(removed, ignore_errors=True)
-    shutil.rmtree(save.presence(0).parent, ignore_errors=True)
-    _retain(save)
+    shutil.rmtree(save.lock_file(0).parent, ignore_errors=True)
+    _apply_retention(save)
 
 
 def _is_already_saved(save: RankSave) -> bool:
@@ -321,18 +320,18 @@ def _is_already_saved(save: RankSave) -> bool:
         return False
     buffer = bytearray(BLOCK_BYTES)
     try:
-        there = directory.load_manifest(save.target)
-        manifest.check_files(save.target, there.files)
+        found = directory.load_manifest(save.target)
+        manifest.check_files(save.target, found.files)
         with CheckpointFiles(save.target) as files:
-            for piece in there.pieces:
+            for piece in found.pieces:
                 deque(verify_piece(files, piece, buffer), maxlen=0)
     except DamagedFile:
         return False
-    if there.namespace != save.namespace:
+    if found.namespace != save.namespace:
         raise CheckpointError(
             Problem(
                 str(save.target),
-                f"{save.target} has namespace={there.namespace}",
+                f"{save.target} has namespace={found.namespace}",
                 f"a run directory contains one run, here of {save.namespace}",
                 "give this run its own run.name or run.dir",
             )
@@ -340,21 +339,27 @@ def _is_already_saved(save: RankSave) -> bool:
     return True
 
 
-def _retain(save: RankSave) -> None:
-    """Remove old checkpoints: rename each first, so that a partly removed checkpoint is never mistaken for a
-    complete one.
+def _apply_retention(save: RankSave) -> None:
+    """Point to the best checkpoint, and remove old ones: rename each first, so that a partly removed
+    checkpoint is never mistaken for a complete one.
 
-    This save is committed already, so what cannot be removed is left to the next save's ``_clean``.
+    This save is committed already, so what cannot be removed is left to the next save.
     """
-    there = checkpoint_folder.committed_checkpoints(save.directory)
-    whole = {step for step, folder in there.items() if directory.is_complete(folder)}
+    committed = checkpoint_folder.committed_checkpoints(save.directory)
+    complete = {step for step, folder in committed.items() if directory.is_complete(folder)}
+    best = [step for step in save.best if step in complete]
+    pointer = save.directory / checkpoint_folder.BEST_POINTER
+    if best:  # before the checkpoint that it named until now is removed
+        write_whole(pointer, f"{checkpoint_folder.step_name(best[0])}\n")
+    else:
+        pointer.unlink(missing_ok=True)
     for step in directory.removable_steps(
-        there, whole, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every
+        committed, complete, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every, best=best
     ):
-        gone = save.directory / f"{checkpoint_folder.REMOVED}{there[step].name}"
-        there[step].rename(gone)
+        removed = save.directory / f"{checkpoint_folder.REMOVED}{committed[step].name}"
+        committed[step].rename(removed)
         save.on_phase(SavePhase.RETENTION)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 # ---- errors
@@ -379,7 +384,7 @@ def _failed(save: RankSave, seen: str) -> SaveFailed:
 
 def _incomplete(save: RankSave, seen: str) -> CheckpointError:
     return CheckpointError(
-        Problem("checkpoint", seen, COMPLETE, f"fix the cause and start again: {_newest_text(save)}")
+        Problem("checkpoint", seen, COMMIT_RULE, f"fix the cause and start again: {_newest_text(save)}")
     )
 
 
@@ -388,7 +393,7 @@ def _not_written(save: RankSave, error: OSError) -> CheckpointError | SaveFailed
         f"step {save.step} could not be written to {error.filename or save.temporary}: "
         f"{error.strerror or error}"
     )
-    if error.errno not in NO_ROOM_OR_ACCESS:
+    if error.errno not in USER_FIXABLE_ERRORS:
         return _failed(save, seen)
     then = f"then start again: {_newest_text(save)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -399,4 +404,4 @@ def _not_written(save: RankSave, error: OSError) -> CheckpointError | SaveFailed
         )
     else:
         remedy = f"make it writable; {then}"
-    return CheckpointError(Problem("checkpoint", seen, COMPLETE, remedy))
+    return CheckpointError(Problem("checkpoint", seen, COMMIT_RULE, remedy))

@@ -14,6 +14,7 @@ save, so that files of a dead attempt are never used:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,13 @@ from pathlib import Path
 
 from toolkit import checkpoint_folder
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.blocks import view_box
+from toolkit.checkpoint.file_reader import view_box
 from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
 from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
 from toolkit.checkpoint.planner import boxes_to_write, shift_box
 from toolkit.checkpoint.shard import Shard
+
+log = logging.getLogger(__name__)
 
 
 class PendingSave:
@@ -65,6 +68,9 @@ class CheckpointStore:
         directory: The run's ``checkpoints`` folder; the first save creates it.
         keep_last, keep_every: See ``directory.removable_steps``.
         timeout_seconds: Maximum time that ranks wait for each other in a save.
+        staging_bytes: Maximum size of the copy of a save in the background; None: unlimited. More state is
+        saved
+            in the foreground.
         on_phase: Called with each phase from the writing thread, for crash tests.
     """
 
@@ -75,11 +81,12 @@ class CheckpointStore:
         keep_every: int = 0,
         *,
         timeout_seconds: float = 1800,
+        staging_bytes: int | None = None,
         on_phase: Callable[[SavePhase], None] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._staging_bytes = timeout_seconds, staging_bytes
         self._on_phase = on_phase or (lambda phase: None)
         self._snapshot = HostSnapshot()
         self._saves = 0
@@ -96,6 +103,7 @@ class CheckpointStore:
         ranks: int,
         attempt: int,
         background: bool = False,
+        best: Sequence[int] = (),
     ) -> PendingSave:
         """Save the state after ``step`` optimizer steps. Every rank calls it, the same number of times.
 
@@ -109,8 +117,9 @@ class CheckpointStore:
             namespace: Namespace of the tensors' names.
             rank, ranks: Global rank and world size.
             attempt: Number of this start of the run, unique in this directory.
-            background: Copy the state to host memory and return, while a thread writes. Otherwise return
-                after the commit on every rank.
+            background: Copy the state to host memory and return, while a thread writes. Otherwise, and if the
+                copy would exceed ``staging_bytes``, return after the commit on every rank.
+            best: Steps whose checkpoints retention keeps, the best first; ``checkpoints/best`` names it.
 
         Raises:
             CheckpointError, SaveFailed: The previous save failed, or with ``background=False`` this one. See
@@ -133,6 +142,14 @@ class CheckpointStore:
             for shard in shards
             for box in boxes_to_write(shard)
         ]
+        size = sum(item.data.numel() * item.data.element_size() for item in outgoing)
+        if background and self._staging_bytes is not None and size > self._staging_bytes:
+            log.warning(
+                "rank %d saves step %d in the foreground: its state of %.3g GiB exceeds "
+                "checkpoint.staging_gib=%.3g",
+                *(rank, step, size / 2**30, self._staging_bytes / 2**30),
+            )
+            background = False
         self._saves += 1
         save = RankSave(
             directory=self.directory,
@@ -146,10 +163,10 @@ class CheckpointStore:
             scalars=dict(scalars),
             keep_last=self._keep_last,
             keep_every=self._keep_every,
+            best=tuple(best),
             timeout_seconds=self._timeout_seconds,
             on_phase=self._on_phase,
         )
-        size = sum(item.data.numel() * item.data.element_size() for item in outgoing)
         self._pending = PendingSave(target, _in_thread(lambda: run_save(save), f"checkpoint-{step}"), size)
         if not background:
             self._pending.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,13 @@ from pathlib import Path
 import torch
 import xxhash
 
-from toolkit.checkpoint.blocks import view_box
 from toolkit.checkpoint.catalog import BLOCK_BYTES, TensorPiece
+from toolkit.checkpoint.file_reader import view_box
 from toolkit.checkpoint.formats import safetensors
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.shard import Box, TensorKey, flat_boxes
+
+log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: enough for every dtype, and a cache line
 
@@ -52,7 +55,7 @@ def write_data_file(
 
     Args:
         path: The file.
-        outgoing: The tensors to write.
+        items: The tensors to write.
         metadata: Metadata of the file's header.
         on_piece: Called after each piece.
         on_sync: Called before the sync.
@@ -127,19 +130,23 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 class HostSnapshot:
     """One buffer of host memory, pinned if data is on CUDA, that is reused by every save and grows if
-    needed."""
+    needed.
+
+    It is pinned by ``cudaHostRegister``: torch's allocator of pinned memory rounds sizes up to a power of
+    two.
+    """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
 
     def take(self, outgoing: Sequence[WriteItem]) -> list[WriteItem]:
         """Return the items with ``data`` copied, valid until the next call."""
         sizes = [item.data.numel() * item.data.element_size() for item in outgoing]
         starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         from_cuda = any(item.data.is_cuda for item in outgoing)
-        if self._buffer.numel() < starts[-1] or (from_cuda and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
-            self._buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=from_cuda)
+        if self._buffer.numel() < starts[-1]:
+            self._allocate(starts[-1], pinned=from_cuda)
         copies = []
         for item, start, size in zip(outgoing, starts, sizes, strict=False):
             view = self._buffer[start : start + size].view(item.data.dtype).view(item.box.shape)
@@ -148,3 +155,19 @@ class HostSnapshot:
         if from_cuda:
             torch.cuda.synchronize()
         return copies
+
+    def _allocate(self, size: int, *, pinned: bool) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
+        self._buffer, self._pinned = torch.empty(size, dtype=torch.uint8), False
+        if pinned:
+            runtime = torch.cuda.cudart()
+            self._pinned = (
+                runtime.cudaHostRegister(self._buffer.data_ptr(), size, 0) == runtime.cudaError.success
+            )
+        if pinned and not self._pinned:
+            log.warning(
+                "%.3g GiB of host memory could not be pinned (ulimit -l): copies for saves are slower",
+                size / 2**30,
+            )

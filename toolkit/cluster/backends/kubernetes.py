@@ -69,21 +69,21 @@ def state(id: JobId) -> JobState:
     return read_state(json.loads(text) if text.strip() else None)
 
 
-def read_state(found: Mapping[str, Any] | None) -> JobState:
+def read_state(job_set: Mapping[str, Any] | None) -> JobState:
     """Return the state of a JobSet.
 
     Args:
-        found: the JobSet; None: it does not exist.
+        job_set: the JobSet; None: it does not exist.
     """
-    if found is None:
+    if job_set is None:
         return JobState.ENDED
-    status = found.get("status", {})
+    status = job_set.get("status", {})
     conditions = {
         condition["type"] for condition in status.get("conditions", ()) if condition.get("status") == "True"
     }
     if conditions & {"Completed", "Failed"}:
         return JobState.ENDED
-    if found["spec"].get("suspend") or "Suspended" in conditions:
+    if job_set["spec"].get("suspend") or "Suspended" in conditions:
         return JobState.QUEUED
     ready = sum(jobs.get("ready", 0) for jobs in status.get("replicatedJobsStatus", ()))
     return JobState.RUNNING if ready else JobState.QUEUED

@@ -173,56 +173,56 @@ def _check_scheduling(kubernetes: KubernetesConfig) -> Iterator[Problem]:
 def _check_volumes(job: TrainingJob) -> Iterator[Problem]:
     """Check the volumes, and that the run directory outlives its pods."""
     kubernetes = job.config.cluster.kubernetes
-    for key, place, source in [
-        *(("volumes", place, claim) for place, claim in kubernetes.volumes.items()),
-        *(("extra_volumes", place, source) for place, source in kubernetes.extra_volumes.items()),
+    for key, mount_path, source in [
+        *(("volumes", mount_path, claim) for mount_path, claim in kubernetes.volumes.items()),
+        *(("extra_volumes", mount_path, source) for mount_path, source in kubernetes.extra_volumes.items()),
     ]:
-        path = PurePosixPath(place)
+        path = PurePosixPath(mount_path)
         if (
             not path.is_absolute()
             or path == PurePosixPath("/")
             or ".." in path.parts
-            or ":" in place
-            or not place.isprintable()
+            or ":" in mount_path
+            or not mount_path.isprintable()
         ):
             yield _invalid(
                 key,
-                f"{{{place}: {source}}}",
+                f"{{{mount_path}: {source}}}",
                 "a volume is mounted at an absolute path: {/workspace: training}",
             )
         elif any(
             path == own or path in own.parents or own in path.parents
             for own in map(PurePosixPath, RESERVED_FOLDERS)
         ):
-            yield _invalid(key, f"{{{place}: {source}}}", f"{', '.join(RESERVED_FOLDERS)} are reserved")
-    for place in kubernetes.volumes.keys() & kubernetes.extra_volumes.keys():
+            yield _invalid(key, f"{{{mount_path}: {source}}}", f"{', '.join(RESERVED_FOLDERS)} are reserved")
+    for mount_path in kubernetes.volumes.keys() & kubernetes.extra_volumes.keys():
         yield _invalid(
             "extra_volumes",
-            f"{{{place}: ...}}",
-            f"{place} is also in cluster.kubernetes.volumes: a path has one volume",
+            f"{{{mount_path}: ...}}",
+            f"{mount_path} is also in cluster.kubernetes.volumes: a path has one volume",
         )
-    for place, source in kubernetes.extra_volumes.items():
+    for mount_path, source in kubernetes.extra_volumes.items():
         if not isinstance(source, dict) or len(source) != 1 or "persistentVolumeClaim" in source:
             yield _invalid(
                 "extra_volumes",
-                f"{{{place}: {source}}}",
+                f"{{{mount_path}: {source}}}",
                 "an extra volume has one source of Kubernetes, {hostPath: {path: /mnt/nvme}}; claims "
                 "belong in cluster.kubernetes.volumes",
             )
-    for place, claim in kubernetes.volumes.items():
+    for mount_path, claim in kubernetes.volumes.items():
         if re.fullmatch(_SUBDOMAIN, claim) is None:
             yield _invalid(
                 "volumes",
-                f"{{{place}: {claim}}}",
+                f"{{{mount_path}: {claim}}}",
                 "names of PersistentVolumeClaims consist of lowercase letters, digits and dashes",
             )
     run_dir = PurePosixPath(WORKING_DIR) / job.run_dir
     lasting = [
-        place
-        for place, source in kubernetes.extra_volumes.items()
+        mount_path
+        for mount_path, source in kubernetes.extra_volumes.items()
         if isinstance(source, dict) and source.keys() & PERSISTENT_SOURCES
     ]
-    mounts = [PurePosixPath(place) for place in (*kubernetes.volumes, *lasting)]
+    mounts = [PurePosixPath(mount_path) for mount_path in (*kubernetes.volumes, *lasting)]
     if ".." in run_dir.parts or not any(mount == run_dir or mount in run_dir.parents for mount in mounts):
         yield Problem(
             "cluster.kubernetes.volumes",

@@ -10,6 +10,7 @@ from signal import SIGTERM
 
 from toolkit.cluster.job import CONFIG_FILE, JobId, JobState, TrainingJob
 from toolkit.cluster.stop_request import ProcessHandle
+from toolkit.commands import inherited_form
 from toolkit.config.cluster import ClusterBackend
 
 OUTPUT = "output.txt"
@@ -36,7 +37,7 @@ def start_process(
     with (job.folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
             argv(job),
-            env=dict(environ),
+            env={**environ, **inherited_form()},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -51,8 +52,11 @@ def submit(job: TrainingJob) -> JobId:
 
 def job_id(process: subprocess.Popen[bytes]) -> JobId:
     """Return the PID and start time, so that a reused PID is not mistaken for the job."""
-    found = ProcessHandle.read(process.pid)
-    return JobId(ClusterBackend.local, f"{process.pid}:{found.started if found is not None else ''}")
+    started_process = ProcessHandle.read(process.pid)
+    return JobId(
+        ClusterBackend.local,
+        f"{process.pid}:{started_process.started if started_process is not None else ''}",
+    )
 
 
 def state(id: JobId) -> JobState:

@@ -48,15 +48,15 @@ def serve_time(store: KeyValueStore, node: int, now: Clock = time.time) -> None:
 
 def measure_offset(store: KeyValueStore, node: int, now: Clock = time.time) -> ClockOffset:
     """Measure this machine's offset; runs on machine ``node`` while the first machine serves it."""
-    found = []
+    offsets = []
     for round_index in range(ROUNDS):
         began = now()
         store.set(f"clock/{node}/{round_index}/request", "")
         _wait(store, f"clock/{node}/{round_index}/time", ANSWER_SECONDS if round_index else TURN_SECONDS)
         ended = now()
         reported = float(store.get(f"clock/{node}/{round_index}/time"))
-        found.append(ClockOffset((began + ended) / 2 - reported, (ended - began) / 2))
-    return min(found, key=lambda offset: offset.error_seconds)
+        offsets.append(ClockOffset((began + ended) / 2 - reported, (ended - began) / 2))
+    return min(offsets, key=lambda offset: offset.error_seconds)
 
 
 def _wait(store: KeyValueStore, key: str, seconds: float) -> None:

@@ -26,12 +26,14 @@ from toolkit.cluster.doctor.preflight import (
 )
 from toolkit.cluster.doctor.timeout import call_with_timeout
 from toolkit.cluster.doctor.types import CheckFinding, CheckVerdict, DoctorCheck, DoctorReport, MachineReport
-from toolkit.cluster.environment import HANDOVER, Launch, Launcher, set_defaults, set_thread_default
+from toolkit.cluster.environment import HANDOVER, Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
+from toolkit.cluster.process_environment import set_defaults, set_thread_default
 from toolkit.cluster.rank_processes import RankProcesses
 from toolkit.cluster.rendezvous import PeerExited, Rendezvous
 from toolkit.cluster.stop_request import StopRequest
+from toolkit.commands import python_arguments
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.layout.axes import Axes
@@ -62,7 +64,7 @@ class DoctorCommand:
 
     Args:
         words: the user's arguments, without ``--json``.
-        script: the script that every rank runs, if this process starts them.
+        script: the file or module that every rank runs, if this process starts them.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class DoctorCommand:
         detected = call_with_timeout(detect_machine, MACHINE_SECONDS)
         machine: MachineInfo | None = detected.value
         nvml_error = (
-            f"{detected.problem} (within {MACHINE_SECONDS:g} s)" if detected.hangs else str(detected.problem)
+            f"{detected.problem} (within {MACHINE_SECONDS:g} s)"
+            if detected.timed_out
+            else str(detected.problem)
         )
         if self._launch.ranks > 1:
             return self._run_rank(machine, nvml_error)
@@ -224,7 +228,8 @@ class DoctorCommand:
                 self._cross_machine += cross_node.check_links(rows, met_seconds)
                 rendezvous.publish("doctor/end", {"code": int(self._report())})
             code = ExitCode(rendezvous.receive("doctor/end")[0]["code"])
-            torch.distributed.barrier()  # rank 0 may serve the store
+            # rank 0 may serve the store
+            torch.distributed.barrier(device_ids=None if device.type == "cpu" else [launch.local_rank])
         return code
 
     def _hangs(self) -> None:
@@ -239,7 +244,12 @@ class DoctorCommand:
             handover = Path(folder) / "handover.json"
             target.spec().write(handover)
             ranks = RankProcesses(
-                [self._script, f"{HANDOVER}{handover}", *([JSON] if self._as_json else [])], target.world
+                [
+                    *python_arguments(self._script),
+                    f"{HANDOVER}{handover}",
+                    *([JSON] if self._as_json else []),
+                ],
+                target.world,
             )
 
             def abort(reason: str, code: ExitCode) -> None:
@@ -258,7 +268,7 @@ class DoctorCommand:
     def _checks(self, target: DoctorTarget) -> list[DoctorCheck]:
         def read() -> DataReadResult:
             plan = target.plan
-            vocab_size = plan.shape.vocab_size if plan is not None and plan.shape is not None else None
+            vocab_size = plan.vocab_size if plan is not None else None
             return self._measurements.check_data_read(
                 target.config, vocab_size, plan.batch if plan is not None else None
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.cluster.doctor.clocks import ClockOffset
 from toolkit.cluster.doctor.types import CheckFinding, CheckVerdict, MachineReport, fail, ok, unknown, warn
+from toolkit.commands import command_line
 from toolkit.errors import Problem, Severity
 from toolkit.plan.devices import memory_bytes
 from toolkit.plan.types import Device, RunPlan
@@ -28,7 +29,9 @@ def check_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> list[CheckF
     Args:
         problems: broken rules, and warnings.
     """
-    return _label("plan", "rules and memory estimate of launch/plan.py", _assess_plan(plan, problems))
+    return _label(
+        "plan", f"rules and memory estimate of {command_line('plan')}", _assess_plan(plan, problems)
+    )
 
 
 def _assess_plan(plan: RunPlan | None, problems: Sequence[Problem]) -> Iterator[CheckFinding]:
@@ -54,7 +57,7 @@ def check_uniformity(machines: Sequence[MachineReport]) -> list[CheckFinding]:
     """Compare versions, drivers and GPUs of all machines."""
     if len(machines) < 2:
         return []
-    return _label("alike", "properties of all machines, compared", _assess_uniformity(machines))
+    return _label("uniformity", "properties of all machines, compared", _assess_uniformity(machines))
 
 
 def _assess_uniformity(machines: Sequence[MachineReport]) -> Iterator[CheckFinding]:

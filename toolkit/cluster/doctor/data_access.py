@@ -27,22 +27,23 @@ class DataReadResult(Protocol):
     def note(self) -> str | None: ...
 
 
-def assess(found: DataReadResult, requirements: RunRequirements) -> Iterator[CheckFinding]:
-    for problem in found.problems:
+def assess(reading: DataReadResult, requirements: RunRequirements) -> Iterator[CheckFinding]:
+    for problem in reading.problems:
         yield fail(f"{problem.seen}: {problem.rule}", problem.remedy)
-    if found.problems:
+    if reading.problems:
         return
-    if found.read_seconds is None:
-        yield ok(found.note or "the data exist")
-    elif found.read_seconds > SLOW_SECONDS:
+    if reading.read_seconds is None:
+        yield ok(reading.note or "the data exist")
+    elif reading.read_seconds > SLOW_SECONDS:
         yield warn(
-            f"the first samples took {found.read_seconds:.1f} s",
+            f"the first samples took {reading.read_seconds:.1f} s",
             "check the network or disk; for data in an object store set data.cache.folder=FOLDER on a "
             "local disk, and use a store in this region",
         )
     else:
         yield ok(
-            f"opened in {found.open_seconds:.2f} s, first samples read in {found.read_seconds * 1000:,.0f} ms"
+            f"opened in {reading.open_seconds:.2f} s, first samples read in "
+            f"{reading.read_seconds * 1000:,.0f} ms"
         )
 
 

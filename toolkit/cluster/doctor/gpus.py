@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.cluster.doctor.software import torch_cuda
 from toolkit.cluster.doctor.types import (
     CheckFinding,
     DoctorCheck,
@@ -22,7 +21,8 @@ from toolkit.cluster.doctor.types import (
     unknown,
     warn,
 )
-from toolkit.cluster.machine_info import GpuInfo, select_visible_gpus
+from toolkit.cluster.machine_info import GpuInfo, select_visible_gpus, torch_cuda
+from toolkit.commands import command_line
 from toolkit.plan.types import Device
 
 # Throttle reasons that indicate a fault, named as in NVML: nvmlClocksThrottleReason...
@@ -239,7 +239,8 @@ def _find_gpu_problems(card: GpuState, requirements: RunRequirements) -> Iterato
             yield fail(
                 f"{name}: {format_size(free)} free of {format_size(card.total_bytes)}; the run needs "
                 f"{format_size(requirements.device_bytes)}",
-                "end the processes that nvidia-smi shows, or plan for less memory per rank (launch/plan.py)",
+                "end the processes that nvidia-smi shows, or plan for less memory per rank "
+                f"({command_line('plan')})",
             )
         elif card.used_bytes > IDLE_BYTES:
             yield warn(

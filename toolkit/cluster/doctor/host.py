@@ -37,8 +37,8 @@ class SharedMemory:
 
 
 def measure_shared(requirements: RunRequirements) -> SharedMemory:
-    found = os.statvfs(SHARED)
-    return SharedMemory(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    statistics = os.statvfs(SHARED)
+    return SharedMemory(statistics.f_blocks * statistics.f_frsize, statistics.f_bavail * statistics.f_frsize)
 
 
 def assess_shared(shared: SharedMemory, requirements: RunRequirements) -> Iterator[CheckFinding]:

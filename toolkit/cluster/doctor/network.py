@@ -35,17 +35,17 @@ def measure_name(requirements: RunRequirements) -> HostName:
 def resolve(host: str) -> tuple[str, ...]:
     """Resolve a host name; empty if it does not resolve."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ()
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def assess_name(name: HostName, requirements: RunRequirements) -> Iterator[CheckFinding]:
     several = requirements.nodes > 1
     if not name.addresses and several:
-        # Only a warning, since gloo and NCCL get an explicit interface (cluster/environment.py); torchrun
-        # passes this name on.
+        # Only a warning, since gloo and NCCL get an explicit interface (cluster/process_environment.py);
+        # torchrun passes this name on.
         yield warn(
             f"{name.host} does not resolve",
             f"add {name.host} to DNS or /etc/hosts, or start with torchrun --local-addr=ADDRESS",
@@ -103,38 +103,39 @@ def measure_interfaces(requirements: RunRequirements) -> NetworkInterfaces:
     )
 
 
-def assess_interfaces(found: NetworkInterfaces, requirements: RunRequirements) -> Iterator[CheckFinding]:
-    problems = list(_check_selection(found, requirements))
-    down = [port for port, state in found.rdma.items() if state != "ACTIVE"]
+def assess_interfaces(interfaces: NetworkInterfaces, requirements: RunRequirements) -> Iterator[CheckFinding]:
+    problems = list(_check_selection(interfaces, requirements))
+    down = [port for port, state in interfaces.rdma.items() if state != "ACTIVE"]
     if requirements.device is Device.CUDA and requirements.nodes > 1 and down:
         problems.append(
             warn(
-                f"RDMA port {', '.join(down)}: {', '.join(dict.fromkeys(found.rdma[port] for port in down))}",
+                f"RDMA port {', '.join(down)}: "
+                f"{', '.join(dict.fromkeys(interfaces.rdma[port] for port in down))}",
                 "check the cable and the subnet manager (ibstat); or exclude the device: NCCL_IB_HCA=^DEVICE",
             )
         )
     yield from problems
     if not problems:
-        selection = "; ".join(f"{name}={value}" for name, value in found.chosen.items()) or (
+        selection = "; ".join(f"{name}={value}" for name, value in interfaces.chosen.items()) or (
             "none is selected by name"
         )
-        rdma = f"; RDMA: {', '.join(found.rdma)}" if found.rdma else ""
-        yield ok(f"{', '.join(name for name, up in found.up.items() if up)}{rdma}; {selection}")
+        rdma = f"; RDMA: {', '.join(interfaces.rdma)}" if interfaces.rdma else ""
+        yield ok(f"{', '.join(name for name, up in interfaces.up.items() if up)}{rdma}; {selection}")
 
 
-def _check_selection(found: NetworkInterfaces, requirements: RunRequirements) -> Iterator[CheckFinding]:
+def _check_selection(interfaces: NetworkInterfaces, requirements: RunRequirements) -> Iterator[CheckFinding]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        text = found.chosen.get(variable)
+        text = interfaces.chosen.get(variable)
         if text is None or (variable.startswith("NCCL") and requirements.device is Device.CPU):
             continue
-        named = select_interfaces(text, found.up, exact=variable.startswith("GLOO"))
-        there = ", ".join(found.up)
+        named = select_interfaces(text, interfaces.up, exact=variable.startswith("GLOO"))
+        there = ", ".join(interfaces.up)
         if not named:
             yield fail(
                 f"{variable}={text}: no such interface; there are {there}",
                 f"set it to one of them, or: unset {variable}",
             )
-        elif not any(found.up[name] for name in named):
+        elif not any(interfaces.up[name] for name in named):
             yield fail(
                 f"{variable}={text}: the interface is down",
                 f"bring it up, select another one of {there}, or: unset {variable}",
@@ -145,9 +146,9 @@ def _check_selection(found: NetworkInterfaces, requirements: RunRequirements) ->
                 "reach other machines",
                 f"set it to the interface of the machines' network, or: unset {variable}",
             )
-    text = found.chosen.get("NCCL_IB_HCA")
+    text = interfaces.chosen.get("NCCL_IB_HCA")
     if text is not None and requirements.device is Device.CUDA and not text.startswith("^"):
-        devices = {port.partition(":")[0] for port in found.rdma}
+        devices = {port.partition(":")[0] for port in interfaces.rdma}
         if not any(select_interfaces(text, dict.fromkeys(devices, True), exact=False)):
             yield fail(
                 f"NCCL_IB_HCA={text}: no such RDMA device; there are {', '.join(sorted(devices)) or 'none'}",

@@ -81,11 +81,13 @@ def target_from_overrides(
 
 def _planned(config: RunConfig, world: World) -> DoctorTarget:
     from toolkit.plan import make_plan
-    from toolkit.plan.model_target import check_model_target
+    from toolkit.plan.schedule import check_schedule
+    from toolkit.user_code import check_user_code
 
     try:
         plan = make_plan(config, world)
-        check_model_target(config.model)
+        check_user_code(config)
+        check_schedule(plan)
     except UserError as error:
         return DoctorTarget(config, world, None, error.problems)
     return DoctorTarget(config, world, plan, plan.warnings)

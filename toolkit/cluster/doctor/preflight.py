@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from toolkit.cluster.doctor import clocks, cross_node, disk, gpus, host, network, software
+from toolkit.cluster.doctor import clocks, compilers, cross_node, disk, gpus, host, network, software
 from toolkit.cluster.doctor.timeout import TimedCall, TimedResult
 from toolkit.cluster.doctor.types import (
     CheckFinding,
@@ -24,7 +24,14 @@ from toolkit.cluster.rendezvous import Rendezvous
 from toolkit.errors import InputError, Problem
 from toolkit.plan.types import RunPlan
 
-CHECKS: tuple[DoctorCheck, ...] = (*software.CHECKS, *gpus.CHECKS, *host.CHECKS, disk.CHECK, *network.CHECKS)
+CHECKS: tuple[DoctorCheck, ...] = (
+    *software.CHECKS,
+    *compilers.CHECKS,
+    *gpus.CHECKS,
+    *host.CHECKS,
+    disk.CHECK,
+    *network.CHECKS,
+)
 # time for a machine's report; its checks run concurrently, each with its own timeout
 CHECKS_SECONDS = 90.0
 MIN_RECEIVE_SECONDS = 0.1  # for a message that has already arrived
@@ -48,13 +55,19 @@ def run_checks(
 def assess_result(
     check: DoctorCheck, result: TimedResult, requirements: RunRequirements
 ) -> list[CheckFinding]:
-    if result.hangs:
-        found = [CheckFinding(check.hang_verdict, f"no answer within {check.seconds:g} s", check.hang_remedy)]
+    if result.timed_out:
+        findings = [
+            CheckFinding(check.hang_verdict, f"no answer within {check.seconds:g} s", check.hang_remedy)
+        ]
     elif result.problem is not None:
-        found = [warn(f"the check failed: {result.problem}", "check by hand; other checks are not affected")]
+        findings = [
+            warn(f"the check failed: {result.problem}", "check by hand; other checks are not affected")
+        ]
     else:
-        found = list(check.assess(result.value, requirements))
-    return [CheckFinding(item.verdict, item.evidence, item.remedy, check.name, check.how) for item in found]
+        findings = list(check.assess(result.value, requirements))
+    return [
+        CheckFinding(item.verdict, item.evidence, item.remedy, check.name, check.how) for item in findings
+    ]
 
 
 class MachinesTimedOut(TimeoutError):
@@ -113,11 +126,11 @@ def compare_clocks(
         return []
     for node in range(1, launch.nodes):
         clocks.serve_time(rendezvous.kv_store, node)
-    found = rendezvous.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
+    offsets = rendezvous.receive(*(f"doctor/clock/{node}" for node in range(1, launch.nodes)))
     return cross_node.check_clocks(
         {
             f"{machine.host} (machine {machine.node})": clocks.ClockOffset(**item)
-            for machine, item in zip(machines[1:], found, strict=True)
+            for machine, item in zip(machines[1:], offsets, strict=True)
         }
     )
 
@@ -164,10 +177,10 @@ def run_preflight(plan: RunPlan, launch: Launch, rendezvous: Rendezvous) -> Doct
 def find_failures(report: DoctorReport) -> list[Problem]:
     """Convert failed checks to problems."""
     rule = "every machine must pass the checks (cluster.preflight)"
-    found = [(machine.host, finding) for machine in report.machines for finding in machine.findings]
-    found += [("the run", finding) for finding in report.cross_machine]
+    findings = [(machine.host, finding) for machine in report.machines for finding in machine.findings]
+    findings += [("the run", finding) for finding in report.cross_machine]
     return [
         Problem("cluster.preflight", f"{where}, {finding.check}: {finding.evidence}", rule, finding.remedy)
-        for where, finding in found
+        for where, finding in findings
         if finding.verdict is CheckVerdict.FAIL
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
@@ -15,6 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 from toolkit.cluster.doctor.types import CheckFinding, DoctorCheck, RunRequirements, fail, ok, warn
+from toolkit.cluster.machine_info import torch_cuda
 from toolkit.config.schema import EngineName
 from toolkit.plan.types import Device
 
@@ -101,14 +101,14 @@ def _find_version_problems(
         engine = ENGINES.get(name)
         if engine is not None and engine is not requirements.engine:
             continue
-        found = versions.installed.get(name)
-        if found is None:
+        installed = versions.installed.get(name)
+        if installed is None:
             yield fail(f"{name} is not installed", f"pip install '{name}{tested}'")
-        elif not _within(found, tested):
+        elif not _within(installed, tested):
             # The toolkit uses private names of the engines, so another version may train incorrectly; others
             # are only untested.
             make = fail if engine is not None else warn
-            yield make(f"{name} {found}: tested with {tested}", f"pip install '{name}{tested}'")
+            yield make(f"{name} {installed}: tested with {tested}", f"pip install '{name}{tested}'")
 
 
 def _within(version: str, tested: str) -> bool:
@@ -124,16 +124,6 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def torch_cuda() -> str | None:
-    """Read torch's CUDA version from ``torch/version.py``, since importing torch takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
-    found = re.search(r"^cuda\b[^=]*= '([^']+)'", text, re.MULTILINE)
-    return found[1] if found else None
 
 
 # ---- secrets
@@ -170,30 +160,32 @@ def find_secrets(lines: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def assess_arguments(found: list[str], requirements: RunRequirements) -> Iterator[CheckFinding]:
-    for text in found:
+def assess_arguments(secrets: list[str], requirements: RunRequirements) -> Iterator[CheckFinding]:
+    for text in secrets:
         yield fail(
             f"{text}: every user of the machine can see command lines, and logs keep them",
             "revoke it; pass it in the environment (HF_TOKEN, WANDB_API_KEY, AWS_*), or use `hf auth "
             "login`, `wandb login`",
         )
-    if not found:
+    if not secrets:
         yield ok("none found")
 
 
 def _read_ancestor_command_lines() -> dict[int, list[str]]:
     """Return the readable command lines of the ancestor processes, by PID."""
-    found: dict[int, list[str]] = {}
+    command_lines: dict[int, list[str]] = {}
     pid = os.getppid()
-    while pid > 0 and len(found) < MAX_ANCESTORS:
+    while pid > 0 and len(command_lines) < MAX_ANCESTORS:
         try:
-            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            command_lines[pid] = (
+                Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            )
             status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         except OSError:  # hidden, or the process has ended
             break
         parent = re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE)
         pid = int(parent[1]) if parent is not None else 0
-    return found
+    return command_lines
 
 
 VERSIONS = DoctorCheck(

@@ -27,12 +27,12 @@ class TimedResult:
     Attributes:
         value: the return value; valid only if ``problem`` is None.
         problem: the exception, or how the process ended.
-        hangs: the call did not return in time.
+        timed_out: the call did not return in time.
     """
 
     value: Any = None
     problem: str | None = None
-    hangs: bool = False
+    timed_out: bool = False
 
 
 class TimedCall:
@@ -42,7 +42,7 @@ class TimedCall:
         """Start the call.
 
         Args:
-            question: the function to call; its return value is pickled.
+            function: the function to call; its return value is pickled.
             seconds: timeout from now, after which its process is killed.
         """
         self._deadline = time.monotonic() + seconds
@@ -67,7 +67,7 @@ class TimedCall:
             chunks.append(chunk)
         else:
             self._end()
-            return TimedResult(hangs=True, problem="no result")
+            return TimedResult(timed_out=True, problem="no result")
         _, status = os.waitpid(self._pid, 0)  # it has closed its end, so it is about to exit
         os.close(self._pipe)
         if not chunks:

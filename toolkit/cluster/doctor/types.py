@@ -107,7 +107,7 @@ def compute_requirements(
         here = min(world.ranks, world.ranks_per_node)
         host = here * (memory.host + (memory.device_total if world.device is Device.CPU else 0))
         # a copy of the whole state, spread over all machines
-        if config.checkpoint.background and saved is not None:
+        if plan is not None and plan.saves.background and saved is not None:
             host += saved // world.nodes
     return RunRequirements(
         device=world.device,

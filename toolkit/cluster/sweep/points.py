@@ -58,13 +58,13 @@ class SweepPoint:
 
 
 def make_points(
-    batch: Sequence[Sequence[str]], words: SweepArguments, folder: Path, machine: MachineInfo, script: Path
+    batch: Sequence[Sequence[str]], words: SweepArguments, folder: Path, machine: MachineInfo, script: str
 ) -> list[SweepPoint]:
     """Create one point for each combination, without duplicates.
 
     Args:
         folder: of the sweep, absolute.
-        script: launch/train.py.
+        script: launch/train.py or its module.
 
     Raises:
         ConfigError: an override is invalid for every point, such as an unknown key; or a point's
@@ -79,7 +79,7 @@ def make_points(
     changed = [problem for point in points if (problem := _find_changed_config(point)) is not None]
     if changed:
         raise ConfigError(*changed)
-    return points
+    return points if words.sweep.prune is None else _refuse_slow(points, words.sweep.prune)
 
 
 def point_name(swept: Sequence[str]) -> str:
@@ -112,9 +112,10 @@ def _check_overrides(points: Sequence[SweepPoint], options: Sequence[str]) -> No
     parse_overrides([*options, *words])
 
 
-def _plan_point(point: SweepPoint, machine: MachineInfo, script: Path) -> SweepPoint:
+def _plan_point(point: SweepPoint, machine: MachineInfo, script: str) -> SweepPoint:
     from toolkit.config.compose import compose
-    from toolkit.plan.model_target import check_model_target
+    from toolkit.plan.schedule import check_schedule
+    from toolkit.user_code import check_user_code
 
     try:
         config = compose(point.words)
@@ -123,7 +124,8 @@ def _plan_point(point: SweepPoint, machine: MachineInfo, script: Path) -> SweepP
         if here:
             check_startable(config.cluster, Launch(), seen)
         plan = plan_job(config, seen)
-        check_model_target(plan.config.model)
+        check_user_code(plan.config)
+        check_schedule(plan)
         if not here:
             backends.get_backend(config.cluster.where).render(
                 create_job(plan, script)
@@ -131,6 +133,40 @@ def _plan_point(point: SweepPoint, machine: MachineInfo, script: Path) -> SweepP
     except UserError as error:
         return replace(point, problems=error.problems)
     return replace(point, plan=plan, problems=plan.warnings)
+
+
+def _refuse_slow(points: Sequence[SweepPoint], most: float) -> list[SweepPoint]:
+    """Refuse the points whose predicted time per token exceeds that of the fastest point ``most`` times."""
+    times = {point.name: seconds for point in points if (seconds := _predict_seconds(point)) is not None}
+    if not times:
+        return list(points)
+    least = min(times.values())
+    return [
+        replace(point, plan=None, problems=(_slow_problem(times[point.name] / least, most),))
+        if times.get(point.name, 0.0) > most * least
+        else point
+        for point in points
+    ]
+
+
+def _predict_seconds(point: SweepPoint) -> float | None:
+    """Predicted seconds of a step per token, image or sample; None if unknown."""
+    from toolkit.estimate.profile import load_profile
+    from toolkit.estimate.step import estimate_step
+
+    plan = point.plan
+    profile = None if plan is None else load_profile(plan.config.cluster, plan.world)
+    estimate = None if plan is None or profile is None else estimate_step(plan, profile)
+    return None if plan is None or estimate is None else estimate.seconds / plan.units_per_step
+
+
+def _slow_problem(ratio: float, most: float) -> Problem:
+    return Problem(
+        "sweep.prune",
+        f"predicted to take {ratio:.2f} x as long per token as the fastest point",
+        f"with sweep.prune={most:g} a point takes at most {most:g} x as long",
+        f"set sweep.prune={ratio + 0.1:.1f}, or leave it out",
+    )
 
 
 def _find_changed_config(point: SweepPoint) -> Problem | None:

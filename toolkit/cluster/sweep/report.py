@@ -59,10 +59,10 @@ def format_table(rows: Sequence[PointRow], metric: str, maximize: bool) -> Rende
     shown.add_column(metric, justify="right", no_wrap=True)
     shown.add_column("step", justify="right", no_wrap=True)
     shown.add_column("state", no_wrap=True)
-    for place, row in enumerate(rank_rows(rows, maximize), 1):
+    for position, row in enumerate(rank_rows(rows, maximize), 1):
         done = row.number is not None
         shown.add_row(
-            str(place) if done else "",
+            str(position) if done else "",
             Text(" ".join(row.swept) or row.name),
             f"{row.number:.6g}" if done else "",
             "" if row.step is None else str(row.step),

@@ -24,6 +24,7 @@ from toolkit.cluster.sweep import report
 from toolkit.cluster.sweep.points import SweepPoint, all_refused_error, make_points, point_name
 from toolkit.cluster.sweep.runners import PointHandle, PointRunner, make_runner
 from toolkit.cluster.sweep.store import PointRow, PointState, SweepStore, is_done, make_row, read_result
+from toolkit.commands import command_line
 from toolkit.config.cluster import ClusterBackend
 from toolkit.config.multirun import BatchRunner, SweepArguments, read_sweep, run_sweeper
 from toolkit.errors import ConfigError, ExitCode, InputError, Problem, UserError, file_errors
@@ -45,7 +46,7 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     """Run the sweep that ``arguments`` describe.
 
     Args:
-        script: launch/train.py, which runs one point with ``--frozen=FILE``.
+        script: launch/train.py or its module, which runs one point with ``--frozen=FILE``.
 
     Raises:
         UserError: a mistake, or no point can run; nothing was started.
@@ -54,7 +55,7 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     refuse_launcher(launch, arguments)
     words = read_sweep(arguments)
     with file_errors("sweep.dir", "set sweep.dir=FOLDER to a writable folder"):
-        sweep_run = _Sweep(words, stop, Path(script).absolute())
+        sweep_run = _Sweep(words, stop, str(Path(script).absolute()) if script.endswith(".py") else script)
         sweep_run.make_folder()
     try:
         run_sweeper(words, sweep_run.folder, BatchRunner(sweep_run.run_batch))
@@ -62,7 +63,7 @@ def sweep(arguments: Sequence[str], launch: Launch, stop: StopRequest, script: s
     except _SweepEnd as end:
         if end.reason is not None:
             sweep_run.finish()
-            print(f"stopped ({end.reason}). To resume, run: python {shlex.join([script, *arguments])}")
+            print(f"stopped ({end.reason}). To resume, run: {command_line('train', shlex.join(arguments))}")
         return end.code
     except UserError:
         sweep_run.remove_empty_folder()
@@ -84,7 +85,7 @@ def refuse_launcher(launch: Launch, arguments: Sequence[str]) -> None:
             "-m",
             f"{launch.launcher} started {launch.ranks} ranks of a sweep ({words})",
             "a sweep starts the ranks of each point itself, so it needs no launcher",
-            f"run python launch/train.py {words}; each point uses cluster.gpus_per_node (or "
+            f"run {command_line('train', words)}; each point uses cluster.gpus_per_node (or "
             "cluster.cpu_ranks) ranks",
         )
     )
@@ -111,7 +112,7 @@ class _Running:
 
 
 class _Sweep:
-    def __init__(self, words: SweepArguments, stop: StopRequest, script: Path) -> None:
+    def __init__(self, words: SweepArguments, stop: StopRequest, script: str) -> None:
         self.words, self._options, self._stop, self._script = words, words.sweep, stop, script
         self.folder = Path(words.sweep.dir or f"sweeps/{words.name}-{words.id}").expanduser().absolute()
         self._machine = detect_machine()

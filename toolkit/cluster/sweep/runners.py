@@ -90,7 +90,7 @@ class LocalRunner:
     """
 
     def __init__(
-        self, script: Path, machine: MachineInfo, points: int, pool: ResourcePool | None = None
+        self, script: str, machine: MachineInfo, points: int, pool: ResourcePool | None = None
     ) -> None:
         self._script, self._machine, self._points = script, machine, points
         self._pool = pool or ResourcePool(machine)
@@ -183,7 +183,7 @@ class QueueRunner:
         jobs: number of jobs being waited for; the more there are, the less often each is polled.
     """
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, script: str) -> None:
         self._script = script
         self.jobs = 0
 
@@ -199,5 +199,5 @@ class QueueRunner:
         return QueuedPoint(submission.submit(create_job(point.plan, self._script))[1], point, self)
 
 
-def make_runner(where: ClusterBackend, script: Path, machine: MachineInfo, points: int) -> PointRunner:
+def make_runner(where: ClusterBackend, script: str, machine: MachineInfo, points: int) -> PointRunner:
     return LocalRunner(script, machine, points) if where is ClusterBackend.local else QueueRunner(script)

@@ -77,12 +77,12 @@ class SweepStore:
 
     def check_owner(self, id: str, words: Sequence[str]) -> None:
         """Reject the folder of another sweep. Raises ConfigError."""
-        found = self._read()
-        if found is not None and found["id"] != id:
+        stored = self._read()
+        if stored is not None and stored["id"] != id:
             raise ConfigError(
                 Problem(
                     "sweep.dir",
-                    f"sweep.dir={self.folder}, which contains the sweep: {' '.join(found['words'])}",
+                    f"sweep.dir={self.folder}, which contains the sweep: {' '.join(stored['words'])}",
                     "a folder belongs to one sweep",
                     "remove sweep.dir, or choose another folder",
                 )
@@ -129,10 +129,10 @@ class SweepStore:
             self._put(rows)
 
     def _put(self, rows: Iterable[PointRow]) -> None:
-        found = self._read()
-        assert found is not None, "initialize() comes first"
-        known = {row["name"]: row for row in found["points"]} | {row.name: asdict(row) for row in rows}
-        self._write({**found, "points": list(known.values())})
+        stored = self._read()
+        assert stored is not None, "initialize() comes first"
+        known = {row["name"]: row for row in stored["points"]} | {row.name: asdict(row) for row in rows}
+        self._write({**stored, "points": list(known.values())})
 
     def _read(self) -> dict[str, Any] | None:
         return json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else None
@@ -248,12 +248,12 @@ def read_metric(directory: RunDirectory, config: RunConfig, metric: str | None) 
         if (name is None or row["set"] == name) and "loss" in row
     ]
     if losses:
-        found = losses[-1]
+        value = losses[-1]
     else:
         values = (
             [row[name] for row in steps[min(1, len(steps) - 1) :] if row.get(name) is not None]
             if name is not None
             else []
         )
-        found = statistics.median(values) if values else None
-    return found if isinstance(found, int | float) and abs(found) < float("inf") else None
+        value = statistics.median(values) if values else None
+    return value if isinstance(value, int | float) and abs(value) < float("inf") else None

@@ -100,10 +100,10 @@ def read_deepspeed() -> KeySchema:
 
 def read_class(owner: type) -> KeySchema:
     """The fields of a dataclass or of a pydantic model, with inherited fields and aliases."""
-    found: dict[str, KeySchema] = {}
+    schemas: dict[str, KeySchema] = {}
     if is_dataclass(owner):
         hints = typing.get_type_hints(owner)
-        found = {item.name: read_type(hints[item.name]) for item in fields(owner)}
+        schemas = {item.name: read_type(hints[item.name]) for item in fields(owner)}
     for name, info in getattr(owner, "model_fields", {}).items():
         key = read_type(info.annotation)
         for bound in info.metadata:
@@ -114,8 +114,8 @@ def read_class(owner: type) -> KeySchema:
         extra = info.json_schema_extra or {}
         if isinstance(extra, dict) and extra.get("deprecated"):
             key.deprecated = extra.get("new_param") or "nothing"
-        found |= dict.fromkeys([name, *filter(None, [info.alias])], key)  # DeepSpeed accepts both names
-    return KeySchema(fields=found)
+        schemas |= dict.fromkeys([name, *filter(None, [info.alias])], key)  # DeepSpeed accepts both names
+    return KeySchema(fields=schemas)
 
 
 def read_type(hint: Any) -> KeySchema:
@@ -140,14 +140,14 @@ def read_type(hint: Any) -> KeySchema:
 def _read_union(members: tuple[Any, ...]) -> KeySchema:
     inner = [read_type(member) for member in members if member is not type(None)]
     if len(inner) == 1:
-        found = inner[0]
+        schema = inner[0]
     else:
-        found = KeySchema()
+        schema = KeySchema()
         if all(key.types for key in inner):
-            found.accept(*(name for key in inner for name in key.types))
-    if type(None) in members and (found.types or found.choices or found.fields is not None):
-        found.accept("null")
-    return found
+            schema.accept(*(name for key in inner for name in key.types))
+    if type(None) in members and (schema.types or schema.choices or schema.fields is not None):
+        schema.accept("null")
+    return schema
 
 
 # -- DeepSpeed's functions
@@ -203,12 +203,12 @@ class _Frame:
         names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
         scope = {name: self.constants.get(name, _lookup(self.module, name)) for name in names}
         try:
-            found = eval(compile(ast.Expression(node), "deepspeed", "eval"), {"__builtins__": {}}, scope)
+            value = eval(compile(ast.Expression(node), "deepspeed", "eval"), {"__builtins__": {}}, scope)
         except Exception:  # noqa: BLE001  # not a constant: any error is possible
             return None
-        found = found.value if isinstance(found, Enum) else found
-        found = list(found) if isinstance(found, tuple) else found
-        return found if isinstance(found, bool | int | float | str | list | dict) else None
+        value = value.value if isinstance(value, Enum) else value
+        value = list(value) if isinstance(value, tuple) else value
+        return value if isinstance(value, bool | int | float | str | list | dict) else None
 
 
 @dataclass
@@ -278,8 +278,8 @@ class ConfigTracer:
                 return (ROOT,)  # a part of the dictionary under its own keys
             case ast.Call():
                 return self.called(frame, node)
-        found = [part for child in _expressions(node) for part in self.parts(frame, child)]
-        return tuple(found) if isinstance(node, ast.IfExp | ast.BoolOp) else ()
+        parts = [part for child in _expressions(node) for part in self.parts(frame, child)]
+        return tuple(parts) if isinstance(node, ast.IfExp | ast.BoolOp) else ()
 
     def called(self, frame: _Frame, node: ast.Call) -> tuple[KeyPath, ...]:
         given = [self.parts(frame, argument) for argument in node.args]
@@ -302,10 +302,10 @@ class ConfigTracer:
             return given[0]
         for keyword in node.keywords:
             parts = self.parts(frame, keyword.value)
-            found = _lookup(frame.module, name)
-            if keyword.arg is None and inspect.isclass(found):
+            argument_type = _lookup(frame.module, name)
+            if keyword.arg is None and inspect.isclass(argument_type):
                 for part in parts:
-                    self.key(part).merge(read_class(found))
+                    self.key(part).merge(read_class(argument_type))
         if any(given) and "deprecated" not in name:
             return self.follow(frame, name, node, given)
         return ()
@@ -314,12 +314,12 @@ class ConfigTracer:
         self, frame: _Frame, name: str, node: ast.Call, given: list[tuple[KeyPath, ...]]
     ) -> tuple[KeyPath, ...]:
         """Follow the dictionary into a function or a constructor of DeepSpeed."""
-        found = _lookup(frame.module, name)
-        if not getattr(found, "__module__", "").startswith("deepspeed"):
+        callee = _lookup(frame.module, name)
+        if not getattr(callee, "__module__", "").startswith("deepspeed"):
             return ()
-        owner, function, skipped = None, found, 0
-        if inspect.isclass(found) and "__init__" in vars(found):
-            owner, function, skipped = found, vars(found)["__init__"], 1
+        owner, function, skipped = None, callee, 0
+        if inspect.isclass(callee) and "__init__" in vars(callee):
+            owner, function, skipped = callee, vars(callee)["__init__"], 1
         if not inspect.isfunction(function):
             return ()
         names = [argument.arg for argument in _source(function).args.args][skipped:]
@@ -343,23 +343,23 @@ class ConfigTracer:
     # recording
 
     def key(self, path: KeyPath) -> KeySchema:
-        found = self.root
+        schema = self.root
         for name in path:
-            found.fields = {} if found.fields is None else found.fields
-            found = found.fields.setdefault(name, KeySchema())
-        return found
+            schema.fields = {} if schema.fields is None else schema.fields
+            schema = schema.fields.setdefault(name, KeySchema())
+        return schema
 
     def read(self, owners: tuple[KeyPath, ...], name: Any, default: Any = None) -> tuple[KeyPath, ...]:
         """Record that ``name`` is read from the parts ``owners``; the type of ``default`` is its type."""
         if not isinstance(name, str):
             return ()
-        found = tuple((*owner, name) for owner in owners)
-        for path in found:
+        paths = tuple((*owner, name) for owner in owners)
+        for path in paths:
             key = self.key(path)
             # "auto" stands for values of another type.
             if isinstance(default, bool | int | float | str | list) and default != "auto":
                 key.accept(type_name(default))
-        return found
+        return paths
 
     def open(self, paths: tuple[KeyPath, ...]) -> None:
         """A part that is copied or iterated as a whole may have keys that the source does not name."""

@@ -44,10 +44,7 @@ class EnginePackage:
         """The version according to pip's metadata; empty for a folder on ``sys.path`` that pip did not
         install.
         """
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
-            return ""
+        return _version(self.distribution)
 
     @property
     def schema_file(self) -> Path:
@@ -73,6 +70,8 @@ class EnginePackage:
 
 DEEPSPEED = EnginePackage("deepspeed", "deepspeed", "runtime/config.py")
 MEGATRON = EnginePackage("megatron", "megatron-core", "core/transformer/transformer_config.py")
+# It has no keys of its own: Megatron-core uses its layers.
+TRANSFORMER_ENGINE = EnginePackage("transformer_engine", "transformer-engine", "__init__.py")
 
 
 def deepspeed_schema() -> KeySchema | None:
@@ -83,6 +82,19 @@ def deepspeed_schema() -> KeySchema | None:
 def megatron_schema() -> KeySchema | None:
     """Sections ``transformer``, ``ddp`` and ``optimizer`` of Megatron-core; None if it is not installed."""
     return _load(MEGATRON.schema_file) if MEGATRON.installed else None
+
+
+def load_schema(package: EnginePackage) -> KeySchema:
+    """The keys of ``package``, whether or not it is installed."""
+    return _load(package.schema_file)
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
 
 
 @cache

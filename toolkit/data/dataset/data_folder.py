@@ -26,7 +26,6 @@ from toolkit.data.dataset.source import DatasetSource, check_columns, check_spli
 from toolkit.data.dataset.tokenizer_pool import Texts
 from toolkit.data.dataset.tokenizer_worker import is_held_out
 from toolkit.data.manifest import (
-    MANIFEST_NAME,
     DataManifest,
     DataOrigin,
     TokenizerInfo,
@@ -34,6 +33,7 @@ from toolkit.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from toolkit.data.manifest_file import MANIFEST_NAME
 from toolkit.data.tokens.index import token_dtype
 from toolkit.data.tokens.special_tokens import SpecialTokenFinder
 from toolkit.data.tokens.tokenizer import TOKENIZER_FILE, encode_texts, install_tokenizer
@@ -42,15 +42,15 @@ from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder, write_whole
 from toolkit.progress import Progress
 
-SOURCE = "source.json"
+SOURCE_FILE = "source.json"
 TOKENIZER_KEY = "data.dataset.tokenizer"
 HELD_OUT = (
     "validation"  # the evaluation set of the documents that data.dataset.validation holds out of training
 )
-NAMED_FILES = (
+MAX_NAMED_FILES = (
     16  # up to this number of files, each has its hash in the fingerprint, so that a changed file is named
 )
-RECIPE = 1  # increase it if the same settings would give other evaluation sets
+RECIPE_VERSION = 1  # increase it if the same settings would give other evaluation sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class TrainingSource:
 
     @staticmethod
     def read(folder: str | Path) -> TrainingSource:
-        content = json.loads((Path(folder) / SOURCE).read_text(encoding="utf-8"))
+        content = json.loads((Path(folder) / SOURCE_FILE).read_text(encoding="utf-8"))
         return TrainingSource(
             files=tuple(content["files"]), revision=content["revision"], fingerprint=content["fingerprint"]
         )
@@ -128,7 +128,7 @@ def ensure_dataset_folder(config: RunConfig, progress: Progress) -> DataManifest
 def _write_folder(
     config: RunConfig,
     source: DatasetSource,
-    named: list[str],
+    split_names: list[str],
     held_out: list[str],
     partial: Path,
     progress: Progress,
@@ -152,21 +152,21 @@ def _write_folder(
         trust_remote_code=data.trust_remote_code,
     )
     with progress.task(f"opening {data.path}", unit="splits") as task:
-        digests = {split: source.digests(split) for split in {data.split, *named}}
+        digests = {split: source.digests(split) for split in {data.split, *split_names}}
         training = _training_source(
             source, data, data.split, digests[data.split], info, config.data.special_tokens
         )
         task.advance()
-        evaluated = {name: _documents(source, data, name, config.data.shuffle_seed) for name in named}
-        task.advance(len(named))
+        evaluated = {name: _documents(source, data, name, config.data.shuffle_seed) for name in split_names}
+        task.advance(len(split_names))
     special_tokens = config.data.special_tokens
     tokens = config.eval.batches * config.train.global_batch * config.train.sequence_length + 1
     fingerprint_parts = [
-        RECIPE,
+        RECIPE_VERSION,
         training.fingerprint,
         training.files,
         tokens,
-        {name: digests[name] for name in named},
+        {name: digests[name] for name in split_names},
         held_out,
     ]
     if special_tokens is not SpecialTokens.text:
@@ -188,7 +188,7 @@ def _write_folder(
             splits[name] = _write_split(
                 partial, name, texts, info, tokens, special_tokens, progress, share=data.validation
             )
-        write_whole(partial / SOURCE, json.dumps(asdict(training), indent=1) + "\n")
+        write_whole(partial / SOURCE_FILE, json.dumps(asdict(training), indent=1) + "\n")
         origin = DataOrigin(
             f"the dataset {data.path}, read while training",
             "not stated",
@@ -235,7 +235,7 @@ def _training_source(
     # `refuse` and `text` give the same tokens, so a run may change from one to the other.
     if special_tokens is SpecialTokens.parse:
         fingerprint["special_tokens"] = special_tokens.name
-    if len(digests) <= NAMED_FILES:
+    if len(digests) <= MAX_NAMED_FILES:
         fingerprint |= {f"file {name}": value for name, value in digests.items()}
     if data.streaming:
         stream = source.stream(split)
@@ -290,7 +290,7 @@ def _write_split(
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / info.folder / TOKENIZER_FILE))
-    strings, written = SpecialTokenFinder(tokenizer), 0
+    finder, written = SpecialTokenFinder(tokenizer), 0
     dtype = token_dtype(info.size)
     with (
         progress.task(f"tokenising {name}", total=tokens, unit="tokens") as task,
@@ -305,7 +305,7 @@ def _write_split(
             ]
             if special_tokens is SpecialTokens.refuse:
                 for document in texts:
-                    strings.check(
+                    finder.check(
                         document,
                         location=f"a document of the evaluation set {name}",
                         key="data.special_tokens",

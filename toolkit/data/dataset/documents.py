@@ -45,17 +45,17 @@ class DocumentSource(Protocol):
         """
 
     def release(self, first_needed: int) -> None:
-        """Declare that no document before ``least`` will be requested again, also after a resume."""
+        """Declare that no document before ``first_needed`` will be requested again, also after a resume."""
 
     def state(self) -> dict[str, Any]:
         """Return the state from which ``restore`` can read every document not yet released: plain JSON types.
 
         It is empty or contains ``number``, the first document that can be read. The state of the rank with
-        the least number is valid for all ranks.
+        the lowest number is valid for all ranks.
         """
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a state. Called before the first ``read_documents``."""
+        """Restore a state. Called before the first ``read``."""
 
 
 class ArrowDocuments(DocumentSource):

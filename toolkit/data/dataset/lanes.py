@@ -66,7 +66,7 @@ class Lane:
     Attributes:
         document: the lane's document in which the next sample begins; the first is 0.
         offset: the token of that document at which the sample begins.
-        asked: the next document to request.
+        next_request: the next document to request.
         parts: the tokens of the documents received so far, from ``document`` on.
         tokens: number of tokens in ``parts`` from ``offset`` on; negative before the first document is
             received.

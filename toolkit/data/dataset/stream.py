@@ -56,10 +56,10 @@ class _Steps(Iterator[list[Ints]]):
     def __init__(
         self, stream: DatasetStream, first_step: int, produced: Prefetch[tuple[list[Ints], Ints]]
     ) -> None:
-        self._stream, self._step, self._produce = stream, first_step, produced
+        self._stream, self._step, self._produced = stream, first_step, produced
 
     def __next__(self) -> list[Ints]:
-        micro_batches, positions = next(self._produce)
+        micro_batches, positions = next(self._produced)
         self._step += 1
         self._stream._advance(self._step, positions)
         return micro_batches
@@ -73,6 +73,8 @@ class DatasetStream:
         encoders: starts the tokenizer processes; called by the first ``steps``.
         gather: exchanges the ranks' states; called on all ranks at the same step.
     """
+
+    prefetchable = False
 
     def __init__(
         self,
@@ -204,9 +206,9 @@ class DatasetStream:
         )
         step = first_step
         while True:
-            batch_plan = self._batch.at(step)
+            stage = self._batch.at(step)
             shape = rank_batch_indices(
-                batch_plan.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank
+                stage.accumulation, self._batch.data_parallel, self._batch.micro_batch, self._rank
             ).shape
             rows = packer.rows(shape[0] * shape[1])  # lanes are in the order of their batch indices
             yield list(rows.reshape(*shape, self._length + 1)), packer.positions()

@@ -1,4 +1,4 @@
-"""One folder of labelled images: ``data=arrays``, for the vision task."""
+"""One folder of records: ``data=arrays``; labelled images, unless ``task.target`` reads other fields."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> s
 def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> RunData:
     block_cache = open_cache(config.data.cache)
     training = open_records(folder, "train", cache=block_cache, files_checked=True)
+    training.limit(config.data.max_samples)
     sets = {
         name: open_records(folder, name, cache=block_cache, files_checked=True)
         for name in (config.eval.sets if config.eval.every else [])
@@ -60,6 +61,8 @@ def check_records(config: RunConfig, manifest: RecordManifest) -> Iterator[Probl
                 "the data folder holds the training split and every evaluation set",
                 f"available: {', '.join(sorted(manifest.splits))}; use these, or write the records again",
             )
+    if config.task.target is not None:  # which decides what it reads
+        return
     fields = {field.name: field for field in manifest.fields}
     for name, ndim, kinds, description in (
         (IMAGE, 3, "biuf", "numbers [bands, height, width]"),

@@ -67,7 +67,7 @@ def _open(config: RunConfig, batch: BatchPlan, data_rank: int, folder: str) -> R
         for name in (config.eval.sets if config.eval.every else [])
     }
     seed = config.data.shuffle_seed
-    windows = TokenWindows(training, config.train.sequence_length, seed)
+    windows = TokenWindows(training, config.train.sequence_length, seed, max_samples=config.data.max_samples)
     stream = Stream({"train": windows}, None, seed=seed, batch=batch, data_rank=data_rank)
     end_of_text = manifest.tokenizer.end_of_text
     return RunData(

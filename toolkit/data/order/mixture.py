@@ -1,11 +1,11 @@
 """Mix several sources: position -> (source, index in it), with O(1) seek and O(sources) state.
 
-Weights are valid from a phase's first sample on. A phase is cut into blocks of ``BLOCK`` slots. Of the first
-``x`` samples of a phase, ``floor(x * W_s)`` go to the sources up to and including ``s``, where ``W_s`` is the
-exact share of these sources. So the number of samples that each source contributes before a block is known
-without counting and never off by more than one. Within a block a keyed permutation spreads the sources over
-the slots, so every batch has nearly its share of each. The slots of a source within a block use its samples
-in order, so that the epochs of a source follow one another however small it is.
+Weights are valid from a phase's first sample on. A phase is cut into blocks of at least ``MIN_BLOCK_SAMPLES``
+slots. Of the first ``x`` samples of a phase, ``floor(x * W_s)`` go to the sources up to and including ``s``,
+where ``W_s`` is the exact share of these sources. So the number of samples that each source contributes
+before a block is known without counting and never off by more than one. Within a block a keyed permutation
+spreads the sources over the slots, so every batch has nearly its share of each. The slots of a source within
+a block use its samples in order, so that the epochs of a source follow one another however small it is.
 
 Worked example: weights 3 and 1, blocks of 4 slots. Source 0 contributes 3n and source 1 n samples before
 block n. In block 0 the permutation may send slots 0, 1, 2, 3 to 2, 3, 1, 0: then slot 1 is sample 0 of source
@@ -41,7 +41,7 @@ Ints = npt.NDArray[np.int64]
 MIXTURE_VERSIONS = ("blocks-1", "blocks-2")
 MIXTURE_VERSION = MIXTURE_VERSIONS[-1]
 
-BLOCK = 4096  # slots; more if a source is rarer than that, up to 2^20
+MIN_BLOCK_SAMPLES = 4096  # slots; more if a source is rarer than that, up to 2^20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class Mixture:
         ]
         lengths = [b.first_sample - a.first_sample for a, b in pairwise(phases)]
         ends = [
-            table.before(np.array([length]))[0] for table, length in zip(self._tables, lengths, strict=False)
+            table.samples_before(np.array([length]))[0]
+            for table, length in zip(self._tables, lengths, strict=False)
         ]
         # Samples of each source before each phase.
         self._before_phase = list(accumulate(ends, initial=np.zeros(self.sources, dtype=np.int64)))
@@ -103,8 +104,8 @@ class Mixture:
     def counts(self, position: int) -> list[int]:
         """Return the samples that each source contributes before ``position``, in O(block) time."""
         phase_index = int(np.searchsorted(self._firsts, position, side="right")) - 1
-        first, before = self._tables[phase_index].counts(position - int(self._firsts[phase_index]))
-        return [int(count) for count in self._before_phase[phase_index] + first + before]
+        first, in_block = self._tables[phase_index].counts(position - int(self._firsts[phase_index]))
+        return [int(count) for count in self._before_phase[phase_index] + first + in_block]
 
 
 def mixture_digest(mixture: Mixture) -> str:
@@ -128,7 +129,7 @@ class _PhaseTable:
         assert total > 0, "some source has a weight"
         rarest = min(weight for weight in weights if weight > 0) / total
         assert rarest >= RAREST, f"a source of {rarest} of the samples"
-        self._block = max(BLOCK, 1 << math.ceil(1 / rarest - 1).bit_length())
+        self._block = max(MIN_BLOCK_SAMPLES, 1 << math.ceil(1 / rarest - 1).bit_length())
         self._samples = samples
         self._blocks = None if samples is None else max(1, samples // self._block)
         # Exact for all weights: Python integers, stored as numpy objects. There are few per chunk of
@@ -141,29 +142,29 @@ class _PhaseTable:
         # Consecutive steps use the same block, for its slots and for its counts.
         self._block_sources = lru_cache(maxsize=2)(self._sources_of_block)
 
-    def ends(self, samples: Ints) -> Ints:
+    def cumulative_counts(self, samples: Ints) -> Ints:
         """Count the phase's first ``samples`` [n] that go to each source or an earlier one: [n, sources]."""
         return (samples.astype(object)[:, None] * self._numerators // self._denominator).astype(np.int64)
 
-    def before(self, samples: Ints) -> Ints:
+    def samples_before(self, samples: Ints) -> Ints:
         """Count each source's samples in the first ``samples`` [n], which end with a block: [n, sources]."""
-        return np.diff(self.ends(samples), axis=1, prepend=0)
+        return np.diff(self.cumulative_counts(samples), axis=1, prepend=0)
 
     def __call__(self, slots: Ints) -> tuple[Ints, Ints]:
         blocks = slots // self._block
         if self._blocks is not None:
             blocks = np.minimum(blocks, self._blocks - 1)
         if not self._in_order:
-            return self._permuted_places(slots, blocks)
+            return self._locate_by_permutation(slots, blocks)
         source_of, indices = np.empty_like(slots), np.empty_like(slots)
         present, inverse = np.unique(blocks, return_inverse=True)
-        before_block = np.diff(self.ends(present * self._block), axis=1, prepend=0)
-        for phase_index, block in enumerate(present.tolist()):
-            rows = np.flatnonzero(inverse == phase_index) if len(present) > 1 else slice(None)
+        before_block = np.diff(self.cumulative_counts(present * self._block), axis=1, prepend=0)
+        for number, block in enumerate(present.tolist()):
+            rows = np.flatnonzero(inverse == number) if len(present) > 1 else slice(None)
             sources, ranks = self._block_sources(block)
             within = slots[rows] - block * self._block
             source_of[rows] = sources[within]
-            indices[rows] = before_block[phase_index][source_of[rows]] + ranks[within]
+            indices[rows] = before_block[number][source_of[rows]] + ranks[within]
         return source_of, indices
 
     def _sources_of_block(self, block: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int32]]:
@@ -171,18 +172,19 @@ class _PhaseTable:
         numbers = np.array([block], dtype=np.int64)
         end = int(self._end(numbers)[0])
         slots = np.arange(block * self._block, end, dtype=np.int64)
-        source_of = self._permuted_places(slots, np.full_like(slots, block))[0].astype(np.uint16)
+        source_of = self._locate_by_permutation(slots, np.full_like(slots, block))[0].astype(np.uint16)
         by_source = np.argsort(source_of, kind="stable")
         sizes = np.bincount(source_of, minlength=len(self._numerators))
         ranks = np.empty(len(source_of), dtype=np.int32)
         ranks[by_source] = np.arange(len(source_of)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return source_of, ranks
 
-    def _permuted_places(self, slots: Ints, blocks: Ints) -> tuple[Ints, Ints]:
+    def _locate_by_permutation(self, slots: Ints, blocks: Ints) -> tuple[Ints, Ints]:
         """Apply the permutation of each slot's block: (source, index since the phase began)."""
         present, inverse = np.unique(blocks, return_inverse=True)
-        first = self.ends(present * self._block)
-        edges = self.ends(self._end(present)) - first  # of the sources' ranges in the permuted block
+        first = self.cumulative_counts(present * self._block)
+        # Edges of the sources' ranges in the permuted block.
+        edges = self.cumulative_counts(self._end(present)) - first
         parts = np.diff(edges, axis=1, prepend=0)
         before_block = np.diff(first, axis=1, prepend=0)
         permuted = self._permuted(slots - blocks * self._block, present, inverse)
@@ -195,7 +197,7 @@ class _PhaseTable:
         block = slots // self._block if self._blocks is None else min(slots // self._block, self._blocks - 1)
         first = block * self._block
         inside = self._block_sources(block)[0][: slots - first]
-        return self.before(np.array([first]))[0], np.bincount(inside, minlength=len(self._numerators))
+        return self.samples_before(np.array([first]))[0], np.bincount(inside, minlength=len(self._numerators))
 
     def _end(self, blocks: Ints) -> Ints:
         """Return the slot after each block."""

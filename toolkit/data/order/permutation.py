@@ -100,7 +100,7 @@ def permute(values: Ints, size: int, key: UInt64s, *, inverse: bool = False) -> 
     return permuted.astype(np.int64)
 
 
-def _cut(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
+def _split_evenly(indices: Ints, total: Ints, parts: Ints) -> tuple[Ints, Ints, Ints]:
     """Cut ``total`` indices into ``parts`` contiguous parts; the first ones may be larger by one.
 
     Returns for each index: the number of its part, its index in the part, the size of the part.
@@ -150,7 +150,7 @@ class SampleOrder:
         lane_samples, longer_lanes = divmod(self.samples, LANES)
         lanes = indices % LANES
         length = lane_samples + (lanes < longer_lanes)
-        groups, within, size = _cut(indices // LANES, length, -(-length // self._group))
+        groups, within, size = _split_evenly(indices // LANES, length, -(-length // self._group))
         group_key = derive_key(derive_key(key[inverse], lanes), groups)
         permuted = np.empty_like(within)
         # At most three sizes: lanes differ by one sample, groups by one more.

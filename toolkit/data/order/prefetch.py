@@ -76,7 +76,7 @@ _running: dict[threading.Thread, _Buffer[Any]] = {}
 
 
 @atexit.register
-def _end_all() -> None:
+def _close_all() -> None:
     """Join all threads: a thread inside numpy while the interpreter shuts down would crash the process."""
     running = dict(_running)
     for buffer in running.values():

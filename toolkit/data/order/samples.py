@@ -25,7 +25,9 @@ class SampleSource(Protocol):
 
     @property
     def block(self) -> int:
-        """Samples that are stored together, about ``BLOCK_BYTES``: the unit of shuffling and of reading."""
+        """Samples that are stored together, the unit of shuffling and of reading.
+
+        A block has about ``permutation.BLOCK_BYTES``."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -43,7 +45,7 @@ class SampleSource(Protocol):
         """Return the bytes of samples ``indices`` [n], each below ``count``, in the epochs ``epochs`` [n]."""
 
     def read(self, epochs: Ints, indices: Ints) -> npt.NDArray[Any]:
-        """Return the same samples as an array [n, *shape] of ``stored``, which may be read-only."""
+        """Return the same samples as an array [n, *shape] of ``stored_dtype``, which may be read-only."""
 
     def fingerprint(self) -> dict[str, str | int]:
         """Return what determines the samples, in plain JSON types.
@@ -61,12 +63,24 @@ class TokenWindows:
 
     dtype = np.dtype(np.int64)
 
-    def __init__(self, source: TokenSource, sequence_length: int, seed: int) -> None:
-        """Raises InputError if the split is shorter than one window."""
+    def __init__(
+        self, source: TokenSource, sequence_length: int, seed: int, *, max_samples: int | None = None
+    ) -> None:
+        """
+        Args:
+            max_samples: use only the tokens of so many windows at the beginning of the row.
+
+        Raises:
+            InputError: the split is shorter than one window.
+        """
         if source.tokens < sequence_length + 1:
             raise InputError(split_too_short(source.tokens, sequence_length))
         self.source = source
-        self.count = source.tokens // sequence_length
+        whole = source.tokens // sequence_length
+        self.count = min(whole, max_samples or whole)
+        # The tokens that windows read, wrapping around at their end.
+        limited = self.count < whole
+        self._tokens = self.count * sequence_length + 1 if limited else source.tokens
         self.block = block_samples(sequence_length, source.token_bytes)
         self.stored_dtype, self.shape = source.dtype, (sequence_length + 1,)
         self._length = sequence_length
@@ -78,13 +92,13 @@ class TokenWindows:
         same_epoch = epochs.size and (epochs == epochs[0]).all()
         present, inverse = (epochs[:1], 0) if same_epoch else np.unique(epochs, return_inverse=True)
         shifts = np.array(
-            [_shift(self._seed, epoch, self.source.tokens) for epoch in present.tolist()], dtype=np.int64
+            [_shift(self._seed, epoch, self._tokens) for epoch in present.tolist()], dtype=np.int64
         )
-        return (indices * self._length + shifts[inverse]) % self.source.tokens
+        return (indices * self._length + shifts[inverse]) % self._tokens
 
     def buffers(self, epochs: Ints, indices: Ints) -> list[Buffer]:
         starts = self.starts(epochs, indices)
-        tokens, length = self.source.tokens, self._length + 1
+        tokens, length = self._tokens, self._length + 1
         wrapping = np.flatnonzero(starts + length > tokens)  # at most one window per epoch
         if not wrapping.size:
             return self.source.windows(starts, length)
@@ -108,6 +122,7 @@ class TokenWindows:
             "data": self.source.data_hash,
             "tokenizer": self.source.tokenizer_hash,
             "sequence_length": self._length,
+            **({} if self._tokens == self.source.tokens else {"max_samples": self.count}),
         }
 
 

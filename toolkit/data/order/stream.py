@@ -68,7 +68,7 @@ Array = npt.NDArray[Any]
 ORDER_CHUNK_SAMPLES = 4096  # samples
 # Samples at first, doubled each time: with many ranks, a rank's samples are spread over many blocks.
 FIRST_ORDER_CHUNK_SAMPLES = 64
-READ_AT_ONCE = 1 << 21  # bytes for which numpy's calls per source are paid once
+READ_CHUNK_BYTES = 1 << 21  # bytes for which numpy's calls per source are paid once
 CHUNKS_AHEAD = 3  # of at least one step
 
 # Entry of a fingerprint -> the key that determines it, and what to do if it differs.
@@ -120,6 +120,8 @@ class Stream:
     samples ``[0, 1]`` and ``[4, 5]``, rank 1 reads ``[2, 3]`` and ``[6, 7]``.
     """
 
+    prefetchable = True
+
     def __init__(
         self,
         sources: Mapping[str, SampleSource],
@@ -149,8 +151,8 @@ class Stream:
             for name, samples in zip(names, self._samples, strict=True)
         ]
         self._dtype = self._samples[0].dtype
-        self._last_run = -1  # the run of positions of the last call, see _locate_cached
-        self._cached_run: tuple[int, tuple[Ints, Ints, Ints]] | None = None
+        self._last_range = -1  # the run of positions of the last call, see _locate_cached
+        self._cached_range: tuple[int, tuple[Ints, Ints, Ints]] | None = None
         self._open: weakref.WeakSet[Prefetch[list[Array]]] = weakref.WeakSet()
 
     def steps(self, first_step: int, stride: int = 1) -> Prefetch[list[Array]]:
@@ -176,13 +178,13 @@ class Stream:
         """Locate the samples at ``positions`` [n]: source, epoch and sample number, [n] each."""
         if self._mixture is None:
             return (np.zeros_like(positions), *self._orders[0](positions))
-        which, indices = self._mixture(positions)
+        sources, indices = self._mixture(positions)
         epochs, numbers = np.empty_like(indices), np.empty_like(indices)
         for source, order in enumerate(self._orders):
-            rows = np.flatnonzero(which == source)
+            rows = np.flatnonzero(sources == source)
             if rows.size:
                 epochs[rows], numbers[rows] = order(indices[rows])
-        return which, epochs, numbers
+        return sources, epochs, numbers
 
     def _locate_cached(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
         """Return ``locate(positions)``, faster for callers that need a few positions at a time.
@@ -194,19 +196,19 @@ class Stream:
         first = int(positions.min()) // ORDER_CHUNK_SAMPLES if positions.size else 0
         if not positions.size or int(positions.max()) // ORDER_CHUNK_SAMPLES != first:
             return self.locate(positions)
-        repeated, self._last_run = self._last_run == first, first
-        if self._cached_run is None or self._cached_run[0] != first:
+        repeated, self._last_range = self._last_range == first, first
+        if self._cached_range is None or self._cached_range[0] != first:
             if not repeated:
                 return self.locate(positions)
-            self._cached_run = (
+            self._cached_range = (
                 first,
                 self.locate(
                     np.arange(first * ORDER_CHUNK_SAMPLES, (first + 1) * ORDER_CHUNK_SAMPLES, dtype=np.int64)
                 ),
             )
-        which, epochs, numbers = self._cached_run[1]
+        sources, epochs, numbers = self._cached_range[1]
         rows = positions - first * ORDER_CHUNK_SAMPLES
-        return which[rows], epochs[rows], numbers[rows]
+        return sources[rows], epochs[rows], numbers[rows]
 
     def first_sample(self, step: int) -> int:
         """Return the position in the run's order at which ``step`` begins, over all ranks."""
@@ -240,7 +242,7 @@ class Stream:
         version = str(saved.get("mixture", "")).partition(" ")[0]
         if self._mixture is not None and version in MIXTURE_VERSIONS:
             self._mixture = self._mixture.with_version(version)
-            self._cached_run = None
+            self._cached_range = None
         compare_fingerprints(self.fingerprint(), saved, _REMEDIES, default=_DEFAULT_REMEDY)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -258,22 +260,24 @@ class Stream:
             steps.close()
 
     def _chunks(self, first_step: int, stride: int) -> Iterator[list[list[Array]]]:
-        """Yield chunks of steps: single steps at first, for a quick start, then up to READ_AT_ONCE bytes."""
+        """Yield chunks of steps: single steps at first, for a quick start, then up to READ_CHUNK_BYTES."""
         step = first_step
-        at_once, ordered = 1, FIRST_ORDER_CHUNK_SAMPLES
+        chunk_steps, ordered_samples = 1, FIRST_ORDER_CHUNK_SAMPLES
         while True:
-            ahead = self._positions(step, stride, ordered)
+            ahead = self._positions(step, stride, ordered_samples)
             located = self.locate(ahead.ravel())
             first = 0
             while first < len(ahead):
-                chunk = ahead[first : first + at_once]
+                chunk = ahead[first : first + chunk_steps]
                 in_chunk = slice(first * ahead[0].size, first * ahead[0].size + chunk.size)
                 rows = self._read(*(part[in_chunk] for part in located))
                 yield [list(micro_batches) for micro_batches in rows.reshape(*chunk.shape, *rows.shape[1:])]
-                at_once = max(1, min(2 * len(chunk), READ_AT_ONCE * len(chunk) // max(1, rows.nbytes)))
+                chunk_steps = max(
+                    1, min(2 * len(chunk), READ_CHUNK_BYTES * len(chunk) // max(1, rows.nbytes))
+                )
                 first += len(chunk)
             step += len(ahead) * stride
-            ordered = min(2 * ordered, ORDER_CHUNK_SAMPLES)
+            ordered_samples = min(2 * ordered_samples, ORDER_CHUNK_SAMPLES)
 
     def _positions(self, step: int, stride: int, samples: int) -> Ints:
         """Return positions of every ``stride``-th step from ``step`` on: [steps, accumulation, micro_batch].
@@ -291,13 +295,13 @@ class Stream:
         firsts = stage.first_sample + np.arange(steps, dtype=np.int64) * (stride * stage.size)
         return firsts[:, None, None] + indices
 
-    def _read(self, which: Ints, epochs: Ints, numbers: Ints) -> Array:
+    def _read(self, sources: Ints, epochs: Ints, numbers: Ints) -> Array:
         first_source = self._samples[0]
         if self._mixture is None:
             return first_source.read(epochs, numbers)
-        buffers: list[Any] = [b""] * len(which)
-        for source in np.unique(which).tolist():
-            rows = np.flatnonzero(which == source)
+        buffers: list[Any] = [b""] * len(sources)
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
             for row, buffer in zip(
                 rows.tolist(), self._samples[source].buffers(epochs[rows], numbers[rows]), strict=True
             ):

@@ -2,7 +2,7 @@
 
     input_store.py     copies an input from a store to this machine
     plan.py            lists the input and cuts it into work units; the recipe: settings that determine bytes
-    input_file.py, rows.py, hf_dataset.py, read.py
+    input_file.py, text_formats.py, hf_dataset.py, read.py
                        a work unit of any format -> documents, in order
     tokenizer.py       the tokenizer: installed, or trained on a sample
     document_keys.py   sort keys of documents, and their split

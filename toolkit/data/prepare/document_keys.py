@@ -37,7 +37,7 @@ class DocumentKeys:
         self._by_content = by_content
 
     @classmethod
-    def of(cls, plan: PreparationPlan) -> DocumentKeys:
+    def from_plan(cls, plan: PreparationPlan) -> DocumentKeys:
         recipe = plan.recipe
         return cls(
             seed=recipe["seed"], validation_below=plan.validation_below, by_content=recipe["deduplicate"]

@@ -13,11 +13,11 @@ from toolkit.errors import InputError, Problem
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-ROWS_AT_ONCE = 64
+BATCH_ROWS = 64
 
 
 def row_ranges(path: str, config: InputDatasetConfig, target_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges [start, end) of rows of about ``aim`` bytes, with their bytes.
+    """Yield ranges [start, end) of rows of about ``target_bytes``, with their bytes.
 
     For a streamed dataset the ranges are its shards, of unknown size.
     """
@@ -50,7 +50,7 @@ def read_range(
         else opened.shard(opened.num_shards, start)
     )
     number = start if map_style else 0
-    for table in selected.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+    for table in selected.with_format("arrow").iter(batch_size=BATCH_ROWS):
         name = column if column in table.column_names else column.partition(".")[0]
         if name not in table.column_names:
             seen, available = f"text={column}, no such column in {path}", ", ".join(table.column_names)

@@ -22,7 +22,6 @@ from toolkit.config.prepare import PrepareConfig
 from toolkit.data.checksums import CHECKSUM_SUFFIX, ChecksumBuilder
 from toolkit.data.digest import FileDigest, hash_file
 from toolkit.data.manifest import (
-    MANIFEST_NAME,
     DataManifest,
     DataOrigin,
     TokenizerInfo,
@@ -30,6 +29,7 @@ from toolkit.data.manifest import (
     TokenSplit,
     write_manifest,
 )
+from toolkit.data.manifest_file import MANIFEST_NAME
 from toolkit.data.prepare.parts import SPLITS
 from toolkit.data.prepare.report import package_versions
 from toolkit.data.tokens.index import IndexFile
@@ -44,8 +44,8 @@ from toolkit.errors import InputError, Problem
 from toolkit.files import sync_folder
 from toolkit.progress import Progress, ProgressTask
 
-READABLE = ("uint16", "int32")
-TOKENS_AT_ONCE = 8 << 20
+READABLE_DTYPES = ("uint16", "int32")
+CHUNK_TOKENS = 8 << 20
 TEMPORARY_FOLDER = ".import"  # temporary folder next to the files for the tokenizer
 
 
@@ -57,20 +57,20 @@ def import_megatron(config: PrepareConfig, progress: Progress) -> DataManifest:
             vocabulary.
     """
     assert config.import_path is not None
-    indexes = {SPLITS[0]: _indexes(config.import_path, "import")}
+    indexes = {SPLITS[0]: _find_indexes(config.import_path, "import")}
     if config.import_validation is not None:
-        indexes[SPLITS[1]] = _indexes(config.import_validation, "import_validation")
+        indexes[SPLITS[1]] = _find_indexes(config.import_validation, "import_validation")
     folder = indexes[SPLITS[0]][0].parent
     _check_folder(config, folder, [path for paths in indexes.values() for path in paths])
-    indexes_by_split = {split: [_opened(path) for path in paths] for split, paths in indexes.items()}
-    dtype = _dtype([index for found in indexes_by_split.values() for index in found])
+    indexes_by_split = {split: [_open_index(path) for path in paths] for split, paths in indexes.items()}
+    dtype = _common_dtype([index for found in indexes_by_split.values() for index in found])
     temporary = folder / TEMPORARY_FOLDER
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         try:
             info = _tokenizer(config, temporary)
-            splits, ends_documents, sums = _splits(indexes_by_split, info, progress)
+            splits, ends_documents, sums = _describe_splits(indexes_by_split, info, progress)
             manifest = _manifest(config, folder, dtype, replace(info, ends_documents=ends_documents), splits)
             for path, content in sums.items():
                 write_checksums(path, content)
@@ -92,7 +92,7 @@ def import_megatron(config: PrepareConfig, progress: Progress) -> DataManifest:
     return manifest
 
 
-def _indexes(path: str, key: str) -> list[Path]:
+def _find_indexes(path: str, key: str) -> list[Path]:
     """Find the .idx files of ``path``: a folder with pairs, a pair with or without suffix, or a pattern."""
     location = Path(path).expanduser()
     if location.is_dir():
@@ -152,7 +152,7 @@ def _check_folder(config: PrepareConfig, folder: Path, paths: Sequence[Path]) ->
         )
 
 
-def _opened(path: Path) -> IndexFile:
+def _open_index(path: Path) -> IndexFile:
     index = IndexFile(path)
     index.check_contiguous()
     size = path.with_suffix(".bin").stat().st_size
@@ -168,9 +168,9 @@ def _opened(path: Path) -> IndexFile:
     return index
 
 
-def _dtype(indexes: Sequence[IndexFile]) -> str:
+def _common_dtype(indexes: Sequence[IndexFile]) -> str:
     for index in indexes:
-        if index.dtype.name not in READABLE or index.dtype != indexes[0].dtype:
+        if index.dtype.name not in READABLE_DTYPES or index.dtype != indexes[0].dtype:
             seen = (
                 f"{index.path}: tokens of {index.dtype.name}, "
                 f"and {indexes[0].path.name} has {indexes[0].dtype.name}"
@@ -179,7 +179,7 @@ def _dtype(indexes: Sequence[IndexFile]) -> str:
                 Problem(
                     "import",
                     seen,
-                    f"all files have tokens of the same dtype, {' or '.join(READABLE)}",
+                    f"all files have tokens of the same dtype, {' or '.join(READABLE_DTYPES)}",
                     "leave it out: import='FOLDER/train*'; or prepare its text again with input=",
                 )
             )
@@ -215,7 +215,7 @@ def _move_tokenizer(temporary: Path, folder: Path, info: TokenizerInfo) -> None:
         )
 
 
-def _splits(
+def _describe_splits(
     indexes_by_split: dict[str, list[IndexFile]], info: TokenizerInfo, progress: Progress
 ) -> tuple[dict[str, TokenSplit], bool, dict[Path, bytes]]:
     """Return the splits, whether end-of-text ends every document and nothing else, and .sums contents."""
@@ -225,7 +225,7 @@ def _splits(
         for split, indexes in indexes_by_split.items():
             shards = []
             for index in indexes:
-                shard, shard_ends, content = _shard(index, info, task)
+                shard, shard_ends, content = _describe_shard(index, info, task)
                 shards.append(shard)
                 sums[index.path.with_suffix(".bin")] = content
                 ends_documents = ends_documents and shard_ends
@@ -242,14 +242,16 @@ def _splits(
     return splits, ends_documents, sums
 
 
-def _shard(index: IndexFile, info: TokenizerInfo, task: ProgressTask) -> tuple[TokenShard, bool, bytes]:
+def _describe_shard(
+    index: IndexFile, info: TokenizerInfo, task: ProgressTask
+) -> tuple[TokenShard, bool, bytes]:
     path = index.path.with_suffix(".bin")
     tokens: npt.NDArray[np.integer] = (
         np.memmap(path, dtype=index.dtype, mode="r") if index.bin_bytes else np.empty(0, index.dtype)
     )
     hasher, sums, end_of_text_count = xxhash.xxh3_128(), ChecksumBuilder(), 0
-    for start in range(0, len(tokens), TOKENS_AT_ONCE):
-        chunk = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
         hasher.update(chunk.data)
         sums.update(chunk.data)
         minimum, maximum = int(chunk.min()), int(chunk.max())

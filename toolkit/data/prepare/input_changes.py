@@ -169,12 +169,12 @@ def _updated(
 
 def _current_stats(listed: InputListing) -> dict[str, tuple[int, int]]:
     """Return the current size and modification time of each listed file."""
-    input_changes: dict[str, tuple[int, int]] = {}
+    stats: dict[str, tuple[int, int]] = {}
     for name, _, size, modified in listed.files:
         path = Path(listed.root, name)
         if not modified:
-            input_changes[name] = (size, modified)
+            stats[name] = (size, modified)
         elif path.is_file():
             stat = path.stat()
-            input_changes[name] = (stat.st_size, stat.st_mtime_ns)
-    return input_changes
+            stats[name] = (stat.st_size, stat.st_mtime_ns)
+    return stats

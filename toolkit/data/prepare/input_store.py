@@ -24,7 +24,7 @@ from toolkit.paths import UnsafePath, relative_name
 from toolkit.progress import Progress
 
 INPUT = "input"
-AT_ONCE_BYTES = 32 << 20
+BATCH_BYTES = 32 << 20
 LISTED = ("s3", "gs", "az")  # other stores cannot list their files
 
 
@@ -118,9 +118,9 @@ def _contents(listed: InputListing, sizes: dict[str, int]) -> Iterator[tuple[Byt
     batch: list[ByteRange] = []
     batch_bytes = 0
     for name, size in sizes.items():
-        for start in range(0, size, AT_ONCE_BYTES):
-            chunk = ByteRange(name, start, min(start + AT_ONCE_BYTES, size))
-            if batch_bytes + chunk.end - chunk.start > AT_ONCE_BYTES:
+        for start in range(0, size, BATCH_BYTES):
+            chunk = ByteRange(name, start, min(start + BATCH_BYTES, size))
+            if batch_bytes + chunk.end - chunk.start > BATCH_BYTES:
                 yield from zip(batch, folder.read_ranges(batch), strict=True)
                 batch, batch_bytes = [], 0
             batch.append(chunk)

@@ -16,7 +16,8 @@ import xxhash
 
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.digest import FileDigest
-from toolkit.data.manifest import DataManifest, TokenSplit, describe_manifest, read_kind, read_manifest
+from toolkit.data.manifest import DataManifest, TokenSplit, describe_manifest, read_manifest
+from toolkit.data.manifest_file import read_kind
 from toolkit.data.prepare import report
 from toolkit.data.prepare.plan import format_value
 from toolkit.data.records.reader import RECORDS_KIND, describe_records, verify_records
@@ -28,7 +29,7 @@ from toolkit.data.tokens.tokenizer import read_tokenizer
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
-READ_AT_ONCE = 16 << 20
+READ_CHUNK_BYTES = 16 << 20
 SHOWN_TOKENS = 48
 SHOWN_SOURCES = 5
 DOMAINS, SEGMENTS, MIN_CELL_COUNT = 8, 64, 8
@@ -40,8 +41,8 @@ def inspect(config: PrepareConfig, progress: Progress) -> list[str]:
     """Return lines to print. Raises InputError naming the first file that does not match the manifest."""
     assert config.inspect is not None
     if read_kind(config.inspect) == RECORDS_KIND:
-        found = verify_records(config.inspect, progress)
-        return [f"data       {found.folder}: every file matches the manifest", *describe_records(found)]
+        records = verify_records(config.inspect, progress)
+        return [f"data       {records.folder}: every file matches the manifest", *describe_records(records)]
     manifest = verify_folder(config.inspect, progress)
     folder = open_folder(str(manifest.url or manifest.folder))
     lines = [f"data       {manifest.location}: every file matches the manifest", *describe_manifest(manifest)]
@@ -77,8 +78,8 @@ def verify_folder(path: str, progress: Progress) -> DataManifest:
     ) as task:
         for (name, expected), size in zip(files.items(), folder.sizes(list(files)), strict=True):
             hasher = xxhash.xxh3_128()
-            for start in range(0, size, READ_AT_ONCE):
-                content = folder.read_range(name, start, min(size, start + READ_AT_ONCE))
+            for start in range(0, size, READ_CHUNK_BYTES):
+                content = folder.read_range(name, start, min(size, start + READ_CHUNK_BYTES))
                 hasher.update(content)
                 task.advance(len(content), note=name)
             seen = FileDigest(size, hasher.hexdigest())
@@ -137,18 +138,18 @@ def _splits(manifest: DataManifest, folder: DataFolder, sequence_length: int) ->
 
 def read_document_lengths(folder: DataFolder, split: TokenSplit) -> Lengths:
     """Return the tokens of each document, in order; a document may consist of several sequences."""
-    found = [np.empty(0, dtype=np.int32)]
+    lengths = [np.empty(0, dtype=np.int32)]
     for shard in split.shards:
         content = memoryview(folder.read_bytes(f"{shard.name}.idx"))
         _, _, _, sequences, ends = HEADER.unpack(content[: HEADER.size])
         tokens = np.zeros(sequences + 1, dtype=np.int64)
         np.cumsum(np.frombuffer(content, "<i4", sequences, HEADER.size), out=tokens[1:])
-        found.append(
+        lengths.append(
             np.diff(tokens[np.frombuffer(content, "<i8", ends, HEADER.size + 12 * sequences)]).astype(
                 np.int32
             )
         )
-    return np.concatenate(found)
+    return np.concatenate(lengths)
 
 
 def shuffle_quality(lengths: Lengths) -> float | None:
@@ -188,23 +189,23 @@ def _samples(manifest: DataManifest, folder: DataFolder, count: int) -> list[str
     tokenizer, split, lines = read_tokenizer(manifest.tokenizer_folder), manifest.split("train"), []
     dtype = np.dtype(manifest.dtype)
     for number in sorted({(2 * index + 1) * split.documents // (2 * count) for index in range(count)}):
-        segment = _find(folder, split, number)
-        end = segment.start + min(segment.tokens, SHOWN_TOKENS)
+        document = _locate_document(folder, split, number)
+        end = document.start + min(document.tokens, SHOWN_TOKENS)
         content = (
-            folder.read_range(f"{segment.shard}.bin", segment.start * dtype.itemsize, end * dtype.itemsize)
-            if segment.tokens
+            folder.read_range(f"{document.shard}.bin", document.start * dtype.itemsize, end * dtype.itemsize)
+            if document.tokens
             else b""
         )
         text = tokenizer.decode(np.frombuffer(content, dtype).tolist(), skip_special_tokens=False)
-        ellipsis = " ..." if segment.tokens > SHOWN_TOKENS else ""
+        ellipsis = " ..." if document.tokens > SHOWN_TOKENS else ""
         lines.append(
-            f"sample     document {number:,} of {segment.tokens:,} tokens: "
+            f"sample     document {number:,} of {document.tokens:,} tokens: "
             f"{json.dumps(text, ensure_ascii=False)}{ellipsis}"
         )
     return lines
 
 
-def _find(folder: DataFolder, split: TokenSplit, number: int) -> _DocumentLocation:
+def _locate_document(folder: DataFolder, split: TokenSplit, number: int) -> _DocumentLocation:
     for shard in split.shards:
         if number < shard.documents:
             lengths = read_document_lengths(folder, TokenSplit((shard,)))

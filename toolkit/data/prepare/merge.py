@@ -28,11 +28,11 @@ KEYS = 1 << 64  # values of the key's high word, which determines the shard
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """A shard to write: number ``number`` of the ``of`` shards of a split, about ``bytes`` large."""
+    """A shard to write: number ``number`` of the ``count`` shards of a split, about ``bytes`` large."""
 
     split: int
     number: int
-    of: int
+    count: int
     bytes: int
 
     @property
@@ -41,7 +41,7 @@ class ShardPlan:
 
     def bounds(self, slices: int) -> Iterator[tuple[int, int]]:
         """Split the shard's key range into ``slices`` adjacent ranges."""
-        parts = self.of * slices
+        parts = self.count * slices
         edges = [-(-KEYS * (self.number * slices + index) // parts) for index in range(slices + 1)]
         return pairwise(edges)
 
@@ -85,7 +85,9 @@ def start_merging(
                     read_part_slice(work / PARTS, receipt, planned.split, low, high, dtype)
                     for receipt in receipts
                 )
-                equal += _slice([chunk for chunk in chunks if len(chunk.high)], writer, deduplicate, advance)
+                equal += _write_range(
+                    [chunk for chunk in chunks if len(chunk.high)], writer, deduplicate, advance
+                )
             if writer.bytes:
                 receipt = ShardReceipt(writer.close(), equal)
             else:
@@ -99,7 +101,7 @@ def start_merging(
     return merge_shard
 
 
-def _slice(
+def _write_range(
     chunks: Sequence[PartSlice], writer: ShardWriter, deduplicate: bool, advance: Callable[[int], None]
 ) -> int:
     """Write the documents of a key range and return the number of duplicates dropped."""

@@ -200,10 +200,6 @@ class InputListing:
     files: tuple[tuple[str, InputFormat, int, int], ...]
     url: str | None = None
 
-    def shown(self, name: str) -> str:
-        """Return the location of a file for messages."""
-        return f"{self.url or self.root}/{name}"
-
 
 def list_input(config: PrepareConfig) -> InputListing:
     """List the files of the input by name. Raises InputError if there are none."""
@@ -265,7 +261,7 @@ def cut_units(
             for start, end, size in row_ranges(root, config.dataset, target_bytes)
         )
         return
-    neighbours: list[int] = []  # consecutive whole files, up to ``aim`` bytes together
+    neighbours: list[int] = []  # consecutive whole files, up to ``target_bytes`` together
     size = 0
 
     def flush() -> Iterator[WorkUnit]:
@@ -318,7 +314,7 @@ def row_group_ranges(path: Path, target_bytes: int) -> Iterator[tuple[int, int, 
 
 
 def group_neighbours(sizes: Sequence[int], total: int, target_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges [start, end) of about ``aim`` bytes of neighbours with sizes in the ratio ``sizes``."""
+    """Yield ranges [start, end) of about ``target_bytes`` of neighbours with sizes in the ratio ``sizes``."""
     scale = total / max(1, sum(sizes))
     start, size = 0, 0.0
     for number, group_size in enumerate(sizes):

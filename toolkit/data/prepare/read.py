@@ -26,11 +26,11 @@ from toolkit.data.prepare.input_file import (
     is_splittable,
 )
 from toolkit.data.prepare.plan import PreparationPlan, WorkUnit, row_group_ranges
-from toolkit.data.prepare.rows import BadRow, NumberedRow, extract_text, parse_line, read_rows
+from toolkit.data.prepare.text_formats import BadRow, NumberedRow, extract_text, parse_line, read_rows
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
 
-ROWS_AT_ONCE = 64
+BATCH_ROWS = 64
 HEAD_BYTES = 4096
 MEMBER_BITS = 40  # bits of a document's position in an archive for its number within the member file
 
@@ -40,10 +40,10 @@ class InputDocument:
     """A document of the input.
 
     Attributes:
-        place: a byte offset or a number within its source.
+        position: a byte offset or a number within its source.
         content: UTF-8 unless the input is not.
-        done: bytes of the unit read so far.
-        where: the position in words, for error messages.
+        bytes_done: bytes of the unit read so far.
+        location: the position in words, for error messages.
         bad: why a row skipped by ``on_bad_row=skip`` has no document; empty for all other documents.
     """
 
@@ -72,60 +72,62 @@ def decode_document(content: bytes) -> tuple[bytes, str]:
         return text.encode(), text
 
 
-def _document(
+def _make_document(
     plan: PreparationPlan, source: int, position: int, result: bytes | BadRow, bytes_done: int, location: str
 ) -> InputDocument:
     """Make a document. Raises InputError for a bad row that is not skipped."""
     if not isinstance(result, BadRow):
         return InputDocument(source, position, result, bytes_done, location)
     if plan.recipe["on_bad_row"] != OnBadRow.skip.name:
-        raise _refused(plan.path(source), location, result)
+        raise _bad_row_error(plan.path(source), location, result)
     return InputDocument(source, position, b"", bytes_done, location, result.seen)
 
 
-def _refused(path: Path, location: str, bad: BadRow) -> InputError:
+def _bad_row_error(path: Path, location: str, bad: BadRow) -> InputError:
     return InputError(Problem(bad.key, f"{path}, {location}: {bad.seen}", bad.rule, bad.remedy))
 
 
-def _whole(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
+def _read_whole_files(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     """Read whole files, including archives."""
     bytes_before = 0
     for source in range(unit.first, unit.last):
         path, size = plan.path(source), plan.sources[source].bytes
-        reader = _archive if is_archive(path) else _file
+        reader = _read_archive if is_archive(path) else _read_file
         with convert_read_errors(path), InputReader(path) as opened:
             for position, result, location in reader(plan, source, opened):
-                yield _document(
+                yield _make_document(
                     plan, source, position, result, bytes_before + min(opened.bytes_read, size), location
                 )
         bytes_before += size
 
 
-def _file(
+def _read_file(
     plan: PreparationPlan, source: int, opened: InputReader
 ) -> Iterator[tuple[int, bytes | BadRow, str]]:
     kind = plan.sources[source].format
     return (
         (number, result, _location_in(kind, number))
-        for number, result in _rows(plan, source, kind, opened.text(), "")
+        for number, result in _read_rows(plan, source, kind, opened.text(), "")
     )
 
 
-def _archive(
+def _read_archive(
     plan: PreparationPlan, source: int, opened: InputReader
 ) -> Iterator[tuple[int, bytes | BadRow, str]]:
     archive_format = InputFormat[plan.sources[source].format]
     for member, (name, file) in enumerate(opened.members()):
         kind = detect_format(name, archive_format).name
-        for number, result in _rows(plan, source, kind, file, f"its file {name}, "):
+        for number, result in _read_rows(plan, source, kind, file, f"its file {name}, "):
             yield member << MEMBER_BITS | number, result, f"its file {name}, {_location_in(kind, number)}"
 
 
-def _rows(plan: PreparationPlan, source: int, kind: str, file: Any, location: str) -> Iterator[NumberedRow]:
+def _read_rows(
+    plan: PreparationPlan, source: int, kind: str, file: Any, location: str
+) -> Iterator[NumberedRow]:
     try:
         yield from read_rows(kind, file, plan.recipe["text"])
     except BadRow as bad:  # nothing of this file can be read any more
-        raise _refused(plan.path(source), f"{location}{kind}", bad) from bad
+        raise _bad_row_error(plan.path(source), f"{location}{kind}", bad) from bad
 
 
 def _location_in(kind: str, number: int) -> str:
@@ -139,7 +141,7 @@ def _location_in(kind: str, number: int) -> str:
     )
 
 
-def _ranged(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
+def _read_byte_range(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     """Read the lines that begin in a byte range of a file."""
     path, kind, name = plan.path(unit.first), plan.sources[unit.first].format, plan.recipe["text"]
     with convert_read_errors(path), io.BufferedReader(io.FileIO(path), BUFFER_BYTES) as file:
@@ -156,11 +158,13 @@ def _ranged(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
             except BadRow as bad:
                 result = bad
             bytes_done = min(position + len(line), unit.end) - unit.start
-            yield _document(plan, unit.first, position, result, bytes_done, f"the line at byte {position}")
+            yield _make_document(
+                plan, unit.first, position, result, bytes_done, f"the line at byte {position}"
+            )
             position += len(line)
 
 
-def _parquet(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
+def _read_parquet(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     import pyarrow
     import pyarrow.parquet
 
@@ -172,16 +176,16 @@ def _parquet(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
         groups, rows_read = list(range(unit.start, unit.end)), 0
         try:
             for batch in file.iter_batches(
-                ROWS_AT_ONCE, row_groups=groups, columns=[column], use_threads=False
+                BATCH_ROWS, row_groups=groups, columns=[column], use_threads=False
             ):
                 for record in batch.to_pylist():
                     rows_read += 1
                     position = first + rows_read - 1
-                    yield _document(
+                    yield _make_document(
                         plan,
                         unit.first,
                         position,
-                        _value(record, column),
+                        _extract(record, column),
                         unit.bytes * rows_read // total,
                         f"row {position}",
                     )
@@ -205,14 +209,14 @@ def _check_column(schema: Any, column: str, path: Path) -> None:
         kind = kind.field(part).type
 
 
-def _value(record: Any, name: str) -> bytes | BadRow:
+def _extract(record: Any, name: str) -> bytes | BadRow:
     try:
         return extract_text(record, name)
     except BadRow as bad:
         return bad
 
 
-def _dataset(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
+def _read_dataset(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     recipe = plan.recipe
     config = InputDatasetConfig(
         name=recipe["dataset.name"], split=recipe["dataset.split"], revision=recipe["dataset.revision"]
@@ -220,14 +224,14 @@ def _dataset(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
     bytes_done = 0
     streamed = not unit.bytes
     for number, record in read_range(plan.root, config, recipe["text"], unit.start, unit.end):
-        result = _value(record, recipe["text"])
+        result = _extract(record, recipe["text"])
         size = 0 if isinstance(result, BadRow) else len(result)
         bytes_done = (
             bytes_done + size
             if streamed
             else unit.bytes * (number - unit.start + 1) // (unit.end - unit.start)
         )
-        yield _document(
+        yield _make_document(
             plan,
             0,
             unit.start << MEMBER_BITS | number if streamed else number,
@@ -238,8 +242,12 @@ def _dataset(plan: PreparationPlan, unit: WorkUnit) -> Iterator[InputDocument]:
 
 
 _READERS: dict[str, Callable[[PreparationPlan, WorkUnit], Iterator[InputDocument]]] = {
-    "whole": _whole, "lines": _ranged, "jsonl": _ranged, "parquet": _parquet, "dataset": _dataset,
-}  # fmt: skip
+    "whole": _read_whole_files,
+    "lines": _read_byte_range,
+    "jsonl": _read_byte_range,
+    "parquet": _read_parquet,
+    "dataset": _read_dataset,
+}
 
 
 LARGE_BYTES = 8 << 20  # of a document; smaller ones fit the memory of any machine

@@ -108,11 +108,11 @@ def _bad_rows(plan: PreparationPlan, receipts: Sequence[PartReceipt]) -> dict[st
     if not count:
         return {}
     first = sorted(
-        (plan.sources[source].name, position, statistics)
+        (plan.sources[source].name, position, description)
         for receipt in receipts
-        for source, position, statistics in receipt.first_bad
+        for source, position, description in receipt.first_bad
     )
-    return {"count": count, "first": [f"{name}, {statistics}" for name, _, statistics in first[:FIRST_BAD]]}
+    return {"count": count, "first": [f"{name}, {description}" for name, _, description in first[:FIRST_BAD]]}
 
 
 def _special(receipts: Sequence[PartReceipt]) -> dict[str, int]:
@@ -217,8 +217,8 @@ def draw_histogram(statistics: PreparationStatistics, path: Path) -> None:
     axes = figure.subplots()
     starts: npt.NDArray[Any] = np.array([start for start, _ in statistics.histogram], dtype=np.float64)
     counts = [count for _, count in statistics.histogram]
-    tokenizer_info = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_PER_DOUBLING))
-    axes.bar(starts, counts, width=tokenizer_info - starts, align="edge", edgecolor="white", linewidth=0.5)
+    ends = np.append(starts[1:], starts[-1] * 2 ** (1 / BINS_PER_DOUBLING))
+    axes.bar(starts, counts, width=ends - starts, align="edge", edgecolor="white", linewidth=0.5)
     axes.set(
         xscale="log",
         yscale="log",

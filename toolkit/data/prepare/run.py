@@ -23,7 +23,8 @@ from toolkit.config.keys import flatten
 from toolkit.config.prepare import InputFormat, PrepareConfig
 from toolkit.config.urls import is_url
 from toolkit.data.digest import hash_file
-from toolkit.data.manifest import MANIFEST_NAME, DataManifest, TokenizerInfo, read_manifest
+from toolkit.data.manifest import DataManifest, TokenizerInfo, read_manifest
+from toolkit.data.manifest_file import MANIFEST_NAME
 from toolkit.data.prepare import merge, report, tokenise
 from toolkit.data.prepare.document_keys import find_validation_threshold
 from toolkit.data.prepare.input_changes import find_changes, relax_recipe, update_plan
@@ -83,7 +84,7 @@ def prepare(config: PrepareConfig, progress: Progress) -> DataManifest:
         with _lock(work):
             if (output / MANIFEST_NAME).is_file():  # finished by another process before the lock was acquired
                 return _check_finished(config, listed, output, progress)
-            return _make(config, listed, work, output, progress)
+            return _prepare_folder(config, listed, work, output, progress)
     except OSError as error:
         rule, remedy = (
             "the input is readable, and the output folder is writable and has room",
@@ -116,12 +117,12 @@ def output_folder(config: PrepareConfig) -> Path:
     return Path("data", stem)
 
 
-def _make(
+def _prepare_folder(
     config: PrepareConfig, listed: InputListing, work: Path, output: Path, progress: Progress
 ) -> DataManifest:
     if listed.url is not None:
         fetch_input(listed, progress)
-    plan = _plan(config, listed, work, progress)
+    plan = _load_or_make_plan(config, listed, work, progress)
     workers = config.workers or os.cpu_count() or 1
     for folder in (tokenise.PARTS, merge.SHARDS):
         (work / folder).mkdir(exist_ok=True)
@@ -192,13 +193,15 @@ def _write_shards(
         run_tasks(start_task, remaining, workers, task)
 
 
-def _plan(config: PrepareConfig, listed: InputListing, work: Path, progress: Progress) -> PreparationPlan:
+def _load_or_make_plan(
+    config: PrepareConfig, listed: InputListing, work: Path, progress: Progress
+) -> PreparationPlan:
     """Return the unfinished plan of this recipe updated to the input, or a new one if no tokens exist yet."""
     previous = read_plan(work)
     if previous is not None:
         plan = relax_recipe(previous, config)
         problems, changed_files = (
-            _differences(plan.recipe, config, work.parent, "is being prepared"),
+            _recipe_problems(plan.recipe, config, work.parent, "is being prepared"),
             find_changes(plan, listed),
         )
         if not problems and not changed_files:
@@ -229,7 +232,7 @@ def _check_finished(
 ) -> DataManifest:
     """Check that the finished folder has this recipe and input."""
     manifest = read_manifest(output)
-    problems = _differences(manifest.recipe, config, output, "was made")
+    problems = _recipe_problems(manifest.recipe, config, output, "was made")
     if problems:
         raise InputError(*problems)
     _check_input(listed, output, progress)
@@ -237,14 +240,14 @@ def _check_finished(
     return manifest
 
 
-def _differences(made_recipe: Any, config: PrepareConfig, output: Path, origin: str) -> list[Problem]:
+def _recipe_problems(existing_recipe: Any, config: PrepareConfig, output: Path, origin: str) -> list[Problem]:
     """Return a problem for each key in which the existing recipe differs from the configured one."""
-    if not made_recipe:
+    if not existing_recipe:
         raise _output_error(output, "another command wrote it")
     requested = build_recipe(config)
-    if made_recipe.get("version") != requested["version"]:
+    if existing_recipe.get("version") != requested["version"]:
         seen = (
-            f"output={output} {origin} by recipe version {made_recipe.get('version')}, "
+            f"output={output} {origin} by recipe version {existing_recipe.get('version')}, "
             f"and this toolkit has version {requested['version']}"
         )
         return [
@@ -259,33 +262,37 @@ def _differences(made_recipe: Any, config: PrepareConfig, output: Path, origin: 
         Problem(
             key,
             f"{key}={format_value(requested.get(key))}, and output={output} {origin} with "
-            f"{key}={format_value(made_recipe.get(key))}",
+            f"{key}={format_value(existing_recipe.get(key))}",
             "an output has one recipe and is not overwritten",
-            f"write {key}={format_value(made_recipe.get(key))}, or name another output: output=FOLDER",
+            f"write {key}={format_value(existing_recipe.get(key))}, or name another output: output=FOLDER",
         )
-        for key in [*made_recipe, *(key for key in requested if key not in made_recipe)]
-        if requested.get(key) != made_recipe.get(key)
+        for key in [*existing_recipe, *(key for key in requested if key not in existing_recipe)]
+        if requested.get(key) != existing_recipe.get(key)
     ]
 
 
 def _check_input(listed: InputListing, output: Path, progress: Progress) -> None:
     """Check that ``output`` was made from this input. Files modified since are read and compared."""
-    made_sources = {source["name"]: source for source in json.loads((output / report.SOURCES).read_bytes())}
+    recorded_sources = {
+        source["name"]: source for source in json.loads((output / report.SOURCES).read_bytes())
+    }
     since = (output / MANIFEST_NAME).stat().st_mtime_ns
     names = {name for name, *_ in listed.files}
-    problem = next((f"{name} is new" for name in sorted(names - made_sources.keys())), None)
-    problem = problem or next((f"{name} was removed" for name in sorted(made_sources.keys() - names)), None)
+    problem = next((f"{name} is new" for name in sorted(names - recorded_sources.keys())), None)
+    problem = problem or next(
+        (f"{name} was removed" for name in sorted(recorded_sources.keys() - names)), None
+    )
     touched = []
     for name, _, size, modified in listed.files:
-        if problem is None and size != made_sources[name]["bytes"]:
-            problem = f"{name} has {size} bytes, and had {made_sources[name]['bytes']}"
+        if problem is None and size != recorded_sources[name]["bytes"]:
+            problem = f"{name} has {size} bytes, and had {recorded_sources[name]['bytes']}"
         elif (
             modified
             and (modified if listed.url is not None else Path(listed.root, name).stat().st_ctime_ns) > since
         ):
             touched.append(name)
     if problem is None and touched:
-        problem = _other_content(listed, touched, made_sources, progress)
+        problem = _first_changed_file(listed, touched, recorded_sources, progress)
     if problem is not None:
         seen, rule = (
             f"input: {problem} since output={output} was made",
@@ -294,14 +301,14 @@ def _check_input(listed: InputListing, output: Path, progress: Progress) -> None
         raise InputError(Problem("input", seen, rule, "name another output: output=FOLDER"))
 
 
-def _other_content(
-    listed: InputListing, names: Sequence[str], made_sources: Mapping[str, Any], progress: Progress
+def _first_changed_file(
+    listed: InputListing, names: Sequence[str], recorded_sources: Mapping[str, Any], progress: Progress
 ) -> str | None:
     """Return the first of these files whose content differs from what was read, or None."""
     with progress.task("comparing the input", total=len(names), unit="files") as task:
         now = hash_stored_files(listed, names) if listed.url is not None else {}
         for name in names:
-            if (now.get(name) or hash_file(Path(listed.root, name)).xxh3_128) != made_sources[name][
+            if (now.get(name) or hash_file(Path(listed.root, name)).xxh3_128) != recorded_sources[name][
                 "xxh3_128"
             ]:
                 return f"{name} has different content"

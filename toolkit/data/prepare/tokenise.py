@@ -35,17 +35,17 @@ PARTS = "parts"
 MAX_SHOWN_CHARACTERS = 240  # characters of an error about a row
 
 
-def start_tokenising(work: Path, vocabulary: TokenizerSpec) -> Callable[[int, Callable[[int], None]], None]:
+def start_tokenising(work: Path, spec: TokenizerSpec) -> Callable[[int, Callable[[int], None]], None]:
     """Return a function that tokenises a unit by number and reports the input bytes processed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes run in parallel
     plan = read_plan(work)
     assert plan is not None
-    tokenizer = vocabulary.load()
+    tokenizer = spec.load()
     special = SpecialTokenFinder(tokenizer)
 
     def tokenise_unit(number: int, advance: Callable[[int], None]) -> None:
         assert plan is not None
-        _tokenise_unit(work / PARTS, plan, number, tokenizer, special, vocabulary, advance)
+        _tokenise_unit(work / PARTS, plan, number, tokenizer, special, spec, advance)
 
     return tokenise_unit
 
@@ -56,19 +56,19 @@ def _tokenise_unit(
     number: int,
     tokenizer: Tokenizer,
     special: SpecialTokenFinder,
-    vocabulary: TokenizerSpec,
+    spec: TokenizerSpec,
     advance: Callable[[int], None],
 ) -> None:
     finished = read_unit_receipts(folder, number)
     if finished and finished[-1].last:
         return
     documents_read = finished[-1].read if finished else 0
-    part = _Part(plan, vocabulary, special, number, len(finished), documents_read)
+    part = _Part(plan, spec, special, number, len(finished), documents_read)
     bytes_done = 0
     for batch in _batches(islice(read_documents(plan, plan.units[number]), documents_read, None)):
         if part.text_bytes >= PART_BYTES:
             part.commit(folder, last=False)
-            part = _Part(plan, vocabulary, special, number, part.number + 1, part.documents_read)
+            part = _Part(plan, spec, special, number, part.number + 1, part.documents_read)
         part.add(batch, tokenizer)
         advance(batch[-1].bytes_done - bytes_done)
         bytes_done = batch[-1].bytes_done
@@ -94,16 +94,16 @@ class _Part:
     def __init__(
         self,
         plan: PreparationPlan,
-        vocabulary: TokenizerSpec,
+        spec: TokenizerSpec,
         special: SpecialTokenFinder,
         unit: int,
         number: int,
         documents_read: int,
     ) -> None:
         self._plan = plan
-        self._vocabulary = vocabulary
+        self._spec = spec
         self._special = special
-        self._keys = DocumentKeys.of(plan)
+        self._keys = DocumentKeys.from_plan(plan)
         self._unit = unit
         self.number = number
         self.documents_read = documents_read
@@ -134,7 +134,7 @@ class _Part:
             path = self._plan.path(document.source)
             check_memory(document, path)
             content, text = decode_document(document.content)
-            if self._vocabulary.special_tokens is SpecialTokens.refuse:
+            if self._spec.special_tokens is SpecialTokens.refuse:
                 self._special.check(text, location=f"{path}, {document.location}", key="special_tokens")
             else:
                 self._special_counts += self._special.count(text)
@@ -146,11 +146,11 @@ class _Part:
             self._sources[document.source] += 1
             self.text_bytes += len(content)
             texts.append(text)
-        end_token = self._vocabulary.end_of_text
+        end_token = self._spec.end_of_text
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             ids = np.frombuffer(array("I", encoding.ids), dtype=np.uint32)
             self._inner_end_tokens += int(np.count_nonzero(ids == end_token))
-            tokens = np.empty(len(ids) + 1, dtype=self._vocabulary.dtype)
+            tokens = np.empty(len(ids) + 1, dtype=self._spec.dtype)
             tokens[:-1] = ids
             tokens[-1] = end_token
             self._tokens.append(tokens)
@@ -190,6 +190,6 @@ class _Part:
 
 def find_unfinished_units(folder: Path, plan: PreparationPlan) -> tuple[list[int], int]:
     """Return the numbers of unfinished units, and the bytes of finished ones."""
-    bytes_done = {int(path.name[:6]) for path in folder.glob("*.json") if '"last": true' in path.read_text()}
-    remaining = [number for number in range(len(plan.units)) if number not in bytes_done]
-    return remaining, sum(plan.units[number].bytes for number in bytes_done)
+    finished = {int(path.name[:6]) for path in folder.glob("*.json") if '"last": true' in path.read_text()}
+    remaining = [number for number in range(len(plan.units)) if number not in finished]
+    return remaining, sum(plan.units[number].bytes for number in finished)

@@ -87,7 +87,7 @@ def tokenizer_spec(folder: Path, info: TokenizerInfo, plan: PreparationPlan) -> 
 
 def _sample(config: PrepareConfig, plan: PreparationPlan, progress: Progress) -> Iterator[str]:
     """Yield training documents from units spread evenly over the input, equally many bytes from each."""
-    keys, sample_bytes = DocumentKeys.of(plan), config.tokenizer.sample_mib << 20
+    keys, sample_bytes = DocumentKeys.from_plan(plan), config.tokenizer.sample_mib << 20
     whole_input = 0 < plan.bytes <= sample_bytes
     count = len(plan.units) if whole_input else min(len(plan.units), SAMPLED_UNITS)
     unit_bytes = sample_bytes if whole_input else -(-sample_bytes // count)

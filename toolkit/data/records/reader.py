@@ -29,9 +29,14 @@ import xxhash
 
 from toolkit.data.checksums import CHECKSUM_SUFFIX
 from toolkit.data.digest import HASHED_AT_OPENING_BYTES, FileDigest, check_file_hashes, check_file_size
-from toolkit.data.manifest import incomplete_manifest, read_content, resolve_file, write_content
+from toolkit.data.manifest_file import (
+    incomplete_manifest,
+    read_manifest_file,
+    resolve_file,
+    write_manifest_file,
+)
 from toolkit.data.order.permutation import BLOCK_BYTES
-from toolkit.data.records.rows import MappedRows, RecordRows, StoreRows, check_store_sizes
+from toolkit.data.records.row_storage import MappedRows, RecordRows, StoreRows, check_store_sizes
 from toolkit.data.remote.errors import data_path_error
 from toolkit.data.remote.storage import Location, Url, parse_location
 from toolkit.errors import InputError, Problem
@@ -45,7 +50,7 @@ Ints = npt.NDArray[np.int64]
 
 RECORDS_KIND = "records"
 FORMAT_VERSION = 2
-READABLE = (1, FORMAT_VERSION)  # format 1 has no block checksums and no hash of the manifest itself
+READABLE_VERSIONS = (1, FORMAT_VERSION)  # format 1 has no block checksums and no hash of the manifest itself
 RECORD_SUFFIX = ".records"
 DTYPES = (
     "bool",
@@ -186,6 +191,10 @@ class RecordSamples:
         self._name = split
         self._rows = rows
 
+    def limit(self, max_samples: int | None) -> None:
+        """Use only the first ``max_samples`` records; None: all."""
+        self.count = min(self.split.records, max_samples or self.split.records)
+
     def buffers(self, epochs: Ints, numbers: Ints) -> list[memoryview]:
         return [row.data for row in self._rows.take(numbers)]
 
@@ -197,7 +206,8 @@ class RecordSamples:
         return self._rows.take(numbers).view(self.dtype)[:, 0]
 
     def fingerprint(self) -> dict[str, str | int]:
-        return {"data": self.manifest.data_hash(self._name)}
+        whole = self.count == self.split.records
+        return {"data": self.manifest.data_hash(self._name), **({} if whole else {"max_samples": self.count})}
 
 
 def open_records(
@@ -211,8 +221,8 @@ def open_records(
 
     Args:
         cache: for records in a store, see ``StoreRows``.
-        surveyed: another process has called ``check_record_files`` at this start, so ranks need not query the
-            store for every shard again.
+        files_checked: another process has called ``check_record_files`` at this start, so
+            ranks need not query the store for every shard again.
 
     Raises:
         InputError: no such folder or split, or a file does not match the manifest.
@@ -270,7 +280,7 @@ def read_record_manifest(path: str | Path) -> RecordManifest:
     Raises:
         InputError: the manifest is absent, of another kind or format version, or contradicts itself.
     """
-    file, content = read_content(path, RECORDS_KIND, READABLE)
+    file, content = read_manifest_file(path, RECORDS_KIND, READABLE_VERSIONS)
     try:
         manifest = RecordManifest(
             folder=parse_location(path),
@@ -305,7 +315,7 @@ def write_record_manifest(manifest: RecordManifest) -> None:
     """Write the manifest into ``manifest.folder``, which is local."""
     assert isinstance(manifest.folder, Path), f"{manifest.folder} is read-only"
     content = {name: value for name, value in asdict(manifest).items() if name != "folder"}
-    write_content(manifest.folder, {"format_version": FORMAT_VERSION, "kind": RECORDS_KIND, **content})
+    write_manifest_file(manifest.folder, {"format_version": FORMAT_VERSION, "kind": RECORDS_KIND, **content})
 
 
 def describe_records(manifest: RecordManifest) -> list[str]:

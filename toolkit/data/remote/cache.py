@@ -42,7 +42,7 @@ FETCHED_BLOCKS = 32  # in one request: 1 MiB
 CLAIM_SECONDS = 5.0
 CLAIM_TICK_SECONDS = 0.002
 # 48 bytes: key of the block, hash of its bytes, length, nanoseconds since 1970.
-RECORD = np.dtype([("key", "<u8", 2), ("check", "<u8", 2), ("length", "<u8"), ("came", "<u8")])
+INDEX_RECORD = np.dtype([("key", "<u8", 2), ("hash", "<u8", 2), ("length", "<u8"), ("stored_at", "<u8")])
 
 
 class BlockCache:
@@ -57,17 +57,17 @@ class BlockCache:
         name = f"{BLOCK_BYTES >> 10}KiB-{self.slots}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._drop_others(name)
+            self._remove_other_sizes(name)
             self._blocks = os.open(folder / f"{name}.blocks", os.O_RDWR | os.O_CREAT, 0o600)
             self._claims = os.open(folder / f"{name}.claims", os.O_RDWR | os.O_CREAT, 0o600)
             self._check_room()
             index = os.open(folder / f"{name}.index", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 # A hole reads as zeros: empty slots. Repeating the call changes nothing.
-                os.ftruncate(index, self.slots * RECORD.itemsize)
+                os.ftruncate(index, self.slots * INDEX_RECORD.itemsize)
             finally:
                 os.close(index)
-            self._index: Any = np.memmap(folder / f"{name}.index", dtype=RECORD, mode="r+")
+            self._index: Any = np.memmap(folder / f"{name}.index", dtype=INDEX_RECORD, mode="r+")
         except OSError as error:
             seen = f"data.cache.folder={folder}: {error.strerror or error}"
             raise InputError(
@@ -79,7 +79,7 @@ class BlockCache:
         for slot in self._find(key, first):
             record = self._index[slot].copy()
             content = os.pread(self._blocks, int(record["length"]), slot * BLOCK_BYTES)
-            if _check(key, content) == tuple(record["check"].tolist()):
+            if _content_hash(key, content) == tuple(record["hash"].tolist()):
                 return content
         return None
 
@@ -89,10 +89,12 @@ class BlockCache:
             return
         key, first = self._slots_of(file, number)
         existing = self._find(key, first)
-        slot = existing[0] if existing else first + int(self._index["came"][first : first + WAYS].argmin())
+        slot = (
+            existing[0] if existing else first + int(self._index["stored_at"][first : first + WAYS].argmin())
+        )
         try:
             # First, so that a record does not describe a partly written block for long.
-            self._index[slot] = np.zeros((), dtype=RECORD)
+            self._index[slot] = np.zeros((), dtype=INDEX_RECORD)
             os.pwrite(self._blocks, content, slot * BLOCK_BYTES)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -100,7 +102,7 @@ class BlockCache:
             self._full = True
             warnings.warn(f"the cache {self.folder} stores no more blocks: {error.strerror}", stacklevel=2)
             return
-        self._index[slot] = (key, _check(key, content), len(content), time.time_ns())
+        self._index[slot] = (key, _content_hash(key, content), len(content), time.time_ns())
 
     def claim(self, file: str, number: int) -> bool:
         """Return whether this process shall fetch the block; no other will.
@@ -108,7 +110,7 @@ class BlockCache:
         The kernel ends the claim with the process.
         """
         try:
-            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._claimed(file, number))
+            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._claim_offset(file, number))
             return True
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -116,9 +118,9 @@ class BlockCache:
             return False
 
     def release(self, file: str, number: int) -> None:
-        fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, self._claimed(file, number))
+        fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, self._claim_offset(file, number))
 
-    def _claimed(self, file: str, number: int) -> int:
+    def _claim_offset(self, file: str, number: int) -> int:
         return self._slots_of(file, number)[0][0] >> 2  # an offset in a file has 63 bits
 
     def _slots_of(self, file: str, number: int) -> tuple[tuple[int, int], int]:
@@ -138,7 +140,10 @@ class BlockCache:
         return (first + np.flatnonzero((keys[:, 0] == key[0]) & (keys[:, 1] == key[1]))).tolist()
 
     def _check_room(self) -> None:
-        size, used = self.slots * (BLOCK_BYTES + RECORD.itemsize), os.fstat(self._blocks).st_blocks * 512
+        size, used = (
+            self.slots * (BLOCK_BYTES + INDEX_RECORD.itemsize),
+            os.fstat(self._blocks).st_blocks * 512,
+        )
         free = shutil.disk_usage(self.folder).free + used
         if size > free:
             seen = (
@@ -148,7 +153,7 @@ class BlockCache:
             remedy = f"write data.cache.gib={max(0.01, free * 0.9 / 2**30):.2f}, or name another folder"
             raise InputError(Problem("data.cache.gib", seen, "the whole cache has room", remedy))
 
-    def _drop_others(self, name: str) -> None:
+    def _remove_other_sizes(self, name: str) -> None:
         """Remove caches of other sizes from the folder, which has one bound.
 
         Processes that use them keep open files.
@@ -159,7 +164,7 @@ class BlockCache:
                     file.unlink(missing_ok=True)
 
 
-def _check(key: tuple[int, int], content: Buffer) -> tuple[int, int]:
+def _content_hash(key: tuple[int, int], content: Buffer) -> tuple[int, int]:
     """Hash the bytes with the block's key, so that another block's bytes in this slot do not match."""
     whole = xxhash.xxh3_128_intdigest(content, seed=key[1])
     return whole >> 64, whole & (2**64 - 1)

@@ -74,9 +74,9 @@ class RequestTimeout(TransientError):
 class RetriesExhausted(Exception):
     """A request failed until its time was over."""
 
-    def __init__(self, attempts: int, seconds: float, last: str) -> None:
-        self.attempts, self.seconds, self.last = attempts, seconds, last
-        super().__init__(f"{attempts} attempts in {seconds:.0f} s; the last: {last}")
+    def __init__(self, attempts: int, seconds: float, last_failure: str) -> None:
+        self.attempts, self.seconds, self.last_failure = attempts, seconds, last_failure
+        super().__init__(f"{attempts} attempts in {seconds:.0f} s; the last: {last_failure}")
 
 
 class RequestPacing:
@@ -91,11 +91,11 @@ class RequestPacing:
         self._limits = limits
         self._lock = threading.Lock()
         self._usual_seconds: float | None = None
-        self._at_once = float(limits.in_flight)
+        self._concurrency = float(limits.in_flight)
         self._halved_at = 0.0  # when the concurrency was last halved
         self.requests = 0
         self.hedges = 0  # parallel attempts
-        self.repeated = 0  # attempts after a failed one
+        self.retries = 0  # attempts after a failed one
 
     def count_requests(self, requests: int) -> None:
         with self._lock:
@@ -106,22 +106,22 @@ class RequestPacing:
             self._usual_seconds = (
                 seconds if self._usual_seconds is None else 0.9 * self._usual_seconds + 0.1 * seconds
             )
-            self._at_once = min(self._limits.in_flight, self._at_once + 1 / self._at_once)
+            self._concurrency = min(self._limits.in_flight, self._concurrency + 1 / self._concurrency)
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """Concurrent requests of one read, at least one."""
-        return int(self._at_once)
+        return int(self._concurrency)
 
     def record_timeout(self, started: float) -> None:
         """Count a timeout of an attempt, unless the attempt started before the last halving."""
         with self._lock:
             if started > self._halved_at:
-                self._at_once, self._halved_at = max(1.0, self._at_once / 2), time.monotonic()
+                self._concurrency, self._halved_at = max(1.0, self._concurrency / 2), time.monotonic()
 
-    def repeat(self) -> None:
+    def count_retry(self) -> None:
         with self._lock:
-            self.repeated += 1
+            self.retries += 1
 
     def hedge_due(self, waited_seconds: float) -> bool:
         """Return whether a request that has waited this long gets a parallel attempt, and count it."""
@@ -132,12 +132,12 @@ class RequestPacing:
                 if self._usual_seconds is None
                 else limits.hedge_after * self._usual_seconds
             )
-            patience = max(
+            threshold = max(
                 min(max(expected, limits.hedge_min_seconds), limits.hedge_max_seconds),
                 2 * (self._usual_seconds or 0.0),
             )
             allowed = limits.hedge_share and self.hedges < 8 + limits.hedge_share * self.requests
-            due = bool(allowed) and waited_seconds > patience
+            due = bool(allowed) and waited_seconds > threshold
             self.hedges += due
             return due
 
@@ -153,8 +153,8 @@ def _threads() -> tuple[ThreadPoolExecutor, int]:
 
 
 class _Attempt(Generic[T]):
-    def __init__(self, job: _Request[T]) -> None:
-        self.job = job
+    def __init__(self, request: _Request[T]) -> None:
+        self.request = request
         self.started: float | None = None  # when a thread started it
 
 
@@ -172,7 +172,7 @@ class _Request(Generic[T]):
 
 
 def fetch_all(
-    calls: Sequence[Callable[[], T]], pace: RequestPacing, limits: RequestLimits, seconds: float
+    calls: Sequence[Callable[[], T]], pacing: RequestPacing, limits: RequestLimits, seconds: float
 ) -> list[T]:
     """Return the results of ``calls`` in their order.
 
@@ -189,57 +189,57 @@ def fetch_all(
     (pool, pid), start = _threads(), time.monotonic()
     if pid != os.getpid():
         raise ForkedProcess
-    jobs = [_Request(call) for call in calls]
-    waiting, active_requests = deque(jobs), 0  # active: requests with a running attempt
-    pace.count_requests(len(jobs))
+    requests = [_Request(call) for call in calls]
+    waiting, active_requests = deque(requests), 0  # active: requests with a running attempt
+    pacing.count_requests(len(requests))
 
     def run_attempt(attempt: _Attempt[T]) -> None:
-        if attempt.job.finished:
+        if attempt.request.finished:
             return
         attempt.started = time.monotonic()
         try:
-            results.put((attempt, attempt.job.call(), None))
+            results.put((attempt, attempt.request.call(), None))
         except Exception as error:  # noqa: BLE001 - the calling thread handles or raises it
             results.put((attempt, None, error))
 
-    def start_attempt(job: _Request[T]) -> None:
+    def start_attempt(request: _Request[T]) -> None:
         nonlocal active_requests
-        attempt = _Attempt(job)
-        active_requests += not job.running
-        job.running.append(attempt)
-        job.attempts += 1
-        job.retry_at = None
+        attempt = _Attempt(request)
+        active_requests += not request.running
+        request.running.append(attempt)
+        request.attempts += 1
+        request.retry_at = None
         pool.submit(run_attempt, attempt)
 
-    def retry_or_hedge(job: _Request[T], now: float) -> None:
-        if job.retry_at is not None and now >= job.retry_at and active_requests < pace.at_once:
-            pace.repeat()
-            start_attempt(job)
+    def retry_or_hedge(request: _Request[T], now: float) -> None:
+        if request.retry_at is not None and now >= request.retry_at and active_requests < pacing.concurrency:
+            pacing.count_retry()
+            start_attempt(request)
         elif (
-            0 < len(job.running) < MAX_ATTEMPTS
-            and (started := job.running[-1].started) is not None
-            and pace.hedge_due(now - started)
+            0 < len(request.running) < MAX_ATTEMPTS
+            and (started := request.running[-1].started) is not None
+            and pacing.hedge_due(now - started)
         ):
-            start_attempt(job)
+            start_attempt(request)
 
     try:
-        remaining, last_check = len(jobs), start
+        remaining, last_check = len(requests), start
         while remaining:
-            while waiting and active_requests < pace.at_once:
+            while waiting and active_requests < pacing.concurrency:
                 start_attempt(waiting.popleft())
             try:
                 attempt, result, error = results.get(timeout=TICK_SECONDS)
             except Empty:
                 pass
             else:
-                job = attempt.job
-                job.running.remove(attempt)
-                if job.finished:
+                request = attempt.request
+                request.running.remove(attempt)
+                if request.finished:
                     continue
                 if error is None:
                     assert attempt.started is not None
-                    pace.record_answer(time.monotonic() - attempt.started)
-                    job.result, job.finished = result, True  # type: ignore[assignment]
+                    pacing.record_answer(time.monotonic() - attempt.started)
+                    request.result, request.finished = result, True  # type: ignore[assignment]
                     remaining -= 1
                     active_requests -= 1
                 elif not isinstance(error, TransientError):
@@ -247,23 +247,23 @@ def fetch_all(
                 else:
                     if isinstance(error, RequestTimeout):
                         assert attempt.started is not None
-                        pace.record_timeout(attempt.started)
-                    if not job.running:  # no parallel attempt is running
+                        pacing.record_timeout(attempt.started)
+                    if not request.running:  # no parallel attempt is running
                         active_requests -= 1
-                        job.retry_at = time.monotonic() + _backoff_seconds(job.failures, limits)
-                        job.failures += 1
-                        if job.retry_at - start > seconds:
-                            raise RetriesExhausted(job.attempts, time.monotonic() - start, str(error))
+                        request.retry_at = time.monotonic() + _backoff_seconds(request.failures, limits)
+                        request.failures += 1
+                        if request.retry_at - start > seconds:
+                            raise RetriesExhausted(request.attempts, time.monotonic() - start, str(error))
             now = time.monotonic()
             if now - last_check >= TICK_SECONDS:
                 last_check = now
-                for job in jobs:
-                    if not job.finished:
-                        retry_or_hedge(job, now)
+                for request in requests:
+                    if not request.finished:
+                        retry_or_hedge(request, now)
     finally:
-        for job in jobs:
-            job.finished = True  # queued attempts will not start
-    return [job.result for job in jobs]
+        for request in requests:
+            request.finished = True  # queued attempts will not start
+    return [request.result for request in requests]
 
 
 def _backoff_seconds(failures: int, limits: RequestLimits) -> float:

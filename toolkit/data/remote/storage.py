@@ -4,9 +4,11 @@
     folder.read_bytes("manifest.json")
     folder.read_range("train-00000.bin", 4096, 8192)
 
-The package obstore accesses stores, with credentials from the environment or the instance. Error texts of
-this module never quote a library or a server, since these may name keys, signatures and tokens. They contain
-a status, a kind of failure and a location.
+The package obstore accesses stores, with credentials from the environment or the instance. To support
+another kind of store, add its scheme to ``SCHEMES`` in ``toolkit/config/urls.py`` and open it in ``_store``.
+
+Error texts of this module never quote a library or a server, since these may name keys, signatures and
+tokens. They contain a status, a kind of failure and a location.
 """
 
 from __future__ import annotations
@@ -188,9 +190,9 @@ class StoreFolder(DataFolder):
         """
         self.location = location
         self.limits = limits
-        self.pace = RequestPacing(limits)
+        self.pacing = RequestPacing(limits)
         self._store = store
-        self._seen: dict[str, tuple[int, str | None]] = {
+        self._identities: dict[str, tuple[int, str | None]] = {
             name: (size, None) for name, size in (sizes or {}).items()
         }
         self._reading = sizes is not None
@@ -200,9 +202,9 @@ class StoreFolder(DataFolder):
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return sizes; files that were read before need no request, since every answer has the size."""
-        unknown = [name for name in dict.fromkeys(names) if name not in self._seen]
+        unknown = [name for name in dict.fromkeys(names) if name not in self._identities]
         self._fetch([partial(self._head, name) for name in unknown])
-        return [self._seen[name][0] for name in names]
+        return [self._identities[name][0] for name in names]
 
     def read_files(self, names: Sequence[str]) -> list[bytes]:
         """Read whole files: the first answer for each gives its size."""
@@ -210,9 +212,9 @@ class StoreFolder(DataFolder):
             [partial(self._get, name, 0, self.limits.part_bytes, whole=False) for name in names]
         )
         remaining = [
-            ByteRange(name, len(first), self._seen[name][0])
+            ByteRange(name, len(first), self._identities[name][0])
             for name, first in zip(names, firsts, strict=True)
-            if len(first) < self._seen[name][0]
+            if len(first) < self._identities[name][0]
         ]
         rest = dict(zip((item.name for item in remaining), self.read_ranges(remaining), strict=True))
         return [b"".join([first, rest.get(name, b"")]) for name, first in zip(names, firsts, strict=True)]
@@ -237,13 +239,13 @@ class StoreFolder(DataFolder):
 
         HTTP stores cannot list.
         """
-        (match,) = self._fetch([self._list])
-        return match
+        (files,) = self._fetch([self._list])
+        return files
 
     def _fetch(self, calls: Sequence[Any]) -> list[Any]:
         seconds = self.limits.reading_seconds if self._reading else self.limits.opening_seconds
         try:
-            return fetch_all(calls, self.pace, self.limits, seconds)
+            return fetch_all(calls, self.pacing, self.limits, seconds)
         except RetriesExhausted as error:
             seen = f"{self.location}: {error}"
         except ForkedProcess:
@@ -266,9 +268,10 @@ class StoreFolder(DataFolder):
         import obstore
 
         def request() -> list[StoredFile]:
-            match = (meta for page in obstore.list(self._store) for meta in page)
+            entries = (meta for page in obstore.list(self._store) for meta in page)
             return [
-                StoredFile(meta["path"], meta["size"], _nanoseconds(meta["last_modified"])) for meta in match
+                StoredFile(meta["path"], meta["size"], _nanoseconds(meta["last_modified"]))
+                for meta in entries
             ]
 
         return sorted(self._call("", request), key=lambda file: file.name)
@@ -304,9 +307,9 @@ class StoreFolder(DataFolder):
 
     def _check_identity(self, name: str, meta: Any) -> int:
         size, tag = meta["size"], meta["e_tag"]
-        first_size, first_tag = self._seen.setdefault(name, (size, tag))
+        first_size, first_tag = self._identities.setdefault(name, (size, tag))
         if first_tag is None:
-            self._seen[name] = (first_size, tag)
+            self._identities[name] = (first_size, tag)
         elif tag is not None and tag != first_tag:
             raise data_path_error(
                 f"{self.location / name} changed while it was read: tag {first_tag}, now {tag}",

@@ -49,15 +49,17 @@ def split_windows(starts: Ints, length: int, ends: Ints, token_bytes: int) -> li
     ):
         shard, column = first, 0
         while column < length:
-            begins = int(ends[shard - 1]) if shard else 0
+            shard_start = int(ends[shard - 1]) if shard else 0
             count = min(length - column, int(ends[shard]) - start - column)
-            parts.append(WindowPart(row, column, count, shard, (start + column - begins) * token_bytes))
+            parts.append(WindowPart(row, column, count, shard, (start + column - shard_start) * token_bytes))
             shard, column = shard + 1, column + count
     return parts
 
 
-def merge_spans(parts: Sequence[WindowPart], token_bytes: int, longest: int) -> tuple[list[Span], list[int]]:
-    """Merge parts that touch or overlap into spans of at most ``longest`` bytes (or the longest single part).
+def merge_spans(
+    parts: Sequence[WindowPart], token_bytes: int, max_bytes: int
+) -> tuple[list[Span], list[int]]:
+    """Merge parts that touch or overlap into spans of at most ``max_bytes``, or of one longer part.
 
     Returns the spans and the index of each part's span.
     """
@@ -68,7 +70,7 @@ def merge_spans(parts: Sequence[WindowPart], token_bytes: int, longest: int) -> 
         end = part.start + part.count * token_bytes
         if spans:
             shard, begin, last = spans[-1]
-            if shard == part.shard and part.start <= last and max(end, last) - begin <= longest:
+            if shard == part.shard and part.start <= last and max(end, last) - begin <= max_bytes:
                 spans[-1] = (shard, begin, max(end, last))
                 owners[owner] = len(spans) - 1
                 continue
@@ -82,7 +84,7 @@ def check_remote_files(manifest: DataManifest, names: Sequence[str]) -> None:
 
     Raises InputError naming the first file that is absent or does not match the manifest.
     """
-    shards = [shard for name in names for shard in _filled(manifest.split(name))]
+    shards = [shard for name in names for shard in _non_empty_shards(manifest.split(name))]
     folder = _folder(manifest)
     heads = [ByteRange(f"{shard.name}.idx", 0, HEADER.size) for shard in shards]
     # Any bytes of a file reveal its size. Not one byte alone: some servers answer "bytes=0-0" with the whole
@@ -97,7 +99,9 @@ def check_remote_files(manifest: DataManifest, names: Sequence[str]) -> None:
     for name, expected in files.items():
         size = folder.size(name)
         if size != expected.bytes:
-            raise _broken(folder.location / name, f"{size} bytes", f"the manifest has {expected.bytes} bytes")
+            raise _damage_error(
+                folder.location / name, f"{size} bytes", f"the manifest has {expected.bytes} bytes"
+            )
     for shard, head in zip(shards, contents, strict=False):
         _check_header(folder.location / f"{shard.name}.idx", bytes(head), manifest, shard)
 
@@ -105,7 +109,7 @@ def check_remote_files(manifest: DataManifest, names: Sequence[str]) -> None:
 def _check_header(location: Url, head: bytes, manifest: DataManifest, shard: TokenShard) -> None:
     magic, version, code, sequences, ends = HEADER.unpack(head)
     if magic != MAGIC or version != 1 or code not in DTYPE_CODES:
-        raise _broken(
+        raise _damage_error(
             location,
             f"starting with {magic!r}, version={version}, dtype code={code}",
             "an .idx file starts with Megatron's header",
@@ -114,10 +118,12 @@ def _check_header(location: Url, head: bytes, manifest: DataManifest, shard: Tok
     expected = (manifest.dtype, shard.documents, shard.idx.bytes)
     if seen != expected:
         template = "dtype {}, {} documents, {} bytes"
-        raise _broken(location, template.format(*seen), f"the manifest has {template.format(*expected)}")
+        raise _damage_error(
+            location, template.format(*seen), f"the manifest has {template.format(*expected)}"
+        )
 
 
-def _filled(split: TokenSplit) -> list[TokenShard]:
+def _non_empty_shards(split: TokenSplit) -> list[TokenShard]:
     return [shard for shard in split.shards if shard.tokens]
 
 
@@ -128,7 +134,7 @@ def _folder(manifest: DataManifest, limits: RequestLimits | None = None) -> Stor
     return folder
 
 
-def _broken(location: Url, seen: str, rule: str) -> InputError:
+def _damage_error(location: Url, seen: str, rule: str) -> InputError:
     return data_path_error(f"{location}: {seen}", rule, "restore the file, or prepare the data again")
 
 
@@ -148,7 +154,7 @@ class RemoteTokens:
         limits: RequestLimits | None = None,
     ) -> None:
         """Args: cache: stores blocks of 32 KiB; None: windows are fetched exactly. repeated: the same
-        windows are read repeatedly (an evaluation): up to KEPT_BYTES of them stay in memory.
+        windows are read repeatedly (an evaluation): up to CACHED_BYTES of them stay in memory.
         """
         self.manifest = manifest
         self.split = manifest.split(split)
@@ -158,7 +164,7 @@ class RemoteTokens:
         self.tokenizer_hash = manifest.tokenizer.hash
         self.dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self.token_bytes = self.dtype.itemsize
-        self._shards = _filled(self.split)
+        self._shards = _non_empty_shards(self.split)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
         self._names = [f"{shard.name}.bin" for shard in self._shards]
         self._files = {
@@ -171,7 +177,7 @@ class RemoteTokens:
         )
         self._reader = make_checked_reader(self.folder, files)
         self._cache = cache
-        self._cache_room = CACHED_BYTES if repeated else 0
+        self._memory_left = CACHED_BYTES if repeated else 0
         self._cached: dict[Span, Buffer] = {}
 
     def read(self, starts: Ints, out: npt.NDArray[Any]) -> None:
@@ -199,9 +205,9 @@ class RemoteTokens:
         missing = [span for span in spans if span not in self._cached]
         fetched = dict(zip(missing, self._read(missing), strict=True))
         for span, content in fetched.items():
-            if len(content) <= self._cache_room:
+            if len(content) <= self._memory_left:
                 self._cached[span] = content
-                self._cache_room -= len(content)
+                self._memory_left -= len(content)
         return [fetched[span] if span in fetched else self._cached[span] for span in spans]
 
     def _read(self, spans: list[Span]) -> list[Buffer]:

@@ -16,7 +16,7 @@ from toolkit.data.tokens.token_array import TokenSource
 
 Ints = npt.NDArray[np.int64]
 
-LENGTHS_AT_ONCE = 1 << 20
+CHUNK_DOCUMENTS = 1 << 20
 SAMPLED_TOKENS = 1 << 20
 
 
@@ -69,7 +69,7 @@ class WindowWaste:
 
 
 def estimate_waste(source: TokenSource, end_of_text: int, sequence_length: int) -> WindowWaste:
-    """Estimate the waste from the first LOOKED_AT tokens of a split, which is shuffled.
+    """Estimate the waste from the first SAMPLED_TOKENS tokens of a split, which is shuffled.
 
     ``compute_waste`` of the lengths in a split's index is exact (``launch/prepare.py inspect=FOLDER``).
     """
@@ -92,8 +92,8 @@ def compute_waste(lengths: npt.NDArray[Any], sequence_length: int) -> WindowWast
     """
     size = sequence_length
     tokens = cut = longer = lost = 0
-    for start in range(0, len(lengths), LENGTHS_AT_ONCE):
-        part = lengths[start : start + LENGTHS_AT_ONCE].astype(np.int64)
+    for start in range(0, len(lengths), CHUNK_DOCUMENTS):
+        part = lengths[start : start + CHUNK_DOCUMENTS].astype(np.int64)
         cuts = np.clip(part - 1, 0, size)  # positions of the first edge that cut the document
         tokens += int(part.sum())
         cut += int(cuts.sum())

@@ -38,7 +38,7 @@ class SpecialTokenFinder:
         """Raise InputError if the text contains a special token's string.
 
         Args:
-            where: names the document in the error.
+            location: names the document in the error.
             key: the setting that refuses such text.
         """
         found = self._pattern.search(text) if self._pattern else None

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import xxhash
 
-from toolkit.data.manifest import MANIFEST_NAME, DataManifest, DataOrigin, read_manifest, write_manifest
+from toolkit.data.manifest import DataManifest, DataOrigin, read_manifest, write_manifest
+from toolkit.data.manifest_file import MANIFEST_NAME
 from toolkit.data.tokens.index import token_dtype
 from toolkit.data.tokens.tokenizer import encode_texts, save_tokenizer, train_bpe
 from toolkit.data.tokens.writer import SplitWriter
@@ -36,7 +37,7 @@ LICENCE = "PSF-2.0"
 # Tests are a third of the library and are repetitive; the other folders are not part of it.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 VALIDATION_PERMILLE = 75
-TEXTS_AT_ONCE = 64
+BATCH_TEXTS = 64
 WAIT_SECONDS = 600.0
 
 Texts = Sequence[tuple[str, bytes]]  # relative path, content
@@ -140,8 +141,8 @@ def _write_generation(
     with progress.task("tokenising", total=size, unit="B") as task, ExitStack() as open_writers:
         for name, documents in (("train", train), ("validation", validation)):
             writer = open_writers.enter_context(SplitWriter(partial, name, dtype))
-            for first in range(0, len(documents), TEXTS_AT_ONCE):
-                batch = documents[first : first + TEXTS_AT_ONCE]
+            for first in range(0, len(documents), BATCH_TEXTS):
+                batch = documents[first : first + BATCH_TEXTS]
                 for tokens in encode_texts(
                     tokenizer, [_decode(document) for document in batch], info.end_of_text
                 ):

@@ -132,7 +132,7 @@ class MappedTokens:
         return result
 
     def _across(self, shard: int, first: int, size: int) -> bytes:
-        """Read ``size`` bytes from byte ``first`` of file ``number`` that end in a later file."""
+        """Read ``size`` bytes from byte ``first`` of file ``shard`` that end in a later file."""
         parts = [self._bytes[shard][first:]]
         size -= len(parts[0])
         while size > 0:
@@ -158,8 +158,8 @@ def open_split(
 
     Args:
         cache, repeated: for data in a store, see ``RemoteTokens``.
-        surveyed: another process has called ``check_remote_files`` at this start, so ranks need not query the
-            store for every shard again.
+        files_checked: another process has called ``check_remote_files`` at this start, so
+            ranks need not query the store for every shard again.
 
     Raises:
         InputError: no such folder or split, or a file does not match the manifest.

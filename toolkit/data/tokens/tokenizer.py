@@ -15,7 +15,8 @@ import numpy.typing as npt
 from toolkit.config.special_tokens import SpecialTokens
 from toolkit.data import hub
 from toolkit.data.digest import hash_file
-from toolkit.data.manifest import MANIFEST_NAME, TOKENIZER_FILE, TokenizerInfo, read_manifest
+from toolkit.data.manifest import TOKENIZER_FILE, TokenizerInfo, read_manifest
+from toolkit.data.manifest_file import MANIFEST_NAME
 from toolkit.data.tokens.special_tokens import configure_tokenizer
 from toolkit.errors import InputError, Problem
 from toolkit.files import write_whole

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.shard import Box
+from toolkit.config.kernels import AttentionKernel
 from toolkit.engine.deepspeed import context_parallel, patches, tensor_parallel
 from toolkit.engine.deepspeed.partitions import ParameterBox
-from toolkit.engine.optimizers import parameter_groups
+from toolkit.engine.optimizers import module_groups
 from toolkit.engine.precision import DTYPES
 from toolkit.models.build import build_model
+from toolkit.models.loss_head import fuse_loss
 from toolkit.plan.types import RunPlan
 
 # Attributes that DeepSpeed reads from a parameter: sharded by tensor parallelism; an expert's, and its group.
@@ -42,7 +44,8 @@ def build_deepspeed_model(
     """
     module = build_model(plan, device, meta=True)
     finish = _apply_axes(module, plan, settings, rank)
-    groups = parameter_groups(module, plan.config.optim)
+    fuse_loss(module, plan, tensor_parallel.output_layer(module) if plan.axes.tensor > 1 else None)
+    groups = module_groups(module, plan.config.optim)
     if plan.axes.expert > 1:
         for number, group in enumerate(groups):
             group["name"] = f"group{number}"  # required by DeepSpeed, which splits off the experts
@@ -84,7 +87,10 @@ def _apply_axes(
     axes = plan.axes
     if axes.context > 1:
         context_parallel.apply_context_parallel(
-            module, ranks=axes.context, index=axes.coordinates(rank).context
+            module,
+            AttentionKernel(plan.kernels.attention.name),
+            ranks=axes.context,
+            index=axes.coordinates(rank).context,
         )
     if axes.expert > 1:
         from toolkit.engine.deepspeed import expert_parallel  # imports DeepSpeed's layers

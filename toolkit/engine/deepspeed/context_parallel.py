@@ -19,25 +19,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
-from toolkit.engine.attention_mask import document_causal_mask
+from toolkit.config.kernels import AttentionKernel
+from toolkit.models.attention import attend, make_mask
+from toolkit.models.attention_interface import MASK, POSITIONS, find_inputs
 
 ATTENTION_NAME = "deepspeed_ulysses"
-POSITIONS = "position_ids"
 
 
-def apply_context_parallel(module: Any, *, ranks: int, index: int) -> None:
-    """Let a transformers model process slice ``index`` of each sequence. Creates DeepSpeed's groups."""
+def apply_context_parallel(module: Any, kernel: AttentionKernel, *, ranks: int, index: int) -> None:
+    """Let a transformers model process slice ``index`` of each sequence. Creates DeepSpeed's groups.
+
+    Call it after ``use_kernel``, whose hook creates the mask of documents from the positions of the whole
+    sequence, before the hook of this module slices them.
+    """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     parallel_state_sp.initialize_sequence_parallel(ranks)
     # No mask function is registered under this name, so transformers creates no mask; the attention is causal
     # itself.
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ulysses_attention)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, partial(ulysses_attention, kernel=kernel))
     module.config._attn_implementation = ATTENTION_NAME
-    module.register_forward_pre_hook(partial(_set_positions, index), with_kwargs=True)
+    set_positions = partial(_set_positions, kernel, ranks, index)
+    module.base_model.register_forward_pre_hook(set_positions, with_kwargs=True)
 
 
 def slice_sequence(batch: Mapping[str, torch.Tensor], *, ranks: int, index: int) -> dict[str, torch.Tensor]:
@@ -57,8 +62,10 @@ def ulysses_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Any,
     *,
+    kernel: AttentionKernel,
+    pair_mask: Any = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
@@ -67,7 +74,8 @@ def ulysses_attention(
 
     Args:
         query: [batch, heads, slice, head_dim]; ``key`` and ``value`` have as many heads or fewer.
-        attention_mask: bool [batch, 1, sequence, sequence], True if a query sees a key; None: causal.
+        attention_mask: not used.
+        pair_mask: as ``mask`` in ``attend``, for whole sequences.
 
     Returns:
         [batch, slice, heads, head_dim]
@@ -83,47 +91,32 @@ def ulysses_attention(
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     whole = DistributedAttention(_local_attention, group, scatter_idx=2, gather_idx=1)
     parts = (part.transpose(1, 2) for part in (query, key, value))
-    return whole(*parts, 0, mask=attention_mask, dropout=dropout, scaling=scaling), None
+    settings = {"kernel": kernel, "mask": pair_mask, "dropout": dropout, "scale": scaling}
+    return whole(*parts, 0, **settings), None
 
 
 def _local_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any
 ) -> torch.Tensor:
     """All tensors are [batch, sequence, heads / ranks, head_dim]."""
-    grouped = key.shape[2] != query.shape[2]
-    if mask is not None and grouped:  # no fused GPU kernel supports both a mask and grouped keys
-        key, value = (part.repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value))
-        grouped = False
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    found = functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=grouped,
-    )
-    return found.transpose(1, 2)
+    return attend(query, key, value, **settings).transpose(1, 2)
 
 
 def _set_positions(
-    index: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    kernel: AttentionKernel,
+    ranks: int,
+    index: int,
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Set the positions of a slice's tokens in the whole sequence, or in its documents."""
-    tokens, whole = named["input_ids"], named.get(POSITIONS)
+    tokens, whole = find_inputs(arguments, named), named.get(POSITIONS)
     length = tokens.shape[1]
-    mine = slice(index * length, (index + 1) * length)
     if whole is None:
-        named[POSITIONS] = torch.arange(mine.start, mine.stop, device=tokens.device).unsqueeze(0)
-    else:
-        # transformers passes a four-dimensional mask on unchanged.
-        named |= {POSITIONS: whole[:, mine], "attention_mask": document_causal_mask(whole)}
+        whole = torch.arange(ranks * length, device=tokens.device).unsqueeze(0)
+        if kernel is AttentionKernel.flex:
+            named[MASK] = make_mask(kernel, whole.expand(len(tokens), -1))
+    named[POSITIONS] = whole[:, index * length : (index + 1) * length]
     return arguments, named

@@ -70,10 +70,13 @@ class ExpertExchange(MoE):
         """
         ranks = dist.get_world_size(self._group)
         order = index.flatten().argsort(stable=True)  # by expert, and so by rank
-        counts = torch.bincount(index.flatten(), minlength=self.num_experts)
+        # Not ``bincount``, which reads the largest index from the device.
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=index.device)
+        counts.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
         arriving = torch.empty_like(counts)  # by sender, then by expert of this rank
         dist.all_to_all_single(arriving, counts, group=self._group)
-        sent, received = counts.view(ranks, -1).sum(1).tolist(), arriving.view(ranks, -1).sum(1).tolist()
+        # The host has to know how many rows the all-to-all exchanges: one read per layer and micro-batch.
+        sent, received = torch.stack([counts, arriving]).view(2, ranks, -1).sum(2).tolist()
         rows = _AllToAllV.apply(self._group, hidden[order // index.shape[1]], sent, received)
         local = self._compute_local(rows, arriving.view(ranks, -1))
         outputs = _AllToAllV.apply(self._group, local, received, sent)
@@ -88,8 +91,8 @@ class ExpertExchange(MoE):
             arriving: [ranks, experts of this rank], the number of rows from each sender for each expert.
         """
         local = torch.arange(arriving.shape[1], device=rows.device).repeat(arriving.shape[0])
-        experts = local.repeat_interleave(arriving.flatten())
         count = rows.shape[0]
+        experts = local.repeat_interleave(arriving.flatten(), output_size=count)
         if not count:
             # Every parameter needs a gradient, because ZeRO's ranks wait for each other's. The row of zeros
             # is appended to the output of the all-to-all: with a new tensor instead, autograd would skip the

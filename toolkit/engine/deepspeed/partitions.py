@@ -17,7 +17,7 @@ context ranks, and for experts the data ranks that share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.checkpoint.shard import MASTER, MOMENTUM, WEIGHT, Box, Shard, TensorKey, flat_boxes
-from toolkit.engine.optimizers import optimizer_state_names
+from toolkit.config.optim import OptimConfig
+from toolkit.optimizers.base import OptimizerSpec, StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class ZeroPartition:
     Attributes:
         number: index of the group (ZeRO 1, 2) or sub-group (ZeRO 3) in DeepSpeed's lists.
         group: the optimizer's parameter group, for its settings.
+        states: the states of this group.
         ranges: in flat order, without padding.
         master: fp32 [elements with padding]; the tensor that the optimizer updates, and the key of its state.
         bit16: the weights in the run's precision with the layout of ``master``; None if the master is the
@@ -92,21 +94,27 @@ class ZeroPartition:
 
     number: int
     group: Mapping[str, Any]
+    states: StateLayout
     ranges: tuple[FlatRange, ...]
     master: torch.Tensor
     bit16: torch.Tensor | None
     whole: tuple[FlatRange, ...] = ()
 
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of this group's optimizer states of parameter shape."""
-        return optimizer_state_names(self.group)
-
     def shards(self, state: str, flat: torch.Tensor) -> Iterator[Shard]:
         """Yield views of ``flat``, which has the layout of the master (or of ``whole``)."""
+        if state in self.states.whole:
+            yield self._whole_shard(state, flat)
+            return
         flat = flat.detach().view(-1)
         for flat_range in self.whole if state == MOMENTUM and self.whole else self.ranges:
             yield from flat_range.shards(state, flat)
+
+    def _whole_shard(self, state: str, tensor: torch.Tensor) -> Shard:
+        """Without ZeRO a partition is one parameter, whose states may have shapes of their own."""
+        (only,) = self.ranges
+        shape = tuple(tensor.shape)
+        key = TensorKey(state, only.parameter_box.name)
+        return Shard(key, shape, Box.whole(shape), tensor.detach(), only.replica, only.replicas)
 
     def weights(self, master: torch.Tensor) -> Iterator[Shard]:
         """Yield the weights and, in 16 bits, the masters that they are rounded from."""
@@ -117,20 +125,28 @@ class ZeroPartition:
             yield from self.shards(MASTER, master)
 
 
+GroupStates = Callable[[Mapping[str, Any]], StateLayout]
+
+
+def group_states(spec: OptimizerSpec, optim: OptimConfig, group: Mapping[str, Any]) -> StateLayout:
+    """The states of a parameter group of DeepSpeed's optimizer."""
+    return spec.states(optim, spec.kind_of_group(group))
+
+
 def read_partitions(
-    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], *, rank: int, ranks: int
+    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], states: GroupStates, *, rank: int, ranks: int
 ) -> list[ZeroPartition]:
     """Read this rank's partitions from DeepSpeed's optimizer wrapper (stage 0: a plain torch optimizer).
 
     ``rank, ranks`` count the ranks over which ZeRO partitions.
     """
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _stage3(optimizer, boxes, rank)
+        return _stage3(optimizer, boxes, states, rank)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _stage12(optimizer, boxes)
+        return _stage12(optimizer, boxes, states)
     if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return _bf16(optimizer, boxes)
-    return _stage0(optimizer, boxes, rank, ranks)
+        return _bf16(optimizer, boxes, states)
+    return _stage0(optimizer, boxes, states, rank, ranks)
 
 
 def _intersect(parameter_box: ParameterBox, offset: int, low: int, high: int) -> Iterator[FlatRange]:
@@ -140,8 +156,10 @@ def _intersect(parameter_box: ParameterBox, offset: int, low: int, high: int) ->
         yield FlatRange(parameter_box, first - offset, first - low, last - first)
 
 
-def _stage12(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
-    found = []
+def _stage12(
+    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], states: GroupStates
+) -> list[ZeroPartition]:
+    partitions = []
     for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
         group, size = optimizer.param_groups[number], master.numel()
         rank = dist.get_rank(optimizer.real_dp_process_group[number])  # fewer ranks for experts
@@ -163,15 +181,19 @@ def _stage12(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> list
                 )
         # In fp32 ZeRO stores a second copy of the weights; the optimizer updates the partition.
         bit16 = optimizer.parallel_partitioned_bit16_groups[number][rank]
-        found.append(
-            ZeroPartition(number, group, tuple(ranges), master, _sixteen_bit_or_none(bit16), tuple(whole))
+        partitions.append(
+            ZeroPartition(
+                number, group, states(group), tuple(ranges), master, _sixteen_bit_or_none(bit16), tuple(whole)
+            )
         )
-    return found
+    return partitions
 
 
-def _bf16(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> list[ZeroPartition]:
+def _bf16(
+    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], states: GroupStates
+) -> list[ZeroPartition]:
     """Partitions of ``BF16_Optimizer``, which DeepSpeed uses for bf16 ZeRO 1 with fp32 accumulation."""
-    found = []
+    partitions = []
     for number, master in enumerate(optimizer.fp32_groups_flat_partition):
         rank = dist.get_rank(optimizer.real_dp_process_group[number])
         low, offset = rank * master.numel(), 0
@@ -180,12 +202,15 @@ def _bf16(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox]) -> list[Ze
             ranges += _intersect(boxes[parameter], offset, low, low + master.numel())
             offset += parameter.numel()
         bit16 = optimizer.bf16_partitioned_groups[number][rank]
-        found.append(ZeroPartition(number, optimizer.param_groups[number], tuple(ranges), master, bit16))
-    return found
+        group = optimizer.param_groups[number]
+        partitions.append(ZeroPartition(number, group, states(group), tuple(ranges), master, bit16))
+    return partitions
 
 
-def _stage3(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], rank: int) -> list[ZeroPartition]:
-    found = []
+def _stage3(
+    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], states: GroupStates, rank: int
+) -> list[ZeroPartition]:
+    partitions = []
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         ranges: list[FlatRange] = []
         at = 0
@@ -195,8 +220,10 @@ def _stage3(optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], rank: in
         group = optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
         # In fp32 too there is a second copy of the weights, refreshed after each step.
         bit16 = optimizer.fp16_partitioned_groups_flat[number]
-        found.append(ZeroPartition(number, group, tuple(ranges), master, _sixteen_bit_or_none(bit16)))
-    return found
+        partitions.append(
+            ZeroPartition(number, group, states(group), tuple(ranges), master, _sixteen_bit_or_none(bit16))
+        )
+    return partitions
 
 
 def _own_range(parameter: Any, parameter_box: ParameterBox, rank: int, at: int) -> Iterator[FlatRange]:
@@ -208,14 +235,16 @@ def _own_range(parameter: Any, parameter_box: ParameterBox, rank: int, at: int) 
 
 
 def _stage0(
-    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], rank: int, ranks: int
+    optimizer: Any, boxes: Mapping[torch.Tensor, ParameterBox], states: GroupStates, rank: int, ranks: int
 ) -> list[ZeroPartition]:
-    found: list[ZeroPartition] = []
+    partitions: list[ZeroPartition] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             flat_range = FlatRange(boxes[parameter], 0, 0, parameter.numel(), rank, ranks)
-            found.append(ZeroPartition(len(found), group, (flat_range,), parameter, None))
-    return found
+            partitions.append(
+                ZeroPartition(len(partitions), group, states(group), (flat_range,), parameter, None)
+            )
+    return partitions
 
 
 def _sixteen_bit_or_none(weights: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.engine.deepspeed import host_reads
+from toolkit.engine.step_read import StepRead
 from toolkit.plan.types import Device
 
 
@@ -36,6 +38,7 @@ def import_deepspeed(device: Device, local_rank: int) -> ModuleType:
         _import_muon_without_compiling()
         _allow_fp16_on_any_cpu(deepspeed.DeepSpeedEngine)
     silence_memory_reports()
+    host_reads.mask_norms_on_device()
     if deepspeed.comm.comm.cdb is not None and not _adopted_group_is_current():
         _release_stale_groups()
     deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
@@ -270,7 +273,7 @@ def release_zero3_engine(engine: Any) -> None:
     vars(engine).update(optimizer=None, mpu=None)
 
 
-def clip_by_pipeline_norm(engine: Any) -> Callable[[], float]:
+def clip_by_pipeline_norm(engine: Any, read: StepRead) -> Callable[[], float]:
     """Without ZeRO, clip by the gradient norm of the whole pipeline, and skip steps whose norm is not finite.
 
     DeepSpeed takes a stage for a tensor-parallel rank and counts unsharded parameters on the first one only,
@@ -294,7 +297,7 @@ def clip_by_pipeline_norm(engine: Any) -> Callable[[], float]:
             .square()
         )
         dist.all_reduce(square, group=engine.grid.get_pipe_parallel_group())
-        norm = float(square.sqrt())
+        (norm,) = read.norms(square.sqrt())
         engine.optimizer.overflow = not math.isfinite(norm)
         if clip > 0 and not engine.optimizer.overflow:
             factor = 1.0 / max((norm + 1e-6) / clip, 1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from torch import nn
 
 from toolkit.checkpoint.shard import Box, Shard, StateReader
 from toolkit.engine import seeding
-from toolkit.engine.deepspeed import patches, replicas, state
-from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition, read_partitions
-from toolkit.engine.optimizers import parameter_groups
+from toolkit.engine.deepspeed import host_reads, patches, replicas, state
+from toolkit.engine.deepspeed.partitions import ParameterBox, ZeroPartition, group_states, read_partitions
+from toolkit.engine.optimizers import client_optimizer, module_groups, spec_of
 from toolkit.engine.protocol import (
     EvalResult,
     MicroBatch,
@@ -27,11 +28,13 @@ from toolkit.engine.protocol import (
     ReplicaSet,
     StepResult,
     StepSettings,
+    count_units,
     rank_device,
 )
 from toolkit.engine.replicas import group_replicas
-from toolkit.monitor.step_parts import UNRECORDED, Recorder
+from toolkit.engine.step_read import StepRead, loss_weight, read_numbers
 from toolkit.plan.types import RunPlan
+from toolkit.step_parts import UNRECORDED, Recorder
 
 
 class DeepSpeedPipelineEngine:
@@ -48,7 +51,7 @@ class DeepSpeedPipelineEngine:
     ) -> None:
         assert plan.deepspeed is not None, "the plan of a deepspeed run has DeepSpeed's dictionary"
         self._plan, self._objective, self._recorder = plan, objective, recorder
-        self._at = plan.axes.coordinates(rank)
+        self._coordinates = plan.axes.coordinates(rank)
         self.device = rank_device(plan.world.device, local_rank)
         deepspeed = patches.import_deepspeed(plan.world.device, local_rank)
         from toolkit.engine.deepspeed.pipeline_module import (
@@ -59,11 +62,15 @@ class DeepSpeedPipelineEngine:
 
         self._loss = LastStageLoss(objective, self.device)
         self._module = StagePipelineModule(plan, self.device, self._loss)
-        groups = parameter_groups(self._module, plan.config.optim)
+        groups = module_groups(self._module, plan.config.optim)
         settings = copy.deepcopy(dict(plan.deepspeed))  # DeepSpeed modifies its configuration
         self._stage = settings["zero_optimization"]["stage"]
         self._ds, *_ = deepspeed.initialize(
-            model=self._module, model_parameters=groups, config=settings, dist_init_required=False
+            model=self._module,
+            optimizer=client_optimizer(plan),
+            model_parameters=groups,
+            config=settings,
+            dist_init_required=False,
         )
         self._boxes = {
             parameter: ParameterBox(name, tuple(parameter.shape), Box.whole(tuple(parameter.shape)))
@@ -71,10 +78,15 @@ class DeepSpeedPipelineEngine:
         }
         patches.divide_loss_scale(self._ds.optimizer, plan.axes.data)
         self._grow_loss_scale = patches.defer_loss_scale_growth(self._ds.optimizer)
+        self._read = StepRead()
+        host_reads.read_norm_once(self._ds.optimizer, self._read, self._stage)
         self._norm = (
-            patches.clip_by_pipeline_norm(self._ds) if self._stage == 0 else self._ds.get_global_grad_norm
+            patches.clip_by_pipeline_norm(self._ds, self._read)
+            if self._stage == 0
+            else self._ds.get_global_grad_norm
         )
         patches.disable_timers(self._ds)
+        host_reads.skip_pipeline_loss(self._ds)
         time_instructions(self._ds, recorder)
         self._module.layer.register_forward_pre_hook(self._seed_micro_batch)
         self._step = self._micro_batch = 0
@@ -87,19 +99,21 @@ class DeepSpeedPipelineEngine:
             patches.set_gradient_accumulation(self._ds, len(micro_batches))
         for group in self._ds.optimizer.param_groups:
             group["lr"] = settings.lr
-        units = int(self._sum_over_data(sum(self._objective.units(batch) for batch in micro_batches)))
+        total_units = self._sum_units(micro_batches)
         # Undo DeepSpeed's mean over micro-batches and data ranks; divide by the units of the global batch.
-        self._loss.begin(len(micro_batches) * self._plan.axes.data / max(units, 1))
+        self._loss.begin(loss_weight(len(micro_batches) * self._plan.axes.data, total_units))
+        self._read.begin(lambda: [self._sum(self._loss.sum), total_units])
         self._step, self._micro_batch = settings.step, 0
         loss_scale = patches.run_loss_scale(self._ds.optimizer, self._plan.axes.data)
         with self._recorder.schedule():
             self._ds.train_batch((batch["input_ids"], batch) for batch in micro_batches)
         self._grow_loss_scale()
         skipped = not self._ds.was_step_applied()
+        loss, units = self._read.values()
         return StepResult(
-            loss=self._sum(self._loss.sum) / max(units, 1),
+            loss=loss / max(units, 1),
             grad_norm=math.inf if skipped else float(self._norm()),
-            tokens=units,
+            tokens=int(units),
             skipped=skipped,
             loss_scale=loss_scale,
         )
@@ -115,8 +129,8 @@ class DeepSpeedPipelineEngine:
                 )
         finally:
             self._module.train()
-        units = self._sum_over_data(sum(self._objective.units(batch) for batch in micro_batches))
-        return EvalResult(loss_sum=self._sum(self._loss.sum), tokens=int(units))
+        loss, units = read_numbers([self._sum(self._loss.sum), self._sum_units(micro_batches)])
+        return EvalResult(loss_sum=loss, tokens=int(units))
 
     def shards(self) -> list[Shard]:
         """A tied weight and its moments are saved by the first stage; the last stage stores equal copies."""
@@ -132,14 +146,14 @@ class DeepSpeedPipelineEngine:
         ]
 
     def replica_sets(self) -> list[ReplicaSet]:
-        axes, rank = self._plan.axes, self._plan.axes.rank(self._at)
+        axes, rank = self._plan.axes, self._plan.axes.rank(self._coordinates)
         tied = [parameter for parameter, _ in self._module.get_tied_weights_and_groups()]
-        found = list(replicas.weights(self._boxes, axes, rank, tied))
+        replicated = list(replicas.weights(self._boxes, axes, rank, tied))
         if self._stage == 0:
-            found += replicas.optimizer_state(
+            replicated += replicas.optimizer_state(
                 self._ds.optimizer, self._partitions(), axes, rank, stage=0, device=self.device
             )
-        return group_replicas(found)
+        return group_replicas(replicated)
 
     def scalars(self) -> dict[str, object]:
         return state.scalars(self._ds.optimizer, self._partitions(), self._plan.axes.data)
@@ -159,17 +173,21 @@ class DeepSpeedPipelineEngine:
 
     def _partitions(self) -> list[ZeroPartition]:
         return read_partitions(
-            self._ds.optimizer, self._boxes, rank=self._at.data, ranks=self._plan.axes.data
+            self._ds.optimizer,
+            self._boxes,
+            partial(group_states, spec_of(self._plan), self._plan.config.optim),
+            rank=self._coordinates.data,
+            ranks=self._plan.axes.data,
         )
 
     def _prepare_shapes(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set the positions of a step, and reset the activation shapes that stages exchange only once."""
+        """Set the micro-batches of a step, and reset the activation shapes that stages exchange only once."""
         shape, *others = {batch["input_ids"].shape for batch in micro_batches}
         assert not others, f"micro-batches of one step have one shape, not {[shape, *others]}"
         if shape != self._shape:
             self._ds.reset_activation_shape()
             self._shape = shape
-        self._module.layer.positions = iter([batch.get("position_ids") for batch in micro_batches])
+        self._module.layer.micro_batches = iter(micro_batches)
 
     def _seed_micro_batch(self, layer: nn.Module, _: object) -> None:
         """Seed each training micro-batch before its forward.
@@ -178,16 +196,20 @@ class DeepSpeedPipelineEngine:
         their state.
         """
         if layer.training:
-            seeding.seed_micro_batch(self._plan.config.train.seed, self._step, self._at, self._micro_batch)
+            seeding.seed_micro_batch(
+                self._plan.config.train.seed, self._step, self._coordinates, self._micro_batch
+            )
             self._micro_batch += 1
 
-    def _sum(self, value: torch.Tensor) -> float:
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum losses over all ranks; they are zero on all but the last stages."""
         total = value.clone()
         dist.all_reduce(total)
-        return float(total)
+        return total
 
-    def _sum_over_data(self, value: int) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+    def _sum_units(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Sum units over data ranks: an fp64 scalar."""
+        units = sum(count_units(self._objective, batch) for batch in micro_batches)
+        total = torch.full((), float(units), dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self._ds.grid.get_data_parallel_group())
-        return float(total)
+        return total

@@ -19,14 +19,17 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
+from toolkit.engine.compile import compile_model
+from toolkit.engine.fp8 import use_fp8_linears
 from toolkit.engine.precision import DTYPES
 from toolkit.engine.protocol import MicroBatch, Objective
 from toolkit.families import get_family
 from toolkit.layout.axes import Axis
 from toolkit.models.build import replace_parameters
+from toolkit.models.loss_head import loss_arguments
 from toolkit.models.stage import StageModel, build_stage
-from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
 from toolkit.plan.types import RunPlan
+from toolkit.step_parts import BACKWARD, FORWARD, OPTIMIZER, TRANSFER, Recorder
 
 
 class StageLayer(nn.Module):
@@ -36,11 +39,11 @@ class StageLayer(nn.Module):
     blocks of the stage and checkpoints activations by block, and weights keep their canonical names.
 
     Attributes:
-        positions: ``position_ids`` of the micro-batches of a step (None: consecutive), consumed in order.
-            Stages exchange hidden states only, and all pipeline ranks have the same micro-batches.
+        micro_batches: those of a step, consumed in order. Stages exchange hidden states only, and take
+            positions and, for a fused loss, labels from here; all pipeline ranks have the same micro-batches.
     """
 
-    positions: Iterator[torch.Tensor | None]
+    micro_batches: Iterator[MicroBatch]
 
     def __init__(self, plan: RunPlan, device: torch.device, stage: int) -> None:
         super().__init__()
@@ -49,9 +52,13 @@ class StageLayer(nn.Module):
         replace_parameters(
             self.stage, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device)
         )
+        use_fp8_linears(self.stage, plan)
+        compile_model(self.stage, plan)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.stage(given, next(self.positions))
+        batch = next(self.micro_batches)
+        loss = loss_arguments(self.stage.model, batch)
+        hidden: torch.Tensor = self.stage(given, batch.get("position_ids"), **loss)
         return hidden
 
 
@@ -62,13 +69,13 @@ class LastStageLoss:
         self._objective, self._device = objective, device
         self.begin(1.0)
 
-    def begin(self, weight: float) -> None:
+    def begin(self, weight: torch.Tensor | float) -> None:
         """Reset the sum before the first micro-batch of a step."""
         self._weight = weight
         self.sum = torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def __call__(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        loss = self._objective.loss_sum(_PrecomputedOutput(logits), batch)
+    def __call__(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        loss = self._objective.loss_sum(_PrecomputedOutput(output), batch)
         self.sum += loss.detach()
         return loss * self._weight
 
@@ -76,9 +83,10 @@ class LastStageLoss:
 class _PrecomputedOutput(nn.Module):
     """A model whose output is already computed."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, output: torch.Tensor) -> None:
         super().__init__()
-        self._output = SimpleNamespace(logits=logits)
+        self.has_fused_loss = output.dim() == 0
+        self._output = SimpleNamespace(logits=output, loss=output)
 
     def forward(self, **_: Any) -> SimpleNamespace:
         return self._output

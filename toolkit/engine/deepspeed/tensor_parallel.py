@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from toolkit.models.loss_head import ShardedOutputLayer
 
 
 def apply_tensor_parallel(module: nn.Module, settings: Mapping[str, Any]) -> Callable[[], None]:
@@ -68,22 +71,33 @@ def _use_functional_linear(module: nn.Module) -> None:
     )
 
     def column(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        found = functional.linear(ColumnParallel.apply(layer.mp_group, hidden), layer.weight, layer.bias)
+        output = functional.linear(ColumnParallel.apply(layer.mp_group, hidden), layer.weight, layer.bias)
         return (
-            GatherFromTensorParallelRegion.apply(layer.mp_group, found, layer._partition_sizes)
+            GatherFromTensorParallelRegion.apply(layer.mp_group, output, layer._partition_sizes)
             if layer.gather_output
-            else found
+            else output
         )
 
     def row(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         assert layer.bias is None, "row-parallel projections of the families have no bias"
         return RowParallel.apply(layer.mp_group, functional.linear(hidden, layer.weight), False)
 
+    # Methods rather than partial functions, of which torch.compile would compile one graph each.
     for layer in module.modules():
         if isinstance(layer, LinearLayer):
-            layer.forward = partial(column, layer)
+            layer.forward = MethodType(column, layer)
         elif isinstance(layer, LinearAllreduce):
-            layer.forward = partial(row, layer)
+            layer.forward = MethodType(row, layer)
+
+
+def output_layer(module: Any) -> ShardedOutputLayer | None:
+    """The output layer if AutoTP has split its vocabulary; None if every rank stores all of it."""
+    from deepspeed.module_inject.layers import ColumnParallel, LinearLayer
+
+    head = module.get_output_embeddings()
+    if not isinstance(head, LinearLayer):
+        return None
+    return ShardedOutputLayer(head.mp_group, partial(ColumnParallel.apply, head.mp_group))
 
 
 def data_group() -> Any:

@@ -3,12 +3,11 @@
 import warnings
 
 # Megatron-core warns at import about optional packages that are missing and calls collectives by names that
-# torch renamed. On GPUs it recommends CUDA_DEVICE_MAX_CONNECTIONS=1, which cluster/environment.py sets.
+# torch renamed.
 for message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
-    "When using sequence parallelism it is recommended",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
 ):
     warnings.filterwarnings("ignore", message=message, category=UserWarning)

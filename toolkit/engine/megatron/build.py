@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +16,20 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from toolkit.engine.megatron.attention import document_mask
-from toolkit.engine.megatron.model import build_chunks, transformer_config
+from toolkit.config.kernels import AttentionKernel
+from toolkit.config.optim import OptimizerKernel
+from toolkit.engine.megatron.attention import mask_arguments
+from toolkit.engine.megatron.model import attention_kernel, build_chunks, transformer_config
 from toolkit.engine.megatron.state import MegatronState, inner_optimizers
-from toolkit.engine.optimizers import optimizer_state_names
 from toolkit.engine.precision import LossScaler
 from toolkit.engine.protocol import MicroBatch
+from toolkit.engine.step_read import StepRead
 from toolkit.plan.types import RunPlan
 
 
@@ -36,11 +39,11 @@ class MegatronModel:
     ``chunks`` are its stages in Megatron-core's DistributedDataParallel.
     """
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunPlan, read: StepRead, device: torch.device) -> None:
         assert plan.megatron is not None
         assert plan.shape is not None
         config = transformer_config(plan)
-        models = build_chunks(plan, config)
+        models = build_chunks(plan, config, device)
         sixteen_bits = config.bf16 or config.fp16
         wrapped = [Float16Module(config, model) for model in models] if sixteen_bits else models
         ddp = DistributedDataParallelConfig(**plan.megatron["ddp"])
@@ -53,21 +56,17 @@ class MegatronModel:
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(**settings), self.chunks, use_gloo_process_groups=False
         )
-        _skip_nonfinite_steps(self.optimizer)
+        _skip_nonfinite_steps(self.optimizer, read, device)
+        if plan.kernels.optimizer.name == OptimizerKernel.fused.value:
+            _use_fused_kernel(self.optimizer)
         self.state = MegatronState(plan, models, self.optimizer, sixteen_bits=sixteen_bits)
         self.uses_dropout = plan.shape.dropout > 0  # whether training draws random numbers
         self._parallel_context = plan.axes.context > 1
+        self._kernel = attention_kernel(plan)
         self._data_ranks = plan.axes.data
         self._weight_decay = settings["weight_decay"]
-        self._config = config
+        self._config, self._device = config, device
         _set_schedule_functions(config, ddp, self.chunks)
-
-    @property
-    def state_names(self) -> set[str]:
-        """Names of the optimizer's states of parameter shape."""
-        return {
-            name for master in self.state.masters for name in optimizer_state_names(master.inner.defaults)
-        }
 
     def set_learning_rate(self, lr: float) -> None:
         """Set learning rate and weight decay, with Megatron-core's multipliers for groups without decay."""
@@ -78,25 +77,23 @@ class MegatronModel:
     def use_loss_scaler(self, scaler: LossScaler) -> None:
         """Use the run's loss scaler, whose rules are the same in every engine."""
         for part in inner_optimizers(self.optimizer):
-            part.grad_scaler = _DividedLossScale(scaler, self._data_ranks)
+            part.grad_scaler = _DividedLossScale(scaler, self._data_ranks, self._device)
+            part._unscale_main_grads_and_check_for_nan = partial(_unscale, part)
         self._config.grad_scale_func = self.optimizer.scale_loss
 
-    def slice_for_context_rank(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """This context rank's part of a micro-batch, with position ids and an attention mask.
+    def slice_for_context_rank(self, batch: MicroBatch) -> dict[str, Any]:
+        """This context rank's part of a micro-batch, with position ids and the mask of documents.
 
         Position ids count in the sequence, or in documents if the batch has any. Rotary positions always
         count in the sequence, since only their differences matter.
         """
         tokens = batch["input_ids"]
         group = parallel_state.get_context_parallel_group() if self._parallel_context else None
-        mask = (
-            {"attention_mask": document_mask(batch["position_ids"], group)} if "position_ids" in batch else {}
-        )
-        found = {
-            "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
-            **batch,
-        }
-        return {**(get_batch_on_this_cp_rank(found) if self._parallel_context else found), **mask}
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        inputs = {"position_ids": positions, **batch}
+        masked = "position_ids" in batch or self._kernel is AttentionKernel.flex
+        masks = mask_arguments(self._kernel, inputs["position_ids"], group) if masked else {}
+        return {**(get_batch_on_this_cp_rank(inputs) if self._parallel_context else inputs), **masks}
 
     def wait_for_weights(self) -> None:
         """Wait for weights that are still being gathered. Collective if the gather overlaps."""
@@ -123,15 +120,15 @@ class MegatronModel:
                 master.group["step"] = step or 0
             if step is None:
                 continue
-            found: dict[str, torch.Tensor] = {
+            state: dict[str, torch.Tensor] = {
                 name: torch.zeros_like(master.tensor, requires_grad=False)
-                for name in optimizer_state_names(master.inner.defaults)
+                for name in self.state.states.tensors
             }
             if "betas" in master.inner.defaults and not counts_in_group:
-                found["step"] = torch.tensor(
-                    float(step)
-                )  # not shared: torch increments it for each parameter
-            master.inner.state[master.tensor] = found
+                # Not shared: torch increments it for each parameter. The fused kernel reads it on the device.
+                device = master.tensor.device if master.group.get("fused") else None
+                state["step"] = torch.tensor(float(step), device=device)
+            master.inner.state[master.tensor] = state
 
     def release(self) -> None:
         """Break the reference cycles of hooks and configuration, so that memory is freed."""
@@ -168,24 +165,71 @@ def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
 
-def _skip_nonfinite_steps(optimizer: Any) -> None:
-    """Skip a step whose gradient norm is not finite;
+def _skip_nonfinite_steps(optimizer: Any, read: StepRead, device: torch.device) -> None:
+    """Skip a step whose gradient norm is not finite, and read the norm once, with the values of ``read``.
 
-    ``optimizer.step()`` then returns False as its first value.
-
-    Megatron-core checks gradients in fp16 only. The norm is global and already on the host when the update is
-    due.
+    ``optimizer.step()`` returns False as its first value if it skipped. Megatron-core checks gradients in
+    fp16 only. It reads one norm for each of its optimizers, and one for each parameter without Transformer
+    Engine.
     """
-    compute_norm, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
-    norm = 0.0
+    update, norm = optimizer.step_with_ready_grads, 0.0
 
     def get_grad_norm() -> float:
         nonlocal norm
-        norm = compute_norm()
+        norms = [square**0.5 for square in read.norms(*_squared_norms(optimizer, device))]
+        norm = norms[0] if len(norms) == 1 else math.sqrt(sum(part**2 for part in norms))
         return norm
 
     optimizer.get_grad_norm = get_grad_norm
     optimizer.step_with_ready_grads = lambda: math.isfinite(norm) and update()
+
+
+@torch.no_grad()
+def _squared_norms(optimizer: Any, device: torch.device) -> list[torch.Tensor]:
+    """The squared gradient norms of a ``ChainedOptimizer``, fp32 [1] over all ranks of each.
+
+    There is one for all its optimizers if they reduce over the same ranks. Collective.
+    """
+    parts = optimizer.chained_optimizers
+    if optimizer.grads_states_parallel_group_is_shared():
+        gradients = [[gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]]
+    else:
+        gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+    squares = []
+    for part, own in zip(parts, gradients, strict=False):
+        square = torch.zeros(1, device=device)
+        if own:
+            overflow = torch.zeros(1, dtype=torch.int, device=device)
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [own], False)
+            square = norm.square()
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        squares.append(square)
+    return squares
+
+
+@torch.no_grad()
+def _unscale(optimizer: Any) -> bool:
+    """Divide fp16 gradients by the loss scale; return False, because the norm shows whether one overflowed.
+
+    Megatron-core would read a flag here.
+    """
+    if not optimizer.is_stub_optimizer:
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            optimizer._collect_main_grad_data_for_unscaling(),
+            optimizer.found_inf,
+            optimizer.grad_scaler.inv_scale,
+        )
+    return False
+
+
+def _use_fused_kernel(optimizer: Any) -> None:
+    """Update all parameters of a group in one kernel.
+
+    Megatron-core creates torch's optimizers without a way to ask for it; they read the key of their groups.
+    """
+    for part in inner_optimizers(optimizer):
+        for group in part.optimizer.param_groups:
+            group.update(fused=True, foreach=False)
 
 
 class _DividedLossScale:
@@ -196,17 +240,16 @@ class _DividedLossScale:
     per step; Megatron-core would update it once for each of its optimizers.
     """
 
-    def __init__(self, scaler: LossScaler, data_ranks: int) -> None:
-        self._scaler, self._data_ranks = scaler, data_ranks
+    def __init__(self, scaler: LossScaler, data_ranks: int, device: torch.device) -> None:
+        self._scaler, self._data_ranks, self._device = scaler, data_ranks, device
 
     def update(self, found_inf: bool) -> None:
         pass
 
     @property
     def scale(self) -> torch.Tensor:
-        return torch.tensor(
-            [self._scaler.cur_scale / self._data_ranks], device="cuda" if torch.cuda.is_available() else "cpu"
-        )
+        # Not ``torch.tensor``, whose copy from the host would wait for the device in every micro-batch.
+        return torch.full((1,), self._scaler.cur_scale / self._data_ranks, device=self._device)
 
     @property
     def inv_scale(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Run Megatron-core on CPUs with gloo, for tests and laptops. Nothing is patched if CUDA is available.
+"""Run Megatron-core on CPUs with gloo, for tests, laptops and runs with ``cluster.gpus_per_node=0``.
 
 Megatron-core 0.16 hard-codes ``cuda``: ``torch.cuda.current_device()``, ``device="cuda"``, ``tensor.cuda()``,
 ``tensor.type() == "torch.cuda.FloatTensor"``, streams, events, CUDA's random state. Its modules, and only
@@ -46,10 +46,11 @@ FACTORIES = (
 
 
 @functools.cache
-def enable() -> bool:
-    """Patch loaded and future modules of Megatron-core; return whether it runs on CPUs."""
-    if torch.cuda.is_available():
-        return False
+def enable() -> None:
+    """Patch loaded and future modules of Megatron-core, for the rest of the process.
+
+    Only runs that are planned for CPUs call it. Whether torch sees a GPU does not matter.
+    """
     import megatron.core.jit
     import megatron.core.tensor_parallel.random as random
 
@@ -71,7 +72,6 @@ def enable() -> bool:
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    return True
 
 
 class _Proxy(ModuleType):

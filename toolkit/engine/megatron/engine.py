@@ -8,6 +8,7 @@ engine.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -29,11 +30,17 @@ from toolkit.engine.protocol import (
     ReplicaSet,
     StepResult,
     StepSettings,
+    count_units,
     rank_device,
 )
 from toolkit.engine.replicas import group_replicas
-from toolkit.monitor.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
-from toolkit.plan.types import RunPlan
+from toolkit.engine.step_read import StepRead, loss_weight, read_numbers
+from toolkit.errors import PlanError, Problem
+from toolkit.plan.kernels import TRANSFORMER_ENGINE
+from toolkit.plan.megatron import needs_single_cuda_queue
+from toolkit.plan.transformer_engine import install_command
+from toolkit.plan.types import Device, RunPlan
+from toolkit.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorder
 
 Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
 
@@ -51,17 +58,23 @@ class MegatronEngine:
         recorder: Recorder = UNRECORDED,
     ) -> None:
         assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
-        cpu.enable()
+        check_transformer_engine(plan)
+        if plan.world.device is Device.CPU:
+            cpu.enable()
+        if not needs_single_cuda_queue(plan.config, plan.world):
+            warnings.filterwarnings(
+                "ignore", r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX"
+            )
         patches.apply()
         from toolkit.engine.megatron.build import MegatronModel, initialize_process_groups
-        from toolkit.engine.megatron.model import check_transformer_engine_settings
 
-        check_transformer_engine_settings(plan)
         self._plan, self._objective, self._recorder = plan, objective, recorder
-        self._at = plan.axes.coordinates(rank)
+        self._coordinates = plan.axes.coordinates(rank)
         self.device = rank_device(plan.world.device, local_rank)
         initialize_process_groups(plan)
-        self._model = MegatronModel(plan)
+        self._read = StepRead()
+        self._model = MegatronModel(plan, self._read, self.device)
+        self._router_coefficient = float(plan.megatron["transformer"].get("moe_aux_loss_coeff", 0.0))
         self._scaler = LossScaler.from_config(plan.config.precision)
         if self._scaler is not None:
             self._model.use_loss_scaler(self._scaler)
@@ -73,26 +86,31 @@ class MegatronEngine:
             for chunk in model.chunks:
                 chunk.zero_grad_buffer()
             model.optimizer.zero_grad()
-        units = int(
-            self._sum(
-                sum(self._objective.units(batch) for batch in micro_batches) if self._counts_units() else 0
-            )
-        )
+        total_units = self._sum_units(micro_batches)
         # Undo Megatron-core's mean over micro-batches and data ranks; divide by the units of the global
         # batch.
-        weight = len(micro_batches) * self._plan.axes.data / max(units, 1)
+        weight = loss_weight(len(micro_batches) * self._plan.axes.data, total_units)
         with self._recorder.schedule(), self._recorder.part(BACKWARD):  # nested parts are timed as forward
             loss_sum = self._forward_backward(micro_batches, weight, settings.step)
-        balance = self._router_loss(len(micro_batches))
+        router_loss = self._take_router_loss()
+        self._read.begin(
+            lambda: [
+                self._sum(loss_sum),
+                total_units,
+                *(self._sum(value) for value in (router_loss,) if value is not None),
+            ]
+        )
         with self._recorder.part(OPTIMIZER):
             scale = self._scaler.cur_scale if self._scaler else 1.0
             applied, grad_norm, _ = model.optimizer.step()
             if self._scaler:
                 self._scaler.update(not applied)
+        loss, units, *router = self._read.values()
+        balance = sum(router) * self._router_coefficient / (len(micro_batches) * self._plan.axes.data)
         return StepResult(
-            loss=self._sum(loss_sum) / max(units, 1) + balance,
+            loss=loss / max(units, 1) + balance,
             grad_norm=float(grad_norm) if applied else torch.inf,
-            tokens=units,
+            tokens=int(units),
             skipped=not applied,
             loss_scale=scale,
         )
@@ -106,8 +124,8 @@ class MegatronEngine:
         finally:
             for chunk in self._model.chunks:
                 chunk.train()
-        units = sum(self._objective.units(batch) for batch in micro_batches) if self._counts_units() else 0
-        return EvalResult(loss_sum=self._sum(loss_sum), tokens=int(self._sum(units)))
+        loss, units = read_numbers([self._sum(loss_sum), self._sum_units(micro_batches)])
+        return EvalResult(loss_sum=loss, tokens=int(units))
 
     def shards(self) -> list[Shard]:
         self._model.wait_for_weights()
@@ -118,7 +136,7 @@ class MegatronEngine:
         from toolkit.engine.megatron import replicas
 
         self._model.wait_for_weights()
-        state, rank = self._model.state, self._plan.axes.rank(self._at)
+        state, rank = self._model.state, self._plan.axes.rank(self._coordinates)
         return group_replicas(
             [
                 *replicas.weights(state, self._plan.axes, rank),
@@ -127,18 +145,18 @@ class MegatronEngine:
         )
 
     def scalars(self) -> dict[str, object]:
-        found: dict[str, object] = {}
+        scalars: dict[str, object] = {}
         if (step := self._model.optimizer_step()) is not None:
-            found[OPTIMIZER_STEP] = step
+            scalars[OPTIMIZER_STEP] = step
         if self._scaler:
-            found[LOSS_SCALER] = self._scaler.state_dict()
-        return found
+            scalars[LOSS_SCALER] = self._scaler.state_dict()
+        return scalars
 
     @torch.no_grad()
     def load(self, reader: StateReader) -> None:
         state = self._model.state
         self._model.wait_for_weights()
-        continues = has_optimizer_state(reader, self._model.state_names)
+        continues = has_optimizer_state(reader, [state.states])
         step = cast(int, reader.scalars.get(OPTIMIZER_STEP, 0))
         self._model.reset_state(step if continues else None)
         for local in state.parameters:
@@ -163,7 +181,7 @@ class MegatronEngine:
         destroy_process_groups()
 
     def _forward_backward(
-        self, micro_batches: Sequence[MicroBatch], weight: float | None, step: int
+        self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor | None, step: int
     ) -> torch.Tensor:
         """Run forward, and backward if there is a ``weight`` of the loss.
 
@@ -182,13 +200,23 @@ class MegatronEngine:
                 batch = self._model.slice_for_context_rank(micro_batches[number])
                 labels = batch["labels"]
                 losses = chunk(
-                    batch["input_ids"], batch["position_ids"], batch.get("attention_mask"), labels=labels
+                    batch["input_ids"],
+                    batch["position_ids"],
+                    batch.get("attention_mask"),
+                    labels=labels,
+                    loss_mask=batch.get("loss_weights"),
+                    packed_seq_params=batch.get("packed_seq_params"),
                 )
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 with self._recorder.part(FORWARD):
-                    total = (output.float() * (labels != IGNORE_INDEX)).sum()
-                    return total * (weight or 0.0), total.detach().double()
+                    total = output.float()
+                    if total.dim():  # the losses of all tokens rather than a fused loss
+                        total = total * (labels != IGNORE_INDEX)
+                        if "loss_weights" in batch:
+                            total = total * batch["loss_weights"]
+                        total = total.sum()
+                    return total * (0.0 if weight is None else weight), total.detach().double()
 
             return losses, loss
 
@@ -202,37 +230,36 @@ class MegatronEngine:
             micro_batch_size=len(micro_batches[0]["input_ids"]),
             forward_only=weight is None,
         )
-        mine = (
-            torch.stack(sums).sum() if sums and self._at.tensor == 0 else torch.zeros((), dtype=torch.float64)
+        return (
+            torch.stack(sums).sum()
+            if sums and self._coordinates.tensor == 0
+            else torch.zeros((), dtype=torch.float64, device=self.device)
         )
-        return mine.to(self.device)
 
-    def _router_loss(self, micro_batches: int) -> float:
-        """The routers' load-balancing losses times their coefficient, averaged over all micro-batches.
+    def _take_router_loss(self) -> torch.Tensor | None:
+        """The sum of the routers' load-balancing losses of this rank since the last call: an fp64 scalar.
 
-        Megatron-core adds their gradients itself. Each rank stores the losses of its own layers and part of
-        each sequence.
+        None for a model without them. Megatron-core adds their gradients itself. Each rank stores the losses
+        of its own layers and part of each sequence.
         """
         from megatron.core.transformer.moe import moe_utils
 
-        assert self._plan.megatron is not None
-        coefficient = float(self._plan.megatron["transformer"].get("moe_aux_loss_coeff", 0.0))
-        if not coefficient:
-            return 0.0
+        if not self._router_coefficient:
+            return None
         tracked = moe_utils.get_moe_layer_wise_logging_tracker().get("load_balancing_loss")
-        total = self._sum(
-            tracked["values"].sum() if tracked is not None else 0.0
-        )  # a stage may have no layers
+        total = torch.zeros((), dtype=torch.float64, device=self.device)  # a stage may have no layers
+        if tracked is not None:
+            total += tracked["values"].sum()
         moe_utils.clear_aux_losses_tracker()
-        return coefficient * total / (micro_batches * self._plan.axes.data)
+        return total
 
     def _pad_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Pad with micro-batches without labels: the interleaved schedule needs a multiple of the stages."""
-        found = list(micro_batches)
+        padded = list(micro_batches)
         stages = self._plan.axes.pipeline if len(self._model.chunks) > 1 else 1
-        while len(found) % stages:
-            found.append({**found[0], "labels": torch.full_like(found[0]["labels"], IGNORE_INDEX)})
-        return found
+        while len(padded) % stages:
+            padded.append({**padded[0], "labels": torch.full_like(padded[0]["labels"], IGNORE_INDEX)})
+        return padded
 
     def _seed_micro_batch(self, step: int, micro_batch: int, chunk: int) -> None:
         """Seed dropout by the position in the run.
@@ -242,7 +269,7 @@ class MegatronEngine:
         """
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        at = self._at
+        at = self._coordinates
         seed = self._plan.config.train.seed
         model_parallel_cuda_manual_seed(
             seeding.derive_seed(seed, step, micro_batch, chunk, at.data, at.pipeline, at.context)
@@ -250,10 +277,41 @@ class MegatronEngine:
 
     def _counts_units(self) -> bool:
         """Whether this rank counts units for its peers with the same micro-batches."""
-        return (self._at.tensor, self._at.context, self._at.pipeline) == (0, 0, 0)
+        return (self._coordinates.tensor, self._coordinates.context, self._coordinates.pipeline) == (0, 0, 0)
 
-    def _sum(self, value: torch.Tensor | float) -> float:
+    def _sum_units(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Sum units over data ranks: an fp64 scalar."""
+        counts = self._counts_units()
+        units = sum(count_units(self._objective, batch) for batch in micro_batches) if counts else 0
+        return self._sum(torch.full((), float(units), dtype=torch.float64, device=self.device))
+
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks."""
-        total = torch.as_tensor(value, dtype=torch.float64, device=self.device).clone()
+        total = value.clone()
         dist.all_reduce(total)
-        return float(total)
+        return total
+
+
+def check_transformer_engine(plan: RunPlan) -> None:
+    """Import Transformer Engine if the plan uses it. Call this before importing Megatron-core.
+
+    Megatron-core takes its other layers silently if the import fails.
+
+    Raises:
+        PlanError: it is installed and cannot be imported.
+    """
+    if plan.kernels.layers.name != TRANSFORMER_ENGINE:
+        return
+    try:
+        # The names that megatron/core/extensions/transformer_engine.py imports.
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
+    except (ImportError, OSError, AssertionError) as error:
+        raise PlanError(
+            Problem(
+                "engine.name",
+                f"Transformer Engine {plan.world.transformer_engine} cannot be imported: {error}",
+                "its extension was compiled for the installed torch and CUDA",
+                f"install it again: {install_command(plan.world.torch_cuda)}, or remove it: "
+                "pip uninstall transformer-engine",
+            )
+        ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, Shard, TensorKey, flat_boxes
-from toolkit.engine.optimizers import optimizer_state_names
+from toolkit.engine.optimizers import spec_of
 from toolkit.families import get_family
 from toolkit.families.megatron import (
     EMBEDDING,
@@ -30,10 +30,13 @@ from toolkit.families.megatron import (
     local_tensor,
     tensors_by_name,
 )
+from toolkit.optimizers.torch_state import state_tensors
 from toolkit.plan.types import RunPlan
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+# Transformer Engine's grouped linear layer has a parameter for each expert, shaped as in a layer of its own.
+GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class MegatronState:
         assert plan.shape is not None
         self._shapes = {spec.name: spec.shape for spec in plan.parameters}
         self._sixteen_bits = sixteen_bits
+        self.states = spec_of(plan).states(plan.config.optim)
         self.parameters = list(_local_parameters(plan, chunks))
         self.masters = list(
             _master_parameters(optimizer, {parameter.tensor: parameter for parameter in self.parameters})
@@ -119,8 +123,7 @@ class MegatronState:
         return [
             shard
             for master in self.masters
-            for name in optimizer_state_names(master.inner.defaults)
-            if (tensor := master.inner.state.get(master.tensor, {}).get(name)) is not None
+            for name, tensor in state_tensors(self.states, master.inner.state.get(master.tensor, {}))
             for shard in self._master_shards(master, name, tensor)
         ]
 
@@ -206,20 +209,20 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 def _data_group(expert: bool) -> dist.ProcessGroup:
     """The ranks with the same weights, over which the distributed optimizer partitions their state."""
     if expert:
-        found: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
-        return found
+        return cast(dist.ProcessGroup, parallel_state.get_expert_data_parallel_group())
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def global_name(chunk: nn.Module, name: str) -> str:
     """A parameter's name in the local layer spec, with the global numbers of its layer and its expert."""
-    found = LAYER.match(name)
-    if found is None:
+    layer_match = LAYER.match(name)
+    if layer_match is None:
         return name
-    layer: Any = chunk.get_submodule(found[0].rstrip("."))
-    name = f"decoder.layers.{layer.layer_number - 1}.{name[found.end() :]}"
+    layer: Any = chunk.get_submodule(layer_match[0].rstrip("."))
+    name = f"decoder.layers.{layer.layer_number - 1}.{name[layer_match.end() :]}"
     for fused, norm in FUSED_NORMS.items():
         name = name.replace(fused, norm)
+    name = GROUPED_EXPERT.sub(r".experts.local_experts.\2.\1.weight", name)
     if expert := EXPERT.search(name):
         first = layer.mlp.local_expert_indices[0]
         name = name.replace(expert[0], f".local_experts.{int(expert[1]) + first}.")

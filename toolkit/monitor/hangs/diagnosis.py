@@ -1,4 +1,4 @@
-"""Diagnose why a run makes no progress, from the reports that ``observe/hang_report.py`` collects.
+"""Diagnose why a run makes no progress, from the reports that ``observe/hang_reporter.py`` collects.
 
 The rules are ordered by certainty. A process that has ended or is stopped explains every wait for it. Ranks
 whose calls of one number differ have diverged. If some ranks wait in a collective and one does not, they
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.collective_calls import CollectiveCall
-from toolkit.monitor.hangs.reports import (
+from toolkit.monitor.hangs.rank_reports import (
     HangEvidence,
     RankReport,
     describe_waits,
@@ -29,7 +29,6 @@ from toolkit.monitor.hangs.reports import (
 from toolkit.monitor.hangs.stacks import ENDED, SAMPLES, SILENT, STATES, describe_activity, short_path
 
 NAME = "hang"
-MAX_NAMED = 4  # processes in one sentence
 # Calls in which ranks may have tensors of different shapes.
 UNEQUAL = ("gather", "scatter", "all_to_all")
 
@@ -94,7 +93,7 @@ def _ranks_silent(evidence: HangEvidence) -> Diagnosis | None:
         ranks = states[state]
         condition = f"{has_or_have(ranks) if state in ENDED else is_or_are(ranks)} {STATES[state]}"
         seen = (
-            f"{_processes(evidence, ranks)} {condition}"
+            f"{evidence.format_processes(ranks)} {condition}"
             + ("" if state in ENDED else f" (state {state})")
             + _last_call(evidence, ranks)
         )
@@ -110,13 +109,13 @@ def _ranks_silent(evidence: HangEvidence) -> Diagnosis | None:
             f"{format_ranks(frozen)} {is_or_are(frozen)} blocked by native code that holds "
             "the Python interpreter's lock",
             format_ranks(frozen),
-            f"no Python thread of {_processes(evidence, frozen)} could run; {describe_waits(evidence)}",
+            f"no Python thread of {evidence.format_processes(frozen)} could run; {describe_waits(evidence)}",
             "find the last line of Python in the report: the extension called there does not return",
         )
     hosts = group_ranks(range(len(evidence.processes)), lambda rank: evidence.processes[rank].host)
     lost = {host: ranks for host, ranks in hosts.items() if not set(ranks) & evidence.reports.keys()}
     if lost:
-        ranks = [rank for them in lost.values() for rank in them]
+        ranks = [rank for host_ranks in lost.values() for rank in host_ranks]
         names = " and ".join(sorted(lost))
         return Diagnosis(
             f"no rank on {names} responds",
@@ -127,7 +126,7 @@ def _ranks_silent(evidence: HangEvidence) -> Diagnosis | None:
     return Diagnosis(
         f"{format_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not respond",
         format_ranks(silent),
-        f"{_processes(evidence, silent)} {is_or_are(silent)} alive and not stopped; "
+        f"{evidence.format_processes(silent)} {is_or_are(silent)} alive and not stopped; "
         f"{describe_waits(evidence)}",
         "check its kernel's log (dmesg) and its stack: py-spy dump --pid PID",
     )
@@ -149,33 +148,31 @@ _ENDED_REMEDY = f"find out why that process ended: dmesg (out of memory?), the a
 
 def _calls_differ(evidence: HangEvidence) -> Diagnosis | None:
     """Ranks of a group made different calls of one number, and one of them has not returned."""
-    for group in _groups(evidence):
-        members = [report for report in evidence.members(group) if _calls_made(report, group.group)]
-        last = {_calls_made(report, group.group) for report in members}
+    for group in evidence.groups():
+        members = [report for report in evidence.members(group) if report.calls_made(group.group)]
+        last = {report.calls_made(group.group) for report in members}
         stuck = {
-            call.number
-            for report in members
-            for call in _collectives(report, group.group)
-            if not call.finished
+            call.number for report in members for call in report.collectives(group.group) if not call.finished
         }
         for number in sorted(last | stuck):
-            there = {
+            calls_by_rank = {
                 report.rank: call
                 for report in members
-                for call in _collectives(report, group.group)
+                for call in report.collectives(group.group)
                 if call.number == number
             }
-            kinds = group_ranks(there, lambda rank: _comparison_key(there[rank]))  # noqa: B023  used at once
-            if len(kinds) < 2:
+            ranks_by_call = group_ranks(calls_by_rank, lambda rank: _comparison_key(calls_by_rank[rank]))  # noqa: B023  used at once
+            if len(ranks_by_call) < 2:
                 continue
-            odd = min(kinds.values(), key=len) if len(there) > 2 else sorted(there)
-            calls = "; ".join(f"{format_ranks(ranks)}: {there[ranks[0]].what}" for ranks in kinds.values())
-            skipped = _describe_skipped_call(evidence, group, number, kinds)
-            same = len({call.operation for call in there.values()}) == 1
+            variants = list(ranks_by_call.values())
+            minority = min(variants, key=len) if len(calls_by_rank) > 2 else sorted(calls_by_rank)
+            calls = "; ".join(f"{format_ranks(ranks)}: {calls_by_rank[ranks[0]].what}" for ranks in variants)
+            skipped = _describe_skipped_call(evidence, group, number, ranks_by_call)
+            same = len({call.operation for call in calls_by_rank.values()}) == 1
             what = "with different shapes" if same else "that differ"
             return Diagnosis(
                 f"the ranks make calls {what} as number {number} on {format_axis(group)}",
-                format_ranks(odd),
+                format_ranks(minority),
                 calls + skipped,
                 "see where the stacks differ: other shapes of batches or of the model, or a collective "
                 "that not all ranks make",
@@ -184,30 +181,29 @@ def _calls_differ(evidence: HangEvidence) -> Diagnosis | None:
 
 
 def _describe_skipped_call(
-    evidence: HangEvidence, group: CollectiveCall, number: int, kinds: Mapping[str, Sequence[int]]
+    evidence: HangEvidence, group: CollectiveCall, number: int, ranks_by_call: Mapping[str, Sequence[int]]
 ) -> str:
     """Name the call that only one side made, if one side's calls are the other's shifted by one."""
-    sides = list(kinds.values())
-    for these, those in ((these, those) for these in sides for those in sides if these is not those):
-        ahead = {call.number: call for call in _collectives(evidence.reports[those[0]], group.group)}
-        own = next(
-            call for call in _collectives(evidence.reports[these[0]], group.group) if call.number == number
+    variants = list(ranks_by_call.values())
+    for late, early in ((late, early) for late in variants for early in variants if late is not early):
+        early_calls = {call.number: call for call in evidence.reports[early[0]].collectives(group.group)}
+        late_call = next(
+            call for call in evidence.reports[late[0]].collectives(group.group) if call.number == number
         )
-        if number + 1 in ahead and _comparison_key(ahead[number + 1]) == _comparison_key(own):
-            return (
-                f"; {format_ranks(these)} skipped {ahead[number].what}, or only {format_ranks(those)} made it"
-            )
+        following = early_calls.get(number + 1)
+        if following is not None and _comparison_key(following) == _comparison_key(late_call):
+            skipped = early_calls[number].what
+            return f"; {format_ranks(late)} skipped {skipped}, or only {format_ranks(early)} made it"
     return ""
 
 
 def _ranks_outside_calls(evidence: HangEvidence) -> Diagnosis | None:
     """Some ranks wait in a call, and some in none."""
-    free = [rank for rank, report in evidence.reports.items() if report.blocking_call is None]
-    if not free or len(free) == len(evidence.reports):
+    outside = [rank for rank, report in evidence.reports.items() if report.blocking_call is None]
+    if not outside or len(outside) == len(evidence.reports):
         return None
-    activity, ranks = max(
-        group_ranks(free, lambda rank: evidence.reports[rank].activity).items(), key=lambda pair: len(pair[1])
-    )
+    ranks_by_activity = group_ranks(outside, lambda rank: evidence.reports[rank].activity)
+    activity, ranks = max(ranks_by_activity.items(), key=lambda item: len(item[1]))
     late_ranks = [line for blocked in _blocked_collectives(evidence) for line in blocked.lagging(ranks)]
     text = "; ".join(
         [
@@ -238,15 +234,16 @@ _SAMPLES_REMEDY = (
 
 def _locate_prefetch_thread(report: RankReport) -> str:
     """Locate the thread that prefetches samples."""
-    ahead = [
+    prefetching = [
         thread for thread in report.threads if not thread.main and describe_activity(thread.frames) == SAMPLES
     ]
-    if not ahead:
+    if not prefetching:
         return f"rank {report.rank} has no thread that prefetches samples: it has ended"
-    ours = next(frame for frame in reversed(ahead[0].frames) if describe_activity([frame]) == SAMPLES)
-    inner = ahead[0].frames[-1]
+    ours = next(frame for frame in reversed(prefetching[0].frames) if describe_activity([frame]) == SAMPLES)
+    inner = prefetching[0].frames[-1]
     below = "" if inner == ours else f", which waits in {inner.function}"
-    return f"its thread {ahead[0].name} is in {ours.function} ({short_path(ours.file)}:{ours.line}){below}"
+    location = f"{ours.function} ({short_path(ours.file)}:{ours.line})"
+    return f"its thread {prefetching[0].name} is in {location}{below}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,15 +280,15 @@ def _blocked_collectives(evidence: HangEvidence) -> list[_BlockedCollective]:
     Calls that few ranks have not reached come first, then ranks that made a transition between calls that no
     rank made before, then the call that blocked first.
     """
-    seen = Counter(step for report in evidence.reports.values() for step in _call_transitions(report)[:-1])
+    common = Counter(step for report in evidence.reports.values() for step in _call_transitions(report)[:-1])
 
     def key(blocked: _BlockedCollective) -> tuple[int, int, float]:
-        new = sum(
-            seen[_call_transitions(evidence.reports[rank])[-1]] == 0
+        unusual = sum(
+            common[_call_transitions(evidence.reports[rank])[-1]] == 0
             for rank in blocked.calls_by_late_rank
             if _call_transitions(evidence.reports[rank])
         )
-        return len(blocked.calls_by_late_rank), -new, blocked.call.begun
+        return len(blocked.calls_by_late_rank), -unusual, blocked.call.begun
 
     waiting: defaultdict[tuple[str, int], list[tuple[int, CollectiveCall]]] = defaultdict(list)
     for rank, report in evidence.reports.items():
@@ -304,7 +301,7 @@ def _blocked_collectives(evidence: HangEvidence) -> list[_BlockedCollective]:
         calls_made = {
             report.rank: made
             for report in evidence.members(call)
-            if (made := _calls_made(report, call.group)) < call.number
+            if (made := report.calls_made(call.group)) < call.number
         }
         if calls_made:
             entries.append(_BlockedCollective(call, tuple(rank for rank, _ in ranks), calls_made))
@@ -313,8 +310,8 @@ def _blocked_collectives(evidence: HangEvidence) -> list[_BlockedCollective]:
 
 def _call_transitions(report: RankReport) -> list[tuple[str, str]]:
     """Return the transitions from call to call on this rank, the newest last."""
-    made = [f"{call.group} {call.what}" for call in sorted(report.calls, key=lambda call: call.begun)]
-    return list(pairwise(made))
+    calls = [f"{call.group} {call.what}" for call in sorted(report.calls, key=lambda call: call.begun)]
+    return list(pairwise(calls))
 
 
 def _call_skipped(evidence: HangEvidence) -> Diagnosis | None:
@@ -375,37 +372,6 @@ RULES: tuple[Callable[[HangEvidence], Diagnosis | None], ...] = (
 )
 
 
-# ---- reading reports
-
-
-def _groups(evidence: HangEvidence) -> list[CollectiveCall]:
-    """Return one call of each group."""
-    return list(
-        {
-            call.group: call
-            for report in evidence.reports.values()
-            for call in report.calls
-            if call.peer is None
-        }.values()
-    )
-
-
-def _collectives(report: RankReport, group: str) -> list[CollectiveCall]:
-    return [call for call in report.calls if call.group == group and call.peer is None]
-
-
-def _calls_made(report: RankReport, group: str) -> int:
-    return max((call.number for call in _collectives(report, group)), default=0)
-
-
 def _comparison_key(call: CollectiveCall) -> str:
     """Return what must be equal on all ranks."""
     return call.operation if call.operation.startswith(UNEQUAL) else call.what
-
-
-def _processes(evidence: HangEvidence, ranks: Sequence[int]) -> str:
-    named = ", ".join(
-        f"{evidence.processes[rank].pid} on {evidence.processes[rank].host}" for rank in ranks[:MAX_NAMED]
-    )
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    return f"process{'es' * (len(ranks) > 1)} {named}{more}"

@@ -19,10 +19,12 @@ MAX_FRAMES = 64  # innermost frames of a thread
 MAIN = "MainThread"
 
 SAMPLES, ENGINE = "waiting for samples", "in the engine"
+OWN_DATASET = "reading samples of data.target"
 MODEL = "in the model's forward"
 # Part of a file's path, function name (empty: any), and what a thread does there. The innermost listed frame
 # decides: a task's loss calls the model, whose files are not listed.
 ACTIVITIES: tuple[tuple[str, str, str], ...] = (
+    ("toolkit/data/custom/", "", OWN_DATASET),
     ("toolkit/data/", "", SAMPLES),
     ("toolkit/checkpoint/", "", "saving or loading a checkpoint"),
     ("toolkit/train/saving.py", "", "saving a checkpoint"),
@@ -36,6 +38,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
             ("collate", "making a batch"),
             ("units", "making a batch"),
             ("loss_sum", MODEL),
+            ("evaluate", MODEL),
             ("eval_sums", MODEL),
             ("_logits", MODEL),
         )
@@ -131,7 +134,7 @@ def read_thread_stacks() -> list[ThreadStack]:
     The calling thread is left out unless it is the main thread.
     """
     own, by_ident = threading.get_ident(), {thread.ident: thread for thread in threading.enumerate()}
-    found: list[ThreadStack] = []
+    thread_stacks: list[ThreadStack] = []
     for ident, frame in sys._current_frames().items():
         if ident == own and own != threading.main_thread().ident:
             continue
@@ -144,17 +147,17 @@ def read_thread_stacks() -> list[ThreadStack]:
             if thread is not None
             else f"thread {ident}"
         )
-        found.append(ThreadStack(name, _task_state(task) if task else "", read_frames(frame)))
-    return sorted(found, key=lambda stack: not stack.main)
+        thread_stacks.append(ThreadStack(name, _task_state(task) if task else "", read_frames(frame)))
+    return sorted(thread_stacks, key=lambda stack: not stack.main)
 
 
 def read_frames(frame: FrameType | None) -> tuple[Frame, ...]:
     """Return the innermost MAX_FRAMES of a stack, outermost first."""
-    found: list[Frame] = []
-    while frame is not None and len(found) < MAX_FRAMES:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < MAX_FRAMES:
+        frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
         frame = frame.f_back
-    return tuple(reversed(found))
+    return tuple(reversed(frames))
 
 
 def describe_activity(frames: Sequence[Frame]) -> str:
@@ -239,10 +242,10 @@ def short_path(file: str) -> str:
 
 def format_frames(stack: Sequence[Frame], source: Callable[[str, int], str]) -> list[str]:
     """Return one line per frame, outermost first. ``source`` returns a line of a file, or an empty string."""
-    found: list[str] = []
+    lines: list[str] = []
     for frame in stack:
         text = source(frame.file, frame.line).strip()
-        found.append(
+        lines.append(
             f"{short_path(frame.file)}:{frame.line} {frame.function}" + (f":  {text}" if text else "")
         )
-    return found
+    return lines

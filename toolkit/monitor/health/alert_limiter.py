@@ -72,7 +72,9 @@ class AlertLimiter:
 
     def _drop_old(self, now: float) -> None:
         """Drop the state of alerts that would start over anyway. BURST bounds the rest."""
-        old = [key for key, one in self._histories.items() if now - one.seen_at > CALM_GAPS * one.gap]
+        old = [
+            key for key, history in self._histories.items() if now - history.seen_at > CALM_GAPS * history.gap
+        ]
         for key in old:
             del self._histories[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.commands import command_line
 from toolkit.config.urls import is_url
 from toolkit.monitor.health.checkpoints import SlowCheckpoint
 from toolkit.monitor.health.detector import Detector
@@ -58,8 +59,8 @@ def data_remedy(plan: RunPlan) -> str:
     data = plan.config.data
     if data.name == "dataset":
         return (
-            f"raise data.dataset.workers={2 * data.dataset.workers}, or prepare the tokens once: python "
-            "launch/prepare.py --help; check CPU and network in system/node-*.jsonl"
+            f"raise data.dataset.workers={2 * data.dataset.workers}, or prepare the tokens once: "
+            f"{command_line('prepare', '--help')}; check CPU and network in system/node-*.jsonl"
         )
     stores = [
         data.path,

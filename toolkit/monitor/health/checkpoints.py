@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from toolkit.config.schema import Cadence
+from toolkit.config.checkpoint import Cadence
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.detector import Detector, format_percent, format_seconds
 from toolkit.monitor.health.step_cost import cost_of_row
 from toolkit.monitor.sink import Kind, Row
-from toolkit.monitor.step_parts import CHECKPOINT
+from toolkit.step_parts import CHECKPOINT
 
 DAY = 86400.0
 

@@ -56,17 +56,17 @@ class TimeGroups(Generic[T]):
     """Join the entries of consecutive steps until they last ``GROUP_SECONDS``."""
 
     def __init__(self) -> None:
-        self._held: list[T] = []
+        self._entries: list[T] = []
         self._seconds = 0.0
 
     def add(self, lasted: float, entry: T) -> tuple[T, ...] | None:
         """Add a step's entry; return the entries of the group if this step completes it."""
-        self._held.append(entry)
+        self._entries.append(entry)
         self._seconds += lasted
         if self._seconds < GROUP_SECONDS:
             return None
-        unit, self._held, self._seconds = tuple(self._held), [], 0.0
-        return unit
+        group, self._entries, self._seconds = tuple(self._entries), [], 0.0
+        return group
 
 
 def format_seconds(value: float) -> str:

@@ -137,10 +137,10 @@ class JumpDetector(Detector):
         if not math.isfinite(shown) or row.get("skipped"):
             return None  # NonFinite reports these
         self._newest.append((row["step"], self._figure.value(shown), shown))
-        found = self._assess(row) if len(self._before) >= MIN_STEPS else None
-        if len(self._newest) == WATCHED_STEPS and (self._spike is None or found is not None):
+        alert = self._assess(row) if len(self._before) >= MIN_STEPS else None
+        if len(self._newest) == WATCHED_STEPS and (self._spike is None or alert is not None):
             self._before.append(self._newest[0][1])
-        return found
+        return alert
 
     def _assess(self, row: Row) -> Alert | None:
         figure, before = self._figure, list(self._before)

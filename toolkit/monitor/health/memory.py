@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from toolkit.commands import command_line
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.detector import WINDOW, Detector, WarmUp, format_percent
 from toolkit.monitor.health.robust_stats import BlockMinima
@@ -118,7 +119,7 @@ def host_memory(total_bytes: int | None) -> MonitoredMemory:
         total_bytes=total_bytes,
         quickly=0.05,
         slowly=0.2,
-        next_step="find what keeps it: python -X tracemalloc=10 launch/train.py ... and "
+        next_step=f"find what keeps it: PYTHONTRACEMALLOC=10 {command_line('train', '...')} and "
         "tracemalloc.take_snapshot() in a hook; common causes are lists that grow in each step, "
         "losses kept with their graphs (use float(loss)), and unbounded caches",
     )
@@ -165,17 +166,17 @@ def steady_growth(points: Sequence[tuple[float, float]]) -> GrowthEstimate | Non
         return None
     slope = median(slopes)
     offset = median(size - slope * at for at, size in points)
-    found = GrowthEstimate(
+    estimate = GrowthEstimate(
         offset + slope * points[0][0], offset + slope * points[-1][0], points[-1][0] - points[0][0]
     )
-    grown = found.last - found.first
+    grown = estimate.last - estimate.first
     length = len(points) // 4
     quarters = [
         median(size for _, size in points[first : first + length]) for first in range(0, 4 * length, length)
     ]
     steady = all(after - before >= QUARTER * grown / 4 for before, after in itertools.pairwise(quarters))
     scatter = median(abs(size - offset - slope * at) for at, size in points)
-    return found if grown > 0 and steady and grown > NOISE * scatter else None
+    return estimate if grown > 0 and steady and grown > NOISE * scatter else None
 
 
 class GrowthTracker:
@@ -195,7 +196,7 @@ class GrowthTracker:
         """Add a sample; return growth by a share of ``available`` bytes in the shortest window that shows it,
         and reset that window.
         """
-        found = None
+        estimate = None
         for scale, window in self._windows.items():
             samples = self._lowest[scale]
             samples.append((seconds, size))
@@ -203,8 +204,8 @@ class GrowthTracker:
                 continue
             window.append((samples[-1][0], min(size for _, size in samples)))
             samples.clear()
-            grown = steady_growth(tuple(window)) if len(window) == POINTS and found is None else None
+            grown = steady_growth(tuple(window)) if len(window) == POINTS and estimate is None else None
             if grown is not None and grown.last - grown.first > GROWN_SHARE * available:
-                found = grown
+                estimate = grown
                 window.clear()
-        return found
+        return estimate

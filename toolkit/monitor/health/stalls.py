@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from toolkit.commands import command_line
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.detector import (
     LASTING_STEPS,
@@ -28,18 +29,18 @@ from toolkit.monitor.health.detector import (
 from toolkit.monitor.health.robust_stats import LastingCondition
 from toolkit.monitor.health.step_cost import cost_of_row, is_computing, read_delay
 from toolkit.monitor.sink import Kind, Row
-from toolkit.monitor.step_parts import CHECKPOINT, COMMUNICATION, DATA, EVALUATION
+from toolkit.step_parts import CHECKPOINT, COMMUNICATION, DATA, EVALUATION
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _SampleWait:
     """Seconds waited for the samples of one step: by the rank that waited longest, by the others, and the
     step's total.
     """
 
     longest: float
     others: float
-    whole: float
+    step_seconds: float
     rank: int = 0
 
 
@@ -58,7 +59,7 @@ class DataStall(Detector):
         self._remedy, self._ranks_per_node = remedy, ranks_per_node
         self.kinds = (Kind.LEDGER if ledger else Kind.STEP,)  # type: ignore[misc]  # a class variable elsewhere
         self._warm_up = WarmUp()
-        self._steps: deque[_Wait] = deque(maxlen=LONG_WINDOW)
+        self._steps: deque[_SampleWait] = deque(maxlen=LONG_WINDOW)
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
@@ -70,19 +71,19 @@ class DataStall(Detector):
             steps = list(self._steps)[-length:]
             hiccup = max(steps, key=lambda step: step.longest)
             waited = sum(step.longest for step in steps) - hiccup.longest
-            whole = sum(step.whole for step in steps) - hiccup.whole
-            if waited > max(self.SHARE * whole, self.LEAST_LOST, MIN_SECONDS * len(steps)):
+            total_seconds = sum(step.step_seconds for step in steps) - hiccup.step_seconds
+            if waited > max(self.SHARE * total_seconds, self.LEAST_LOST, MIN_SECONDS * len(steps)):
                 return self._alert(row["step"], steps)
         return None
 
-    def _alert(self, step: int, steps: Sequence[_Wait]) -> Alert:
-        waited, others, whole = (
-            sum(getattr(one, name) for one in steps) for name in ("longest", "others", "whole")
+    def _alert(self, step: int, steps: Sequence[_SampleWait]) -> Alert:
+        waited, others, total_seconds = (
+            sum(getattr(wait, name) for wait in steps) for name in ("longest", "others", "step_seconds")
         )
-        share = waited / whole
+        share = waited / total_seconds
         longer: defaultdict[int, float] = defaultdict(float)  # by rank: seconds waited longer than the others
-        for one in steps:
-            longer[one.rank] += one.longest - one.others
+        for wait in steps:
+            longer[wait.rank] += wait.longest - wait.others
         rank = max(longer, key=longer.__getitem__)
         if longer[rank] > waited / 2:
             node = rank // self._ranks_per_node
@@ -105,24 +106,26 @@ class DataStall(Detector):
             lost_share=share,
             cause="the data pipeline is slow: training waits for samples",
             evidence=f"waiting for samples took {format_percent(share)} of the last {len(steps)} steps, "
-            f"{format_seconds(waited / len(steps))} of {format_seconds(whole / len(steps))} a "
+            f"{format_seconds(waited / len(steps))} of {format_seconds(total_seconds / len(steps))} a "
             f"step (alert above {self.SHARE:.0%})",
             next_step=self._remedy,
         )
 
 
-def _wait_from_step(row: Row) -> _Wait:
-    return _Wait(row["data_seconds"], row["data_seconds"], max(row["step_seconds"], row["data_seconds"]))
+def _wait_from_step(row: Row) -> _SampleWait:
+    return _SampleWait(
+        row["data_seconds"], row["data_seconds"], max(row["step_seconds"], row["data_seconds"])
+    )
 
 
-def _wait_from_ledger(row: Row) -> _Wait:
+def _wait_from_ledger(row: Row) -> _SampleWait:
     low, middle, high = row["parts"].get(DATA, (0.0, 0.0, 0.0))
     # On a host without a free processor the threads that prefetch are late too, which is not the pipeline's
     # fault.
-    account = cost_of_row(row, 1)
-    waited = account.corrected(high, account.starved)
+    row_cost = cost_of_row(row, 1)
+    waited = row_cost.corrected(high, row_cost.starved)
     others = high if row["ranks"] == 1 else low if row["ranks"] == 2 else middle
-    return _Wait(waited, min(waited, others), max(row["wall_seconds"], waited), row["data_rank"])
+    return _SampleWait(waited, min(waited, others), max(row["wall_seconds"], waited), row["data_rank"])
 
 
 class GarbageCollection(Detector):
@@ -145,22 +148,22 @@ class GarbageCollection(Detector):
         if len(self._steps) < WINDOW:
             return None
         steps = sorted(self._steps)[:-1]
-        collected, whole = (sum(part) for part in zip(*steps, strict=True))
-        if collected <= max(self.SHARE * whole, MIN_SECONDS * len(steps)):
+        collected, total_seconds = (sum(part) for part in zip(*steps, strict=True))
+        if collected <= max(self.SHARE * total_seconds, MIN_SECONDS * len(steps)):
             return None
         return Alert(
             name="slow-steps",
             fault="garbage-collection",
             level=Level.WARNING,
             step=row["step"],
-            lost_share=collected / whole,
+            lost_share=collected / total_seconds,
             cause="Python's garbage collection stops training",
-            evidence=f"{format_percent(collected / whole)} of the last {WINDOW} steps, "
+            evidence=f"{format_percent(collected / total_seconds)} of the last {WINDOW} steps, "
             f"{format_seconds(collected / len(steps))} a step on the rank where it took longest "
             f"(alert above {self.SHARE:.0%})",
             next_step="find the code that creates many Python objects in each step (a model, hook or "
-            "dataset of your own that keeps lists, dicts or graphs): python -X tracemalloc=10 "
-            "launch/train.py ...; objects that existed before the first step are not scanned",
+            "dataset of your own that keeps lists, dicts or graphs): PYTHONTRACEMALLOC=10 "
+            f"{command_line('train', '...')}; objects that existed before the first step are not scanned",
         )
 
 
@@ -194,7 +197,7 @@ class RepeatedPauses(Detector):
         if not self._warm_up.over():
             return None
         size = self._size(row["step"])
-        account = cost_of_row(row, size, self._collected.get(row["step"], 0.0))
+        row_cost = cost_of_row(row, size, self._collected.get(row["step"], 0.0))
         # All ranks wait for the one that is late, so waiting counts with its minimum and computing with its
         # maximum.
         parts = {
@@ -202,7 +205,7 @@ class RepeatedPauses(Detector):
             for name, (low, _, high) in row["parts"].items()
             if name not in (DATA, CHECKPOINT, EVALUATION)
         }
-        self._newest.append((account.least / size, account.measured / size, parts))
+        self._newest.append((row_cost.least / size, row_cost.measured / size, parts))
         if len(self._newest) < WINDOW:
             return None
         middle = median(measured for _, measured, _ in self._newest)
@@ -278,7 +281,7 @@ class StoppedProcess(Detector):
         if count < self.LEAST:
             return None
         of_rank = [seconds for seconds, other, _ in self._newest if seconds and other == rank]
-        share = sum(of_rank) / sum(whole for *_, whole in self._newest)
+        share = sum(of_rank) / sum(total_seconds for *_, total_seconds in self._newest)
         return Alert(
             name="slow-steps",
             fault="stopped-process",
@@ -309,16 +312,16 @@ class BusyHost(Detector):
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
         self._warm_up = WarmUp()
-        self._units: TimeGroups[Row] = TimeGroups()
+        self._groups: TimeGroups[Row] = TimeGroups()
         self._lasting = LastingCondition(WINDOW, LASTING_STEPS)
         self._newest: deque[tuple[Row, ...]] = deque(maxlen=WINDOW)
         self._calm = LONG_WINDOW  # groups of steps since the last busy one
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
-        if not self._warm_up.over() or (unit := self._units.add(row["wall_seconds"], row)) is None:
+        if not self._warm_up.over() or (group := self._groups.add(row["wall_seconds"], row)) is None:
             return None
-        self._newest.append(unit)
-        busy = _starved_share(unit) > self.SHARE
+        self._newest.append(group)
+        busy = _starved_share(group) > self.SHARE
         lasts = self._lasting.add(busy)
         reported, self._calm = self._calm < LONG_WINDOW, self._calm + 1
         if reported and busy:
@@ -326,13 +329,15 @@ class BusyHost(Detector):
         if reported or not lasts:
             return None
         self._calm = 0
-        rows = [one for unit in self._newest for one in unit]
+        rows = [step_row for group in self._newest for step_row in group]
         share = _starved_share(rows)
-        ranks = Counter(rank for waited, rank in (read_delay(one, "starved") for one in rows) if waited)
+        ranks = Counter(
+            rank for waited, rank in (read_delay(step_row, "starved") for step_row in rows) if waited
+        )
         rank = ranks.most_common(1)[0][0]
         node = rank // self._ranks_per_node
-        crowded = sum(read_delay(one, "crowded")[0] for one in rows) / sum(
-            one["wall_seconds"] for one in rows
+        crowded = sum(read_delay(step_row, "crowded")[0] for step_row in rows) / sum(
+            step_row["wall_seconds"] for step_row in rows
         )
         return Alert(
             name="host-busy",

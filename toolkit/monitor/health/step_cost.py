@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from toolkit.monitor.sink import Row
-from toolkit.monitor.step_parts import BUBBLE, COMMUNICATION
+from toolkit.step_parts import BUBBLE, COMMUNICATION
 
 CROWDED_FACTOR = 2.0
 

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
+from toolkit.commands import command_line
 from toolkit.monitor.alert import Alert, Level
 from toolkit.monitor.health.detector import (
     LASTING_STEPS,
@@ -26,7 +27,7 @@ from toolkit.monitor.health.detector import (
 from toolkit.monitor.health.robust_stats import BestMedian, LastingCondition
 from toolkit.monitor.health.step_cost import StepCost, cost_of_row
 from toolkit.monitor.sink import Kind, Row
-from toolkit.monitor.step_parts import COMMUNICATION
+from toolkit.step_parts import COMMUNICATION
 
 BLOCK = 50  # groups in a block of ``BestMedian``
 
@@ -44,7 +45,7 @@ class FallingThroughput(Detector):
     def __init__(self, size_of_step: SizeOfStep) -> None:
         self._size = size_of_step
         self._warm_up = WarmUp()
-        self._units: TimeGroups[StepCost] = TimeGroups()
+        self._groups: TimeGroups[StepCost] = TimeGroups()
         self._best = BestMedian(BLOCK, first=WINDOW)
         self._slow = LastingCondition(WINDOW, LASTING_STEPS)
         # seconds per sample, corrected for a busy host
@@ -54,16 +55,16 @@ class FallingThroughput(Detector):
     def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
-        account = cost_of_row(row, self._size(row["step"]))
-        unit = self._units.add(account.measured, account)
-        if unit is None:
+        row_cost = cost_of_row(row, self._size(row["step"]))
+        group = self._groups.add(row_cost.measured, row_cost)
+        if group is None:
             return None
-        samples = sum(one.samples for one in unit)
-        cost = sum(one.least for one in unit) / samples
+        samples = sum(step_cost.samples for step_cost in group)
+        cost = sum(step_cost.least for step_cost in group) / samples
         self._seen += 1
         self._newest.append(cost)
-        self._best.add(sum(one.measured for one in unit) / samples)
-        best, least = self._best.value, MIN_SECONDS * len(unit) / samples
+        self._best.add(sum(step_cost.measured for step_cost in group) / samples)
+        best, least = self._best.value, MIN_SECONDS * len(group) / samples
         if best is None:
             return None
         slow = self._slow.add(cost > max(self.SHORT_TIMES * best, best + least))
@@ -83,7 +84,7 @@ class FallingThroughput(Detector):
             f"{1 / best:.4g} in the run's best {BLOCK} steps: {format_percent(1 - best / now)} "
             "less (without waits for samples, evaluation and saving; steps shorter than a second "
             "are joined)",
-            next_step="find the part that grew in ledger.jsonl (python launch/report.py RUN_DIR), and "
+            next_step=f"find the part that grew in ledger.jsonl ({command_line('report', 'RUN_DIR')}), and "
             "check clocks, temperature and other processes in system/node-*.jsonl",
         )
 
@@ -102,7 +103,7 @@ class Straggler(Detector):
         self._ranks_per_node, self._stages = ranks_per_node, stages
         self._warm_up = WarmUp()
         # The slowest rank, its corrected and its measured seconds, the others' seconds.
-        self._units: TimeGroups[tuple[int, float, float, float]] = TimeGroups()
+        self._groups: TimeGroups[tuple[int, float, float, float]] = TimeGroups()
         # A rank, its seconds beyond the others, the others' seconds, the number of steps.
         self._newest: deque[tuple[int, float, float, int]] = deque(maxlen=WINDOW)
         self._usual = BestMedian(BLOCK, first=WINDOW)
@@ -115,21 +116,21 @@ class Straggler(Detector):
             max(0.0, 2 * middle - its) if row["ranks"] == 2 else middle
         )  # with two ranks the median is their mean
         entry = (row["slowest_rank"], cost_of_row(row, 1).corrected(its), its, others)
-        unit = self._units.add(row["wall_seconds"], entry)
-        if unit is None:
+        group = self._groups.add(row["wall_seconds"], entry)
+        if group is None:
             return None
-        theirs = sum(others for *_, others in unit)
+        theirs = sum(others for *_, others in group)
         usual = 1.0
         if self._stages > 1:
-            self._usual.add(sum(measured for _, _, measured, _ in unit) / max(theirs, 1e-9))
+            self._usual.add(sum(measured for _, _, measured, _ in group) / max(theirs, 1e-9))
             if self._usual.value is None:
                 return None
             usual = self._usual.value
         excess: defaultdict[int, float] = defaultdict(float)
-        for rank, corrected, _, others in unit:
+        for rank, corrected, _, others in group:
             excess[rank] += corrected - usual * others
         rank, more = max(excess.items(), key=lambda item: item[1])
-        self._newest.append((rank, more, usual * theirs, len(unit)))
+        self._newest.append((rank, more, usual * theirs, len(group)))
         return self._assess(row, usual)
 
     def _assess(self, row: Row, usual: float) -> Alert | None:
@@ -175,22 +176,24 @@ class SlowCollective(Detector):
     def __init__(self, size_of_step: SizeOfStep) -> None:
         self._size = size_of_step
         self._warm_up = WarmUp()
-        self._units: TimeGroups[StepCost] = TimeGroups()
+        self._groups: TimeGroups[StepCost] = TimeGroups()
         self._axes: dict[str, tuple[BestMedian, LastingCondition, deque[float]]] = {}
-        self._whole = BestMedian(BLOCK, first=WINDOW)
+        self._best_step = BestMedian(BLOCK, first=WINDOW)
 
     def check(self, kind: Kind, row: Row) -> Alert | None:
         if not self._warm_up.over():
             return None
-        account = cost_of_row(row, self._size(row["step"]))
-        unit = self._units.add(account.measured, account)
-        return None if unit is None else self._assess(row, unit)
+        row_cost = cost_of_row(row, self._size(row["step"]))
+        group = self._groups.add(row_cost.measured, row_cost)
+        return None if group is None else self._assess(row, group)
 
-    def _assess(self, row: Row, unit: Sequence[StepCost]) -> Alert | None:
-        samples = sum(one.samples for one in unit)
-        self._whole.add(sum(one.measured for one in unit) / samples)
-        whole, least, found = self._whole.value, MIN_SECONDS * len(unit) / samples, None
-        for name in {name for one in unit for name in one.waits if name.startswith(COMMUNICATION)}:
+    def _assess(self, row: Row, group: Sequence[StepCost]) -> Alert | None:
+        samples = sum(step_cost.samples for step_cost in group)
+        self._best_step.add(sum(step_cost.measured for step_cost in group) / samples)
+        best_step_seconds, least, alert = self._best_step.value, MIN_SECONDS * len(group) / samples, None
+        for name in {
+            name for step_cost in group for name in step_cost.waits if name.startswith(COMMUNICATION)
+        }:
             self._axes.setdefault(
                 name,
                 (
@@ -200,30 +203,38 @@ class SlowCollective(Detector):
                 ),
             )
         for name, (best, lasting, newest) in self._axes.items():
-            best.add(sum(one.waits.get(name, 0.0) for one in unit) / samples)
-            now = sum(one.corrected(one.waits.get(name, 0.0), one.starved) for one in unit) / samples
+            best.add(sum(step_cost.waits.get(name, 0.0) for step_cost in group) / samples)
+            now = (
+                sum(
+                    step_cost.corrected(step_cost.waits.get(name, 0.0), step_cost.starved)
+                    for step_cost in group
+                )
+                / samples
+            )
             newest.append(now)
-            if best.value is None or whole is None:
+            if best.value is None or best_step_seconds is None:
                 continue
             more = now - best.value
-            slow = more > self.SHARE * whole and now > self.TIMES * best.value and more > least
+            slow = more > self.SHARE * best_step_seconds and now > self.TIMES * best.value and more > least
             if lasting.add(slow) and slow:
-                size = samples / len(unit)
+                size = samples / len(group)
                 axis = name.removeprefix(f"{COMMUNICATION}/")
-                found = self._alert(row, axis, size * median(newest), size * best.value, size * whole)
-        return found
+                alert = self._alert(
+                    row, axis, size * median(newest), size * best.value, size * best_step_seconds
+                )
+        return alert
 
-    def _alert(self, row: Row, axis: str, now: float, best: float, whole: float) -> Alert:
+    def _alert(self, row: Row, axis: str, now: float, best: float, best_step_seconds: float) -> Alert:
         return Alert(
             name="slow-collective",
             where=f"axis {axis}",
             level=Level.WARNING,
             step=row["step"],
-            lost_share=max(0.0, now - best) / (whole + max(0.0, now - best)),
+            lost_share=max(0.0, now - best) / (best_step_seconds + max(0.0, now - best)),
             cause=f"collectives along axis {axis} have become slow on all their ranks",
             evidence=f"every rank waits at least {format_seconds(now)} a step for them, compared with "
             f"{format_seconds(best)} in the run's best {BLOCK} steps; a step takes "
-            f"{format_seconds(whole)}",
+            f"{format_seconds(best_step_seconds)}",
             next_step="check for link errors and other traffic: nvidia-smi nvlink -e, ibstat, ethtool -S "
             "on the nodes, NCCL_DEBUG=INFO for the chosen path; attempts/*/probe.json has the "
             "axis' bandwidth at the start",

@@ -1,3 +1,3 @@
-"""The HTML report of a run: ``run_data.py`` reads the files, one module builds each section, ``page.py``
+"""The HTML report of a run: ``run_reader.py`` reads the files, one module builds each section, ``page.py``
 renders them.
 """

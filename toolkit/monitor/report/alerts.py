@@ -15,7 +15,7 @@ def alerts_section(run: ReportData) -> ReportSection:
             intro=("None." if run.steps.rows else "None so far; no step is complete yet.",),
         )
     total = sum(counts.values())
-    kinds = sorted(counts.items(), key=lambda one: (one[0][0], -one[1]))
+    kinds = sorted(counts.items(), key=lambda item: (item[0][0], -item[1]))
     summary = ReportTable(
         caption="Kinds",
         head=("level", "alert", "how often"),

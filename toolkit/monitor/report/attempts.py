@@ -20,7 +20,7 @@ from toolkit.monitor.report.elements import (
 from toolkit.monitor.report.run_data import AttemptRecord, ReportData, mapping_at
 from toolkit.progress import duration
 
-LATER = "a later attempt followed: see the end of its log"
+SUPERSEDED_ATTEMPT_END = "a later attempt followed: see the end of its log"
 CAUSES = {
     REPEATED: "steps that were or must be repeated",
     STARTING: "start-up: from an attempt's start to its first step",
@@ -39,16 +39,16 @@ def attempts_section(run: ReportData) -> ReportSection:
     newest = run.attempts[-1].number
     rows = tuple(
         (
-            str(one.number),
-            _when(one.began),
-            _when(one.ended),
-            duration(one.ended - one.began) if one.began and one.ended else UNKNOWN,
-            format_seconds(one.start_seconds),
-            _end(run) if one.number == newest else without_secrets(one.end) or LATER,
-            f"{one.repeated:,}",
-            "\n".join(one.files),
+            str(attempt.number),
+            _when(attempt.began),
+            _when(attempt.ended),
+            duration(attempt.ended - attempt.began) if attempt.began and attempt.ended else UNKNOWN,
+            format_seconds(attempt.start_seconds),
+            _end(run) if attempt.number == newest else without_secrets(attempt.end) or SUPERSEDED_ATTEMPT_END,
+            f"{attempt.repeated:,}",
+            "\n".join(attempt.files),
         )
-        for one in run.attempts
+        for attempt in run.attempts
     )
     table = ReportTable(
         caption="Starts",
@@ -116,12 +116,12 @@ def _end(run: ReportData) -> str:
     return f"{state}{exit_code}{f': {without_secrets(str(reason))}' if reason else ''}"
 
 
-def _texts(every: tuple[AttemptRecord, ...]) -> Iterator[CollapsedText]:
-    for one in every:
-        if one.hang:
-            yield CollapsedText(f"attempt {one.number}: hang report", without_secrets(one.hang))
-        if one.log_end:
-            yield CollapsedText(f"attempt {one.number}: end of the log", without_secrets(one.log_end))
+def _texts(attempts: tuple[AttemptRecord, ...]) -> Iterator[CollapsedText]:
+    for attempt in attempts:
+        if attempt.hang:
+            yield CollapsedText(f"attempt {attempt.number}: hang report", without_secrets(attempt.hang))
+        if attempt.log_end:
+            yield CollapsedText(f"attempt {attempt.number}: end of the log", without_secrets(attempt.log_end))
 
 
 def _when(moment: float | None) -> str:

@@ -25,6 +25,7 @@ class AxisFormat(StrEnum):
     SECONDS = "seconds"
     STEP = "step"
     TIME = "time"  # Unix time, shown in UTC
+    RANKS = "ranks"  # base-2 logarithms of numbers of ranks, which are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +96,15 @@ class Chart:
             "marks": [asdict(mark) for mark in self.marks],
             "series": [
                 {
-                    "name": one.name,
-                    "colour": one.colour,
-                    "dots": one.dots,
-                    "x": list(one.x),
-                    "mid": list(one.mid),
-                    "low": None if one.low is None else list(one.low),
-                    "high": None if one.high is None else list(one.high),
+                    "name": line.name,
+                    "colour": line.colour,
+                    "dots": line.dots,
+                    "x": list(line.x),
+                    "mid": list(line.mid),
+                    "low": None if line.low is None else list(line.low),
+                    "high": None if line.high is None else list(line.high),
                 }
-                for one in self.series
+                for line in self.series
             ],
         }
 

@@ -226,8 +226,8 @@ def _gpus(nodes: dict[int, NodeSamples]) -> Iterator[ReportTable]:
     """
     every = [(name, node, gpu) for name, node in nodes.items() for gpu in node.gpus]
 
-    def severity(one: tuple[int, NodeSamples, int]) -> tuple[float, float]:
-        stats = one[1].gpus[one[2]]
+    def severity(entry: tuple[int, NodeSamples, int]) -> tuple[float, float]:
+        stats = entry[1].gpus[entry[2]]
         return -(_mean(stats, "throttled_percent") or 0.0), _mean(stats, "utilization_percent") or 0.0
 
     kinds = sorted({name for node in nodes.values() for name in node.names.values()})

@@ -18,7 +18,7 @@ from toolkit.monitor.report.elements import (
 )
 from toolkit.monitor.report.run_data import LedgerCurves, ReportData
 from toolkit.monitor.report.training import step_marks
-from toolkit.monitor.step_parts import (
+from toolkit.step_parts import (
     BACKWARD,
     BUBBLE,
     CHECKPOINT,
@@ -129,7 +129,7 @@ def _seconds_chart(run: ReportData) -> Chart:
     curves, colour_of = run.ledger.curves, colours(run.ledger.parts)
     drawn = [curve_series(curves, "wall_seconds", "whole step", "ink")]
     drawn += [curve_series(curves, f"{part} max", part, colour_of[part]) for part in run.ledger.parts[:5]]
-    lines = tuple(one for one in drawn if one is not None)
+    lines = tuple(line for line in drawn if line is not None)
     return Chart(
         id="ledger-seconds",
         title="The largest parts on the slowest rank",

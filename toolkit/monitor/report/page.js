@@ -32,8 +32,11 @@
     bytes: (value, digits) => (value ? scaled(value, [[1e12, " TB"], [1e9, " GB"], [1e6, " MB"], [1e3, " kB"], [1, " B"]], digits) : "0 B"),
     seconds: (value, digits) => (value ? scaled(value, [[1, " s"], [1e-3, " ms"], [1e-6, " µs"]], digits) : "0 s"),
     step: (value) => (Math.round(value * 10) / 10).toLocaleString("en"),
+    ranks: (value) => Math.round(2 ** value).toLocaleString("en"),
     time: (value) => utc(value, "all"),
   };
+
+  const titles = { time: "time (UTC)", step: "step", ranks: "ranks" };
 
   // ---- ticks
 
@@ -54,7 +57,7 @@
       const pattern = by >= 86400 ? "day" : by >= 60 ? "minute" : "second";
       return multiples(low, high, by).map((at) => [at, pattern === "minute" && at % 86400 === 0 ? utc(at, "day") : utc(at, pattern)]);
     }
-    return multiples(low, high, Math.max(1, nice(rough))).map((at) => [at, at >= 1e6 ? plain(at, 4) : formatters.step(at)]);
+    return multiples(low, high, Math.max(1, nice(rough))).map((at) => [at, format === "step" && at >= 1e6 ? plain(at, 4) : formatters[format](at)]);
   }
 
   function ticksOfY(format, [low, high], logarithmic) {
@@ -201,7 +204,7 @@
       }
       this.element("line", { class: "axis", x1: LEFT, x2: this.width - RIGHT, y1: bottom, y2: bottom });
       const middle = { class: "label", "text-anchor": "middle" };
-      this.element("text", { ...middle, x: LEFT + this.inner / 2, y: HEIGHT - 6, text: chart.xFormat === "time" ? "time (UTC)" : "step" });
+      this.element("text", { ...middle, x: LEFT + this.inner / 2, y: HEIGHT - 6, text: titles[chart.xFormat] });
       this.element("text", { ...middle, transform: `translate(12 ${TOP + (bottom - TOP) / 2}) rotate(-90)`, text: chart.yLabel });
     }
 
@@ -331,7 +334,7 @@
       const x = this.x(position);
       set(this.cursor, { x1: x, x2: x, visibility: "visible" });
       const head = document.createElement("b");
-      head.textContent = xFormat === "time" ? formatters.time(position) : `step ${formatters.step(position)}`;
+      head.textContent = { time: "", step: "step ", ranks: "ranks: " }[xFormat] + formatters[xFormat](position);
       const atOther = (x) => (xFormat === "step" && x !== position ? ` at ${formatters.step(x)}` : "");
       const lines = close.map(([one, index]) => this.readingOf(one, index, atOther(one.x[index]), yFormat));
       if (this.chart.stacked) lines.reverse();  // in stacking order

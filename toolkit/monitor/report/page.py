@@ -5,8 +5,8 @@ forbids requests.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
@@ -30,7 +30,7 @@ from toolkit.monitor.report.hardware import hardware_section
 from toolkit.monitor.report.ledger import ledger_section
 from toolkit.monitor.report.planned_vs_measured import comparison_section
 from toolkit.monitor.report.run_data import ReportData
-from toolkit.monitor.report.summary import run_state, summary_sentences, summary_tiles
+from toolkit.monitor.report.summary import SummaryTile, run_state, summary_sentences, summary_tiles
 from toolkit.monitor.report.training import training_section
 
 # In the order of the page.
@@ -51,28 +51,60 @@ FORMATTERS: dict[AxisFormat, Callable[[float | None], str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """What a page shows.
+
+    Attributes:
+        state: in one or two words; ``level`` colours it: good, warning or error.
+        summary: paragraphs below the title.
+    """
+
+    name: str
+    state: str
+    level: str
+    summary: Sequence[str]
+    tiles: Sequence[SummaryTile]
+    sections: Sequence[ReportSection]
+    footer: str
+
+
 def render_page(run: ReportData) -> str:
     """Return the HTML page of a run."""
+    state, level = run_state(run)
+    return render_content(
+        PageContent(
+            name=run.name,
+            state=state,
+            level=level,
+            summary=summary_sentences(run),
+            tiles=list(summary_tiles(run)),
+            sections=[build(run) for build in SECTIONS],
+            footer=_footer(run),
+        )
+    )
+
+
+def render_content(content: PageContent) -> str:
+    """Return an HTML page of any content."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    sections = [build(run) for build in SECTIONS]
-    charts = [chart for section in sections for chart in section.charts]
+    charts = [chart for section in content.sections for chart in section.charts]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    state, mood = run_state(run)
     # Style and script are our own. The template escapes all text from files, and ``embed_json`` the charts'
     # data.
     return environment.from_string(_file("page.html.j2")).render(
         page={
-            "name": run.name,
-            "state": state,
-            "mood": mood,
-            "verdict": [without_secrets(sentence) for sentence in summary_sentences(run)],
-            "tiles": [asdict(tile) for tile in summary_tiles(run)],
-            "sections": sections,
-            "footer": _footer(run),
+            "name": content.name,
+            "state": content.state,
+            "mood": content.level,
+            "verdict": [without_secrets(sentence) for sentence in content.summary],
+            "tiles": [asdict(tile) for tile in content.tiles],
+            "sections": content.sections,
+            "footer": content.footer,
         },
         figures={chart.id: chart_table(chart) for chart in charts},
         charts=Markup(embed_json([chart.data() for chart in charts])),

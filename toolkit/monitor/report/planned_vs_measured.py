@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,15 @@ from toolkit.monitor.report.elements import (
     format_percent,
     format_seconds,
 )
+from toolkit.monitor.report.predicted_parts import (
+    StepComparison,
+    compare_step,
+    format_interval,
+    parts_table,
+    step_sentence,
+)
 from toolkit.monitor.report.run_data import ReportData, mapping_at
-from toolkit.monitor.step_parts import BACKWARD, BUBBLE, FORWARD
+from toolkit.step_parts import BACKWARD, BUBBLE, FORWARD
 
 Row = tuple[str, str, str, str]
 
@@ -29,6 +36,7 @@ class AttemptComparison:
 
     Attributes:
         total: returns the statistics of a step's metric or of a part of the ledger, over the attempt's steps.
+        parts: those that the ledger has; empty without a ledger.
         most_bytes: the maximal memory of any rank in the nodes' samples, which cover the whole run; None if
             unknown for this attempt.
     """
@@ -37,6 +45,7 @@ class AttemptComparison:
     config: Mapping[str, Any]
     unit: str
     total: Callable[[str], RunningStats]
+    parts: Collection[str] = ()
     most_bytes: float | None = None
 
 
@@ -45,12 +54,28 @@ def comparison_section(run: ReportData) -> ReportSection:
         return ReportSection(
             id="plan", title="Planned and measured", intro=("There is no plan.json to compare with.",)
         )
+    comparisons = attempt_comparisons(run)
+    steps = [_step(attempt) for _, attempt in comparisons]
     tables = (
-        *(_table(caption, attempt) for caption, attempt in attempt_comparisons(run)),
+        *(
+            table
+            for (caption, attempt), step in zip(comparisons, steps, strict=True)
+            for table in (_table(caption, attempt), *_parts(caption, step))
+        ),
         *_probe(run),
         *_warnings(run.plan),
     )
-    return ReportSection(id="plan", title="Planned and measured", intro=(_layout(run.plan),), tables=tables)
+    intro = (_layout(run.plan), *(step_sentence(step) for step in steps[:1] if step is not None))
+    return ReportSection(id="plan", title="Planned and measured", intro=intro, tables=tables)
+
+
+def _step(attempt: AttemptComparison) -> StepComparison | None:
+    return compare_step(attempt.plan, attempt.total, attempt.parts)
+
+
+def _parts(caption: str, step: StepComparison | None) -> Iterator[ReportTable]:
+    if step is not None and step.parts:
+        yield parts_table(step, f"{caption}: time of a step by part")
 
 
 def attempt_comparisons(run: ReportData) -> list[tuple[str, AttemptComparison]]:
@@ -74,7 +99,12 @@ def attempt_comparisons(run: ReportData) -> list[tuple[str, AttemptComparison]]:
                 (
                     caption,
                     AttemptComparison(
-                        plan, attempt.config or run.config, run.unit, _stats_getter(totals), most
+                        plan,
+                        attempt.config or run.config,
+                        run.unit,
+                        _stats_getter(totals),
+                        [part for part in run.ledger.parts if part in totals],
+                        most,
                     ),
                 )
             )
@@ -91,7 +121,7 @@ def whole_run(run: ReportData) -> AttemptComparison:
     def total(name: str) -> RunningStats:
         return (run.ledger.curves if name in run.ledger.curves.totals else run.steps).total(name)
 
-    return AttemptComparison(run.plan, run.config, run.unit, total, _most_bytes(run))
+    return AttemptComparison(run.plan, run.config, run.unit, total, run.ledger.parts, _most_bytes(run))
 
 
 def _table(caption: str, attempt: AttemptComparison) -> ReportTable:
@@ -186,6 +216,13 @@ def _memory(attempt: AttemptComparison) -> Iterator[Row]:
             format_gigabytes(device.median),
             "measured: tensors on the fullest device after the median step, including the engine's buffers",
         )
+    if (peak := attempt.total("device_peak_bytes")).count:
+        yield (
+            "tensors at the fullest moment",
+            format_gigabytes(allocated if is_number(allocated := memory.get("allocated")) else planned),
+            format_gigabytes(peak.high),
+            "measured: the peak of torch's allocator on the fullest device, without its cache",
+        )
     measured = attempt.most_bytes
     if mapping_at(attempt.plan, "world").get("device") == "cpu":
         host = attempt.total("host_bytes")
@@ -218,18 +255,26 @@ def _memory(attempt: AttemptComparison) -> Iterator[Row]:
 def _compute(attempt: AttemptComparison) -> Iterator[Row]:
     flops, peak = attempt.plan.get("flops_per_step"), mapping_at(attempt.plan, "flops").get("peak_per_gpu")
     ranks, measured = mapping_at(attempt.plan, "world").get("ranks"), attempt.total("step_seconds").median
+    step = _step(attempt)
+    if step is not None:
+        yield (
+            "time of a step",
+            format_interval(step),
+            format_seconds(measured),
+            "planned: the prediction and its 80% interval; measured: the median step",
+        )
     if is_number(flops) and is_number(peak) and is_number(ranks) and peak and ranks:
         least = flops / (peak * ranks)
         yield (
-            "time per step",
+            "time of a step at the peak",
             f"at least {format_seconds(least)}",
             format_seconds(measured),
             f"planned: {format_number(flops)} model FLOPs at the dense peak of {peak / 1e12:,.0f} TFLOP/s "
             "per GPU; the ratio is the MFU",
         )
-    elif measured is not None:
+    elif measured is not None and step is None:
         yield (
-            "time per step",
+            "time of a step",
             UNKNOWN,
             format_seconds(measured),
             "the device's peak is unknown, so there is no lower bound",

@@ -10,12 +10,12 @@ from toolkit.monitor.report.curve_reader import is_number
 from toolkit.monitor.report.elements import format_number, format_percent, format_seconds
 from toolkit.monitor.report.ledger import USEFUL_PARTS
 from toolkit.monitor.report.run_data import ReportData, mapping_at
-from toolkit.monitor.step_parts import DATA, UNEXPLAINED
 from toolkit.progress import duration, quantity
+from toolkit.step_parts import DATA, UNEXPLAINED
 
 LATE_SECONDS = 60.0  # beyond the hang limit, after which a live run would have ended itself
 LIMIT_SECONDS = 86_400.0  # if the run has no hang limit
-MOODS = {
+STATE_LEVELS = {
     "done": "good",
     "running": "good",
     "starting": "good",
@@ -34,13 +34,13 @@ class SummaryTile:
 
 
 def run_state(run: ReportData) -> tuple[str, str]:
-    """Return the run's state in one or two words, and its mood: good, warning or error."""
+    """Return the run's state in one or two words, and its level: good, warning or error."""
     state = run.status.get("state")
     if state is None:
         return "not begun" if not run.steps.rows else "no status", "warning"
     if is_dead(run):
         return "not alive", "error"
-    return str(state), MOODS.get(str(state), "warning")
+    return str(state), STATE_LEVELS.get(str(state), "warning")
 
 
 def is_dead(run: ReportData) -> bool:

@@ -15,7 +15,8 @@ from toolkit.monitor.report.elements import (
     curve_series,
     format_number,
 )
-from toolkit.monitor.report.run_data import EPOCHS, AttemptRecord, ReportData, effective_attempts
+from toolkit.monitor.report.run_curves import EPOCHS
+from toolkit.monitor.report.run_data import AttemptRecord, ReportData, effective_attempts
 
 MARKS = 60  # the newest alerts drawn on a curve
 COLOURS = ("blue", "orange", "green", "pink", "red", "violet", "teal", "brown", "yellow", "grey")
@@ -83,8 +84,8 @@ def _charts(run: ReportData) -> Iterator[Chart]:
     for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False):
         drawn = curve_series(curves, "loss", name, colour)
         losses.append(drawn and _with_dots(drawn))
-    per = "image" if run.unit == "images" else "token"
-    yield from _chart("loss", "Loss", f"loss (nats per {per})", losses, marks)
+    label = "loss" if run.unit == "samples" else f"loss (nats per {run.unit.removesuffix('s')})"
+    yield from _chart("loss", "Loss", label, losses, marks)
     accuracies = [
         curve_series(curves, "accuracy", name, colour)
         for colour, (name, curves) in zip(COLOURS[1:] * (1 + len(run.evals)), run.evals.items(), strict=False)

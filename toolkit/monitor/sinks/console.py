@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from toolkit.monitor.alert import Alert, Level
-from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.progress import Progress, duration, quantity
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def _format(value: object, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
-class ConsoleSink(NullSink):
+class ConsoleSink(Sink):
     """Logs a row every ``every`` steps, at the first step of an attempt and at the last of the run; in a
     terminal with a progress bar.
 
@@ -107,20 +107,22 @@ class ConsoleSink(NullSink):
             self._task.finish()
 
     def _eval(self, row: Row) -> None:
-        meaning = (
-            f"accuracy {row['accuracy']:.1%}"
-            if "accuracy" in row
-            else f"perplexity {_perplexity(row['loss'])}"
-        )
-        log.info(
-            f"step {row['step']}: {row['set']} loss {row['loss']:.4f} ({meaning}), {row['seconds']:.1f} s"
-        )
+        known = {"step", "set", "loss", "seconds", self._table.unit}
+        results = [
+            f"{name} {_format(value, '.1%' if name == 'accuracy' else '.4g')}"
+            for name, value in row.items()
+            if name not in known
+        ]
+        if self._table.unit == "tokens":
+            results.insert(0, f"perplexity {_perplexity(row['loss'])}")
+        shown = f" ({', '.join(results)})" if results else ""
+        log.info(f"step {row['step']}: {row['set']} loss {row['loss']:.4f}{shown}, {row['seconds']:.1f} s")
 
     def close(self, exit_code: int) -> None:
         self._task.finish()
 
 
-class AlertConsoleSink(NullSink):
+class AlertConsoleSink(Sink):
     """Logs alerts as they come."""
 
     def log(self, kind: Kind, row: Row) -> None:

@@ -27,8 +27,8 @@ PACKAGES = (
     "wandb",
 )
 PROJECT = Path(toolkit.__file__).resolve().parent
-DRIVER = Path("/sys/module/nvidia/version")  # of the loaded kernel module
-GIT_SECONDS = 5.0
+DRIVER_VERSION_FILE = Path("/sys/module/nvidia/version")  # of the loaded kernel module
+GIT_TIMEOUT_SECONDS = 5.0
 
 
 def collect_environment(launcher: str | None) -> dict[str, Any]:
@@ -52,11 +52,13 @@ def collect_environment(launcher: str | None) -> dict[str, Any]:
         "launcher": launcher,
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda if torch is not None else None,
-        "driver": DRIVER.read_text(encoding="utf-8").strip() if DRIVER.exists() else None,
+        "driver": DRIVER_VERSION_FILE.read_text(encoding="utf-8").strip()
+        if DRIVER_VERSION_FILE.exists()
+        else None,
     }
 
 
-def read_git_state(folder: Path = PROJECT, seconds: float = GIT_SECONDS) -> dict[str, Any] | None:
+def read_git_state(folder: Path = PROJECT, seconds: float = GIT_TIMEOUT_SECONDS) -> dict[str, Any] | None:
     """Return commit, branch (None if detached) and whether tracked files of the working tree of ``folder``
     changed.
 

@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sink import Kind, Row, Sink
 
 BUFFER_BYTES = 2**20  # few writes, because each one releases the interpreter and has to reacquire it
 
 
-class JsonlSink(NullSink):
+class JsonlSink(Sink):
     """Appends rows to files. ``flush`` hands them to the operating system, so that readers see them and a
     killed process loses none.
 

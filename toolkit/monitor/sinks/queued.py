@@ -24,7 +24,7 @@ MAX_VALUES = 500_000  # values of waiting rows, some 50 MB
 BATCH = 64  # calls taken from the queue at once, because each access to the queue blocks the logging thread
 FLUSH_SECONDS = 2.0
 CLOSE_SECONDS = 60.0  # after the last step, when nothing else waits
-HURRY_SECONDS = 15.0  # after a stop or a failure, when the user or the restart is waiting
+STOP_CLOSE_SECONDS = 15.0  # after a stop or a failure, when the user or the restart is waiting
 DROPPED = "dropped_rows"
 NESTED = frozenset({dict, list, tuple})
 
@@ -39,7 +39,7 @@ class QueuedSink(Sink):
         lag_seconds: how long a call waits for others to be processed with it, because waking the thread for
             each row costs more than the work.
         flush_seconds: how long ``flush`` waits at most.
-        close_seconds, hurry_seconds: how long ``close`` waits at most, after the last step and otherwise.
+        close_seconds, stop_close_seconds: how long ``close`` waits, after the last step and otherwise.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class QueuedSink(Sink):
         lag_seconds: float = 0.0,
         flush_seconds: float = FLUSH_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
-        hurry_seconds: float = HURRY_SECONDS,
+        stop_close_seconds: float = STOP_CLOSE_SECONDS,
     ) -> None:
         self._name, self._max_values, self._lag_seconds = name, max_values, lag_seconds
-        self._flush_seconds, self._close_seconds, self._hurry_seconds = (
+        self._flush_seconds, self._close_seconds, self._stop_close_seconds = (
             flush_seconds,
             close_seconds,
-            hurry_seconds,
+            stop_close_seconds,
         )
         self._changed = threading.Condition()
         self._calls: deque[tuple[int, Call]] = deque()  # number of values in the row, and the call
@@ -121,7 +121,7 @@ class QueuedSink(Sink):
                 return
             self._exit_code = exit_code
             self._changed.notify_all()
-        seconds = self._close_seconds if exit_code == ExitCode.DONE else self._hurry_seconds
+        seconds = self._close_seconds if exit_code == ExitCode.DONE else self._stop_close_seconds
         self._thread.join(seconds)
         if self._error is not None:
             raise self._error

@@ -30,8 +30,8 @@ class RateLimitedSink(Sink):
         self._sink, self._clock = sink, clock
         self._lock = threading.Lock()
         # values; may become negative, which delays the next rows
-        self._left = dict.fromkeys(LIMITED, BURST)
-        self._at = dict.fromkeys(LIMITED, clock())
+        self._budget = dict.fromkeys(LIMITED, BURST)
+        self._updated = dict.fromkeys(LIMITED, clock())
         self._warned = False
 
     @property
@@ -61,9 +61,11 @@ class RateLimitedSink(Sink):
     def _admit(self, kind: Kind, row: Row) -> bool:
         with self._lock:
             now = self._clock()
-            self._left[kind] = min(BURST, self._left[kind] + (now - self._at[kind]) * VALUES_PER_SECOND)
-            self._at[kind] = now
-            if self._left[kind] <= 0:
+            self._budget[kind] = min(
+                BURST, self._budget[kind] + (now - self._updated[kind]) * VALUES_PER_SECOND
+            )
+            self._updated[kind] = now
+            if self._budget[kind] <= 0:
                 return False
-            self._left[kind] -= count_values(row.values())
+            self._budget[kind] -= count_values(row.values())
             return True

@@ -28,8 +28,8 @@ from typing import Any
 
 import toolkit
 from toolkit.errors import ExitCode
-from toolkit.monitor.sink import Kind, NullSink, Row, Sink
-from toolkit.monitor.sinks.queued import HURRY_SECONDS, QueuedSink
+from toolkit.monitor.sink import Kind, Row, Sink
+from toolkit.monitor.sinks.queued import STOP_CLOSE_SECONDS, QueuedSink
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _Detached:
         os.close(self._descriptor)
 
 
-class SubprocessSink(NullSink):
+class SubprocessSink(Sink):
     """Each call returns when the process has read the message; a queue in that process decouples it from a
     slow sink.
 
@@ -115,7 +115,7 @@ class SubprocessSink(NullSink):
         os.close(child_reads)
         os.close(child_writes)
         assert starter.stdin is not None
-        self._life = starter.stdin  # never written to; reaches end of file when this process dies
+        self._liveness_pipe = starter.stdin  # never written to; reaches end of file when this process dies
         self._requests, self._answers = (
             Connection(parent_writes, readable=False),
             Connection(parent_reads, writable=False),
@@ -146,12 +146,12 @@ class SubprocessSink(NullSink):
                     raise TimeoutError(f"its process did not finish within {self._close_seconds:g} s")
         finally:
             if not self._process.ended():  # it has finished, or it never will
-                end_children(self._process.pid)
+                kill_children(self._process.pid)
                 self._process.kill()
             self._process.close()
             # already removed, unless the process was killed
             shutil.rmtree(self._temporary, ignore_errors=True)
-            for pipe in (self._requests, self._answers, self._life):
+            for pipe in (self._requests, self._answers, self._liveness_pipe):
                 pipe.close()
 
     def _first_answer(self) -> int:
@@ -219,7 +219,7 @@ def work(requests: Connection, answers: Connection) -> None:
             partial(_open_sink, make, arguments),
             name,
             close_seconds=seconds,
-            hurry_seconds=min(seconds, HURRY_SECONDS),
+            stop_close_seconds=min(seconds, STOP_CLOSE_SECONDS),
         )
         method = ""
         while method != "close":
@@ -245,7 +245,7 @@ def _open_sink(make: Callable[..., Sink], arguments: Mapping[str, Any]) -> Sink:
     return sink
 
 
-def end_children(pid: int) -> None:
+def kill_children(pid: int) -> None:
     """Kill the children of process ``pid``, such as W&B's service, which may be stopped or wait for a
     server.
     """
@@ -262,16 +262,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _end_with(stdin: int, seconds: float, temporary: str) -> None:
+def _exit_after_parent(stdin: int, seconds: float, temporary: str) -> None:
     """Exit ``seconds`` after ``stdin`` reaches end of file, which happens when the training process ends."""
     os.read(stdin, 1)
     time.sleep(seconds)
-    _end(1, temporary)
+    _exit_immediately(1, temporary)
 
 
-def _end(code: int, temporary: str) -> None:
+def _exit_immediately(code: int, temporary: str) -> None:
     """Exit at once, without exit hooks that may block."""
-    end_children(os.getpid())
+    kill_children(os.getpid())
     shutil.rmtree(temporary, ignore_errors=True)
     os._exit(code)
 
@@ -288,9 +288,9 @@ def main(requests: str, answers: str, seconds: str, temporary: str) -> None:
     Connection(os.dup(int(answers)), readable=False).send((STARTED, os.getpid()))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(0, float(seconds), temporary), daemon=True).start()
+    threading.Thread(target=_exit_after_parent, args=(0, float(seconds), temporary), daemon=True).start()
     work(Connection(int(requests), writable=False), Connection(int(answers), readable=False))
-    _end(0, temporary)
+    _exit_immediately(0, temporary)
 
 
 if __name__ == "__main__":

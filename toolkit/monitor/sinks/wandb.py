@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,14 @@ from typing import Any
 from toolkit.config.monitor import WandbMode
 from toolkit.errors import ExitCode
 from toolkit.monitor.alert import Level
-from toolkit.monitor.ledger_rows import flatten_row
-from toolkit.monitor.sink import Kind, NullSink, Row
+from toolkit.monitor.sink import Kind, Row, Sink
+from toolkit.monitor.sinks.columns import metric_columns
 from toolkit.monitor.system.metrics import without_wandb_metrics
 
 STEP = "step"
 START_SECONDS = 90.0
 UPLOAD_SECONDS = 45.0  # at the end; the rest stays on disk for `wandb sync`
-TITLE = 63  # characters of an alert's title
+MAX_TITLE_CHARACTERS = 63  # characters of an alert's title
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def run_id(run_dir: Path, identity: str) -> str:
     return name if name.endswith(identity) else f"{name}-{identity}"
 
 
-class WandbSink(NullSink):
+class WandbSink(Sink):
     """Args:
     wandb_run: the W&B run of this node.
     entity, group, tags: as in ``MonitorConfig``; the default group is the id of the first node's run.
@@ -169,7 +169,7 @@ class WandbSink(NullSink):
         where = f" ({row['where']})" if row["where"] else ""
         levels = self._wandb.AlertLevel
         self._run.alert(
-            title=f"{row['name']}{where}"[:TITLE],
+            title=f"{row['name']}{where}"[:MAX_TITLE_CHARACTERS],
             level=levels.ERROR if row["level"] == Level.ERROR else levels.WARN,
             text=f"step {row['step']}: {row['cause']}\n\nEvidence: {row['evidence']}\n\nNext step: "
             f"{row['next_step']}",
@@ -177,35 +177,8 @@ class WandbSink(NullSink):
 
 
 def wandb_columns(kind: Kind, row: Row, node: int) -> dict[str, float]:
-    """Return a row's numbers by column, and its step, which is W&B's axis.
-
-    Nested dictionaries and lists become longer names. Texts and absent values are dropped, as are the system
-    metrics that W&B collects itself. An alert is a 1 at its step.
+    """Return a row's columns with its step, which is W&B's axis, without the system metrics that W&B collects
+    itself.
     """
-    if kind is Kind.ALERT:
-        return {STEP: row[STEP], f"alerts/{row['name']}": 1}
-    if kind is Kind.LEDGER:
-        row = flatten_row(row)
-    if kind is Kind.SYSTEM:
-        row = without_wandb_metrics(row)
-    prefix = {
-        Kind.STEP: "train",
-        Kind.EVAL: f"eval/{row.get('set')}",
-        Kind.LEDGER: "ledger",
-        Kind.SYSTEM: f"system/node-{node}",
-    }[kind]
-    return {STEP: row[STEP], **{f"{prefix}/{name}": value for name, value in _numbers(row) if name != STEP}}
-
-
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, int | float):
-            yield name, value
-        elif isinstance(value, Mapping | list):
-            inner = (
-                value
-                if isinstance(value, Mapping)
-                else {str(index): item for index, item in enumerate(value)}
-            )
-            for rest, number in _numbers(inner):
-                yield f"{name}/{rest}", number
+    kept = without_wandb_metrics(row) if kind is Kind.SYSTEM else row
+    return {STEP: row[STEP], **metric_columns(kind, kept, node)}

@@ -50,17 +50,17 @@ def find_gpus(nvml: Any, selection: str | None) -> list[VisibleGpu]:
         uuids = [nvml.nvmlDeviceGetUUID(board) for board in boards]
         for entry in filter(None, (entry.strip() for entry in selection.split(","))):
             if entry.startswith("MIG-"):
-                found = _slice_by_uuid(nvml, entry)
+                matches = _slice_by_uuid(nvml, entry)
             else:
                 chosen = (
                     boards[int(entry) : int(entry) + 1]
                     if entry.isdigit()
                     else [board for board, uuid in zip(boards, uuids, strict=True) if uuid.startswith(entry)]
                 )
-                found = [(board, _first_slice(nvml, board)) for board in chosen]
-            if len(found) != 1:
+                matches = [(board, _first_slice(nvml, board)) for board in chosen]
+            if len(matches) != 1:
                 break
-            pairs += found
+            pairs += matches
     return [
         VisibleGpu(index, nvml.nvmlDeviceGetUUID(part or board), nvml.nvmlDeviceGetName(board), board, part)
         for index, (board, part) in enumerate(pairs)

@@ -144,15 +144,15 @@ def process_trees(roots: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
     for process in psutil.process_iter(["ppid"]):
         processes[process.pid] = process
         children[process.info["ppid"]].append(process)
-    found: dict[int, list[psutil.Process]] = {}
+    processes_by_rank: dict[int, list[psutil.Process]] = {}
     for key, pid in roots.items():
         if pid not in processes:
             continue
         tree = [processes[pid]]
         for process in tree:  # the list grows while iterating
             tree += [child for child in children[process.pid] if child.pid not in roots.values()]
-        found[key] = tree
-    return found
+        processes_by_rank[key] = tree
+    return processes_by_rank
 
 
 def read_cgroup_memory(root: Path) -> tuple[int, int] | None:
@@ -164,7 +164,7 @@ def read_cgroup_memory(root: Path) -> tuple[int, int] | None:
     the visible root is its own group.
     """
     own = root / "proc/self/cgroup"
-    found: list[tuple[int, int]] = []
+    limits: list[tuple[int, int]] = []
     for line in own.read_text(encoding="utf-8").splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -192,8 +192,8 @@ def read_cgroup_memory(root: Path) -> tuple[int, int] | None:
                 cache = sum(
                     int(statistics.get(f"{prefix}{kind}", 0)) for kind in ("active_file", "inactive_file")
                 )
-                found.append((most, max(0, now - cache)))
-    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
+                limits.append((most, max(0, now - cache)))
+    return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def _number(file: Path) -> int | None:

@@ -156,11 +156,11 @@ class NodeSampler:
             return
         self._log_row(self._drop_unchanged(row))
         try:
-            found = list(self._detect(row))
+            alerts = list(self._detect(row))
         except Exception as error:  # noqa: BLE001  rows go on
-            found, self._detect = [], lambda row: ()
+            alerts, self._detect = [], lambda row: ()
             log.warning(f"alerts of samples are disabled: {type(error).__name__}: {error}")
-        for alert in found:
+        for alert in alerts:
             self._alert(alert)
 
 

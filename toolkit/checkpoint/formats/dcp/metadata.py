@@ -73,7 +73,7 @@ def load_metadata(folder: Path) -> DcpMetadata:
     path = folder / METADATA
     try:
         found = unpickle.loads(path.read_bytes(), _no_storage)
-        metadata = _metadata(found)
+        metadata = _parse_metadata(found)
     except FileNotFoundError as error:
         raise DamagedFile(METADATA, f"{path} is missing", RULE) from error
     except (
@@ -97,9 +97,9 @@ def _no_storage(dtype: str, key: str, numel: int) -> Storage:
     raise pickle.UnpicklingError("metadata holds no tensors")
 
 
-def _metadata(found: Any) -> DcpMetadata:
-    whole = _fields(found, "state_dict_metadata", "planner_data", "storage_data")
-    places: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
+def _parse_metadata(pickled: Any) -> DcpMetadata:
+    whole = _fields(pickled, "state_dict_metadata", "planner_data", "storage_data")
+    storage_info: dict[tuple[str, tuple[int, ...] | None], Blob] = {}
     for index, info in whole["storage_data"].items():
         of_index = _fields(index, "fqn", "offset", "index")
         of_info = _fields(info, "relative_path", "offset", "length", "transform_descriptors")
@@ -108,26 +108,26 @@ def _metadata(found: Any) -> DcpMetadata:
         file = relative_name(of_info["relative_path"])
         offset = of_index.get("offset")
         blob = Blob(file, of_info["offset"], of_info["offset"] + of_info["length"])
-        places[of_index["fqn"], None if offset is None else tuple(offset)] = blob
+        storage_info[of_index["fqn"], None if offset is None else tuple(offset)] = blob
     tensors: dict[str, ChunkedTensor] = {}
     objects: dict[str, Blob] = {}
     for key, about in whole["state_dict_metadata"].items():
         if about.name.endswith(".BytesStorageMetadata"):
-            objects[key] = places[key, None]
+            objects[key] = storage_info[key, None]
             continue
         of_tensor = _fields(about, "properties", "size", "chunks")
         chunks = []
         for chunk in of_tensor["chunks"]:
             of_chunk = _fields(chunk, "offsets", "sizes")
             box = Box(tuple(of_chunk["offsets"]), tuple(of_chunk["sizes"]))
-            chunks.append(TensorChunk(box, places[key, box.offset]))
+            chunks.append(TensorChunk(box, storage_info[key, box.offset]))
         tensors[key] = ChunkedTensor(_dtype(of_tensor["properties"]), tuple(of_tensor["size"]), tuple(chunks))
     return DcpMetadata(tensors, objects, bool(whole.get("mcore_data")))
 
 
-def _fields(found: ForeignObject, *names: str) -> dict[str, Any]:
+def _fields(pickled: ForeignObject, *names: str) -> dict[str, Any]:
     """Return a dataclass's attributes: torch pickles them as state, this toolkit as arguments."""
-    return {**dict(zip(names, found.args, strict=False)), **found.fields}
+    return {**dict(zip(names, pickled.args, strict=False)), **pickled.fields}
 
 
 def _dtype(properties: ForeignObject) -> str:
@@ -135,10 +135,10 @@ def _dtype(properties: ForeignObject) -> str:
     before 2.0).
     """
     fields = properties.fields
-    found = fields["dtype"] if fields else (properties.state or properties.args)[0]
-    if not isinstance(found, str):
-        raise ValueError(f"a dtype is {found!r}")
-    return found
+    name = fields["dtype"] if fields else (properties.state or properties.args)[0]
+    if not isinstance(name, str):
+        raise ValueError(f"a dtype is {name!r}")
+    return name
 
 
 def _check_files(folder: Path, metadata: DcpMetadata) -> None:
@@ -175,15 +175,15 @@ def open_chunk(folder: Path, chunk: TensorChunk, dtype: str) -> StoredTensor:
     metadata.
     """
     blob = chunk.blob
-    found = torch_zip.load(folder, blob.file, blob.begin, blob.end)
-    if not isinstance(found, StoredTensor) or found.shape != chunk.box.shape or found.dtype != dtype:
-        seen = f"{found.dtype} {found.shape}" if isinstance(found, StoredTensor) else type(found).__name__
+    stored = torch_zip.load(folder, blob.file, blob.begin, blob.end)
+    if not isinstance(stored, StoredTensor) or stored.shape != chunk.box.shape or stored.dtype != dtype:
+        seen = f"{stored.dtype} {stored.shape}" if isinstance(stored, StoredTensor) else type(stored).__name__
         raise DamagedFile(
             blob.file,
             f"{folder / blob.file} has {seen} in bytes {blob.begin}..{blob.end}",
             f"{METADATA} records {dtype} {chunk.box.shape}",
         )
-    return found
+    return stored
 
 
 # ---- writing
@@ -204,7 +204,7 @@ def encode_metadata(metadata: DcpMetadata) -> bytes:
         )
 
     about: dict[str, ReduceCall] = {}
-    places: dict[Any, ReduceCall] = {}
+    storage_info: dict[Any, ReduceCall] = {}
     for key, tensor in metadata.tensors.items():
         chunks = [
             ReduceCall(
@@ -220,10 +220,10 @@ def encode_metadata(metadata: DcpMetadata) -> bytes:
             GlobalName(_MODULE, "TensorStorageMetadata"), (of_dtype, size(tensor.shape), chunks)
         )
         for chunk in tensor.chunks:
-            places[ReduceCall(GlobalName(_MODULE, "MetadataIndex"), (key, size(chunk.box.offset)))] = info(
-                chunk.blob
+            storage_info[ReduceCall(GlobalName(_MODULE, "MetadataIndex"), (key, size(chunk.box.offset)))] = (
+                info(chunk.blob)
             )
     for key, blob in metadata.objects.items():
         about[key] = ReduceCall(GlobalName(_MODULE, "BytesStorageMetadata"))
-        places[ReduceCall(GlobalName(_MODULE, "MetadataIndex"), (key,))] = info(blob)
-    return dumps(ReduceCall(GlobalName(_MODULE, "Metadata"), (about, None, places, None, None)))
+        storage_info[ReduceCall(GlobalName(_MODULE, "MetadataIndex"), (key,))] = info(blob)
+    return dumps(ReduceCall(GlobalName(_MODULE, "Metadata"), (about, None, storage_info, None, None)))

@@ -43,7 +43,7 @@ from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
 
 NAME = "dcp"
-COUNT = "step"
+STEP_STATE = "step"
 _STATE = re.compile(r"^(?:.+\.)?state\.(.+)\.([^.]+)$")
 _SETTING = re.compile(rf"^(?:.+\.)?param_groups\.(.+)\.({'|'.join(OPTIM_SETTINGS)})$")
 
@@ -78,10 +78,10 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
     family = families.get_family(shape.family)
     shapes = {spec.name: spec.shape for spec in family.parameters(shape)}
     tied_weights = family.tied_weights(shape)
-    found = _sort_keys(folder, metadata.tensors, {*shapes, *tied_weights})
-    firsts, seconds = _resolve_ties(found.tensors, tied_weights)
-    _check_model(folder, firsts, metadata, shapes, shape)
-    for key in (*firsts.values(), *seconds.values()):
+    sorted_keys = _sort_keys(folder, metadata.tensors, {*shapes, *tied_weights})
+    names, copy_names = _resolve_ties(sorted_keys.tensors, tied_weights)
+    _check_model(folder, names, metadata, shapes, shape)
+    for key in (*names.values(), *copy_names.values()):
         check_coverage(key, metadata.tensors[key])
 
     def pieces(keys: Mapping[TensorKey, str]) -> LazyPieces:
@@ -90,17 +90,15 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
         }
         return LazyPieces(infos, lambda key: tuple(_pieces(folder, key, metadata.tensors[keys[key]])))
 
-    tensors = {
-        key: TensorInfo(metadata.tensors[name].dtype, shapes[key.name]) for key, name in firsts.items()
-    }
+    tensors = {key: TensorInfo(metadata.tensors[name].dtype, shapes[key.name]) for key, name in names.items()}
     scalars = _read_scalars(
-        folder, metadata, found.counts, {name for name, size in shapes.items() if len(size) > 1}
+        folder, metadata, sorted_keys.counts, {name for name, size in shapes.items() if len(size) > 1}
     )
     step = scalars.get(STEP)
     if len(tensors) > len(shapes) and step is None:
         raise DamagedFile(
             METADATA,
-            f"{folder} has optimizer states but no {COUNT}",
+            f"{folder} has optimizer states but no {STEP_STATE}",
             "Adam's bias correction needs the number of steps",
         )
     chunks = max(len(stored.chunks) for stored in metadata.tensors.values())
@@ -113,11 +111,11 @@ def _source(folder: Path, metadata: DcpMetadata, shape: ModelShape) -> Checkpoin
     )
     return CheckpointSource(
         format=NAME,
-        catalog=Catalog(folder, tensors, pieces(firsts), scalars, pieces(seconds)),
+        catalog=Catalog(folder, tensors, pieces(names), scalars, pieces(copy_names)),
         namespace=family.namespace,
         step=step if isinstance(step, int) else None,
         shape=shape,
-        omitted=(*others, *found.rest),
+        omitted=(*others, *sorted_keys.rest),
         damage_error=foreign_damage_error,
         description={
             "written by": "torch.distributed.checkpoint",
@@ -148,7 +146,7 @@ def _sort_keys(folder: Path, keys: Collection[str], names: Collection[str]) -> _
             name = _strip_prefix(path, names)
         if name is None:
             rest.append(key)
-        elif state == COUNT:
+        elif state == STEP_STATE:
             counts[name] = key
         else:
             other = tensors.setdefault(TensorKey(state, name), key)

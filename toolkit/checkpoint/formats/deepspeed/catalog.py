@@ -31,28 +31,28 @@ class _TensorStates:
     model_dtype: str | None = None
     states: dict[str, list[tuple[bool, PlacedContent]]] = field(default_factory=dict)
 
-    def add(self, state: str, part: CanonicalPart, held: PlacedContent) -> None:
-        self.states.setdefault(state, []).append((part.alias, held))
+    def add(self, state: str, part: CanonicalPart, placed: PlacedContent) -> None:
+        self.states.setdefault(state, []).append((part.alias, placed))
 
     def resolve(self) -> Iterator[tuple[str, list[PlacedContent], list[PlacedContent]]]:
         """Yield each state with the contents to read and their copies."""
         ordered = {
-            state: [held for _, held in sorted(found, key=lambda item: item[0])]
-            for state, found in self.states.items()
+            state: [placed for _, placed in sorted(contents, key=lambda item: item[0])]
+            for state, contents in self.states.items()
         }
         masters, models = ordered.get(MASTER, []), ordered.get(WEIGHT, [])
         dtype = models[0].content.dtype if models else self.model_dtype
         if masters and masters[0].content.dtype == dtype:
             ordered = {
                 WEIGHT: masters + models,
-                **{state: held for state, held in ordered.items() if state not in (WEIGHT, MASTER)},
+                **{state: placed for state, placed in ordered.items() if state not in (WEIGHT, MASTER)},
             }
-        for state, found in ordered.items():
+        for state, contents in ordered.items():
             read: dict[Box, PlacedContent] = {}
             copies = []
-            for held in found:
-                if read.setdefault(held.box, held).content != held.content:
-                    copies.append(held)
+            for placed in contents:
+                if read.setdefault(placed.box, placed).content != placed.content:
+                    copies.append(placed)
             yield state, list(read.values()), copies
 
 
@@ -65,30 +65,30 @@ def build_catalog(
         CheckpointError: Names or shapes are not the model's, or a parameter is missing. DamagedFile: A file
             has unexpected content.
     """
-    stored = {name: local.shape for ranks in stages for held in ranks for name, local in held.items()}
+    stored = {name: local.shape for ranks in stages for rank in ranks for name, local in rank.items()}
     parts = ParameterNames(shape, stored, folder).parts
     gathered: dict[str, _TensorStates] = {}
     for ranks in stages:
-        for held in ranks:
-            _check_unique(held, parts, folder)
-        for name in dict.fromkeys(name for held in ranks for name in held):
-            part, locals_ = parts[name], [held.get(name) for held in ranks]
-            found = gathered.setdefault(part.name, _TensorStates())
+        for parameters in ranks:
+            _check_unique(parameters, parts, folder)
+        for name in dict.fromkeys(name for parameters in ranks for name in parameters):
+            part, locals_ = parts[name], [parameters.get(name) for parameters in ranks]
+            tensor_states = gathered.setdefault(part.name, _TensorStates())
             sizes = [None if local is None else local.shape for local in locals_]
             for box, local in zip(rank_boxes(part, name, sizes, folder), locals_, strict=True):
                 if box is not None and local is not None:
-                    _gather(found, part, box, local)
+                    _gather(tensor_states, part, box, local)
     return _finish(folder, shape, gathered, scalars)
 
 
-def _gather(found: _TensorStates, part: CanonicalPart, box: Box, local: RankParameter) -> None:
-    found.model_dtype = found.model_dtype or local.model_dtype
+def _gather(tensor_states: _TensorStates, part: CanonicalPart, box: Box, local: RankParameter) -> None:
+    tensor_states.model_dtype = tensor_states.model_dtype or local.model_dtype
     if local.master is not None:
-        found.add(MASTER, part, PlacedContent(box, local.master))
+        tensor_states.add(MASTER, part, PlacedContent(box, local.master))
     if local.model is not None:
-        found.add(WEIGHT, part, PlacedContent(box, local.model))
+        tensor_states.add(WEIGHT, part, PlacedContent(box, local.model))
     for state, content in (*local.moments.items(), *local.copies):
-        found.add(state, part, PlacedContent(box, content))
+        tensor_states.add(state, part, PlacedContent(box, content))
 
 
 def _finish(
@@ -104,18 +104,18 @@ def _finish(
         )
         if not states.keys() & {WEIGHT, MASTER}:
             missing.append(spec.name)
-        for state, (held, more) in states.items():
-            key, dtypes = TensorKey(state, spec.name), {content.content.dtype for content in held}
-            numel = sum(content.box.numel for content in held)
+        for state, (contents, duplicates) in states.items():
+            key, dtypes = TensorKey(state, spec.name), {content.content.dtype for content in contents}
+            numel = sum(content.box.numel for content in contents)
             if len(dtypes) > 1 or numel != spec.numel:
                 raise DamagedFile(
                     "",
                     f"{folder} has {numel} of {spec.numel} elements of {key}, as {', '.join(sorted(dtypes))}",
                     "the files of all ranks contain every element once, in one dtype",
                 )
-            tensors[key], read[key] = TensorInfo(dtypes.pop(), spec.shape), held
-            if more:
-                copies[key] = more
+            tensors[key], read[key] = TensorInfo(dtypes.pop(), spec.shape), contents
+            if duplicates:
+                copies[key] = duplicates
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise CheckpointError(
@@ -130,31 +130,31 @@ def _finish(
 
 
 def _lazy_pieces(
-    tensors: Mapping[TensorKey, TensorInfo], held: Mapping[TensorKey, Sequence[PlacedContent]]
+    tensors: Mapping[TensorKey, TensorInfo], contents: Mapping[TensorKey, Sequence[PlacedContent]]
 ) -> LazyPieces:
     """Return pieces that are created on access."""
     return LazyPieces(
-        {key: tensors[key] for key in held},
+        {key: tensors[key] for key in contents},
         lambda key: tuple(
-            piece for content in held[key] for piece in content.pieces(key, tensors[key].shape)
+            piece for content in contents[key] for piece in content.pieces(key, tensors[key].shape)
         ),
     )
 
 
 def _check_unique(
-    held: Mapping[str, RankParameter], parts: Mapping[str, CanonicalPart], folder: Path
+    parameters: Mapping[str, RankParameter], parts: Mapping[str, CanonicalPart], folder: Path
 ) -> None:
     """Raises CheckpointError if two parameters of one rank are the same canonical tensor.
 
     A tied alias may be stored too, but without its own optimizer state.
     """
     claimed: dict[tuple[object, ...], str] = {}
-    for name, local in held.items():
+    for name, local in parameters.items():
         part = parts[name]
         trained = local.master is not None or bool(local.moments)
         for claim in ((part,), *([(part.name, part.offset, part.extent)] if trained else [])):
             other = claimed.setdefault(claim, name)
-            if held[other] is not local:
+            if parameters[other] is not local:
                 raise CheckpointError(
                     Problem(
                         str(folder),

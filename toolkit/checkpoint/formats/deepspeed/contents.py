@@ -8,7 +8,7 @@ from typing import Protocol
 
 from toolkit.checkpoint.catalog import DTYPES, ArchiveRecord, DamagedFile, TensorPiece
 from toolkit.checkpoint.formats import torch_zip
-from toolkit.checkpoint.formats.deepspeed.geometry import FlatRun, run_pieces
+from toolkit.checkpoint.formats.deepspeed.geometry import BufferRange, range_pieces
 from toolkit.checkpoint.formats.stored_tensor import StoredTensor, row_major
 from toolkit.checkpoint.shard import Box, TensorKey
 
@@ -54,20 +54,20 @@ class WholeTensor:
 
 @dataclass(frozen=True, slots=True)
 class FlatContent:
-    """Runs of elements in the ranks' flat buffers.
+    """Ranges of elements in the ranks' flat buffers.
 
     Attributes:
         dtype: Torch's name.
-        runs: Creates the runs, of which a large model has many.
+        ranges: Creates the ranges, of which a large model has many.
         buffers: For each rank, the file, the buffer's first byte, and the archive record that contains it.
     """
 
     dtype: str
-    runs: Callable[[], Iterable[FlatRun]]
+    ranges: Callable[[], Iterable[BufferRange]]
     buffers: Sequence[tuple[str, int, ArchiveRecord | None]]
 
     def pieces(self, key: TensorKey, global_shape: Shape, box: Box) -> tuple[TensorPiece, ...]:
-        return run_pieces(key, self.dtype, global_shape, box, self.runs(), self.buffers.__getitem__)
+        return range_pieces(key, self.dtype, global_shape, box, self.ranges(), self.buffers.__getitem__)
 
 
 @dataclass(slots=True)
@@ -102,8 +102,8 @@ class PlacedContent:
         return self.content.pieces(key, global_shape, self.box)
 
 
-def as_flat_buffer(value: object, file: str, what: str, least: int) -> StoredTensor:
-    """Return ``value`` as a flat buffer of at least ``least`` elements.
+def as_flat_buffer(value: object, file: str, description: str, min_numel: int) -> StoredTensor:
+    """Return ``value`` as a flat buffer of at least ``min_numel`` elements.
 
     Raises DamagedFile if it is not one.
     """
@@ -117,11 +117,13 @@ def as_flat_buffer(value: object, file: str, what: str, least: int) -> StoredTen
             if isinstance(value, StoredTensor)
             else f"{type(value).__name__}"
         )
-        raise DamagedFile(file, f"{what} in {file} is {seen}", "ZeRO stores its partitions as flat tensors")
-    if value.numel < least:
+        raise DamagedFile(
+            file, f"{description} in {file} is {seen}", "ZeRO stores its partitions as flat tensors"
+        )
+    if value.numel < min_numel:
         raise DamagedFile(
             file,
-            f"{what} in {file} has {value.numel} of {least} elements",
+            f"{description} in {file} has {value.numel} of {min_numel} elements",
             "a partition contains its part of every parameter",
         )
     return value

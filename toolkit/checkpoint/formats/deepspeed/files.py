@@ -29,7 +29,7 @@ from toolkit.checkpoint.formats import torch_zip
 from toolkit.errors import CheckpointError, Problem
 
 LATEST = "latest"
-WHOLE = "a checkpoint has the files of all its ranks"
+COMPLETE_RULE = "a checkpoint has the files of all its ranks"
 _MODEL = re.compile(r"(zero_pp_rank_0_)?mp_rank_\d+_model_states\.pt")
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -120,7 +120,7 @@ def read_models(folder: Path, *, allow_both: bool = False) -> tuple[tuple[SavedF
 
     Args:
         folder: The folder of the tag.
-        both: Files of ZeRO 3 and of other stages may coexist, with equal content.
+        allow_both: Files of ZeRO 3 and of other stages may coexist, with equal content.
     """
     names = [name for name in list_names(folder) if _MODEL.fullmatch(name)]
     kinds = {name.startswith("zero") for name in names}
@@ -153,7 +153,7 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
         raise DamagedFile(
             models[0].name,
             f"{folder} has {len(models)} model-parallel ranks, its layers have {tensor} tensor ranks",
-            WHOLE,
+            COMPLETE_RULE,
         )
     prefixes = {match[1] for name in names if (match := _OPTIMIZER.fullmatch(name))}
     if len(prefixes) > 1:
@@ -199,7 +199,7 @@ def _read_layers(folder: Path, names: Sequence[str]) -> dict[int, tuple[SavedFil
                 missing = next(iter(of_layer.values())).replace(
                     f"-model_{max(of_layer):02d}", f"-model_{rank:02d}"
                 )
-                raise DamagedFile(missing, f"{folder / missing} is missing", WHOLE)
+                raise DamagedFile(missing, f"{folder / missing} is missing", COMPLETE_RULE)
     return {
         number: tuple(load_file(folder, found[number][rank]) for rank in range(ranks))
         for number in sorted(found)

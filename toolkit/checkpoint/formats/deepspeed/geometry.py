@@ -21,14 +21,14 @@ from toolkit.checkpoint.shard import Box, TensorKey, flat_boxes
 
 
 @dataclass(frozen=True, slots=True)
-class FlatRun:
-    """Elements ``start .. start + numel`` of a row-major parameter, at element ``at`` of rank ``rank``'s
-    flat buffer.
+class BufferRange:
+    """Elements ``start .. start + numel`` of a row-major parameter, stored from element ``buffer_start`` of
+    the flat buffer of rank ``rank``.
     """
 
     rank: int
     start: int
-    at: int
+    buffer_start: int
     numel: int
 
 
@@ -42,15 +42,15 @@ def partition_numel(numels: Iterable[int], ranks: int, alignment: int) -> int:
     return -(-sum(numels) // alignment) * alignment // ranks
 
 
-def range_runs(offset: int, numel: int, partition: int) -> Iterator[FlatRun]:
-    """ZeRO 1, 2: yield the runs of the parameter at elements ``offset .. offset + numel`` of a group with
+def partition_ranges(offset: int, numel: int, partition: int) -> Iterator[BufferRange]:
+    """ZeRO 1, 2: yield the ranges of the parameter at elements ``offset .. offset + numel`` of a group with
     ``partition`` elements per rank.
     """
     at, end = offset, offset + numel
     while at < end:
         rank = at // partition
         stop = min(end, (rank + 1) * partition)
-        yield FlatRun(rank, at - offset, at - rank * partition, stop - at)
+        yield BufferRange(rank, at - offset, at - rank * partition, stop - at)
         at = stop
 
 
@@ -61,22 +61,22 @@ def share_numel(numel: int, ranks: int) -> int:
     return -(-numel // ranks)
 
 
-def sub_groups(shares: Sequence[int], most: int) -> Iterator[range]:
+def sub_groups(shares: Sequence[int], sub_group_size: int) -> Iterator[range]:
     """ZeRO 3: yield the parameters of a group that share a flat buffer, given each rank's elements of each
     parameter.
 
-    A sub-group is full once it has ``most`` elements or more (``zero_optimization.sub_group_size``).
+    A sub-group is full once it has ``sub_group_size`` elements or more, as in ``zero_optimization``.
     """
     first = filled = 0
     for number, share in enumerate(shares):
         filled += share
-        if filled >= most or number == len(shares) - 1:
+        if filled >= sub_group_size or number == len(shares) - 1:
             yield range(first, number + 1)
             first, filled = number + 1, 0
 
 
-def share_runs(at: int, numel: int, ranks: int) -> Iterator[FlatRun]:
-    """ZeRO 3: yield the runs of a parameter whose shares begin at element ``at`` of each rank's
+def share_ranges(buffer_start: int, numel: int, ranks: int) -> Iterator[BufferRange]:
+    """ZeRO 3: yield the ranges of a parameter whose shares begin at element ``buffer_start`` of each rank's
     (sub-)group buffer.
     """
     share = share_numel(numel, ranks)
@@ -84,36 +84,40 @@ def share_runs(at: int, numel: int, ranks: int) -> Iterator[FlatRun]:
         start = rank * share
         if start >= numel:
             return
-        yield FlatRun(rank, start, at, min(share, numel - start))
+        yield BufferRange(rank, start, buffer_start, min(share, numel - start))
 
 
-def run_pieces(
+def range_pieces(
     key: TensorKey,
     dtype: str,
     global_shape: tuple[int, ...],
     box: Box,
-    runs: Iterable[FlatRun],
+    ranges: Iterable[BufferRange],
     locate: Callable[[int], tuple[str, int, ArchiveRecord | None]],
 ) -> tuple[TensorPiece, ...]:
-    """Convert the runs of a parameter to pieces.
+    """Convert the flat ranges of a parameter to pieces.
 
     Args:
         key: The canonical tensor.
         dtype: Torch's name.
         global_shape: Shape of the canonical tensor.
         box: The part of the canonical tensor that the parameter is: all of it, or a tensor rank's part.
-        runs: The runs.
+        ranges: Where the ranks' flat buffers store the parameter.
         locate: For a rank, returns the file, the first byte of its flat buffer, and the archive record that
             contains it.
     """
     itemsize, pieces = DTYPES[dtype].itemsize, []
-    for run in runs:
-        file, begin, record = locate(run.rank)
-        at = begin + run.at * itemsize
-        for inner, numel in _boxes(box.shape, box.offset, run.start, run.start + run.numel):
-            end = at + numel * itemsize
-            pieces.append(TensorPiece(key, dtype, global_shape, inner, file, at, end, record=record))
-            at = end
+    for flat_range in ranges:
+        file, begin, record = locate(flat_range.rank)
+        begin_in_file = begin + flat_range.buffer_start * itemsize
+        for inner, numel in _boxes(
+            box.shape, box.offset, flat_range.start, flat_range.start + flat_range.numel
+        ):
+            end = begin_in_file + numel * itemsize
+            pieces.append(
+                TensorPiece(key, dtype, global_shape, inner, file, begin_in_file, end, record=record)
+            )
+            begin_in_file = end
     return tuple(pieces)
 
 

@@ -28,7 +28,7 @@ from toolkit.checkpoint.formats.deepspeed.contents import (
     locate_buffer,
 )
 from toolkit.checkpoint.formats.deepspeed.files import SavedFile, unsupported_error
-from toolkit.checkpoint.formats.deepspeed.geometry import FlatRun
+from toolkit.checkpoint.formats.deepspeed.geometry import BufferRange
 from toolkit.checkpoint.formats.stored_tensor import StoredTensor
 
 MAX_WAYS = 100_000  # maximum number of selections that are tracked at once
@@ -177,7 +177,7 @@ def _read_fused(
         for name, at, length in zip(names, accumulate(numels, initial=0), numels, strict=False):
             spread = {
                 state: FlatContent(
-                    buffer.dtype, partial(tuple, [FlatRun(0, 0, at, length)]), [locate_buffer(buffer)]
+                    buffer.dtype, partial(tuple, [BufferRange(0, 0, at, length)]), [locate_buffer(buffer)]
                 )
                 for state, buffer in buffers.items()
             }

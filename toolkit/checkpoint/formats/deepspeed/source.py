@@ -174,7 +174,7 @@ def read_weights(saved: SavedCheckpoint) -> list[list[dict[str, RankParameter]]]
 
 def drop_placeholders(ranks: TensorRanks) -> TensorRanks:
     """Return only parameters with elements."""
-    return [{name: local for name, local in held.items() if math.prod(local.shape)} for held in ranks]
+    return [{name: local for name, local in rank.items() if math.prod(local.shape)} for rank in ranks]
 
 
 def _buffers(saved: SavedCheckpoint) -> set[str]:

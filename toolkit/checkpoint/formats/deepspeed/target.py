@@ -28,7 +28,7 @@ from toolkit.checkpoint import adam, manifest, target_tensors
 from toolkit.checkpoint.catalog import LazyPieces, TensorPiece, byte_length
 from toolkit.checkpoint.formats import torch_zip
 from toolkit.checkpoint.formats.deepspeed import target_layout, target_state
-from toolkit.checkpoint.formats.deepspeed.geometry import run_pieces
+from toolkit.checkpoint.formats.deepspeed.geometry import range_pieces
 from toolkit.checkpoint.formats.deepspeed.target_layout import (
     DEFAULT_SUB_GROUP_SIZE,
     FlatBuffer,
@@ -280,29 +280,31 @@ class _TargetFiles:
             ]
             return
         if optimizer is not None:
-            for one in rank.parameters:
+            for parameter in rank.parameters:
                 for moment in settings.moments:
-                    self._whole.setdefault(TensorKey(moment, one.canonical), []).append(
-                        (one, name, begins[moment, one.name])
+                    self._whole.setdefault(TensorKey(moment, parameter.canonical), []).append(
+                        (parameter, name, begins[moment, parameter.name])
                     )
         if settings.pipeline > 1:
             records, name = FileTensors(), f"{self.folder}/layer_{rank.number:02d}-model_states.pt"
             layer = OrderedDict(
-                (one.name.removeprefix(f"{rank.number}."), tensor)
-                for one, tensor in zip(
+                (parameter.name.removeprefix(f"{rank.number}."), tensor)
+                for parameter, tensor in zip(
                     rank.parameters, target_state.module_state(rank, settings, records).values(), strict=True
                 )
             )
             begins = self._add(name, layer, records)
-        for one in rank.parameters:
-            self._whole.setdefault(TensorKey(WEIGHT, one.canonical), []).append((one, name, begins[one.name]))
+        for parameter in rank.parameters:
+            self._whole.setdefault(TensorKey(WEIGHT, parameter.canonical), []).append(
+                (parameter, name, begins[parameter.name])
+            )
 
     def add_optimizer_files(self, rank: ModelRank) -> None:
         """Add one file for each of ZeRO's ranks."""
         settings, buffers = self.settings, self.flats[rank.number]
         for flat in buffers:
-            for index, one in enumerate(flat.parameters):
-                self._in_flats.setdefault(one.canonical, []).append((rank.number, flat, index))
+            for index, parameter in enumerate(flat.parameters):
+                self._in_flats.setdefault(parameter.canonical, []).append((rank.number, flat, index))
         for number in range(settings.data):
             name, records = self._zero_name(number, rank.number, "optim"), FileTensors()
             value = (
@@ -365,15 +367,26 @@ class _TargetFiles:
 
 
 def _whole_piece(
-    key: TensorKey, dtype: str, one: TargetParameter, file: str, begin: int
+    key: TensorKey, dtype: str, parameter: TargetParameter, file: str, begin: int
 ) -> tuple[TensorPiece, ...]:
     return (
-        TensorPiece(key, dtype, one.whole, one.box, file, begin, begin + byte_length(dtype, one.box.shape)),
+        TensorPiece(
+            key,
+            dtype,
+            parameter.whole,
+            parameter.box,
+            file,
+            begin,
+            begin + byte_length(dtype, parameter.box.shape),
+        ),
     )
 
 
 def _flat_pieces(
-    key: TensorKey, flat: FlatBuffer, index: int, settings: TargetSettings, where: Sequence[tuple[str, int]]
+    key: TensorKey, flat: FlatBuffer, index: int, settings: TargetSettings, buffers: Sequence[tuple[str, int]]
 ) -> tuple[TensorPiece, ...]:
-    one, runs = flat.parameters[index], target_layout.buffer_runs(flat, index, settings.stage, settings.data)
-    return run_pieces(key, "float32", one.whole, one.box, runs, lambda rank: (*where[rank], None))
+    parameter = flat.parameters[index]
+    ranges = target_layout.buffer_ranges(flat, index, settings.stage, settings.data)
+    return range_pieces(
+        key, "float32", parameter.whole, parameter.box, ranges, lambda rank: (*buffers[rank], None)
+    )

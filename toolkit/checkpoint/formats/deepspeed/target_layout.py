@@ -5,7 +5,7 @@ stage. Its number is ``mp_rank`` in file names. *ZeRO's ranks* share the same pa
 (parameters with weight decay, then those without, in the module's order) is laid out in flat buffers that are
 split over ZeRO's ranks.
 
-Sources: ``toolkit/engine/optimizers.py`` (groups), ``toolkit/plan/deepspeed.py`` (what AutoTP cuts),
+Sources: ``toolkit/optimizers/base.py`` (groups), ``toolkit/plan/deepspeed.py`` (what AutoTP cuts),
 ``toolkit/plan/pipeline_stages.py``; ``geometry.py`` has DeepSpeed's placement of elements. Imports no torch.
 """
 
@@ -18,11 +18,11 @@ from itertools import accumulate
 
 from toolkit import families
 from toolkit.checkpoint.formats.deepspeed.geometry import (
-    FlatRun,
+    BufferRange,
     partition_numel,
-    range_runs,
+    partition_ranges,
     share_numel,
-    share_runs,
+    share_ranges,
     sub_groups,
 )
 from toolkit.checkpoint.shard import Box
@@ -160,11 +160,11 @@ class FlatBuffer:
 
 def build_flat_buffers(rank: ModelRank, stage: int, ranks: int, sub_group: int) -> tuple[FlatBuffer, ...]:
     """Return the buffers of ZeRO ``stage`` over ``ranks``, in DeepSpeed's order."""
-    found: list[FlatBuffer] = []
+    buffers: list[FlatBuffer] = []
     for number, group in enumerate(rank.groups):
         sizes = [parameter.box.numel for parameter in group]
         if stage < 3:
-            found.append(
+            buffers.append(
                 FlatBuffer(
                     number, number, tuple(group), _starts(sizes), partition_numel(sizes, ranks, 2 * ranks)
                 )
@@ -173,25 +173,25 @@ def build_flat_buffers(rank: ModelRank, stage: int, ranks: int, sub_group: int) 
         shares = [share_numel(size, ranks) for size in sizes]
         for part in sub_groups(shares, sub_group):
             inside = shares[part.start : part.stop]
-            found.append(
+            buffers.append(
                 FlatBuffer(
-                    len(found), number, tuple(group[part.start : part.stop]), _starts(inside), sum(inside)
+                    len(buffers), number, tuple(group[part.start : part.stop]), _starts(inside), sum(inside)
                 )
             )
-    return tuple(found)
+    return tuple(buffers)
 
 
 def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(sizes, initial=0))[:-1]
 
 
-def buffer_runs(flat: FlatBuffer, index: int, stage: int, ranks: int) -> Iterator[FlatRun]:
+def buffer_ranges(flat: FlatBuffer, index: int, stage: int, ranks: int) -> Iterator[BufferRange]:
     """Return the positions of the elements of parameter ``index``."""
     numel = flat.parameters[index].box.numel
     return (
-        range_runs(flat.starts[index], numel, flat.numel)
+        partition_ranges(flat.starts[index], numel, flat.numel)
         if stage < 3
-        else share_runs(flat.starts[index], numel, ranks)
+        else share_ranges(flat.starts[index], numel, ranks)
     )
 
 

@@ -22,7 +22,7 @@ from toolkit.checkpoint.formats.deepspeed.target_layout import (
     FlatBuffer,
     ModelRank,
     TargetParameter,
-    buffer_runs,
+    buffer_ranges,
     padding_numel,
 )
 from toolkit.checkpoint.formats.pickle_writer import GlobalName, ReduceCall
@@ -116,7 +116,7 @@ def model_state(
 
     Args:
         rank: The model rank.
-        of: Shared settings.
+        settings: Settings that all files share.
         weights: None for a pipeline, whose layers have separate files.
         optimizer: ``plain_optimizer_state`` without ZeRO, otherwise None.
         buffers: The rank's flat buffers.
@@ -320,9 +320,9 @@ def _slices(
     low, high = rank * flat.numel, (rank + 1) * flat.numel
     for index, (parameter, start) in enumerate(zip(flat.parameters, flat.starts, strict=True)):
         if start < high and start + parameter.box.numel > low:
-            for run in buffer_runs(flat, index, settings.stage, settings.data):
-                if run.rank == rank:
-                    yield parameter, run.at, run.numel
+            for stored in buffer_ranges(flat, index, settings.stage, settings.data):
+                if stored.rank == rank:
+                    yield parameter, stored.buffer_start, stored.numel
 
 
 def _fragment(numel: int, start: int) -> ReduceCall:

@@ -24,7 +24,12 @@ from toolkit.checkpoint.formats.deepspeed.contents import (
     locate_buffer,
 )
 from toolkit.checkpoint.formats.deepspeed.files import SavedFile
-from toolkit.checkpoint.formats.deepspeed.geometry import FlatRun, range_runs, share_numel, share_runs
+from toolkit.checkpoint.formats.deepspeed.geometry import (
+    BufferRange,
+    partition_ranges,
+    share_numel,
+    share_ranges,
+)
 from toolkit.checkpoint.formats.stored_tensor import StoredTensor
 from toolkit.checkpoint.shard import MASTER, MOMENTUM
 
@@ -36,22 +41,22 @@ GroupShapes = Sequence[
 def read_partitions(ranks: Sequence[SavedFile], groups: GroupShapes) -> dict[str, RankParameter]:
     """Return the optimizer's part of every parameter of one model-parallel rank. Raises DamagedFile."""
     read = _read_stage3 if "fp32_flat_groups" in ranks[0].content else _read_stage12
-    found: dict[str, RankParameter] = {}
+    parameters: dict[str, RankParameter] = {}
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
-            if name in found:
+            if name in parameters:
                 raise DamagedFile(
                     ranks[0].name, f"{ranks[0].name} has {name} in two groups", "a parameter is in one group"
                 )
-            found[name] = RankParameter(shape)
+            parameters[name] = RankParameter(shape)
         for name, state, content in read(ranks, number, shapes):
             if state == MASTER:
-                found[name].master = content
-            elif state in found[name].moments:  # Muon: other ranks that have the whole matrix
-                found[name].copies.append((state, content))
+                parameters[name].master = content
+            elif state in parameters[name].moments:  # Muon: other ranks that have the whole matrix
+                parameters[name].copies.append((state, content))
             else:
-                found[name].moments[state] = content
-    return found
+                parameters[name].moments[state] = content
+    return parameters
 
 
 def read_steps(rank: SavedFile) -> Iterator[object]:
@@ -107,12 +112,14 @@ def _read_stage12(
             as_flat_buffer(value, rank.name, f"{state} of group {number}", low)
             for value, rank, low in zip(values, ranks, least, strict=True)
         ]
-        places = list(map(locate_buffer, buffers))
+        locations = list(map(locate_buffer, buffers))
         for name, offset, length in zip(shapes, offsets, numels, strict=True):
             yield (
                 name,
                 state,
-                FlatContent(buffers[0].dtype, partial(range_runs, offset, length, partition), places),
+                FlatContent(
+                    buffers[0].dtype, partial(partition_ranges, offset, length, partition), locations
+                ),
             )
 
 
@@ -120,23 +127,23 @@ def _partition_numel(ranks: Sequence[SavedFile], number: int, total: int) -> int
     """Return the elements per rank of a group: those in the file plus the removed padding. Raises
     DamagedFile.
     """
-    found = set()
+    numels = set()
     for rank in ranks:
         master, padding = _group_value(rank, "single_partition_of_fp32_groups", number), 0
         if "zero_stage" in rank.content:  # BF16_Optimizer does not remove the padding
             padding = rank.content["group_paddings"][number]
-        found.add(_numel(master) + padding)
+        numels.add(_numel(master) + padding)
     count = ranks[0].content["partition_count"]
     count = count[number] if isinstance(count, list) else count
-    if len(found) != 1 or count != len(ranks) or max(found) * len(ranks) < total:
+    if len(numels) != 1 or count != len(ranks) or max(numels) * len(ranks) < total:
         raise DamagedFile(
             ranks[0].name,
-            f"parts of group {number} have {sorted(found)} elements on {len(ranks)} ranks (saved by "
+            f"parts of group {number} have {sorted(numels)} elements on {len(ranks)} ranks (saved by "
             f"{count}), its "
             f"parameters {total}",
             "a group is cut into equal parts, one for each rank of the run that saved it",
         )
-    return found.pop()
+    return numels.pop()
 
 
 def _whole_matrices(
@@ -152,14 +159,16 @@ def _whole_matrices(
     buffers = [
         as_flat_buffer(value, rank.name, MOMENTUM, 0) for value, rank in zip(values, ranks, strict=True)
     ]
-    places, at = list(map(locate_buffer, buffers)), [0] * len(ranks)
+    locations, at = list(map(locate_buffer, buffers)), [0] * len(ranks)
     for (name, shape), offset in zip(shapes.items(), offsets, strict=True):
         length = math.prod(shape)
         for rank in range(offset // partition, -(-(offset + length) // partition)):
             yield (
                 name,
                 MOMENTUM,
-                FlatContent(buffers[0].dtype, partial(tuple, [FlatRun(rank, 0, at[rank], length)]), places),
+                FlatContent(
+                    buffers[0].dtype, partial(tuple, [BufferRange(rank, 0, at[rank], length)]), locations
+                ),
             )
             at[rank] += length
     for file, buffer, used in zip(ranks, buffers, at, strict=True):
@@ -193,12 +202,12 @@ def _read_stage3(
                 f"have {total} on each of {len(ranks)} ranks",
                 "a checkpoint has the files of all its ranks",
             )
-        places = list(map(locate_buffer, buffers))
+        locations = list(map(locate_buffer, buffers))
         for name, start, length in zip(shapes, starts, numels, strict=True):
             yield (
                 name,
                 state,
-                FlatContent(buffers[0].dtype, partial(share_runs, start, length, len(ranks)), places),
+                FlatContent(buffers[0].dtype, partial(share_ranges, start, length, len(ranks)), locations),
             )
 
 
@@ -215,7 +224,7 @@ def read_frozen(fragments: Sequence[tuple[str, object]], shape: Shape) -> Stored
         for file, value in fragments
     ]
     return FlatContent(
-        shares[0].dtype, partial(share_runs, 0, length, ranks), list(map(locate_buffer, shares))
+        shares[0].dtype, partial(share_ranges, 0, length, ranks), list(map(locate_buffer, shares))
     )
 
 
@@ -225,7 +234,7 @@ def shapes_from_slices(ranks: Sequence[SavedFile], shapes: Mapping[str, Shape]) 
 
     ``shapes`` are those of the model, by name.
     """
-    found = []
+    group_shapes = []
     for number in range(len(ranks[0].content["single_partition_of_fp32_groups"])):
         names = dict.fromkeys(name for rank in ranks for name in rank.content["param_slice_mappings"][number])
         unknown = next((name for name in names if name not in shapes), None)
@@ -235,8 +244,8 @@ def shapes_from_slices(ranks: Sequence[SavedFile], shapes: Mapping[str, Shape]) 
                 f"{ranks[0].name} has state of {unknown}, which no model's file has",
                 "both are of one run",
             )
-        found.append({name: shapes[name] for name in names})
-    return found
+        group_shapes.append({name: shapes[name] for name in names})
+    return group_shapes
 
 
 def _group_value(rank: SavedFile, key: str, number: int) -> object:

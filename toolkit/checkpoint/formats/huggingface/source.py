@@ -62,6 +62,41 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
         raise _damage_error(folder, damage) from damage
 
 
+def open_state_dict(folder: Path) -> CheckpointSource:
+    """Open the weights of any model: the tensors under the names of their files, which are those of a state
+    dict.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    try:
+        config = _read_json(folder, CONFIG)
+        slots = _slots(folder, _files(folder))
+    except DamagedFile as damage:
+        raise _damage_error(folder, damage) from damage
+    hub = tuple(
+        HubTensor(name, entry.shape, name, (0,) * len(entry.shape), entry.shape)
+        for name, (_, entry) in slots.items()
+    )
+    pieces = _Published(hub, {tensor.name: tensor.shape for tensor in hub}, {}).weights(folder, slots)
+    return CheckpointSource(
+        format="huggingface",
+        catalog=Catalog(
+            folder,
+            {key: TensorInfo(of_key[0].dtype, of_key[0].global_shape) for key, of_key in pieces.items()},
+            pieces,
+            {},
+            {},
+        ),
+        namespace=f"transformers/{config.get('model_type')}",
+        step=None,
+        shape=None,
+        description=_description(config),
+        omitted=(),
+        damage_error=_damage_error,
+    )
+
+
 def _open(folder: Path) -> CheckpointSource:
     """Raises DamagedFile too."""
     config = _read_json(folder, CONFIG)
@@ -72,7 +107,7 @@ def _open(folder: Path) -> CheckpointSource:
                 str(folder / CONFIG),
                 f"model_type={config.get('model_type')} in {folder / CONFIG}",
                 f"the toolkit supports these model families: {', '.join(families.FAMILIES)}",
-                "use the model as model.target=my.package.Model",
+                f"train it with model=huggingface model.pretrained={folder}",
             )
         )
     shape = family.resolve_shape(parse_model_config(family, config, folder / CONFIG))

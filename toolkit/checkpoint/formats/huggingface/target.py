@@ -52,6 +52,15 @@ TOKENIZER_FILES = (
 )
 SHARD_BYTES = 5 * 10**9  # per file, as in transformers
 _STEM = "model"
+BUFFERS = f"{_STEM}-buffers.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferFile:
+    """Buffers of a model's state dict, which no checkpoint has, as the content of a safetensors file."""
+
+    names: Sequence[str]
+    content: bytes
 
 
 def lay_out(
@@ -60,6 +69,7 @@ def lay_out(
     *,
     tokenizer: Path | None = None,
     hub_config: Mapping[str, Any] | None = None,
+    buffers: BufferFile | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> CheckpointTarget:
     """Lay out a folder for ``AutoModelForCausalLM.from_pretrained``; for a model without a family, the files
@@ -71,6 +81,7 @@ def lay_out(
         tokenizer: Folder whose tokenizer files are copied; None uses the source's own if it is in this
             format.
         hub_config: ``config.json`` of a model without a family; None writes none.
+        buffers: Further tensors to write.
         shard_bytes: Maximum bytes per file, unless a single tensor is larger.
 
     Raises:
@@ -80,27 +91,28 @@ def lay_out(
     if shape is None and source.namespace in {family.namespace for family in families.FAMILIES.values()}:
         raise unknown_model_error(source.folder)
     tensors = _tensors(source, config, shape)
-    files, placed = _files(_STEM, _published(tensors, shape, WEIGHT), shard_bytes)
+    files, placed = _files(
+        _STEM, _published(tensors, shape, WEIGHT), shard_bytes, numbered=buffers is not None
+    )
+    weight_map = {name: piece.file for name, piece in placed}
+    total = sum(piece.end - piece.begin for _, piece in placed)
+    if buffers is not None:
+        weight_map |= dict.fromkeys(buffers.names, BUFFERS)
+        total += len(buffers.content)
+        files.append(TargetFile(BUFFERS, len(buffers.content), {0: buffers.content}))
     if len(files) > 1:
-        total = sum(piece.end - piece.begin for _, piece in placed)
-        files.append(
-            _json_file(
-                INDEX,
-                {
-                    "metadata": {"total_size": total},
-                    "weight_map": {name: piece.file for name, piece in placed},
-                },
-            )
-        )
+        files.append(_json_file(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}))
     scalars: dict[str, object] = {}
     if config.optimizer:
         scalars = {name: value for name, value in source.catalog.scalars.items() if name != MODEL}
         listed: dict[str, list[str]] = {}
         for state in dict.fromkeys(key.state for key in tensors if key.state != WEIGHT):
-            of_state, more = _files(f"{OPTIMIZER}/{state}", _published(tensors, shape, state), shard_bytes)
-            listed[state] = [Path(file.name).name for file in of_state]
-            files += of_state
-            placed += more
+            state_files, state_pieces = _files(
+                f"{OPTIMIZER}/{state}", _published(tensors, shape, state), shard_bytes
+            )
+            listed[state] = [Path(file.name).name for file in state_files]
+            files += state_files
+            placed += state_pieces
         files.append(
             _json_file(
                 STATE,
@@ -184,7 +196,7 @@ def _published(
 
 
 def _files(
-    stem: str, tensors: Iterator[_PublishedTensor], shard_bytes: int
+    stem: str, tensors: Iterator[_PublishedTensor], shard_bytes: int, *, numbered: bool = False
 ) -> tuple[list[TargetFile], list[tuple[str, TensorPiece]]]:
     """Return ``stem.safetensors``, or as many files as needed, and the piece of each tensor by its
     published name.
@@ -203,7 +215,7 @@ def _files(
     for number, group in enumerate(groups, 1):
         name = (
             f"{stem}.safetensors"
-            if len(groups) == 1
+            if len(groups) == 1 and not numbered
             else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors"
         )
         of_group = {tensor.name: tensor for tensor in group}
@@ -232,11 +244,11 @@ def _json_file(name: str, content: Mapping[str, Any], *, free: bool = False) -> 
 def _tokenizer_files(folder: Path) -> Iterator[TargetFile]:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
-            data = _inside(folder, name).read_bytes()
+            data = _resolve_inside(folder, name).read_bytes()
             yield TargetFile(name, len(data), {0: data}, free=True)
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _resolve_inside(folder: Path, name: str) -> Path:
     try:
         return inside(folder, name)
     except UnsafePath as error:
@@ -264,6 +276,7 @@ def export(
     dtype: str | None = None,
     tokenizer: Path | None = None,
     config: Mapping[str, Any] | None = None,
+    buffers: BufferFile | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Export the weights of ``source`` to a folder for ``AutoModelForCausalLM.from_pretrained``, without
@@ -273,8 +286,9 @@ def export(
         source: The source. For a model without a family, the whole state dict is written.
         folder: Folder to create; an earlier export there is replaced.
         dtype: Torch's name (``bfloat16``); None keeps the stored dtypes.
-        tokenizer, shard_bytes: As in ``lay_out``.
-        config: ``config.json`` of ``model.target``, if its module is transformers' own; None writes none.
+        tokenizer, buffers, shard_bytes: As in ``lay_out``.
+        config: ``config.json`` of a model without a family, if its class is transformers' own; None writes
+            none.
 
     Returns:
         ``folder``, which appears complete or not at all.
@@ -302,6 +316,7 @@ def export(
         TargetConfig(format=TargetFormat.huggingface, precision=precision),
         tokenizer=tokenizer,
         hub_config=config,
+        buffers=buffers,
         shard_bytes=shard_bytes,
     )
     temporary, old = folder.with_name(f".{folder.name}.made"), folder.with_name(f".{folder.name}.replaced")

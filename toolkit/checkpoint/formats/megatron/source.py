@@ -84,7 +84,7 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
 def _check_backend(folder: Path) -> None:
     path = folder / FORMAT
     try:
-        found = json.loads(path.read_bytes())["sharded_backend"]
+        backend = json.loads(path.read_bytes())["sharded_backend"]
     except FileNotFoundError as error:
         raise DamagedFile(
             FORMAT, f"{path} is missing", f"Megatron-core's checkpoints must be in its format {BACKEND}"
@@ -93,11 +93,11 @@ def _check_backend(folder: Path) -> None:
         raise DamagedFile(
             FORMAT, f"{path} is not what Megatron-core writes ({error})", "it records the format"
         ) from error
-    if found != BACKEND:
+    if backend != BACKEND:
         raise CheckpointError(
             Problem(
                 str(folder),
-                f"{folder} is in Megatron-core's format {found}",
+                f"{folder} is in Megatron-core's format {backend}",
                 f"only its format {BACKEND} is supported",
                 f"save it with --ckpt-format {BACKEND}",
             )
@@ -135,13 +135,13 @@ class _ChunkPart:
     Attributes:
         chunk: The chunk.
         dtype: Torch's name.
-        place: Index of the tensor in the chunk's first dims.
+        stack_index: Index of the tensor in the chunk's first dims.
         box: The part of the tensor.
     """
 
     chunk: TensorChunk
     dtype: str
-    place: tuple[int, ...]
+    stack_index: tuple[int, ...]
     box: Box
 
 
@@ -158,7 +158,7 @@ def _locate_parts(
         DamagedFile: A tensor is incomplete. CheckpointError: Names tensors that are not the model's, or have
             other shapes.
     """
-    places: _PartsByTensor = {}
+    parts_by_tensor: _PartsByTensor = {}
     omitted, problems = [], []
     keys = {name: parse_key(name) for name in metadata.tensors}
     for name, key in sorted(keys.items(), key=lambda item: item[1] is None or item[1].weight != item[0]):
@@ -178,15 +178,15 @@ def _locate_parts(
             state = WEIGHT
         rows = tensor.shape[0] // 2 if key.half else 0
         for chunk in stored.chunks:
-            for member, place, box in key.members(chunk.box):
+            for member, stack_index, box in key.members(chunk.box):
                 if rows:
                     box = Box((box.offset[0] + rows, *box.offset[1:]), box.shape)
-                places.setdefault((state, member), {}).setdefault(key.source, []).append(
-                    _ChunkPart(chunk, stored.dtype, place, box)
+                parts_by_tensor.setdefault((state, member), {}).setdefault(key.source, []).append(
+                    _ChunkPart(chunk, stored.dtype, stack_index, box)
                 )
     if problems:
         raise CheckpointError(*problems[:MAX_PROBLEMS])
-    return places, omitted
+    return parts_by_tensor, omitted
 
 
 def _fits(key: MegatronKey, stored: ChunkedTensor, tensor: MegatronTensor, shape: ModelShape) -> bool:
@@ -229,10 +229,14 @@ class _Pieces:
     """
 
     def __init__(
-        self, folder: Path, shape: ModelShape, tables: Mapping[str, MegatronTensor], places: _PartsByTensor
+        self,
+        folder: Path,
+        shape: ModelShape,
+        tables: Mapping[str, MegatronTensor],
+        parts_by_tensor: _PartsByTensor,
     ) -> None:
         self._folder, self._tables = folder, tables
-        self._stored = {place: _distinct(by_key) for place, by_key in places.items()}
+        self._stored = {key: _distinct(by_key) for key, by_key in parts_by_tensor.items()}
         self._open = lru_cache(maxsize=KEPT_CHUNKS)(self._open_chunk)
         self.shapes = {spec.name: spec.shape for spec in families.get_family(shape.family).parameters(shape)}
         self.owners: dict[str, list[str]] = {name: [] for name in self.shapes}
@@ -242,14 +246,14 @@ class _Pieces:
 
     def tensors(self, states: Sequence[str]) -> dict[TensorKey, TensorInfo]:
         """Raises CheckpointError if a tensor's parts are incomplete or have several dtypes."""
-        found: dict[TensorKey, TensorInfo] = {}
+        infos: dict[TensorKey, TensorInfo] = {}
         for state in states:
             for name, shape in self.shapes.items():
                 dtypes = {
-                    held.dtype
+                    chunk_part.dtype
                     for owner in self.owners[name]
                     for of_key in self._stored.get((state, owner), ())
-                    for held in of_key
+                    for chunk_part in of_key
                 }
                 absent = [owner for owner in self.owners[name] if (state, owner) not in self._stored]
                 if absent == self.owners[name] and state != WEIGHT:
@@ -268,8 +272,8 @@ class _Pieces:
                             "describe the model that the checkpoint was made of",
                         )
                     )
-                found[TensorKey(state, name)] = TensorInfo(dtypes.pop(), shape)
-        return found
+                infos[TensorKey(state, name)] = TensorInfo(dtypes.pop(), shape)
+        return infos
 
     def has_copies(self, key: TensorKey) -> bool:
         return any(len(self._stored[key.state, owner]) > 1 for owner in self.owners[key.name])
@@ -287,9 +291,11 @@ class _Pieces:
 
     def _owner_pieces(self, key: TensorKey, owner: str, number: int) -> Iterator[TensorPiece]:
         """Yield the pieces of ``key`` in one of Megatron-core's tensors, from its ``number``-th copy."""
-        for held in self._stored[key.state, owner][number]:
-            tensor = _member(self._open(held.chunk, held.dtype), held.place)
-            for part in intersect_parts(self._tables[owner].parts, held.box.offset, held.box.shape):
+        for chunk_part in self._stored[key.state, owner][number]:
+            tensor = _member(self._open(chunk_part.chunk, chunk_part.dtype), chunk_part.stack_index)
+            for part in intersect_parts(
+                self._tables[owner].parts, chunk_part.box.offset, chunk_part.box.shape
+            ):
                 if part.canonical == key.name:
                     box = Box(part.offset, part.extent)
                     yield from torch_zip.tensor_pieces(_view(tensor, part), key, self.shapes[key.name], box)
@@ -300,16 +306,20 @@ class _Pieces:
 
 def _distinct(by_key: Mapping[str, list[_ChunkPart]]) -> list[list[_ChunkPart]]:
     """Return each distinct copy once, because several keys may name the same bytes."""
-    found: dict[frozenset[tuple[TensorChunk, tuple[int, ...]]], list[_ChunkPart]] = {}
-    for held in by_key.values():
-        found.setdefault(frozenset((one.chunk, one.place) for one in held), held)
-    return list(found.values())
+    distinct: dict[frozenset[tuple[TensorChunk, tuple[int, ...]]], list[_ChunkPart]] = {}
+    for chunk_parts in by_key.values():
+        distinct.setdefault(frozenset((part.chunk, part.stack_index) for part in chunk_parts), chunk_parts)
+    return list(distinct.values())
 
 
-def _member(tensor: StoredTensor, place: tuple[int, ...]) -> StoredTensor:
+def _member(tensor: StoredTensor, stack_index: tuple[int, ...]) -> StoredTensor:
     """Return one tensor of a stack."""
-    offset = tensor.offset + sum(index * stride for index, stride in zip(place, tensor.strides, strict=False))
-    return StoredTensor(tensor.storage, offset, tensor.shape[len(place) :], tensor.strides[len(place) :])
+    offset = tensor.offset + sum(
+        index * stride for index, stride in zip(stack_index, tensor.strides, strict=False)
+    )
+    return StoredTensor(
+        tensor.storage, offset, tensor.shape[len(stack_index) :], tensor.strides[len(stack_index) :]
+    )
 
 
 def _view(tensor: StoredTensor, part: TensorPart) -> StoredTensor:
@@ -331,9 +341,9 @@ def _view(tensor: StoredTensor, part: TensorPart) -> StoredTensor:
 
 def _source(folder: Path, common: CommonState, metadata: DcpMetadata, shape: ModelShape) -> CheckpointSource:
     tables = {tensor.name: tensor for tensor in families.get_family(shape.family).megatron_tensors(shape)}
-    places, unknown_keys = _locate_parts(folder, metadata, shape, tables)
-    pieces = _Pieces(folder, shape, tables, places)
-    tensors = pieces.tensors(list(dict.fromkeys([WEIGHT, *(state for state, _ in places)])))
+    parts_by_tensor, unknown_keys = _locate_parts(folder, metadata, shape, tables)
+    pieces = _Pieces(folder, shape, tables, parts_by_tensor)
+    tensors = pieces.tensors(list(dict.fromkeys([WEIGHT, *(state for state, _ in parts_by_tensor)])))
     moments = {key.state for key in tensors} & {EXP_AVG, EXP_AVG_SQ}
     if moments and OPTIMIZER_STEP not in common.scalars:
         raise DamagedFile(

@@ -20,14 +20,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict
 from typing import Any
 
 from toolkit import families
 from toolkit.checkpoint import adam, manifest, target_tensors
 from toolkit.checkpoint.catalog import DTYPES, TensorPiece
-from toolkit.checkpoint.formats import torch_zip
 from toolkit.checkpoint.formats.dcp.metadata import (
     METADATA,
     Blob,
@@ -38,18 +36,17 @@ from toolkit.checkpoint.formats.dcp.metadata import (
 )
 from toolkit.checkpoint.formats.megatron.common import COMMON, AdamState, lay_out_common
 from toolkit.checkpoint.formats.megatron.keys import MASTERS, KeySlot, key_slots, object_keys
+from toolkit.checkpoint.formats.megatron.rank_files import RankFiles
 from toolkit.checkpoint.formats.megatron.source import BACKEND, FORMAT, NAME, TRACKER, iteration_folder
-from toolkit.checkpoint.formats.stored_tensor import Storage, StoredTensor
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIM
 from toolkit.checkpoint.shard import MASTER, WEIGHT, Box, TensorInfo, TensorKey
 from toolkit.checkpoint.source import MODEL, CheckpointSource
-from toolkit.checkpoint.target import CheckpointTarget, FileChecksum, TargetFile
+from toolkit.checkpoint.target import CheckpointTarget, TargetFile
 from toolkit.config.reshard import TargetConfig
 from toolkit.errors import CheckpointError, Problem
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import MegatronTensor, TensorCut, TensorPart, intersect_parts, local_boxes
 
-FILE_BYTES = 4 * 2**30  # per file, unless a single chunk is larger
 SCHEDULER = (
     "it has neither the state of a learning rate scheduler (opt_param_scheduler) nor Megatron-LM's "
     "arguments (args): loaders of "
@@ -210,90 +207,6 @@ def _tensors(
 # ---- files
 
 
-@dataclass(frozen=True, slots=True)
-class _FileTemplate:
-    """A file of ``torch.save`` with one tensor of zeros. It depends on dtype and shape only.
-
-    Attributes:
-        head, tail: Bytes before and after the tensor's.
-        numbytes: Bytes of the tensor.
-        places: Offsets of the checksum of the tensor's bytes.
-    """
-
-    head: bytes
-    numbytes: int
-    tail: bytes
-    places: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return len(self.head) + self.numbytes + len(self.tail)
-
-
-@cache
-def _file_template(dtype: str, shape: tuple[int, ...]) -> _FileTemplate:
-    storage = Storage("0", dtype, math.prod(shape))
-    layout = torch_zip.lay_out("", StoredTensor.whole(storage, shape), [storage])
-    begin, numbytes = layout.storages["0"], storage.numel * DTYPES[dtype].itemsize
-    parts = sorted(layout.file.fixed.items())
-    head, tail = (
-        b"".join(content for at, content in parts if (at < begin) is before) for before in (True, False)
-    )
-    assert (len(head), begin + numbytes + len(tail)) == (begin, layout.file.numbytes), (
-        "fixed bytes follow each other"
-    )
-    return _FileTemplate(
-        head, numbytes, tail, tuple(place for check in layout.file.checksums for place in check.places)
-    )
-
-
-@dataclass(slots=True)
-class _RankFiles:
-    """The files of one rank, filled one after the other. Blobs have names relative to ``folder``, as in
-    ``.metadata``.
-    """
-
-    folder: str
-    rank: int
-    done: list[TargetFile] = field(default_factory=list)
-    _fixed: dict[int, bytes] = field(default_factory=dict)
-    _checks: list[FileChecksum] = field(default_factory=list)
-    _end: int = 0
-
-    def add(self, dtype: str, shape: tuple[int, ...]) -> tuple[Blob, int]:
-        """Reserve bytes for a tensor. Returns the blob and the first byte of its elements."""
-        form = _file_template(dtype, shape)
-        if self._end and self._end + form.length > FILE_BYTES:
-            self.close()
-        begin = -(-self._end // torch_zip.ALIGNMENT) * torch_zip.ALIGNMENT
-        data = begin + len(form.head)
-        self._fixed[begin] = form.head
-        self._fixed[data + form.numbytes] = form.tail
-        if form.places:
-            self._checks.append(
-                FileChecksum(data, data + form.numbytes, tuple(begin + place for place in form.places))
-            )
-        self._end = begin + form.length
-        return Blob(self._name, begin, self._end), data
-
-    def add_object(self, value: object) -> Blob:
-        layout = torch_zip.lay_out(self._name, value, [], begin=self._end)
-        begin, self._end = self._end, layout.file.numbytes
-        self._fixed |= layout.file.fixed
-        return Blob(self._name, begin, self._end)
-
-    def close(self) -> None:
-        if self._end:
-            self.done.append(
-                TargetFile(f"{self.folder}/{self._name}", self._end, self._fixed, tuple(self._checks))
-            )
-        self._fixed, self._checks, self._end = {}, [], 0
-
-    @property
-    def _name(self) -> str:
-        return f"__{self.rank}_{len(self.done)}.distcp"
-
-
 class _TargetFiles:
     """Assign every chunk of every tensor to a file.
 
@@ -320,7 +233,7 @@ class _TargetFiles:
         self._tensors, self._with_masters = tensors, with_masters
         self._states = tuple(dict.fromkeys(key.state for key in tensors))
         self._sizes = {spec.name: spec.shape for spec in families.get_family(shape.family).parameters(shape)}
-        self._files = [_RankFiles(folder, rank) for rank in range(tensor * pipeline)]
+        self._files = [RankFiles(folder, rank) for rank in range(tensor * pipeline)]
         self._chunks: dict[str, list[TensorChunk]] = {}
         self._key_info: dict[str, tuple[str, tuple[int, ...]]] = {}  # key -> dtype, shape
         self._empty_object: Blob | None = None
@@ -362,7 +275,7 @@ class _TargetFiles:
             if height > 0:
                 yield Box(offset, (height, *extent[1:]))
 
-    def _add_chunk(self, table: MegatronTensor, files: _RankFiles, box: Box) -> None:
+    def _add_chunk(self, table: MegatronTensor, files: RankFiles, box: Box) -> None:
         slots = key_slots(table, self._shape)
         whole = Box((*slots[0].index, *box.offset), (*(1 for _ in slots[0].index), *box.shape))
         parts = intersect_parts(table.parts, box.offset, box.shape)

@@ -75,20 +75,23 @@ def open_source(folder: Path, model: ModelShape | None = None) -> CheckpointSour
         _refuse_scrambled(saved)
         shapes = _shapes(folder, models)
         steps: list[object] = []
-        held = [
+        tensor_ranks = [
             {name: _read_parameter(folder, name, shape, steps) for name, shape in of_rank.items()}
             for of_rank in shapes
         ]
         stages = read_weights(saved)
-        for name, local in ((name, local) for of_rank in held for name, local in of_rank.items()):
+        for name, local in ((name, local) for of_rank in tensor_ranks for name, local in of_rank.items()):
             known = (ranks[name].model_dtype for stage in stages for ranks in stage if name in ranks)
             # the files of pipeline stages have no weights
             local.model_dtype = next(known, saved.weights_dtype)
         settings = files.load_file(folder, SETTINGS)
-        _refuse_without_maxima(folder, settings, held)
+        _refuse_without_maxima(folder, settings, tensor_ranks)
         scalars = read_counts(saved) | _read_optimizer_scalars(folder, settings, steps)
         catalog = build_catalog(
-            folder, model, [*([of_rank] for of_rank in held), *map(drop_placeholders, stages)], scalars
+            folder,
+            model,
+            [*([of_rank] for of_rank in tensor_ranks), *map(drop_placeholders, stages)],
+            scalars,
         )
     except DamagedFile as damage:
         raise foreign_damage_error(folder, damage) from damage
@@ -116,7 +119,7 @@ def _refuse_scrambled(saved: SavedCheckpoint) -> None:
 
 
 def _refuse_without_maxima(
-    folder: Path, settings: SavedFile, held: Sequence[Mapping[str, RankParameter]]
+    folder: Path, settings: SavedFile, tensor_ranks: Sequence[Mapping[str, RankParameter]]
 ) -> None:
     """Raises CheckpointError for AMSGrad without its third state, which DeepSpeed's converter silently
     drops."""
@@ -124,7 +127,7 @@ def _refuse_without_maxima(
         group.get("amsgrad")
         for group in (*zero.read_groups(settings), *(settings.content.get("param_groups") or ()))
     )
-    if amsgrad and not all(MAXIMA in local.moments for of_rank in held for local in of_rank.values()):
+    if amsgrad and not all(MAXIMA in local.moments for of_rank in tensor_ranks for local in of_rank.values()):
         raise files.unsupported_error(
             folder,
             f"is of AMSGrad and lacks its third state, {MAXIMA}, which ds_to_universal drops",

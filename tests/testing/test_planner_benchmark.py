@@ -1,0 +1,85 @@
+"""The figures of benchmarks/planner_cpu.py, and that its layouts can be planned.
+
+pytest tests/testing/test_planner_benchmark.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from toolkit.config.compose import compose
+from toolkit.plan import make_plan
+from toolkit.plan.types import Device, World
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def planner() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import planner_cpu
+
+    yield planner_cpu
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def rows(seconds: list[float], predicted: list[float]) -> list[dict[str, object]]:
+    return [
+        {
+            "description": "d",
+            "layout": f"zero{index}",
+            "seconds": measured,
+            "predicted": estimate,
+            "low": 0.9 * estimate,
+            "high": 1.1 * estimate,
+        }
+        for index, (measured, estimate) in enumerate(zip(seconds, predicted, strict=True))
+    ]
+
+
+def test_figures_of_known_rows(planner: ModuleType) -> None:
+    found = planner.summarise(rows([1.0, 2.0, 3.0, 4.0], [1.1, 2.0, 4.5, 4.0]))
+    assert found["mean_absolute_error"] == pytest.approx((0.1 + 0 + 0.5 + 0) / 4)
+    assert found["largest_error"] == pytest.approx(0.5)
+    assert found["within_15_percent"] == 0.75
+    assert found["kendall_tau"] == pytest.approx((5 - 1) / 6)
+    assert found["good_choices"] == 1.0
+
+
+def test_control_a_wrong_ranking_has_a_negative_tau_and_bad_choices(planner: ModuleType) -> None:
+    found = planner.summarise(rows([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]))
+    assert found["kendall_tau"] == -1.0
+    assert found["good_choices"] == 0.0
+    assert found["cases"][0] == {
+        "description": "d",
+        "fixed": "nothing",
+        "chosen": "zero2",
+        "best": "zero0",
+        "regret": 2.0,
+    }
+
+
+def test_differences_within_the_noise_do_not_rank(planner: ModuleType) -> None:
+    found = planner.summarise(rows([1.0, 1.01, 2.0], [1.0, 0.9, 2.0]))
+    assert found["kendall_tau"] == pytest.approx(1 / 3)
+    assert found["kendall_tau_beyond_noise"] == 1.0
+
+
+def test_no_measured_layout_is_calibrated_on(planner: ModuleType) -> None:
+    calibrated = {planner.CALIBRATED.words, planner.CALIBRATED_ALONE.words}
+    assert not calibrated & {description.words for description in planner.DESCRIPTIONS}
+    assert sum(len(description.layouts) for description in planner.DESCRIPTIONS) >= 20
+    assert len(planner.DESCRIPTIONS) * len(planner.FIXED) >= 30
+
+
+@pytest.mark.full
+def test_every_layout_can_be_planned(planner: ModuleType) -> None:
+    for description in (*planner.DESCRIPTIONS, planner.CALIBRATED, planner.CALIBRATED_ALONE):
+        world = World(ranks=description.ranks, ranks_per_node=description.ranks, device=Device.CPU)
+        for layout in description.layouts:
+            make_plan(compose(planner.run_words(description, layout, Path("runs/none"), 100)), world)

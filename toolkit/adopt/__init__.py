@@ -1,0 +1,1 @@
+"""Turn configurations of other tools into an experiment of this toolkit: ``launch/adopt.py``."""

@@ -1,0 +1,94 @@
+"""The section ``checkpoint`` of the schema. The string below a field is its help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from toolkit.config.checks import at_least, check
+from toolkit.errors import ConfigError, Problem
+
+
+class MetricMode(Enum):
+    """Whether a smaller or a larger value of a metric is better."""
+
+    min = "min"
+    max = "max"
+
+
+@dataclass(kw_only=True, slots=True)
+class KeepBestConfig:
+    metric: str | None = None
+    """Also save after each evaluation that is among the best by this metric, SET/NAME as validation/loss, and
+    keep these checkpoints; checkpoints/best names the best. Null: keep none.
+    """
+    mode: MetricMode = MetricMode.min
+    """min: smaller values are better; max: larger ones."""
+    count: int = 1
+    """Number of best checkpoints to keep, in addition to checkpoint.keep_last."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.keep_best", 1, count=self.count)
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every: str = "500"
+    """Interval in steps (500) or wall time (30min, 2h); 'never' saves only at the end."""
+    keep_last: int = 2
+    """Number of newest checkpoints to keep."""
+    keep_every: int = 0
+    """Also keep every checkpoint at a multiple of this many steps; 0: none."""
+    keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
+    background: bool | None = None
+    """Copy the state to host memory and write it while training continues. Null: on GPUs, if there is
+    room."""
+    staging_gib: float = 32.0
+    """Host memory of a rank for the copy of saves in the background, in GiB (2^30 bytes). It is pinned on
+    GPUs and used again by every save. A rank with more state writes in the foreground.
+    """
+    at_end: bool = True
+    """Save after the last step."""
+    export: bool = False
+    """After the last step, also export the weights in Hugging Face's format to <run.dir>/export."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint", 1, keep_last=self.keep_last)
+        at_least("checkpoint", 0, keep_every=self.keep_every)
+        check(
+            self.staging_gib > 0,
+            "checkpoint.staging_gib",
+            self.staging_gib,
+            "the copy of a save in the background needs memory",
+            "write checkpoint.staging_gib=32, or checkpoint.background=false",
+        )
+        parse_cadence(self.every)
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """An interval between checkpoints: at most one is set, and neither means never."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def parse_cadence(text: str) -> Cadence:
+    """Parse ``500`` (steps), ``90s``, ``30min``, ``2h`` (seconds) or ``never``. Raises ConfigError."""
+    text = str(text).strip()
+    if text == "never":
+        return Cadence()
+    if text.isdigit() and int(text) > 0:
+        return Cadence(steps=int(text))
+    for unit, seconds in (("min", 60), ("h", 3600), ("s", 1)):
+        number = text.removesuffix(unit)
+        if number != text and number.isdigit() and int(number) > 0:
+            return Cadence(seconds=int(number) * seconds)
+    raise ConfigError(
+        Problem(
+            "checkpoint.every",
+            f"checkpoint.every={text}",
+            "a cadence is a number of steps or a time",
+            "write checkpoint.every=500, checkpoint.every=30min or checkpoint.every=never",
+        )
+    )

@@ -1,0 +1,372 @@
+"""The best layouts of a run for its machines, and why the obvious alternatives lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from toolkit.config.schema import EngineName, RunConfig
+from toolkit.errors import PlanError, Problem, Severity
+from toolkit.estimate.cost import RunCost, run_cost
+from toolkit.estimate.goal import Goal, make_goal
+from toolkit.estimate.layouts import OFFLOADS, VIRTUAL_KEY, Layout, SearchSpace, layout_of
+from toolkit.estimate.profile import HardwareProfile, load_profile
+from toolkit.estimate.search import Evaluator, LayoutResult, SearchResult, find_best, layout_kind
+from toolkit.estimate.step import estimate_step
+from toolkit.estimate.types import StepEstimate
+from toolkit.plan.devices import GPUS, memory_bytes
+from toolkit.plan.flops import flops_per_step, peak_flops
+from toolkit.plan.make import draft_plan
+from toolkit.plan.memory_verdict import judge_memory
+from toolkit.plan.transformer_engine import has_transformer_engine
+from toolkit.plan.types import Device, RunPlan, World
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvisedLayout:
+    """One of the best layouts, ready to run."""
+
+    layout: Layout
+    plan: RunPlan
+    estimate: StepEstimate
+    cost: RunCost
+
+    @property
+    def units_per_second(self) -> float:
+        """Tokens, images or samples per second of all ranks."""
+        return self.plan.units_per_step / self.estimate.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s over the peak of all GPUs; None if utilisation is not reported."""
+        flops, peak = flops_per_step(self.plan), peak_flops(self.plan)
+        if flops is None or peak is None:
+            return None
+        return flops / (self.estimate.seconds * peak * self.plan.world.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A layout that people often try first.
+
+    Attributes:
+        name: what distinguishes it.
+        layout: the best of this kind.
+        seconds: predicted for a step, also if it cannot run; None if that is not known.
+        reason: why it is not the advice.
+    """
+
+    name: str
+    layout: Layout
+    seconds: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """
+    Attributes:
+        config: the user's run.
+        typed: keys that kept their values.
+        goal: what was minimized, and the limits of a step.
+        best: best first; empty if no layout can run.
+        missed: the limit that no layout meets, in a sentence; ``best`` then has the nearest.
+        alternatives: why obvious ones are not in ``best``.
+    """
+
+    config: RunConfig
+    typed: frozenset[str]
+    goal: Goal
+    best: tuple[AdvisedLayout, ...]
+    missed: str | None
+    alternatives: tuple[Alternative, ...]
+    search: SearchResult
+
+    @property
+    def without_transformer_engine(self) -> bool:
+        """Whether Megatron-core's layers are slower than they could be on these GPUs."""
+        world = self.best[0].plan.world
+        return (
+            world.device is Device.CUDA
+            and not has_transformer_engine(world)
+            and "engine.name" not in self.typed
+        )
+
+
+def advise(
+    config: RunConfig,
+    world: World,
+    *,
+    typed: frozenset[str],
+    budget: float | None = None,
+    hours: float | None = None,
+) -> Advice:
+    """Search the best layouts of ``config`` on ``world``.
+
+    Args:
+        config: composed, with the sizes of ``model.pretrained``.
+        typed: keys that keep their values.
+        budget: the most that the run may cost, in the currency of ``monitor.price_per_gpu_hour``.
+        hours: the most that all steps may take.
+
+    Raises:
+        PlanError: the time of a step cannot be predicted, or no layout can run.
+    """
+    draft = draft_plan(config, world)
+    limited = budget is not None or hours is not None
+    space = SearchSpace(
+        config=config, world=world, shape=draft.context.shape, typed=typed, fewer_nodes=limited
+    )
+    profile = load_profile(config.cluster, world)
+    _check_predictable(config, draft.context.shape is not None, profile)
+    assert profile is not None
+    goal = make_goal(config, world, budget, hours)
+    evaluator = Evaluator(space, profile)
+    search = find_best(evaluator, goal)
+    missed = None
+    if not search.best and limited:
+        search, missed = _nearest(evaluator, goal, config, budget, hours)
+    if not search.best:
+        raise PlanError(_nothing_runs(evaluator, search))
+    best = tuple(_advised(result) for result in search.best)
+    return Advice(
+        config=config,
+        typed=typed,
+        goal=goal,
+        best=best,
+        missed=missed,
+        alternatives=tuple(_alternatives(evaluator, goal, search)),
+        search=search,
+    )
+
+
+def override_words(advised: AdvisedLayout, config: RunConfig) -> list[str]:
+    """The arguments that turn ``config`` into the advised layout: ``engine=megatron parallel.tensor=2``."""
+    layout, base = advised.layout, config
+    changed = layout.apply(config)
+    words = []
+    if changed.engine.name is not base.engine.name:
+        words.append(f"engine={changed.engine.name.value}")
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if (size := getattr(changed.parallel, axis)) != getattr(base.parallel, axis):
+            words.append(f"parallel.{axis}={size}")
+    own = base.engine.megatron.get(VIRTUAL_KEY.rpartition(".")[2])
+    if layout.virtual > 1 and own != layout.virtual:
+        words.append(f"{'+' * (own is None)}{VIRTUAL_KEY}={layout.virtual}")
+    elif layout.virtual == 1 and own is not None:
+        words.append(f"~{VIRTUAL_KEY}")
+    if layout.zero != base.zero.stage:
+        words.append(f"zero.stage={layout.zero}")
+    for kind in ("optimizer", "parameters", "activations"):
+        if (device := getattr(changed.offload, kind)) is not getattr(base.offload, kind):
+            words.append(f"offload.{kind}={device.value}")
+    if layout.micro_batch != base.train.micro_batch:
+        words.append(f"train.micro_batch={layout.micro_batch}")
+    if layout.recomputation != base.train.activation_checkpointing:
+        words.append(f"train.activation_checkpointing={layout.recomputation}")
+    if changed.cluster.nodes != base.cluster.nodes:
+        words.append(f"cluster.nodes={changed.cluster.nodes}")
+    if changed.engine.deepspeed != base.engine.deepspeed:
+        words.append("+engine.deepspeed.data_types.grad_accum_dtype=fp32")
+    return words
+
+
+def _nearest(
+    evaluator: Evaluator, goal: Goal, config: RunConfig, budget: float | None, hours: float | None
+) -> tuple[SearchResult, str | None]:
+    """The fastest layouts if no layout meets the deadline; the cheapest ones if none is within the budget."""
+    search = find_best(evaluator, Goal(cheapest=hours is None))
+    if not search.best:
+        return search, None
+    first = _advised(search.best[0]).cost
+    if hours is not None:
+        return search, (
+            f"no layout ends within {hours:.3g} hours: the upper end of the fastest is "
+            f"{first.high_hours:.3g} hours, {first.high_hours - hours:.3g} too many"
+        )
+    assert budget is not None
+    assert first.cost is not None
+    high = first.cost * first.high_hours / first.hours
+    return search, (
+        f"no layout is within the budget of {budget:,.0f}: the upper end of the cheapest is {high:,.0f}, "
+        f"{high - budget:,.0f} too much"
+    )
+
+
+def _check_predictable(config: RunConfig, has_shape: bool, profile: HardwareProfile | None) -> None:
+    problems = []
+    if not has_shape:
+        problems.append(
+            Problem(
+                "advise",
+                f"advise=true with {config.model.source_key}",
+                "step times are predicted for models of a family, whose layers are known",
+                "choose a family: model=llama, model=qwen3, ...",
+            )
+        )
+    if profile is None:
+        problems.append(
+            Problem(
+                "cluster.gpu",
+                f"advise=true with cluster.gpu={config.cluster.gpu or 'null'}",
+                "step times are predicted for a known kind of GPU",
+                f"write cluster.gpu= and one of {', '.join(GPUS)}",
+            )
+        )
+    if problems:
+        raise PlanError(*problems)
+
+
+def _nothing_runs(evaluator: Evaluator, search: SearchResult) -> Problem:
+    space = evaluator.space
+    kept = sorted(space.typed.intersection(LAYOUT_KEYS))
+    own = evaluator.evaluate(layout_of(space.config, space.world))
+    seen = f"{search.layouts} layouts on {space.world.ranks} ranks"
+    refused = next((problem for problem in own.problems if problem.severity is Severity.ERROR), None)
+    why = f" ({refused.rule})" if refused is not None and not search.planned else ""
+    return Problem(
+        "advise",
+        seen + (f" with {' '.join(kept)} as given" if kept else ""),
+        f"at least one layout divides the run evenly, fits in memory and breaks no rule{why}",
+        "give fewer keys on the command line, use more nodes, or another train.global_batch",
+    )
+
+
+LAYOUT_KEYS = frozenset(
+    {
+        "engine.name",
+        "parallel.tensor",
+        "parallel.pipeline",
+        "parallel.context",
+        "parallel.expert",
+        VIRTUAL_KEY,
+        "zero.stage",
+        "offload.optimizer",
+        "offload.parameters",
+        "train.micro_batch",
+        "train.activation_checkpointing",
+    }
+)
+
+
+# -- alternatives
+
+
+def _alternatives(evaluator: Evaluator, goal: Goal, search: SearchResult) -> Iterator[Alternative]:
+    """Yield each obvious alternative that is not one of the best."""
+    first, best = search.best[0], search.best[0].layout
+    shown = {layout_kind(result.layout) for result in search.best}
+    seen = {result.layout for result in search.best}
+    space = evaluator.space
+
+    def compare(name: str, result: LayoutResult) -> Iterator[Alternative]:
+        if result.layout not in seen:
+            seen.add(result.layout)
+            yield _alternative(name, result, first, goal, evaluator.profile)
+
+    def best_of(name: str, keep: Callable[[Layout], bool]) -> Iterator[Alternative]:
+        if any(keep(result.layout) for result in search.best):
+            return
+
+        def kept(layout: Layout) -> bool:
+            return layout.nodes == best.nodes and keep(layout)
+
+        found = find_best(evaluator, Goal(cheapest=goal.cheapest), count=1, keep=kept).best
+        smallest = found[0] if found else _smallest(evaluator, kept)
+        if smallest is not None and layout_kind(smallest.layout) not in shown:
+            yield from compare(name, smallest)
+
+    yield from compare("as configured", evaluator.evaluate(layout_of(space.config, space.world)))
+    if best.recomputation != "none":
+        yield from compare("without recomputation", evaluator.evaluate(replace(best, recomputation="none")))
+    yield from best_of(
+        "ZeRO 3 on data ranks only", lambda one: one.model_ranks * one.expert == 1 and one.zero == 3
+    )
+    yield from best_of(
+        "data parallel without ZeRO 3", lambda one: one.model_ranks * one.expert == 1 and one.zero < 3
+    )
+    yield from best_of("engine=deepspeed", lambda one: one.engine is EngineName.deepspeed)
+    yield from best_of("engine=megatron", lambda one: one.engine is EngineName.megatron)
+    if best.pipeline > 1:
+        yield from best_of("without a pipeline", lambda one: one.pipeline == 1)
+    if best.offload != OFFLOADS[0]:
+        yield from compare("without offload", evaluator.evaluate(replace(best, offload=OFFLOADS[0])))
+    per_node = space.world.ranks_per_node
+    data = best.ranks(space.world) // best.model_ranks
+    across = replace(
+        best, engine=EngineName.megatron, tensor=2 * per_node, pipeline=1, virtual=1, context=1, zero=1
+    )
+    heads = 1 if space.shape is None else space.shape.num_attention_heads
+    if best.nodes > 1 and best.tensor > 1 and heads % across.tensor == 0 and best.offload == OFFLOADS[0]:
+        yield from compare("tensor ranks across nodes", evaluator.evaluate(across))
+    if space.config.train.global_batch % (2 * best.micro_batch * data) == 0:
+        larger = replace(best, micro_batch=2 * best.micro_batch)
+        yield from compare(f"micro-batch {larger.micro_batch}", evaluator.evaluate(larger))
+
+
+def _smallest(evaluator: Evaluator, keep: Callable[[Layout], bool]) -> LayoutResult | None:
+    """The layout that needs least memory, of those that do not run."""
+    kept = [layout for layout in evaluator.space.layouts() if keep(layout)]
+    least = min(kept, key=evaluator.least_bytes, default=None)
+    return None if least is None else evaluator.evaluate(least)
+
+
+def _alternative(
+    name: str, result: LayoutResult, first: LayoutResult, goal: Goal, profile: HardwareProfile
+) -> Alternative:
+    estimate = result.estimate
+    if estimate is None and result.plan is not None:  # predicted although it cannot run
+        estimate = estimate_step(result.plan, profile)
+    return Alternative(
+        name=name,
+        layout=result.layout,
+        seconds=None if estimate is None else estimate.seconds,
+        reason=_reason(result, estimate, first, goal),
+    )
+
+
+def _reason(result: LayoutResult, estimate: StepEstimate | None, first: LayoutResult, goal: Goal) -> str:
+    if not result.fits:
+        assert result.plan is not None
+        return _does_not_fit(result.plan)
+    if result.estimate is None:
+        errors = [problem for problem in result.problems if problem.severity is Severity.ERROR]
+        return f"refused: {errors[0].seen}: {errors[0].rule}" if errors else "its time is not known"
+    assert result.plan is not None
+    assert first.plan is not None
+    assert first.estimate is not None
+    ranks, best_ranks = result.plan.world.ranks, first.plan.world.ranks
+    if not goal.allows(result.estimate.high, ranks):
+        late = result.estimate.high > goal.most_seconds
+        return "too late" if late else "too expensive"
+    ratio = goal.cost(result.seconds, ranks) / goal.cost(first.seconds, best_ranks)
+    what = "GPU-hours" if goal.cheapest else "time"
+    part = _slower_part(result.estimate, first.estimate)
+    return f"{ratio:.2f} x the {what}" + (f": {part}" if part else "")
+
+
+def _does_not_fit(plan: RunPlan) -> str:
+    have = memory_bytes(plan.world)
+    assert plan.memory is not None
+    assert have is not None
+    needs = f"{plan.memory.device_total / GB:,.1f} GB of {have / GB:,.1f} GB"
+    return f"{judge_memory(plan.memory, plan.world)} ({needs})"
+
+
+def _slower_part(estimate: StepEstimate, best: StepEstimate) -> str | None:
+    """The part of the step that takes most longer than in the best layout."""
+    longer = {name: seconds - best.parts.get(name, 0.0) for name, seconds in estimate.parts.items()}
+    name = max(longer, key=lambda part: longer[part], default=None)
+    if name is None or longer[name] <= 0:
+        return None
+    own, other = estimate.parts[name], best.parts.get(name, 0.0)
+    return f"{name} takes {own:.3g} s of its {estimate.seconds:.3g} s, here {other:.3g} s"
+
+
+def _advised(result: LayoutResult) -> AdvisedLayout:
+    assert result.plan is not None
+    assert result.estimate is not None
+    cost = run_cost(result.plan, result.estimate)
+    return AdvisedLayout(layout=result.layout, plan=result.plan, estimate=result.estimate, cost=cost)

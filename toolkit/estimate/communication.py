@@ -1,0 +1,260 @@
+"""Seconds of the collectives of one rank: which an engine starts, how large they are, and what hides them.
+
+Sources are the engines themselves: Megatron-core 0.16's ``tensor_parallel/layers.py`` and
+``distributed/param_and_grad_buffer.py``, DeepSpeed 0.19's ``runtime/zero``, and for traffic Rajbhandari et
+al., "ZeRO" (1910.02054, section 7): stages 0 to 2 move twice the parameters, stage 3 three times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from toolkit.config.schema import EngineName, OffloadDevice, RunConfig
+from toolkit.estimate.interconnects import topology_of
+from toolkit.estimate.network import (
+    Collective,
+    Group,
+    Link,
+    Topology,
+    collective_seconds,
+    group_along,
+    strided_group,
+)
+from toolkit.estimate.operators import FP32, RankShare
+from toolkit.estimate.profile import HardwareProfile
+from toolkit.families.base import ModelShape
+from toolkit.layout.axes import ALL, EXPERT, ORDER, Axes, Axis
+from toolkit.plan.deepspeed import accumulates_in_fp32
+from toolkit.plan.types import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """Seconds by name of the group (layout/axes.axis_name) that computing waits for."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def __add__(self, other: Exposed) -> Exposed:
+        names = {**self.seconds, **other.seconds}
+        return Exposed({name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names})
+
+    def __mul__(self, factor: float) -> Exposed:
+        return Exposed({name: value * factor for name, value in self.seconds.items()})
+
+
+def hidden_behind(compute: float, collective: float, contention: float) -> float:
+    """Seconds by which a ``collective`` prolongs ``compute`` seconds that run at the same time.
+
+    It takes processors and memory bandwidth from the products that hide it: ``contention`` seconds for each
+    of its seconds.
+    """
+    return max(0.0, collective - compute) + contention * min(compute, collective)
+
+
+def group_name(axes: Axes, along: Collection[Axis]) -> str:
+    """As :func:`layout.axes.axis_name` of a group along these axes, without its ranks."""
+    spanned = [axis for axis in ORDER if axis in along and getattr(axes, axis) > 1]
+    divided = [axis for axis in ORDER if getattr(axes, axis) > 1]
+    return ALL if len(spanned) > 1 and spanned == divided else "+".join(spanned)
+
+
+class Network:
+    """Seconds of collectives along the axes of a plan."""
+
+    def __init__(self, plan: RunPlan, profile: HardwareProfile) -> None:
+        self.topology = measured_topology(topology_of(plan.config.cluster, plan.world), profile)
+        self._axes = plan.axes
+
+    def along(self, kind: Collective, size: float, *axes: Axis) -> float:
+        """Seconds of a collective of ``size`` bytes of the whole tensor, over ranks that differ along
+        ``axes``; 0 for a single rank.
+        """
+        return self.over(kind, size, _group_along(axes, self._axes, self.topology.domain))
+
+    def among_experts(self, kind: Collective, size: float) -> float:
+        axes = self._axes
+        group = strided_group(axes.expert, axes.tensor, axes.size, self.topology.domain)
+        return self.over(kind, size, group)
+
+    def over(self, kind: Collective, size: float, group: Group) -> float:
+        return collective_seconds(kind, size, group, self.topology)
+
+
+def measured_topology(topology: Topology, profile: HardwareProfile) -> Topology:
+    """Return ``topology`` with the factors of a calibrated profile."""
+    switch = topology.switch_bandwidth
+    return replace(
+        topology,
+        inside=Link(
+            bandwidth=topology.inside.bandwidth * profile.inside_factor,
+            latency=topology.inside.latency * profile.inside_latency_factor,
+        ),
+        between=Link(
+            bandwidth=topology.between.bandwidth * profile.between_factor,
+            latency=topology.between.latency * profile.between_latency_factor,
+        ),
+        host=replace(topology.host, bandwidth=topology.host.bandwidth * profile.host_factor),
+        start=topology.start * profile.inside_latency_factor,
+        switch_bandwidth=None if switch is None else switch * profile.inside_factor,
+    )
+
+
+@cache
+def _group_along(along: tuple[Axis, ...], axes: Axes, domain: int) -> Group:
+    return group_along(along, axes, domain)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExchanges:
+    """What a decoder layer waits for with one micro-batch, in each direction."""
+
+    forward: Exposed
+    backward: Exposed
+    recomputed: Exposed  # when its forward pass is repeated
+
+
+def layer_exchanges(
+    plan: RunPlan,
+    shape: ModelShape,
+    share: RankShare,
+    network: Network,
+    *,
+    backward: float,
+    contention: float,
+) -> LayerExchanges:
+    """The collectives inside a layer, whose products take ``backward`` seconds in the backward pass."""
+    megatron = plan.config.engine.name is EngineName.megatron
+    stream = share.tokens * shape.hidden_size * share.element
+    forward: dict[str, float] = {}
+    back: dict[str, float] = {}
+    if share.tensor > 1:
+        seconds = network.along
+        if share.spread > 1:  # sequence parallelism: the same bytes as an all-reduce, in two halves
+            gather = seconds(Collective.ALL_GATHER, stream, Axis.TENSOR)
+            scatter = seconds(Collective.REDUCE_SCATTER, stream, Axis.TENSOR)
+            forward[Axis.TENSOR] = 2 * (gather + scatter)
+            # Inputs are gathered again, and their gradients scattered, behind products of weights.
+            back[Axis.TENSOR] = 2 * gather + hidden_behind(backward / 2, 2 * (gather + scatter), contention)
+        else:
+            reduce = 2 * seconds(Collective.ALL_REDUCE, stream, Axis.TENSOR)
+            forward[Axis.TENSOR] = reduce
+            back[Axis.TENSOR] = hidden_behind(backward / 2, reduce, contention) if megatron else reduce
+    if share.context > 1:
+        queries = shape.num_attention_heads * shape.head_dim / share.tensor
+        keys = shape.num_key_value_heads * shape.head_dim / share.tensor
+        if megatron:  # keys and values of the whole sequence
+            size = share.tokens * share.context * 2 * keys * share.element
+            forward[Axis.CONTEXT] = network.along(Collective.ALL_GATHER, size, Axis.CONTEXT)
+            back[Axis.CONTEXT] = forward[Axis.CONTEXT] + network.along(
+                Collective.REDUCE_SCATTER, size, Axis.CONTEXT
+            )
+        else:  # queries, keys, values and output change from tokens to heads and back
+            size = share.tokens * (2 * queries + 2 * keys) * share.element
+            forward[Axis.CONTEXT] = network.along(Collective.ALL_TO_ALL, size, Axis.CONTEXT)
+            back[Axis.CONTEXT] = forward[Axis.CONTEXT]
+    if share.expert > 1:
+        size = stream / share.spread * shape.num_experts_per_tok
+        forward[EXPERT] = back[EXPERT] = 2 * network.among_experts(Collective.ALL_TO_ALL, size)
+    return LayerExchanges(Exposed(forward), Exposed(back), Exposed(forward))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateExchanges:
+    """Seconds of collectives over parameters and gradients, before any of it is hidden.
+
+    Attributes:
+        name: of the group.
+        gather_forward, gather_backward: parameters, in each micro-batch (ZeRO 3).
+        reduce: gradients, in each micro-batch (ZeRO 2 and 3) or once a step.
+        every_micro_batch: whether gradients are reduced in each micro-batch.
+        gather_step: updated parameters, once a step.
+        overlaps: whether they run behind forward and backward passes.
+    """
+
+    name: str
+    gather_forward: float = 0.0
+    gather_backward: float = 0.0
+    reduce: float = 0.0
+    every_micro_batch: bool = False
+    gather_step: float = 0.0
+    overlaps_reduce: bool = False
+    overlaps_gather: bool = False
+
+
+def state_exchanges(
+    plan: RunPlan, network: Network, elements: float, experts: float, element: int
+) -> StateExchanges:
+    """The exchanges of a rank with ``elements`` parameters, and ``experts`` that fewer ranks share."""
+    axes, config = plan.axes, plan.config
+    name = group_name(axes, (Axis.CONTEXT, Axis.DATA))
+    if not name:
+        return StateExchanges(name="")
+    stage = config.zero.stage
+    # Experts are reduced over the ranks that have them, which move less.
+    whole = elements + experts / axes.expert
+
+    def seconds(kind: Collective, bytes_each: float) -> float:
+        return network.along(kind, whole * bytes_each, Axis.CONTEXT, Axis.DATA)
+
+    if plan.megatron is not None:
+        ddp = plan.megatron["ddp"]
+        if not stage:
+            return StateExchanges(
+                name=name,
+                reduce=seconds(Collective.ALL_REDUCE, FP32),
+                overlaps_reduce=bool(ddp["overlap_grad_reduce"]),
+            )
+        return StateExchanges(
+            name=name,
+            reduce=seconds(Collective.REDUCE_SCATTER, FP32),
+            gather_step=seconds(Collective.ALL_GATHER, element),
+            overlaps_reduce=bool(ddp["overlap_grad_reduce"]),
+            overlaps_gather=bool(ddp["overlap_param_gather"]),
+        )
+    zero = (plan.deepspeed or {}).get("zero_optimization", {})
+    overlaps = bool(zero.get("overlap_comm"))
+    if stage == 3:
+        compressed = 0.5 if config.zero.quantized_weights else 1.0
+        gather = seconds(Collective.ALL_GATHER, element * compressed)
+        backward = gather
+        if config.zero.hpz_partition_size > 1:
+            inside = Group(config.zero.hpz_partition_size, config.zero.hpz_partition_size)
+            backward = network.over(Collective.ALL_GATHER, whole * element * compressed, inside)
+        reduced = element * (0.25 if config.zero.quantized_gradients else 1.0)
+        return StateExchanges(
+            name=name,
+            gather_forward=gather,
+            gather_backward=backward,
+            reduce=seconds(Collective.REDUCE_SCATTER, reduced),
+            every_micro_batch=True,
+            overlaps_reduce=overlaps,
+            overlaps_gather=True,
+        )
+    kind = (
+        Collective.ALL_REDUCE
+        if stage == 0 or zero.get("use_multi_rank_bucket_allreduce", True)
+        else Collective.REDUCE_SCATTER
+    )
+    return StateExchanges(
+        name=name,
+        reduce=seconds(kind, element),
+        every_micro_batch=stage == 2,
+        gather_step=seconds(Collective.ALL_GATHER, element) if stage else 0.0,
+        overlaps_reduce=overlaps,
+    )
+
+
+def transfer_seconds(config: RunConfig, network: Network, elements: float, element: int) -> float:
+    """Seconds a step of moving gradients to the host and parameters back, for offloaded optimizer states of
+    ``elements`` parameters of the rank.
+    """
+    if config.offload.optimizer is OffloadDevice.none:
+        return 0.0
+    gradient = FP32 if accumulates_in_fp32(config) else element
+    return elements * (gradient + element) / network.topology.host.bandwidth

@@ -1,0 +1,88 @@
+"""Seconds of operators on one device.
+
+A matrix product takes as long as its tiles need in whole waves over the device's processors, or as its
+operands need from memory, whichever is longer (a roofline with tile and wave quantisation: NVIDIA, "Matrix
+Multiplication Background User's Guide", sections 3 and 4). Everything else is limited by memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from toolkit.estimate.operators import Elementwise, FusedAttention, Matmul, Operator
+from toolkit.estimate.profile import HardwareProfile
+
+# Rows and columns of the tiles of cuBLAS's kernels, and the fraction of the largest tile's rate that a
+# processor reaches with them ("Matrix Multiplication Background User's Guide", figure 4).
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
+# Rate if all dims are multiples of 8, 4, 2 or 1 elements: loads of 16 bytes down to 2 ("Matrix Multiplication
+# Background User's Guide", section 2.1 and figure 2).
+ALIGNED = {8: 1.0, 4: 0.8, 2: 0.5, 1: 0.3}
+# Batched products of odd sizes, such as those of heads of 225: fitted to BLOOM's trials (data of
+# benchmarks/planner.py).
+UNALIGNED_BATCH = 0.04
+TILE_DEPTH = 250  # elements of the inner dim that the start and the end of a tile cost
+SPLIT_DEPTH = 1024  # the shortest inner dim that several processors share for one tile
+SHORT_FORWARD, SHORT_BACKWARD = 500, 700  # keys at which fused attention reaches half of its rate
+
+
+def device_seconds(operators: Iterable[Operator], profile: HardwareProfile, element: int) -> float:
+    """Seconds of the device for the operators one after another.
+
+    Args:
+        element: bytes of an element.
+    """
+    return sum(_seconds(operator, profile, element) for operator in operators)
+
+
+def host_seconds(operators: Iterable[Operator], profile: HardwareProfile) -> float:
+    """Seconds of the host to start the operators, which it does ahead of the device unless they are short."""
+    started = sum(operator.kernels if isinstance(operator, Elementwise) else 1 for operator in operators)
+    return started * profile.host_seconds
+
+
+def _seconds(operator: Operator, profile: HardwareProfile, element: int) -> float:
+    if isinstance(operator, Matmul):
+        return matmul_seconds(operator, profile, element)
+    if isinstance(operator, FusedAttention):
+        return attention_seconds(operator, profile, element)
+    return operator.moved / profile.moved_per_second + operator.kernels * profile.launch_seconds
+
+
+def matmul_seconds(product: Matmul, profile: HardwareProfile, element: int) -> float:
+    """Seconds of the product, launch included."""
+    rate = profile.matmul_rate(element, fp8=product.fp8)
+    size = 1 if product.fp8 else element
+    rows, columns, inner = product.rows, product.columns, product.inner
+    if profile.processors == 1:  # a CPU core: its library packs the operands into caches, whatever the shape
+        return product.flops / rate + profile.launch_seconds
+    moved = product.count * (size * (rows * inner + inner * columns) + max(2, size) * rows * columns)
+    aligned = min(math.gcd(int(dim), 8) for dim in (rows, columns, inner))
+    rate *= UNALIGNED_BATCH if aligned == 1 and product.count > 1 else ALIGNED[aligned]
+    best = math.inf
+    for high, wide, relative in TILES:
+        tiles = math.ceil(rows / high) * math.ceil(columns / wide) * product.count
+        depth = inner
+        if tiles < profile.processors and inner >= 2 * SPLIT_DEPTH:
+            splits = min(int(profile.processors / tiles), int(inner / SPLIT_DEPTH))
+            if splits > 1:
+                tiles, depth = tiles * splits, inner / splits
+        waves = math.ceil(tiles / profile.processors)
+        per_processor = rate * relative / profile.processors
+        best = min(best, waves * 2.0 * high * wide * (depth + TILE_DEPTH) / per_processor)
+    return max(best, moved / profile.moved_per_second) + profile.launch_seconds
+
+
+def attention_seconds(operator: FusedAttention, profile: HardwareProfile, element: int) -> float:
+    """Seconds of a fused attention kernel.
+
+    Its rate rises with the length, because the start and the end of a row of tiles cost the same, and falls
+    with heads narrower than 128, because the softmax then costs more of the time.
+    """
+    fraction = profile.attention_backward if operator.backward else profile.attention_forward
+    short = SHORT_BACKWARD if operator.backward else SHORT_FORWARD
+    narrow = min(1.0, (operator.width / 128) ** profile.narrow_heads)
+    rate = profile.rate(element) * fraction * narrow * operator.length / (operator.length + short)
+    moved = operator.moved * (2 if operator.backward else 1)
+    return max(operator.flops / rate, moved / profile.moved_per_second) + profile.launch_seconds

@@ -1,0 +1,151 @@
+"""What a run takes: hours, GPU-hours, money, energy and CO2, with their assumptions.
+
+Prices are never assumed: without ``monitor.price_per_gpu_hour`` there is no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.config.cluster import EnergyConfig
+from toolkit.estimate.types import StepEstimate
+from toolkit.plan.devices import normalise_gpu_name
+from toolkit.plan.types import Device, RunPlan
+from toolkit.progress import duration
+
+# A node of eight H100 (700 W each) drew up to 8.4 kW in training: Latif et al., 2412.08602.
+NODE_SHARE = 8400 / (8 * 700)
+# Thermal design power in watts, from the data sheets that plan/devices.py names.
+DESIGN_WATTS = {
+    "gb300": 1400,
+    "b300": 1100,
+    "gb200": 1200,
+    "b200": 1000,
+    "gh200": 700,
+    "h200": 700,
+    "h200-nvl": 600,
+    "h100": 700,
+    "h100-pcie": 350,
+    "h100-nvl": 400,
+    "a100-40gb": 400,
+    "a100-80gb": 400,
+    "a30": 165,
+    "l40s": 350,
+    "l40": 300,
+    "l4": 72,
+    "a40": 300,
+    "a10": 150,
+    "a10g": 300,
+    "rtx-pro-6000": 600,
+    "rtx-6000-ada": 300,
+    "rtx-a6000": 300,
+    "rtx-5090": 575,
+    "rtx-4090": 450,
+    "rtx-3090": 350,
+    "v100-16gb": 300,
+    "v100-32gb": 300,
+    "v100-pcie-16gb": 250,
+    "v100-pcie-32gb": 250,
+    "t4": 70,
+    "mi325x": 1000,
+    "mi300x": 750,
+    "mi250x": 280,  # one of its two dies; 560 together
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """What all optimizer steps of a run take. The interval is that of the predicted step time.
+
+    Attributes:
+        hours: wall time of the steps.
+        low_hours, high_hours: bounds of the 80% interval of ``hours``.
+        gpu_hours: None on CPU ranks.
+        cost: in the currency of ``monitor.price_per_gpu_hour``; None without a price.
+        kwh: energy with the data center's overhead; None if the GPU's power is not known.
+        kg_co2: of that energy.
+        assumptions: one sentence each.
+    """
+
+    hours: float
+    low_hours: float
+    high_hours: float
+    gpu_hours: float | None = None
+    cost: float | None = None
+    kwh: float | None = None
+    kg_co2: float | None = None
+    assumptions: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """All attributes as JSON types; unknown ones are null."""
+        return {**asdict(self), "assumptions": list(self.assumptions)}
+
+
+def full_steps(plan: RunPlan) -> float:
+    """Optimizer steps of the whole run in global batches after the ramp, whose smaller batches count less."""
+    return plan.batch.at(plan.config.train.steps).first_sample / plan.batch.global_batch
+
+
+def run_cost(plan: RunPlan, estimate: StepEstimate) -> RunCost:
+    """Compute the cost of all steps of ``plan``."""
+    steps = full_steps(plan)
+    hours = steps * estimate.seconds / 3600
+    assumptions = ["the time is that of optimizer steps, without starts, evaluations, saves and failures"]
+    gpu_hours = cost = kwh = kg_co2 = None
+    if plan.world.device is Device.CUDA:
+        gpu_hours = hours * plan.world.ranks
+        price = plan.config.monitor.price_per_gpu_hour
+        cost = None if price is None else gpu_hours * price
+        energy = plan.config.cluster.energy
+        if (watts := gpu_watts(plan)) is not None:
+            kwh = gpu_hours * watts / 1000 * energy.pue
+            kg_co2 = kwh * energy.grams_co2_per_kwh / 1000
+            assumptions += _energy_assumptions(energy, watts)
+    return RunCost(
+        hours=hours,
+        low_hours=steps * estimate.low / 3600,
+        high_hours=steps * estimate.high / 3600,
+        gpu_hours=gpu_hours,
+        cost=cost,
+        kwh=kwh,
+        kg_co2=kg_co2,
+        assumptions=tuple(assumptions),
+    )
+
+
+def gpu_watts(plan: RunPlan) -> float | None:
+    """Power of one GPU of ``plan`` with its share of the host, in watts; None if it is not known."""
+    given = plan.config.cluster.energy.watts_per_gpu
+    if given is not None:
+        return given
+    name = normalise_gpu_name(plan.world.gpu) if plan.world.gpu is not None else None
+    return None if name is None else DESIGN_WATTS[name] * NODE_SHARE
+
+
+def format_cost(cost: RunCost) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the plan's table: titles and texts."""
+    between = f"{duration(cost.low_hours * 3600)} to {duration(cost.high_hours * 3600)}"
+    hours = "" if cost.gpu_hours is None else f"; {_short(cost.gpu_hours)} GPU-hours"
+    yield "all steps", f"{duration(cost.hours * 3600)} ({between}){hours}"
+    if cost.cost is not None:
+        factor = cost.cost / cost.hours
+        yield "cost", f"{cost.cost:,.0f} ({factor * cost.low_hours:,.0f} to {factor * cost.high_hours:,.0f})"
+    if cost.kwh is not None and cost.kg_co2 is not None:
+        assumed = "; ".join(cost.assumptions[1:])
+        yield "energy", f"{_short(cost.kwh)} kWh, {_short(cost.kg_co2)} kg CO2: {assumed}"
+
+
+def _short(value: float) -> str:
+    """Three digits, and thousands with commas."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _energy_assumptions(energy: EnergyConfig, watts: float) -> Iterator[str]:
+    source = (
+        f"{NODE_SHARE:g} x its thermal design power" if energy.watts_per_gpu is None else "cluster.energy"
+    )
+    yield f"{watts:,.0f} W a GPU with its share of the host ({source})"
+    yield f"power usage effectiveness {energy.pue:g}"
+    yield f"{energy.grams_co2_per_kwh:g} g CO2 per kWh"

@@ -1,0 +1,58 @@
+"""An optimizer of the user's own: ``optim=custom optim.target=my.package.Optimizer``.
+
+``probe.py`` finds out on small tensors which states it has and on which layouts it is exact, because no plan
+imports the user's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.optim import OptimConfig
+from toolkit.config.schema import EngineName, OffloadDevice, RunConfig
+from toolkit.optimizers.base import FP32, Limit, OptimizerSpec, StateLayout
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Custom(OptimizerSpec):
+    """The plan counts two fp32 states per element, as Adam has: it does not know the class."""
+
+    name = "custom"
+
+    def states(self, optim: OptimConfig, kind: str = "") -> StateLayout:
+        from toolkit.optimizers.probe import probe
+
+        return probe(optim).states
+
+    def element_bytes(self, optim: OptimConfig, kind: str = "") -> int:
+        return 2 * FP32
+
+    def limits(self, config: RunConfig) -> Iterator[Limit]:
+        if config.optim.target is None:
+            yield Limit(
+                "optim.target optim.name",
+                "optim=custom trains with your own torch.optim.Optimizer",
+                "write optim=custom optim.target=my.package.Optimizer, or optim=adamw",
+            )
+        if config.engine.name is not EngineName.deepspeed:
+            return
+        if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
+            yield Limit(
+                "optim.name offload.optimizer",
+                "DeepSpeed writes the states of its own optimizers to NVMe",
+                "write offload=cpu, or optim=adamw",
+            )
+        if config.parallel.expert > 1:
+            yield Limit(
+                "optim.name parallel.expert",
+                "DeepSpeed divides the parameter groups of experts for its own optimizers",
+                "write parallel.expert=1, or optim=adamw",
+            )
+
+    def create(self, groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+        from toolkit.optimizers.probe import create_custom
+
+        return create_custom(groups, optim)
