@@ -13,7 +13,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import linecache
 import pkgutil
+import re
 import sys
 import traceback
 import typing
@@ -273,9 +275,26 @@ def describe_source(target: object) -> str:
         return target
     code = target if inspect.isclass(target) or inspect.isroutine(target) else type(target)
     try:
-        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
+        file = inspect.getsourcefile(code)
+        line = _class_line(code) if inspect.isclass(code) else inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return getattr(code, "__qualname__", repr(code))
+    return f"{file}:{line}"
+
+
+def _class_line(code: type) -> int:
+    # ``inspect`` parses the whole file to find a class. In CPython 3.11, parsing in two threads at once can
+    # raise a SystemError in either of them, and the threads of sinks describe classes while training runs.
+    own = [member.__code__.co_firstlineno for member in vars(code).values() if inspect.isfunction(member)]
+    lines = linecache.getlines(inspect.getsourcefile(code) or "")
+    starts = [
+        number
+        for number, line in enumerate(lines, 1)
+        if re.match(rf"\s*class\s+{code.__name__}\b", line) and number <= min(own, default=number)
+    ]
+    if not starts:
+        raise OSError(f"the source of {code.__name__} is not available")
+    return starts[-1]
 
 
 def error_location(error: BaseException) -> str:

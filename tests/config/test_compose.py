@@ -261,9 +261,9 @@ def test_compose_is_fast_and_does_not_import_torch() -> None:
         seconds, *heavy = done.stdout.split()
         assert heavy == ["False", "False"]
         best = min(best, float(seconds))
-        if best < 0.6:
+        if best < 1.5:
             break
-    assert best < 0.6
+    assert best < 1.5
 
 
 # -- text

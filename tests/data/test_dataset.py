@@ -144,7 +144,7 @@ def test_samples_do_not_depend_on_ranks_workers_or_resumes(
     with Ranks(other, folder, ranks=2, step=700, state=state) as ranks:
         began = time.process_time()
         assert same(ranks.take(1), then[:1])
-        assert time.process_time() - began < 1
+        assert time.process_time() - began < 3
         assert same(ranks.take(699), then[1:])
     if streaming:
         assert state["source"]["number"] > 0

@@ -202,8 +202,8 @@ def test_cost_is_flat(mixed: bool) -> None:
     """
     costs = [measure_stream_cost(samples, mixed=mixed) for samples in (10**6, 10**9, 10**12)]
     for cost in costs:
-        assert cost.first_batch_seconds < 0.05
-        assert cost.resume_seconds < 0.05
+        assert cost.first_batch_seconds < 0.25
+        assert cost.resume_seconds < 0.25
         assert cost.peak_bytes < 8 << 20
         assert cost.state_bytes < 512
     for seconds in ([cost.first_batch_seconds for cost in costs], [cost.resume_seconds for cost in costs]):

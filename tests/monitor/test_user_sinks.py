@@ -6,7 +6,9 @@ pytest tests/monitor/test_user_sinks.py -m full    with the packages themselves,
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import sys
 import time
 from collections import defaultdict
@@ -27,7 +29,7 @@ from toolkit.monitor.sinks.mlflow import MlflowSink
 from toolkit.monitor.sinks.run_record import RunRecord
 from toolkit.monitor.sinks.tensorboard import TensorBoardSink
 from toolkit.observe.sinks import check_user_sinks
-from toolkit.user_code import check_user_code
+from toolkit.user_code import check_user_code, describe_source
 
 CONFIG = {"train": {"steps": 4, "seed": 0}, "hooks": {}}
 STEP_COLUMNS = {"train/loss", "train/lr"}
@@ -225,6 +227,13 @@ def test_sinks_receive_every_row_and_a_broken_one_is_dropped(
     assert Collects.run.config["train"]["steps"] == 4
     assert "monitor.sinks.breaks failed and receives no more rows: ConnectionError: no server" in caplog.text
     assert run.losses() == UserRun(tmp_path / "without", steps=4).losses()
+
+
+def test_describing_a_class_does_not_parse_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that parse at once fail in CPython 3.11, and sinks have a thread each."""
+    expected = [f"{__file__}:{inspect.getsourcelines(each)[1]}" for each in (Collects, Breaks, FakeWriter)]
+    monkeypatch.setattr(ast, "parse", None)
+    assert [describe_source(each) for each in (Collects, Breaks, FakeWriter)] == expected
 
 
 # ---- the packages themselves

@@ -264,7 +264,7 @@ def test_other_failures_do_not_wait_for_reports(ranks: Ranks) -> None:
     failing.failed(error)
     mistake = ConfigError(Problem("a", "a=1", "a is 2", "write a=2"))
     ranks.watch(2, call(17, finished=False), limit=60).failed(mistake)
-    assert time.monotonic() - began < 0.3
+    assert time.monotonic() - began < 3  # the limit is 60
     assert not hasattr(error, "__notes__")
     assert not hasattr(mistake, "__notes__")
 
