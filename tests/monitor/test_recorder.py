@@ -249,7 +249,7 @@ def test_schedule_without_stages_has_no_bubble() -> None:
 
 
 def test_mark_is_cheap() -> None:
-    """Opening and closing a part is two marks, of 1 us each. The minimum of several rounds excludes other load."""
+    """Opening and closing a part is two marks, 1 us each. The minimum of rounds excludes other load."""
     recorder = StepRecorder(HostClock())
     seconds = []
     for step in range(5):
