@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from toolkit.cluster.rank_processes import ONEDNN_ISA, WITHOUT_AMX
 from toolkit.logs import ROOT
 from toolkit.plan.devices import HIDE_GPUS
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from tests that expect CPU ranks, and from the processes that they start."""
+    """Hide GPUs from tests that expect CPU ranks, and from the processes that they start. Do not use AMX if
+    this machine cannot execute it.
+    """
     if config.option.markexpr != "gpu":
         os.environ.update(HIDE_GPUS)
+    # xdist's workers inherit the variable
+    if ONEDNN_ISA not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ and _amx_is_broken():
+        os.environ[ONEDNN_ISA] = WITHOUT_AMX
+
+
+def _amx_is_broken() -> bool:
+    """Return whether the CPU announces AMX, but its instructions raise SIGILL: some virtual machines."""
+    flags = Path("/proc/cpuinfo")  # of Linux
+    if not flags.exists() or "amx_tile" not in flags.read_text(encoding="utf-8"):
+        return False
+    multiply = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    return subprocess.run([sys.executable, "-c", multiply], check=False).returncode == -signal.SIGILL
 
 
 @pytest.fixture(autouse=True)

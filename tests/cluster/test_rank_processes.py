@@ -109,6 +109,12 @@ def test_failed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ranks.first_failure() == "rank 1 failed first (code 3): see the attempt's log"
 
 
+def test_illegal_instruction_names_the_setting_that_avoids_amx(tmp_path: Path) -> None:
+    ranks = RankProcesses(script(tmp_path, "os.kill(os.getpid(), signal.SIGILL)"), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in str(ranks.first_failure())
+
+
 @pytest.mark.parametrize(
     ("first", "then", "code"),
     [

@@ -25,6 +25,9 @@ COLLECTIVE_ENDS = (
     ExitCode.DIVERGED,
 )  # all ranks end with one of these, each in its own time
 CLEAN_ENDS = (*COLLECTIVE_ENDS, ExitCode.USER)  # every other code is a failure
+# Some virtual machines announce AMX, but its instructions raise SIGILL. This variable limits the instructions
+# of oneDNN, with which torch multiplies bf16 matrices on CPUs.
+ONEDNN_ISA, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 # Files that count OOM kills since the system or cgroup started, nearest to this process first: memory.events
 # of cgroup v2 (Documentation/admin-guide/cgroup-v2.rst), memory.oom_control of v1, and /proc/vmstat for the
 # whole machine.
@@ -151,6 +154,11 @@ class RankProcesses:
         rank, code = self._first
         if code < 0:
             why = f": {self._out_of_memory}" if self._out_of_memory else ""
+            if code == -signal.SIGILL:
+                why = (
+                    ": the CPU does not execute an instruction that it announces; if it is one of AMX, "
+                    f"{ONEDNN_ISA}={WITHOUT_AMX} avoids it"
+                )
             return f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}"
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
