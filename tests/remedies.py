@@ -29,6 +29,7 @@ class Choice:
 
     words: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    without_all: bool = False  # without every word that the error quotes: "them" in the remedy
 
 
 def choices(remedy: str) -> list[Choice]:
@@ -38,7 +39,7 @@ def choices(remedy: str) -> list[Choice]:
         words = tuple(_filled(word) for word in _WORD.findall(part))
         without = tuple(match[1] or match[2] or "" for match in _LEAVE.finditer(part))
         if words or without:
-            found.append(Choice(words, without))
+            found.append(Choice(words, without, "them" in part.split()))
     return found
 
 
@@ -83,6 +84,8 @@ def follow(words: Sequence[str], problem: Problem, choice: Choice, *, replace: b
         replace: the words of the remedy replace the word at fault.
     """
     gone = {name or problem.key for name in choice.without}
+    if choice.without_all:
+        gone |= {key_of(word) for word in _WORD.findall(problem.seen)}
     if replace and choice.words:
         gone.add(problem.key)
     new = {key_of(word) for word in choice.words}

@@ -41,7 +41,7 @@ NOT_TYPED = {
     "write each name once": "a list",
     "quotes": "the quotes of the shell",
     "install g++": "a package",
-    "launch/train.py -m": "another command",
+    " -m sweep.": "another command",
     "with the same arguments shows": "another command",
 }
 # Rules whose remedies are steps in a direction: words that are accepted, and may not be enough alone.

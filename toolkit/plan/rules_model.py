@@ -74,7 +74,7 @@ def _sizes_belong_to_a_family(ctx: RuleContext) -> Iterator[Problem]:
             ctx.config,
             " ".join([*(f"model.{name}" for name in given), model.source_key]),
             "the sizes in this section are those of a family, and have no effect on another model",
-            f"leave them out, or write {sizes}",
+            f"leave them out, or write {sizes} instead of them",
         )
 
 

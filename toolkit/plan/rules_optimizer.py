@@ -62,7 +62,9 @@ def settings_are_used(ctx: RuleContext) -> Iterator[Problem]:
     config, optim, spec = ctx.config, ctx.config.optim, get_optimizer(ctx.config.optim.name)
     if optim.momentum and "momentum" not in spec.settings:
         betas = (
-            f"write optim.betas=[{optim.momentum},{optim.betas[1]}], or " if "betas" in spec.settings else ""
+            f"leave optim.momentum out and write optim.betas=[{optim.momentum},{optim.betas[1]}], or "
+            if "betas" in spec.settings
+            else ""
         )
         yield make_error(
             config,
