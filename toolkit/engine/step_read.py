@@ -20,8 +20,10 @@ def read_numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of scalars, with one copy from the device. Values in host memory cost nothing.
 
     Args:
-        tensors: each has one element.
+        tensors: each has one element; there may be none.
     """
+    if not tensors:
+        return []
     flat = [tensor.detach().double().reshape(()) for tensor in tensors]
     on_device = [value for value in flat if value.device.type != "cpu"] or flat
     numbers = iter(torch.stack(on_device).tolist())
