@@ -62,10 +62,10 @@ def test_failure_rate_moves_from_the_assumption_to_what_is_observed() -> None:
 def test_prior_is_that_of_the_plan() -> None:
     config = run_config(checkpoint__every="auto")
     assert prior_between_failures(make_plan(config, CPU)) == CPU_MTBF_HOURS * 3600
-    plan = make_plan(config, h100s(16))
-    assert prior_between_failures(plan) == NODE_MTBF_HOURS * 3600 / 2
-    config.cluster.node_mtbf_hours = 100.0
-    assert prior_between_failures(plan) == 100 * 3600 / 2
+    nodes = {"train__global_batch": 32, "checkpoint__every": "auto"}
+    assert prior_between_failures(make_plan(run_config(**nodes), h100s(16))) == NODE_MTBF_HOURS * 3600 / 2
+    given = run_config(**nodes, cluster__node_mtbf_hours=100.0)
+    assert prior_between_failures(make_plan(given, h100s(16))) == 100 * 3600 / 2
 
 
 def test_plan_shows_the_first_interval() -> None:

@@ -17,7 +17,7 @@ from toolkit.rundir.budget import describe_limit
 from toolkit.rundir.status import RunState
 from toolkit.rundir.usage import AttemptUsage, device_hours
 
-STEPS = 20  # newest steps, of which the slowest counts
+STEPS, SAVES = 20, 5  # the newest, of which the slowest counts
 # From the last save to the recorded end of an attempt: plots, sinks, the engine's end. Assumed until an
 # earlier attempt has ended in order.
 ENDING_SECONDS = 5.0
@@ -79,7 +79,8 @@ class BudgetWatch(Hook, SaveObserver):
         self._paused = 0.0  # for evaluations and saves since then
         self._first = True
         self._evaluating = 0.0  # seconds of the evaluation that is under way
-        self._evaluation, self._save = evaluation_seconds, 0.0
+        self._evaluation = evaluation_seconds
+        self._saves: deque[float] = deque(maxlen=2 * SAVES)  # pauses, and times until the commit
         self._ending = max(_endings(earlier), default=ENDING_SECONDS)
 
     def on_start(self, step: int) -> None:
@@ -96,10 +97,10 @@ class BudgetWatch(Hook, SaveObserver):
 
     def on_save_blocked(self, seconds: float) -> None:
         self._paused += seconds
-        self._save = max(self._save, seconds)
+        self._saves.append(seconds)
 
     def on_save_end(self, step: int, seconds: float, size: int) -> None:
-        self._save = max(self._save, seconds)
+        self._saves.append(seconds)
 
     def spent(self, step: int) -> bool:
         """Return whether the run must stop after ``step`` completed steps. Call it once after each."""
@@ -132,7 +133,7 @@ class BudgetWatch(Hook, SaveObserver):
         return StopCosts(
             step=step,
             evaluation=seconds if evaluation.every else 0.0,
-            save=max(self._save, self._save_seconds() or 0.0),
+            save=max(*self._saves, self._save_seconds() or 0.0, 0.0),
             ending=self._ending,
         )
 
