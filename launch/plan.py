@@ -76,7 +76,7 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
     """
     from toolkit.cluster.job import plan_job
     from toolkit.config.compose import compose, compose_plan_arguments
-    from toolkit.estimate.present import format_plan, to_json
+    from toolkit.estimate.present import format_plan, to_json, warn_about_budget
     from toolkit.plan.schedule import check_schedule
     from toolkit.user_code import check_user_code
 
@@ -98,6 +98,7 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
     plan = plan_job(config, trace=trace_other_model)
     check_user_code(plan.config)
     check_schedule(plan)
+    plan = warn_about_budget(plan)
     checked = _trace_family(plan) if trace and plan.shape is not None else None
     if as_json:
         print(json.dumps({**to_json(plan), **({"trace": checked.to_json()} if checked else {})}, indent=2))
@@ -188,13 +189,17 @@ def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str],
     from toolkit.user_code import check_user_code
 
     check_user_code(config)
+    hours = [
+        hours_until(moment, datetime.now())
+        for moment in (own.deadline, config.budget.until)
+        if moment is not None
+    ]
     path = None if own.out is None else experiment_file(own.out, split_options(overrides)[1])
     advice = advise(
         resolve_from_files(config),
         resolve_world(config.cluster),
         typed=typed_keys(overrides),
-        budget=own.budget.usd,
-        hours=None if own.deadline is None else hours_until(own.deadline, datetime.now()),
+        hours=min(hours, default=None),
     )
     if as_json:
         print(json.dumps(to_json(advice), indent=2))

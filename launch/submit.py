@@ -64,15 +64,19 @@ def submit_or_print(words: Sequence[str], *, dry_run: bool) -> None:
     from toolkit.cluster import backends, submission
     from toolkit.cluster.job import create_job, plan_job
     from toolkit.config.compose import compose
+    from toolkit.estimate.present import warn_about_budget
     from toolkit.plan.schedule import check_schedule
+    from toolkit.rundir.budget import check_budget
     from toolkit.user_code import check_user_code
 
     plan = plan_job(compose(words))
     check_user_code(plan.config)
     check_schedule(plan)
+    plan = warn_about_budget(plan)
     for warning in plan.warnings:
         print(f"{warning.severity}: {warning}", file=sys.stderr)
     check_remaining_work(plan.config, RunDirectory(plan.run_dir))
+    check_budget(plan.config, plan.world.ranks, RunDirectory(plan.run_dir))
     entry = entry_point("train")
     job = create_job(plan, Path(entry).resolve() if entry.endswith(".py") else entry)
     backend = backends.get_backend(job.config.cluster.where)

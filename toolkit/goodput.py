@@ -67,6 +67,9 @@ class AttemptTimes:
         stepping, saving, evaluating: Seconds of steps, of pauses for saves, and of evaluations.
         active: End of its last step, save or evaluation.
         state, reason: How it ended, as in ``status.json``.
+        save_interval, save_pause, between_failures: With ``checkpoint.every=auto`` the chosen seconds of
+            training between two saves, and what they follow from: seconds for which a save stops training,
+            and between failures.
     """
 
     began: float
@@ -82,6 +85,9 @@ class AttemptTimes:
     active: float | None = None
     state: str | None = None
     reason: str | None = None
+    save_interval: float | None = None
+    save_pause: float | None = None
+    between_failures: float | None = None
 
     @property
     def end(self) -> float:

@@ -85,6 +85,7 @@ def run(
         ("done", "", "0001", 1, ExitCode.DONE),  # torchrun failed while stopping
         ("refused", "a mistake", "-", 1, ExitCode.USER),  # torchrun turns each code into 1
         ("stopped", "SIGTERM", "0001", 1, ExitCode.STOPPED),
+        ("stopped", "budget.usd=5: 4.9 are used", "0001", 1, ExitCode.USER),
         ("stopped", "SIGINT", "0001", 1, ExitCode.USER),  # stopped by the user: not restarted
         ("failed", "out of memory", "0001", 1, ExitCode.STOPPED),  # with a newer checkpoint: not counted
         ("failed", "out of memory", "-", 1, ExitCode.USER),  # its launcher has used all restarts

@@ -47,6 +47,11 @@ NEWER = "step-2"
         (ended(RunState.STOPPED, asked=StopSignal.INT), NextAction.END, ExitCode.STOPPED),
         # from W&B's page, or by hand
         (ended(RunState.STOPPED, reason="SIGINT"), NextAction.END, ExitCode.STOPPED),
+        (
+            ended(RunState.STOPPED, reason="budget.usd=100: 99.1 are used", checkpoint=NEWER),
+            NextAction.END,
+            ExitCode.STOPPED,
+        ),
         (ended(RunState.FAILED, checkpoint=NEWER), NextAction.AGAIN, None),
         # its launcher has used cluster.restarts already
         (ended(RunState.FAILED), NextAction.END, ExitCode.FAILURE),

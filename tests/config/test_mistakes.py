@@ -69,7 +69,11 @@ MISTAKES: tuple[tuple[str, str, str, str], ...] = (
     ("optim.betas=[0.9]", "optim.betas", "two factors", "optim.betas=[0.9,0.95]"),
     ("debug.deterministic=maybe", "debug.deterministic", "true or false", "debug.deterministic=false"),
     ("model.hidden_size=0", "model.hidden_size", "at least 1", "model.hidden_size=1"),
-    ("checkpoint.every=5parsecs", "checkpoint.every", "a number of steps or a time", "30min"),
+    ("checkpoint.every=5parsecs", "checkpoint.every", "a number of steps, a time, auto or never", "30min"),
+    ("budget.usd=0", "budget.usd", "a positive number", "budget.usd=20000"),
+    ("budget.gpu_hours=-1", "budget.gpu_hours", "a positive number", "budget.gpu_hours=5000"),
+    ("budget.until=2027-01-31", "budget.until", "with a time zone", "budget.until=2027-01-31T18:00+01:00"),
+    ("budget.until=2027-01-31T18:00", "budget.until", "with a time zone", "+01:00, with the offset"),
     ("run.name=a/b", "run.name", "letters, digits", "run.name=my-run"),
     # DeepSpeed's own keys
     (

@@ -38,9 +38,9 @@ SMALL = (
 WORLD = h100s(8, 4)
 
 
-def advice_on(*words: str, budget: float | None = None, hours: float | None = None) -> Advice:
+def advice_on(*words: str, hours: float | None = None) -> Advice:
     arguments = [*SMALL, *words]
-    return advise(compose(arguments), WORLD, typed=frozenset(typed_keys(words)), budget=budget, hours=hours)
+    return advise(compose(arguments), WORLD, typed=frozenset(typed_keys(words)), hours=hours)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_deadline_chooses_the_cheapest_and_budget_the_fastest(fastest: Advice) -
     assert cheapest.layout.nodes == 1
     assert cheapest.cost.high_hours <= 20 * hours
     price = "monitor.price_per_gpu_hour=2"
-    rich = advice_on(price, budget=1e9).best[0]
+    rich = advice_on(price, "budget.usd=1e9").best[0]
     assert rich.estimate.seconds == fastest.best[0].estimate.seconds
     assert rich.cost.cost == pytest.approx(8 * 2 * rich.cost.hours)
 
@@ -109,9 +109,13 @@ def test_nearest_layouts_are_shown_if_none_meets_the_limit(fastest: Advice) -> N
     assert late.missed is not None
     assert "too many" in late.missed
     assert late.best[0].estimate.seconds == fastest.best[0].estimate.seconds
-    dear = advice_on("monitor.price_per_gpu_hour=2", budget=0.01)
+    dear = advice_on("monitor.price_per_gpu_hour=2", "budget.usd=0.01")
     assert dear.missed is not None
+    assert "0.005 GPU-hours (0 in money)" in dear.missed
     assert "too much" in dear.missed
+    both = advice_on("budget.gpu_hours=0.01", hours=1000.0)
+    assert both.missed is not None
+    assert "the upper end of the cheapest in time is" in both.missed
 
 
 # -- cost
@@ -176,7 +180,7 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(["advise=true", "deadline=2020-01-01"], "deadline=36h", marks=pytest.mark.full),
         (["advise=true", "deadline=soon"], "deadline=2d"),
         (["deadline=36h"], "advise=true"),
-        (["advise=true", "deadline=36h", "budget.usd=5"], "leave out one"),
+        (["budget.usd=100"], "monitor.price_per_gpu_hour=2.5"),
         pytest.param(["advise=true", "out=a/b"], "out=mine", marks=pytest.mark.full),
         pytest.param(["advise=true", "cluster.gpu=null"], "cluster.gpu=", marks=pytest.mark.full),
         (["advise=maybe"], "advise=false"),

@@ -5,6 +5,7 @@ pytest tests/estimate/test_goodput.py
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import replace
 from math import inf, sqrt
@@ -13,15 +14,9 @@ import pytest
 
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ConfigError
-from toolkit.estimate.goodput import (
-    NODE_MTBF_HOURS,
-    PAUSE_SECONDS,
-    GoodputEstimate,
-    estimate_goodput,
-    format_goodput,
-    optimal_interval,
-    useful_share,
-)
+from toolkit.estimate.daly import optimal_interval, useful_share, waiting_share
+from toolkit.estimate.goodput import GoodputEstimate, estimate_goodput, format_goodput
+from toolkit.estimate.save_interval import NODE_MTBF_HOURS, PAUSE_SECONDS
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan.types import Device, RunPlan
 from toolkit.testing.tiny import tiny_plan
@@ -29,15 +24,40 @@ from toolkit.testing.tiny import tiny_plan
 STEP = StepEstimate(seconds=10.0, low=9.0, high=11.0, parts={})
 
 
-def simulated_share(interval: float, save: float, restart: float, mean: float, *, segments: int) -> float:
-    """The share of useful time of a run with exponentially distributed failures."""
-    draw = random.Random(0).expovariate
-    now, failure = 0.0, draw(1 / mean)
+def simulated_share(
+    interval: float,
+    save: float,
+    restart: float,
+    mean: float,
+    *,
+    segments: int,
+    spares: int = 0,
+    repair: float = 0.0,
+) -> float:
+    """The share of useful time of a run with exponentially distributed failures.
+
+    Every node that fails is repaired in a time between 0 and twice ``repair``, evenly distributed. The run
+    waits while more than ``spares`` are under repair.
+    """
+    rng = random.Random(0)
+    now, failure = 0.0, rng.expovariate(1 / mean)
+    repaired: list[float] = []  # moments at which the nodes under repair are ready
+
+    def fail() -> None:
+        nonlocal now, failure
+        now = failure
+        heapq.heappush(repaired, now + rng.uniform(0, 2 * repair))
+        while repaired and repaired[0] <= now:
+            heapq.heappop(repaired)
+        if len(repaired) > spares:
+            now = heapq.heappop(repaired)
+        failure = now + rng.expovariate(1 / mean)
+
     for _ in range(segments):
         while now + interval + save > failure:  # the segment is lost, and so are restarts that fail
-            now, failure = failure, failure + draw(1 / mean)
+            fail()
             while now + restart > failure:
-                now, failure = failure, failure + draw(1 / mean)
+                fail()
             now += restart
         now += interval + save
     return segments * interval / now
@@ -50,6 +70,22 @@ def simulated_share(interval: float, save: float, restart: float, mean: float, *
 def test_formula_equals_a_simulation(interval: float, save: float, restart: float, mean: float) -> None:
     expected = simulated_share(interval, save, restart, mean, segments=20_000)
     assert useful_share(interval, save, restart, mean) == pytest.approx(expected, rel=0.015)
+
+
+@pytest.mark.parametrize(("spares", "repair"), [(0, 5_000), (1, 20_000), (3, 40_000)])
+def test_goodput_with_spare_nodes_is_within_a_point_of_a_simulation(spares: int, repair: float) -> None:
+    costs = (1200.0, 20.0, 300.0, 10_000.0)
+    expected = simulated_share(*costs, segments=60_000, spares=spares, repair=repair)
+    waiting = waiting_share(spares, repair, 10_000)
+    assert useful_share(*costs) * (1 - waiting) == pytest.approx(expected, abs=0.01)
+    assert waiting > 0.03, "the control: without waiting the formula would be further off"
+    assert abs(useful_share(*costs) - expected) > 0.02
+
+
+def test_waiting_needs_failures_and_ends_with_enough_spares() -> None:
+    assert waiting_share(0, 1000, inf) == 0.0
+    assert waiting_share(0, 1000, 1000) == 0.5  # fails after 1000 s and waits 1000 s
+    assert waiting_share(50, 1000, 1000) < 1e-12
 
 
 @pytest.mark.parametrize(("save", "mean"), [(1, 1e5), (60, 86_400), (300, 20_000), (300, 3000)])
@@ -125,6 +161,29 @@ def test_a_run_without_saves_that_fails_often_never_ends() -> None:
     [(_, text)] = format_goodput(found)
     assert "never ends" in text
     assert "checkpoint.every=" in text
+
+
+def test_spare_nodes_shorten_the_predicted_run() -> None:
+    at_once, alone, spare = (
+        forecast(2048)[1],
+        forecast(2048, repair_hours=24.0)[1],
+        forecast(2048, repair_hours=24.0, spare_nodes=16)[1],
+    )
+    assert at_once.waiting == 0.0
+    assert alone.waiting > 0.8
+    assert alone.goodput == pytest.approx(at_once.goodput * (1 - alone.waiting))
+    assert at_once.goodput > spare.goodput > at_once.goodput - 0.01
+    assert "waits for a repaired node" in dict(format_goodput(alone))["goodput"]
+    assert "spare nodes: 16" in " ".join(spare.assumptions)
+
+
+def test_automatic_interval_is_predicted() -> None:
+    plan, fixed = forecast(2048)
+    checkpoint = replace(plan.config.checkpoint, every="auto")
+    found = estimate_goodput(replace(plan, config=replace(plan.config, checkpoint=checkpoint)), STEP)
+    assert found is not None
+    assert found.interval == pytest.approx(found.best_interval)
+    assert found.goodput > fixed.goodput
 
 
 def test_saves_in_the_background_stop_training_only_for_the_copy() -> None:

@@ -46,6 +46,8 @@ MISTAKES = (
     wrong("schedule.name=step", shows="schedule.name"),
     wrong("checkpoint.every=5parsecs"),
     wrong("checkpoint.keep_last=0"),
+    wrong("budget.until=tomorrow"),
+    wrong("budget.usd=5", shows="budget.gpu_hours=10"),
     wrong("run.name=a/b"),
     wrong("model.dropout=1.5"),
     wrong("data.name=imagenet"),

@@ -84,6 +84,7 @@ def test_plan_json_has_stable_keys_and_plain_types() -> None:
             "step_unknown",
             "cost",
             "goodput",
+            "budget",
             "memory",
             "kernels",
             "saves",

@@ -49,6 +49,9 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         "monitor.price_per_gpu_hour",
         "write monitor.price_per_gpu_hour=null",
     ),
+    ({"budget__usd": 5.0}, CPU, "budget.usd", "write budget.usd=null budget.gpu_hours=10"),
+    ({"budget__usd": 5.0}, h100s(4), "budget.usd", "write monitor.price_per_gpu_hour=2.5"),
+    ({"cluster__spare_nodes": 2}, CPU, "cluster.spare_nodes", "write cluster.repair_hours=24"),
     ({"train__global_batch": 9}, CPU, "train.global_batch", "train.global_batch=8 or train.global_batch=12"),
     (
         {"train__global_batch": 9, "train__micro_batch": None},

@@ -24,6 +24,7 @@ from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.start_checks import check_remaining_work, schedule_warning
+from toolkit.rundir.usage import device_hours, read_usage
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +80,10 @@ def start_attempt(
         NothingToDo: the requested steps are done; nothing has been written.
     """
     from toolkit.config.compose import to_yaml
-    from toolkit.estimate.present import to_json
+    from toolkit.estimate.present import to_json, warn_about_budget
     from toolkit.plan import make_plan
     from toolkit.plan.schedule import check_schedule
+    from toolkit.rundir.budget import check_budget
     from toolkit.user_code import check_user_code
 
     config = load_config(overrides, launch)
@@ -94,6 +96,10 @@ def start_attempt(
     if starts := count_earlier_starts(launch, directory):
         plan = replace(plan, config=directory.config_for_restart(plan.config, starts))
     check_remaining_work(plan.config, directory)
+    if plan.config.budget.is_set:
+        check_budget(plan.config, plan.world.ranks, directory)
+        hours, completed = device_hours(read_usage(directory)), directory.saved_step() or 0
+        plan = warn_about_budget(plan, device_hours=hours, completed=completed)
     if (jump := schedule_warning(plan.config, directory)) is not None:
         plan = replace(plan, warnings=(*plan.warnings, jump))
     # A program of the user may be older than its training.
@@ -123,12 +129,14 @@ def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int)
         starts: number of its attempts so far.
 
     Raises:
-        UserError: the run directory no longer allows the run to continue.
+        UserError: the run directory or the budget no longer allows the run to continue.
     """
     from toolkit.config.compose import to_yaml
     from toolkit.estimate.present import to_json
+    from toolkit.rundir.budget import check_budget
 
     plan = start.plan()
+    check_budget(plan.config, plan.world.ranks, directory)
     config = directory.config_for_restart(plan.config, starts)
     attempt = directory.begin(config, to_json(plan))
     return replace(start, yaml=to_yaml(config), attempt=attempt)

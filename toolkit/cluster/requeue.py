@@ -24,7 +24,7 @@ from toolkit.cluster.job import CONFIG_FILE, RECORD_FILE
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.status import RunState
+from toolkit.rundir.status import RunState, ended_by_budget
 
 ENDS_FILE = "ends.jsonl"
 SCONTROL_SECONDS = 120.0
@@ -122,6 +122,8 @@ def decide(before: JobBaseline, outcome: JobOutcome, *, restarts: int, requeue: 
             ExitCode.STOPPED if outcome.state is RunState.STOPPED else ExitCode.FAILURE,
             f"stopped by the user: {outcome.reason}",
         )
+    if ended_by_budget(outcome.state, outcome.reason):
+        return end(ExitCode.STOPPED, f"stopped by its budget, so it is not restarted: {outcome.reason}")
     if outcome.state is RunState.STOPPED:
         if (
             outcome.reason is not None

@@ -34,7 +34,9 @@ class KeepBestConfig:
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every: str = "500"
-    """Interval in steps (500) or wall time (30min, 2h); 'never' saves only at the end."""
+    """Interval in steps (500) or wall time (30min, 2h); 'auto': the wall time that costs least, from measured
+    saves and the rate of failures; 'never' saves only at the end.
+    """
     keep_last: int = 2
     """Number of newest checkpoints to keep."""
     keep_every: int = 0
@@ -67,17 +69,24 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """An interval between checkpoints: at most one is set, and neither means never."""
+    """An interval between checkpoints: at most one is set, and none means never."""
 
     steps: int | None = None
     seconds: float | None = None
+    auto: bool = False  # chosen during the run: toolkit/train/auto_interval.py
+
+    @property
+    def never(self) -> bool:
+        return self == Cadence()
 
 
 def parse_cadence(text: str) -> Cadence:
-    """Parse ``500`` (steps), ``90s``, ``30min``, ``2h`` (seconds) or ``never``. Raises ConfigError."""
+    """Parse ``500`` (steps), ``90s``, ``30min``, ``2h`` (seconds), ``auto`` or ``never``. Raises
+    ConfigError.
+    """
     text = str(text).strip()
-    if text == "never":
-        return Cadence()
+    if text in ("never", "auto"):
+        return Cadence(auto=text == "auto")
     if text.isdigit() and int(text) > 0:
         return Cadence(steps=int(text))
     for unit, seconds in (("min", 60), ("h", 3600), ("s", 1)):
@@ -88,7 +97,8 @@ def parse_cadence(text: str) -> Cadence:
         Problem(
             "checkpoint.every",
             f"checkpoint.every={text}",
-            "a cadence is a number of steps or a time",
-            "write checkpoint.every=500, checkpoint.every=30min or checkpoint.every=never",
+            "a cadence is a number of steps, a time, auto or never",
+            "write checkpoint.every=500, checkpoint.every=30min, checkpoint.every=auto or "
+            "checkpoint.every=never",
         )
     )

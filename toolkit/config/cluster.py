@@ -176,6 +176,12 @@ class ClusterConfig:
     """Mean hours between failures of one node, for the predicted goodput. Null: as in the training of Llama 3
     on GPUs, about 6,300; no failures on CPUs.
     """
+    repair_hours: float | None = None
+    """Mean hours until a node that failed is repaired or replaced, for the predicted goodput. A run that has
+    no spare node left waits for it. Null: a node can always be replaced at once.
+    """
+    spare_nodes: int = 0
+    """Nodes that stand by to replace those that fail, for the predicted goodput with cluster.repair_hours."""
     grace_seconds: int = 60
     """Time between a signal and the end of the job, in which a stopping run saves."""
     restarts: int = 3
@@ -200,6 +206,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         at_least("cluster", 1, nodes=self.nodes, cpu_ranks=self.cpu_ranks, grace_seconds=self.grace_seconds)
         at_least("cluster", 0, gpus_per_node=self.gpus_per_node, restarts=self.restarts)
+        at_least("cluster", 0, repair_hours=self.repair_hours, spare_nodes=self.spare_nodes)
         mtbf = self.node_mtbf_hours
         check(
             mtbf is None or mtbf > 0,

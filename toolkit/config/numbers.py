@@ -60,3 +60,13 @@ def hours_until(text: str, now: datetime) -> float:
     if (found := _DURATION.fullmatch(text.strip())) is not None:
         return float(found[1]) * _HOURS[found[2]]
     return (datetime.fromisoformat(text.strip()).astimezone() - now.astimezone()).total_seconds() / 3600
+
+
+def parse_moment(text: str) -> datetime | None:
+    """The date and time that ``text`` writes as in ISO 8601; None if it has no time or no time zone."""
+    text = text.strip()
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None and len(text) > len("2027-01-31") else None

@@ -4,29 +4,12 @@ text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from toolkit.config.checks import check
 from toolkit.config.numbers import is_deadline
 
 LISTS = ("scaling", "measured")  # arguments with values separated by commas
-
-
-@dataclass(kw_only=True, slots=True)
-class BudgetConfig:
-    usd: float | None = None
-    """With advise=true: the most that the run may cost, in the currency of monitor.price_per_gpu_hour, which
-    must be set. The advice is then the fastest layout within the budget, on cluster.nodes or fewer.
-    """
-
-    def __post_init__(self) -> None:
-        check(
-            self.usd is None or 0 < self.usd < float("inf"),
-            "budget.usd",
-            self.usd,
-            "a budget is a positive amount of money",
-            "write budget.usd=20000",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,10 +21,10 @@ class PlanArguments:
     GPUs of cluster.*, and show the best layouts. Keys on the command line stay as they are; those of an
     experiment may be changed.
     """
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
     deadline: str | None = None
     """With advise=true: the run must end within this time (36h, 2d) or by this date (2027-01-31,
-    2027-01-31T18:00). The advice is then the cheapest layout that does, on cluster.nodes or fewer.
+    2027-01-31T18:00), and by budget.until. The advice is then the cheapest layout that does, on cluster.nodes
+    or fewer.
     """
     scaling: str | None = None
     """Show strong and weak scaling over numbers of ranks: a range that is doubled (1..1024), or a list
@@ -64,14 +47,6 @@ class PlanArguments:
             self.deadline,
             "a deadline is a time from now in minutes, hours or days, or a date",
             "write deadline=36h, deadline=2d or deadline=2027-01-31",
-        )
-        both = self.deadline is not None and self.budget.usd is not None
-        check(
-            not both,
-            "deadline",
-            f"{self.deadline} budget.usd={self.budget.usd}",
-            "the advice is the cheapest layout that meets a deadline, or the fastest within a budget",
-            "leave out one of the two",
         )
         check(
             self.deadline is None or self.advise,
@@ -100,11 +75,4 @@ class PlanArguments:
             self.out,
             "out is the file of an advice or the folder of a scaling report",
             "write advise=true or scaling=1..1024, or leave it out",
-        )
-        check(
-            self.budget.usd is None or self.advise,
-            "budget.usd",
-            self.budget.usd,
-            "a budget belongs to an advice",
-            "write advise=true, or leave it out",
         )

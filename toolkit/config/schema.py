@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from toolkit.config.budget import BudgetConfig
 from toolkit.config.checkpoint import CheckpointConfig, MetricMode
 from toolkit.config.checks import at_least, check
 from toolkit.config.cluster import ClusterConfig
@@ -334,6 +335,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

@@ -34,6 +34,7 @@ class StepConsensus:
 
     stop: bool = False  # some rank received a request to stop
     end_early: bool = False  # a hook asked to end the run: ``HookContext.request_stop``
+    budget_spent: bool = False  # rank 0 found that the budget allows no further step: ``train/budget.py``
     save_due: bool = False  # a checkpoint is due by rank 0's clock
     # a stopping rank has less time left than a save takes: ``train/save_deadline.py``
     too_late_to_save: bool = False
@@ -46,6 +47,11 @@ class StepConsensus:
     host_bytes: int = 0  # memory of a process: ``observe/process_stats.py``
     device_bytes: int = 0  # memory that tensors occupy on a device; 0 on CPU
     device_peak_bytes: int = 0  # the most that they occupied at any moment
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run stops after this step, and may be continued later."""
+        return self.stop or self.budget_spent
 
 
 _MICROSECONDS = ("data_seconds", "gc_seconds")  # the exchange is of integers

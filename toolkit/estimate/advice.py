@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import PlanError, Problem, Severity
 from toolkit.estimate.cost import RunCost, run_cost
-from toolkit.estimate.goal import Goal, make_goal
+from toolkit.estimate.goal import Goal, make_goal, most_gpu_hours
 from toolkit.estimate.layouts import OFFLOADS, VIRTUAL_KEY, Layout, SearchSpace, layout_of
 from toolkit.estimate.profile import HardwareProfile, load_profile
 from toolkit.estimate.search import Evaluator, LayoutResult, SearchResult, find_best, layout_kind
@@ -95,39 +95,31 @@ class Advice:
         )
 
 
-def advise(
-    config: RunConfig,
-    world: World,
-    *,
-    typed: frozenset[str],
-    budget: float | None = None,
-    hours: float | None = None,
-) -> Advice:
-    """Search the best layouts of ``config`` on ``world``.
+def advise(config: RunConfig, world: World, *, typed: frozenset[str], hours: float | None = None) -> Advice:
+    """Search the best layouts of ``config`` on ``world``, within ``config.budget``.
 
     Args:
         config: composed, with the sizes of ``model.pretrained``.
         typed: keys that keep their values.
-        budget: the most that the run may cost, in the currency of ``monitor.price_per_gpu_hour``.
-        hours: the most that all steps may take.
+        hours: the most that all steps may take, also by ``budget.until``.
 
     Raises:
         PlanError: the time of a step cannot be predicted, or no layout can run.
     """
     draft = draft_plan(config, world)
-    limited = budget is not None or hours is not None
+    limited = hours is not None or most_gpu_hours(config) is not None
     space = SearchSpace(
         config=config, world=world, shape=draft.context.shape, typed=typed, fewer_nodes=limited
     )
     profile = load_profile(config.cluster, world)
     _check_predictable(config, draft.context.shape is not None, profile)
     assert profile is not None
-    goal = make_goal(config, world, budget, hours)
+    goal = make_goal(config, world, hours)
     evaluator = Evaluator(space, profile)
     search = find_best(evaluator, goal)
     missed = None
     if not search.best and limited:
-        search, missed = _nearest(evaluator, goal, config, budget, hours)
+        search, missed = _nearest(evaluator, goal, config, hours)
     if not search.best:
         raise PlanError(_nothing_runs(evaluator, search))
     best = tuple(_advised(result) for result in search.best)
@@ -174,25 +166,37 @@ def override_words(advised: AdvisedLayout, config: RunConfig) -> list[str]:
 
 
 def _nearest(
-    evaluator: Evaluator, goal: Goal, config: RunConfig, budget: float | None, hours: float | None
+    evaluator: Evaluator, goal: Goal, config: RunConfig, hours: float | None
 ) -> tuple[SearchResult, str | None]:
     """The fastest layouts if no layout meets the deadline; the cheapest ones if none is within the budget."""
-    search = find_best(evaluator, Goal(cheapest=hours is None))
+    if hours is not None:
+        search = find_best(evaluator, Goal())
+        if not search.best:
+            return search, None
+        fastest = _advised(search.best[0]).cost
+        if fastest.high_hours > hours:
+            return search, (
+                f"no layout ends within {hours:.3g} hours: the upper end of the fastest is "
+                f"{fastest.high_hours:.3g} hours, {fastest.high_hours - hours:.3g} too many"
+            )
+    search = find_best(evaluator, Goal(cheapest=True, most_seconds=goal.most_seconds))
     if not search.best:
         return search, None
-    first = _advised(search.best[0]).cost
-    if hours is not None:
-        return search, (
-            f"no layout ends within {hours:.3g} hours: the upper end of the fastest is "
-            f"{first.high_hours:.3g} hours, {first.high_hours - hours:.3g} too many"
-        )
-    assert budget is not None
-    assert first.cost is not None
-    high = first.cost * first.high_hours / first.hours
+    first, most = _advised(search.best[0]), most_gpu_hours(config)
+    assert most is not None, "a layout meets the deadline, so the budget is what none meets"
+    high = first.cost.high_hours * first.plan.world.ranks
+    in_time = " in time" if hours is not None else ""
     return search, (
-        f"no layout is within the budget of {budget:,.0f}: the upper end of the cheapest is {high:,.0f}, "
-        f"{high - budget:,.0f} too much"
+        f"no layout is within the budget of {_amount(config, most)}: the upper end of the cheapest{in_time} "
+        f"is {_amount(config, high)}, {_amount(config, high - most)} too much"
     )
+
+
+def _amount(config: RunConfig, gpu_hours: float) -> str:
+    """GPU-hours, with their price if there is one."""
+    price = config.monitor.price_per_gpu_hour
+    cost = "" if price is None else f" ({gpu_hours * price:,.0f} in money)"
+    return f"{gpu_hours:,.4g} GPU-hours{cost}"
 
 
 def _check_predictable(config: RunConfig, has_shape: bool, profile: HardwareProfile | None) -> None:

@@ -9,6 +9,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import PlanError, Problem
 from toolkit.estimate.cost import full_steps
 from toolkit.plan.make import draft_plan
+from toolkit.plan.rules_machine import missing_price
 from toolkit.plan.types import World
 
 
@@ -34,40 +35,46 @@ class Goal:
         return seconds <= self.most_seconds and seconds * ranks <= self.most_gpu_seconds
 
 
-def make_goal(config: RunConfig, world: World, budget: float | None, hours: float | None) -> Goal:
-    """The fastest layout, the fastest within ``budget``, or the cheapest that ends within ``hours``.
+def make_goal(config: RunConfig, world: World, hours: float | None) -> Goal:
+    """The fastest layout, or the cheapest that ends within ``hours``; both within ``config.budget``.
 
     Args:
-        budget: in the currency of ``monitor.price_per_gpu_hour``.
         hours: for all steps.
 
     Raises:
         PlanError: there is no price for the budget, or the deadline is past.
     """
-    if hours is not None:
-        if hours <= 0:
-            raise PlanError(
-                Problem(
-                    "deadline",
-                    f"the deadline was {-hours:.3g} hours ago",
-                    "a deadline is in the future",
-                    "write a later one: deadline=36h",
-                )
+    if hours is not None and hours <= 0:
+        raise PlanError(
+            Problem(
+                "deadline",
+                f"the deadline was {-hours:.3g} hours ago",
+                "a deadline is in the future",
+                "write a later one: deadline=36h, or a later budget.until",
             )
-        return Goal(cheapest=True, most_seconds=hours * 3600 / _full_steps(config, world))
-    if budget is not None:
-        price = config.monitor.price_per_gpu_hour
+        )
+    steps = _full_steps(config, world)
+    most = most_gpu_hours(config)
+    return Goal(
+        cheapest=hours is not None,
+        most_seconds=inf if hours is None else hours * 3600 / steps,
+        most_gpu_seconds=inf if most is None else most * 3600 / steps,
+    )
+
+
+def most_gpu_hours(config: RunConfig) -> float | None:
+    """GPU-hours that ``config.budget`` allows; None without ``budget.usd`` and ``budget.gpu_hours``.
+
+    Raises:
+        PlanError: there is no price for ``budget.usd``.
+    """
+    budget, price = config.budget, config.monitor.price_per_gpu_hour
+    limits = [] if budget.gpu_hours is None else [budget.gpu_hours]
+    if budget.usd is not None:
         if not price:
-            raise PlanError(
-                Problem(
-                    "budget.usd",
-                    f"budget.usd={budget:g}, monitor.price_per_gpu_hour={'null' if price is None else price}",
-                    "a budget is compared with the price of GPU-hours, which is never assumed",
-                    "write monitor.price_per_gpu_hour=2.5, your price",
-                )
-            )
-        return Goal(most_gpu_seconds=budget / price * 3600 / _full_steps(config, world))
-    return Goal()
+            raise PlanError(missing_price(config))
+        limits.append(budget.usd / price)
+    return min(limits, default=None)
 
 
 def _full_steps(config: RunConfig, world: World) -> float:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.checkpoint import parse_cadence
 from toolkit.config.schema import EngineName
+from toolkit.estimate.budget import budget_warning, forecast_budget, format_budget
 from toolkit.estimate.cost import format_cost, run_cost
 from toolkit.estimate.goodput import estimate_goodput, format_goodput
 from toolkit.estimate.profile import load_profile
+from toolkit.estimate.save_interval import choose_interval, first_costs
 from toolkit.estimate.step import estimate_step, why_no_estimate
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan.devices import memory_bytes
@@ -19,6 +22,7 @@ from toolkit.plan.replica_check_gaps import replica_check_gaps
 from toolkit.plan.schedule import learning_rate, shown_steps
 from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.types import Device, KernelChoice, MemoryPlan, RunPlan
+from toolkit.progress import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,10 +85,13 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "cost": None if estimate is None else run_cost(plan, estimate).to_json(),
         "step_unknown": _why_no_estimate(plan) if estimate is None else None,
         "goodput": None if goodput is None else goodput.to_json(),
+        "budget": None
+        if estimate is None
+        else [forecast.to_json() for forecast in forecast_budget(plan, estimate)],
         "memory": None if memory is None else {**asdict(memory), **memory_totals(memory)},
         "verdict": None if verdict is None else str(verdict),
         "kernels": asdict(plan.kernels),
-        "saves": asdict(plan.saves),
+        "saves": {**asdict(plan.saves), "first_auto_interval": _first_auto_interval(plan)},
         "device_memory_bytes": memory_bytes(plan.world),
         "not_compared": replica_check_gaps(plan),
         "deepspeed": plan.deepspeed,
@@ -92,6 +99,19 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
         "trace": None if plan.trace is None else plan.trace.to_json(),
         "warnings": [{**asdict(problem), "severity": problem.severity.value} for problem in plan.warnings],
     }
+
+
+def warn_about_budget(plan: RunPlan, *, device_hours: float = 0.0, completed: int = 0) -> RunPlan:
+    """Return the plan with a warning if its budget is predicted to end the run before its last step.
+
+    Args:
+        device_hours, completed: see :func:`toolkit.estimate.budget.forecast_budget`.
+    """
+    if not plan.config.budget.is_set or (estimate := _estimate(plan)) is None:
+        return plan
+    found = forecast_budget(plan, estimate, device_hours=device_hours, completed=completed)
+    warning = budget_warning(plan, found)
+    return plan if warning is None else replace(plan, warnings=(*plan.warnings, warning))
 
 
 def format_plan(plan: RunPlan) -> RenderableType:
@@ -179,6 +199,8 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "learning rate", _rates(plan)
     place = "background" if plan.saves.background else "foreground"
     yield "saves", f"in the {place}: {plan.saves.reason}"
+    if (seconds := _first_auto_interval(plan)) is not None:
+        yield "", f"checkpoint.every=auto: at first after {duration(seconds)} of training, then as measured"
     if flops_per_step(plan) is not None:
         yield "compute", _compute(plan)
     yield "step", _step(plan)
@@ -188,6 +210,7 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield from format_cost(run_cost(plan, estimate))
         if (goodput := estimate_goodput(plan, estimate)) is not None:
             yield from format_goodput(goodput)
+        yield from format_budget(plan, forecast_budget(plan, estimate))
     if plan.memory is not None:
         yield "memory", _fit(plan)
     if world.device is Device.CUDA:
@@ -209,6 +232,13 @@ def _describe_trace(trace: ModuleTrace) -> str:
         return text
     *counts, blocks = trace.traced_blocks
     return f"{text}, extrapolated from {', '.join(map(str, counts))} of {blocks} equal blocks"
+
+
+def _first_auto_interval(plan: RunPlan) -> float | None:
+    """Seconds of training before the first save of ``checkpoint.every=auto``; None with another cadence."""
+    if not parse_cadence(plan.config.checkpoint.every).auto:
+        return None
+    return choose_interval(first_costs(plan))
 
 
 def _estimate(plan: RunPlan) -> StepEstimate | None:

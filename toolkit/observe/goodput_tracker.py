@@ -90,7 +90,16 @@ class GoodputTracker(Hook, SaveObserver):
         append_save(self._folder, SaveRecord(step=step, seconds=seconds, bytes=size, stepping=stepping))
         self._write()
 
+    def set_interval(self, seconds: float, pause: float | None, between_failures: float) -> None:
+        """Record the interval of ``checkpoint.every=auto`` with the next write; see ``AttemptTimes``."""
+        self._update(save_interval=seconds, save_pause=pause, between_failures=between_failures)
+
     # ---- the run so far
+
+    @property
+    def began(self) -> float:
+        """Start of this attempt, in seconds since 1970."""
+        return self._times.began
 
     @property
     def has_saved(self) -> bool:

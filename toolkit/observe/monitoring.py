@@ -48,6 +48,7 @@ class RunMonitor:
         ledger: gathers the ranks' step times; None if it is disabled.
         hook_factories: build the hooks once the engine exists.
         hangs: ends the run if it makes no progress for ``monitor.hang_seconds``.
+        late: warns if a checkpoint is overdue; None except on rank 0.
     """
 
     sink: Sink
@@ -57,6 +58,7 @@ class RunMonitor:
     hook_factories: Sequence[Callable[[Engine], Hook]]
     process_stats: ProcessStats
     hangs: HangMonitor
+    late: LateCheckpoint | None
 
     def build_hooks(self, engine: Engine) -> list[Hook]:
         """Return the hooks in call order; they come before evaluation and saving."""
@@ -78,13 +80,15 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
     ledger: LedgerHook | None = None
     with ExitStack() as stack:
         alert = AlertDispatcher(sink, plan.run_dir)
+        late: LateCheckpoint | None = None
         process_stats = stack.enter_context(closing(ProcessStats()))
         if rank == 0:
             late = LateCheckpoint(parse_cadence(plan.config.checkpoint.every), time.monotonic)
             health = open_health_sink(plan, alert, late)
             stack.callback(health.close, int(ExitCode.DONE))
             sink = CompositeSink([sink, health])
-            factories.append(lambda engine: CheckpointListener(late.saved))
+            saved = late.saved
+            factories.append(lambda engine: CheckpointListener(saved))
         if monitor.ledger:
             delays = stack.enter_context(closing(DelayTracker()))
             delays.start()
@@ -122,7 +126,7 @@ def monitor_run(context: RankContext, sink: Sink) -> Iterator[RunMonitor]:
         # then.
         hangs = stack.enter_context(watch_for_hangs(context, sink, alert, step_recorder))
         factories.insert(0, lambda engine: hangs)
-        yield RunMonitor(sink, recorder, alert, ledger, factories, process_stats, hangs)
+        yield RunMonitor(sink, recorder, alert, ledger, factories, process_stats, hangs, late)
 
 
 def _build_replica_check(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from toolkit.config.schema import OffloadDevice, Precision
+from toolkit.config.schema import OffloadDevice, Precision, RunConfig
 from toolkit.errors import Problem, Severity
 from toolkit.plan.devices import GPUS, find_gpu, memory_bytes
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, MAY_NOT_FIT, Fit, judge_memory
@@ -34,6 +34,42 @@ def price_needs_gpus(ctx: RuleContext) -> Iterator[Problem]:
             "monitor.price_per_gpu_hour",
             "cost is computed from GPU-hours, and this run has only CPU ranks",
             "write monitor.price_per_gpu_hour=null",
+        )
+
+
+def budget_has_price(ctx: RuleContext) -> Iterator[Problem]:
+    """Money is compared with the price of GPU-hours, which is never assumed."""
+    config = ctx.config
+    if config.budget.usd is None:
+        return
+    if ctx.world.device is Device.CPU:
+        yield Problem(
+            "budget.usd",
+            f"budget.usd={config.budget.usd:g} on CPU ranks",
+            "only hours of GPUs have a price; a budget of CPU ranks counts the hours of ranks",
+            "write budget.usd=null budget.gpu_hours=10",
+        )
+    elif not config.monitor.price_per_gpu_hour:
+        yield missing_price(config)
+
+
+def missing_price(config: RunConfig) -> Problem:
+    """The error about ``budget.usd`` without a price."""
+    return make_error(
+        config,
+        "budget.usd monitor.price_per_gpu_hour",
+        "a budget is compared with the price of GPU-hours, which is never assumed",
+        "write monitor.price_per_gpu_hour=2.5, your price",
+    )
+
+
+def spares_have_repairs(ctx: RuleContext) -> Iterator[Problem]:
+    if ctx.config.cluster.spare_nodes and ctx.config.cluster.repair_hours is None:
+        yield make_warning(
+            ctx.config,
+            "cluster.spare_nodes cluster.repair_hours",
+            "the predicted goodput counts spare nodes only if repairs take time",
+            "write cluster.repair_hours=24, or leave out cluster.spare_nodes",
         )
 
 
@@ -269,6 +305,8 @@ def _more_room(ctx: RuleContext) -> str:
 RULES: tuple[Rule, ...] = (
     gpu_is_known,
     price_needs_gpus,
+    budget_has_price,
+    spares_have_repairs,
     precision_fits_device,
     offload_fits_stage,
     offload_to_nvme,

@@ -214,8 +214,7 @@ def tracked_metrics_are_evaluated(ctx: RuleContext) -> Iterator[Problem]:
 def checkpoints_are_written(ctx: RuleContext) -> Iterator[Problem]:
     checkpoint = ctx.config.checkpoint
     cadence = parse_cadence(checkpoint.every)
-    never = cadence.steps is None and cadence.seconds is None
-    if never and not checkpoint.at_end:
+    if cadence.never and not checkpoint.at_end:
         yield make_warning(
             ctx.config,
             "checkpoint.every checkpoint.at_end",

@@ -17,7 +17,8 @@ class RunState(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     DONE = "done"
-    # by a signal or a notice, after saving; if there was no time to save, the reason records what is lost
+    # by a signal, a notice or the budget, after saving; if there was no time to save, the reason records
+    # what is lost
     STOPPED = "stopped"
     # after training began also for user errors (exit code 2), such as a full disk: completed steps may be
     # saved
@@ -43,6 +44,11 @@ class Status:
     checkpoint: str | None = None  # the newest complete checkpoint
     reason: str | None = None
     goodput: Mapping[str, Any] | None = field(default=None, compare=False)
+
+
+def ended_by_budget(state: RunState | None, reason: str | None) -> bool:
+    """Whether an attempt with this end was stopped by its budget, so that a restart would stop at once."""
+    return state is RunState.STOPPED and reason is not None and reason.startswith("budget.")
 
 
 def write_status(file: Path, status: Status) -> None:

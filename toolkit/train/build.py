@@ -30,6 +30,9 @@ from toolkit.plan.flops import why_no_utilisation
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rows import last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.usage import read_usage
+from toolkit.train.auto_interval import AutoInterval, ChosenInterval
+from toolkit.train.budget import BudgetWatch
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.metric_tracking import BestCheckpoints, EarlyStopping
 from toolkit.train.metrics import EvaluationMetrics
@@ -73,6 +76,7 @@ class TrainingHooks:
 
     Attributes:
         goodput, status: None except on rank 0.
+        budget: None except on rank 0 of a run with a budget.
     """
 
     all: Hooks
@@ -82,6 +86,7 @@ class TrainingHooks:
     deadline: SaveDeadline
     goodput: GoodputTracker | None
     status: StatusWriter | None
+    budget: BudgetWatch | None
 
 
 def build_task(
@@ -114,6 +119,8 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     save_timer = SaveTimer(parse_cadence(plan.config.checkpoint.every).seconds)
     goodput = GoodputTracker(directory.attempt_folder(attempt), earlier) if rank == 0 else None
     observers: list[SaveObserver] = [deadline] if goodput is None else [goodput, deadline]
+    if goodput is not None and parse_cadence(plan.config.checkpoint.every).auto:
+        observers.append(_build_auto_interval(training, save_timer, goodput))
     run_timer = RunTimer(plan, read_earlier_time(directory) if rank == 0 else TimeSpent(), started)
 
     hooks = Hooks(
@@ -123,6 +130,11 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     )
     if goodput is not None:
         hooks.add(goodput)
+    budget = None
+    if goodput is not None and plan.config.budget.is_set:
+        budget = _build_budget(training, deadline, goodput)
+        hooks.add(budget)
+        observers.append(budget)
     for name, hook in build_user_hooks(
         context, monitor.sink, training.end, lambda: training.state.step, monitor.hangs.enter
     ).items():
@@ -171,7 +183,39 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
             plot_loss(directory.path, data.unigram(), plan.loss_unit)
 
         hooks.add(PlotWriter(draw))
-    return TrainingHooks(hooks, run_timer, checkpoints, save_timer, deadline, goodput, status)
+    return TrainingHooks(hooks, run_timer, checkpoints, save_timer, deadline, goodput, status, budget)
+
+
+def _build_auto_interval(training: Training, timer: SaveTimer, goodput: GoodputTracker) -> AutoInterval:
+    plan, directory, late = training.context.plan, training.context.directory, training.monitor.late
+
+    def apply(chosen: ChosenInterval) -> None:
+        # The timer starts before a save in the foreground, which training waits for.
+        timer.seconds = chosen.seconds + (0.0 if plan.saves.background else chosen.costs.save)
+        pause = chosen.costs.save if chosen.measured else None
+        goodput.set_interval(chosen.seconds, pause, chosen.costs.between_failures)
+        if late is not None:
+            late.set_interval(timer.seconds)
+
+    usage = read_usage(directory, before=training.context.attempt)
+    return AutoInterval(plan, usage, began=goodput.began, apply=apply)
+
+
+def _build_budget(training: Training, deadline: SaveDeadline, goodput: GoodputTracker) -> BudgetWatch:
+    directory = training.context.directory
+    evaluations = {row["set"]: row["seconds"] for row in read_rows(directory.eval_file)}
+
+    def save_seconds() -> float | None:
+        estimate = deadline.estimate()
+        return None if estimate is None else estimate.seconds
+
+    return BudgetWatch(
+        training.context.plan,
+        read_usage(directory, before=training.context.attempt),
+        began=goodput.began,
+        save_seconds=save_seconds,
+        evaluation_seconds=sum(evaluations.values()) if evaluations else None,
+    )
 
 
 def existing_steps(context: RankContext, steps: Collection[int]) -> list[int]:
@@ -212,6 +256,7 @@ def make_step_sync(training: Training, hooks: TrainingHooks) -> Callable[[float,
             stop=training.stop() is not None,
             end_early=training.end.reason is not None,
             too_late_to_save=hooks.deadline.too_late(training.seconds_left()),
+            budget_spent=hooks.budget is not None and hooks.budget.spent(training.state.step),
             save_due=context.rank == 0 and hooks.save_timer.due(),
             nonfinite=result.nonfinite,
             data_seconds=data_seconds,

@@ -26,7 +26,8 @@ Batches = Iterable[Sequence[np.ndarray]]  # this rank's micro-batches, a global 
 
 
 class Evaluation(Hook):
-    """Evaluate every set each ``eval.every`` steps and after the last step; never if ``eval.every`` is 0.
+    """Evaluate every set each ``eval.every`` steps, after the last step, and where the budget ends the run;
+    never if ``eval.every`` is 0.
 
     It comes before ``Checkpoints`` among the hooks, so that the rows up to a checkpoint's step are written
     before it. After an agreed stop saving is more urgent, and the next start evaluates instead. Evaluation
@@ -65,7 +66,8 @@ class Evaluation(Hook):
             self._evaluate_all(step)
 
     def on_step(self, completed: CompletedStep) -> None:
-        due = self._due(completed.step) or (completed.last and self._every > 0)
+        ends = completed.last or completed.consensus.budget_spent
+        due = self._due(completed.step) or (ends and self._every > 0)
         if due and not completed.consensus.stop:
             self._evaluate_all(completed.step)
 

@@ -81,6 +81,14 @@ def finish(training: Training, hooks: TrainingHooks, outcome: TrainingOutcome) -
         )
         log.info(f"stopped after step {step}: {reason}")
         directory.finish(RunState.STOPPED, int(ExitCode.STOPPED), reason, attempt=context.attempt)
+    elif hooks.budget is not None and hooks.budget.reason is not None:
+        log.info(
+            f"stopped after step {step} of {plan.config.train.steps}, saved, in {elapsed}: "
+            f"{hooks.budget.reason}"
+        )
+        directory.finish(
+            RunState.STOPPED, int(ExitCode.STOPPED), hooks.budget.reason, attempt=context.attempt
+        )
     else:
         log.info(
             f"stopped after step {step} of {plan.config.train.steps}, saved, in {elapsed}; the same "

@@ -73,7 +73,7 @@ def train(
                 diverged = error
                 break
             recorder.next_step(state.step + 1)
-            if last or consensus.stop:
+            if last or consensus.stops:
                 break
             start = clock()
     hooks.on_end(state.step)

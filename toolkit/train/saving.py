@@ -25,14 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class SaveTimer:
-    """Whether ``seconds`` have passed since the last save. Only rank 0's counts, because clocks differ."""
+    """Whether ``seconds`` have passed since the last save. Only rank 0's counts, because clocks differ.
+    ``checkpoint.every=auto`` sets its ``seconds`` during the run.
+    """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
+        self.seconds, self._clock = seconds, clock
         self._since = clock()
 
     def due(self) -> bool:
-        return self._seconds is not None and self._clock() - self._since >= self._seconds
+        return self.seconds is not None and self._clock() - self._since >= self.seconds
 
     def restart(self) -> None:
         self._since = self._clock()
@@ -96,8 +98,8 @@ class Checkpoints(Hook):
         by_steps = self._every_steps is not None and step % self._every_steps == 0
         at_end = last and (checkpoint.at_end or checkpoint.export)
         best = self._best is not None and self._best.due(step)
-        if by_steps or at_end or best or consensus.save_due or consensus.stop:
-            self._save(step, last=last or consensus.stop)
+        if by_steps or at_end or best or consensus.save_due or consensus.stops:
+            self._save(step, last=last or consensus.stops)
 
     def on_end(self, step: int) -> None:
         start = time.monotonic()

@@ -111,6 +111,10 @@ class LateCheckpoint(Detector):
         self._begun = False
         self._step, self._at = 0, 0.0  # of the newest checkpoint, or of the start of this attempt
 
+    def set_interval(self, seconds: float) -> None:
+        """Expect a checkpoint after each ``seconds`` from now on: ``checkpoint.every=auto``."""
+        self._cadence = Cadence(seconds=seconds)
+
     def saved(self, step: int) -> None:
         """Record that the checkpoint of ``step`` is complete."""
         self._begun, self._step, self._at = True, step, self._clock()

@@ -1,0 +1,118 @@
+"""The interval between saves with ``checkpoint.every=auto``.
+
+It is the interval of Daly (``estimate/daly.py``) for the seconds that a save stops training and the mean time
+between failures. Bounds take over where the model has no say:
+
+- at least a minute. Shorter intervals gain less than half a minute per failure, which is small compared with
+  a restart, and burden the storage. And at least the time until a save is committed, because only one save
+  is in flight at a time.
+- at most an hour, or 100 times the seconds that a save stops training, if that is longer. The model knows the
+  failures of machines only. An hour limits what any other end of a run may cost, as long as saves take no
+  more than 1% of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isinf
+
+from toolkit.estimate.daly import optimal_interval, useful_share
+from toolkit.estimate.interconnects import topology_of
+from toolkit.plan.checkpoint_size import assumed_speed, rank_bytes
+from toolkit.plan.types import Device, RunPlan
+
+# 419 unexpected interruptions in 54 days on 2,048 nodes of eight H100: Llama Team, "The Llama 3 Herd of
+# Models", 2407.21783, section 3.3.4.
+NODE_MTBF_HOURS = 54 * 24 * 2048 / 419
+# For saves on CPU ranks, for which no rate has been published; the plan's goodput assumes no failures there.
+CPU_MTBF_HOURS = 24.0
+# From a failure to the start of training, without reading the checkpoint. Finding the failure and testing the
+# nodes takes "less than ten minutes" on average: Jiang et al., "MegaScale", 2402.15627.
+RESTART_SECONDS = 600.0
+# For which a save stops training however small it is: all ranks wait for each other and list their tensors.
+# An assumption, which keeps the best interval from becoming absurdly short.
+PAUSE_SECONDS = 1.0
+
+MIN_SECONDS, MAX_SECONDS = 60.0, 3600.0
+MAX_SHARE = 0.01  # of the time in saves, up to which MAX_SECONDS holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCosts:
+    """What saves and failures cost, in seconds.
+
+    Attributes:
+        save: for which a save stops training.
+        commit: from the start of a save until it is complete.
+        restart: from a failure to the next step, including reading the checkpoint.
+        between_failures: mean time between failures of any node of the run; may be infinite.
+    """
+
+    save: float
+    commit: float
+    restart: float
+    between_failures: float
+
+    def share(self, interval: float) -> float:
+        """Expected goodput with this interval."""
+        # A failure while a save is written in the background also repeats what was trained meanwhile.
+        lost = self.restart + max(0.0, self.commit - self.save)
+        return useful_share(interval, self.save, lost, self.between_failures)
+
+
+def choose_interval(costs: SaveCosts) -> float:
+    """Seconds of training between two saves with ``checkpoint.every=auto``."""
+    best = MAX_SECONDS
+    if not isinf(costs.between_failures):
+        best = optimal_interval(costs.save, costs.between_failures)
+    most = max(MAX_SECONDS, costs.save / MAX_SHARE)
+    return max(min(best, most), MIN_SECONDS, costs.commit)
+
+
+def mean_between_failures(prior: float, observed: float, failures: int) -> float:
+    """Mean seconds between failures after ``failures`` in ``observed`` seconds.
+
+    The rate has a Gamma distribution that is worth one failure in ``prior`` seconds (shape 1, rate
+    ``prior``). The mean of its posterior is (1 + failures) / (prior + observed) per second.
+    """
+    return (prior + observed) / (1 + failures)
+
+
+def prior_between_failures(plan: RunPlan) -> float:
+    """Seconds between failures of the run, as ``checkpoint.every=auto`` expects them before it has seen
+    any.
+    """
+    hours = plan.config.cluster.node_mtbf_hours
+    if hours is None:
+        hours = NODE_MTBF_HOURS if plan.world.device is Device.CUDA else CPU_MTBF_HOURS
+    return hours * 3600 / plan.world.nodes
+
+
+def expected_costs(plan: RunPlan, between_failures: float) -> SaveCosts | None:
+    """What saves and failures cost before they are measured; None if the size of a checkpoint is unknown."""
+    size = rank_bytes(plan)
+    if size is None:
+        return None
+    write = size / assumed_speed(plan.world)
+    save = commit = PAUSE_SECONDS + write
+    if plan.saves.background:
+        copy = size / topology_of(plan.config.cluster, plan.world).host.bandwidth
+        save = PAUSE_SECONDS + copy
+        commit = save + write
+    return SaveCosts(
+        save=save,
+        commit=commit,
+        restart=RESTART_SECONDS + write,  # reading takes as long as writing
+        between_failures=between_failures,
+    )
+
+
+def first_costs(plan: RunPlan) -> SaveCosts:
+    """What ``checkpoint.every=auto`` assumes before it has measured anything. A checkpoint of unknown size is
+    taken for a small one, until the first save is measured.
+    """
+    mean = prior_between_failures(plan)
+    small = SaveCosts(
+        save=PAUSE_SECONDS, commit=PAUSE_SECONDS, restart=RESTART_SECONDS, between_failures=mean
+    )
+    return expected_costs(plan, mean) or small
