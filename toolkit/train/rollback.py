@@ -50,8 +50,9 @@ class Rollback:
             fault=self.reason,
             level=Level.WARNING,
             step=self.step,
-            cause=f"the run went back from step {self.step} to the checkpoint of step {self.checkpoint_step}, "
-            f"and skips {end - first} samples",
+            where=f"step {self.step}",
+            cause=f"the run went back from step {self.step} to the checkpoint of step "
+            f"{self.checkpoint_step}, and skips {end - first} samples",
             evidence=f"loss {self.loss:g}, gradient norm {self.grad_norm:g} in step {self.step}; skipped "
             f"positions {first} to {end - 1} of the order of samples (rollbacks.jsonl)",
             next_step="none if it stays a single one; if they become more frequent, look at the skipped "
