@@ -100,7 +100,7 @@ class Soundness(Hook):
         self._saved = max(self._saved, step_of(path) or 0)
 
     def on_step(self, completed: CompletedStep) -> None:
-        fault = judge_step(completed, self._losses)
+        fault = judge_step(completed, list(self._losses))
         if math.isfinite(completed.result.loss):
             self._losses.append(completed.result.loss)
         if fault is None:
