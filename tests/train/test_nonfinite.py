@@ -24,6 +24,7 @@ from toolkit.monitor.loss_plot import read_train_losses
 from toolkit.rows import read_rows
 from toolkit.rundir.status import RunState
 from toolkit.train.nonfinite import Diverged, all_finite
+from toolkit.train.rollback import read_rollbacks
 
 STEPS, BAD = 12, 8  # steps from 1
 Fault = Callable[[LocalEngine], None]
@@ -163,6 +164,25 @@ def test_weights_that_no_loss_depends_on_are_checked_before_a_save(
     assert "after step 9 weights or the optimizer's state are not finite, and are not saved" in (
         run.status.reason or ""
     )
+
+
+def test_rollback_replaces_state_that_is_not_finite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No loss depends on it, so it is found before a save."""
+    broken: list[int] = []
+
+    def once(engine: LocalEngine) -> None:
+        if not broken:
+            broken.append(1)
+            engine._parameters["transformer.wpe.weight"].data[-1].fill_(math.inf)
+
+    inject(monkeypatch, once, at=8, until=8)
+    run = start(tmp_path / "run", data, on="rollback", train__sequence_length=16)
+    assert run.code is ExitCode.DONE
+    rows = read_rollbacks(run.directory.rollbacks_file)
+    assert [(row.step, row.reason, row.checkpoint_step) for row in rows] == [(9, "non-finite-state", 6)]
+    assert (saved(run), is_finite(run)) == ([STEPS], True)
 
 
 def test_rows_are_valid_json_and_null_is_read_as_nan(
