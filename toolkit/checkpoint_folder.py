@@ -195,8 +195,10 @@ def resolve_pointer(path: Path) -> Path:
 
 
 def moved_steps(attempts: Path) -> Iterator[int]:
-    """Yield steps of the checkpoints that ``resume=PATH`` and ``resume=never`` have moved to attempts."""
-    for folder in attempts.glob("*/checkpoints/step-*"):
+    """Yield steps of the checkpoints that ``resume=PATH``, ``resume=never`` and rollbacks have moved to
+    attempts.
+    """
+    for folder in attempts.glob("*/checkpoints*/step-*"):
         if (step := step_of(folder)) is not None:
             yield step
 

@@ -12,7 +12,7 @@ machines that wrote them; a negative difference counts as zero.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -65,6 +65,7 @@ class AttemptTimes:
         starting: Seconds until that step began, without evaluations; None if it did not begin.
         step: Last completed step.
         stepping, saving, evaluating: Seconds of steps, of pauses for saves, and of evaluations.
+        repeated: Seconds of further steps that this attempt has undone by rollbacks.
         active: End of its last step, save or evaluation.
         state, reason: How it ended, as in ``status.json``.
         save_interval, save_pause, between_failures: With ``checkpoint.every=auto`` the chosen seconds of
@@ -82,6 +83,7 @@ class AttemptTimes:
     stepping: float = 0.0
     saving: float = 0.0
     evaluating: float = 0.0
+    repeated: float = 0.0
     active: float | None = None
     state: str | None = None
     reason: str | None = None
@@ -178,14 +180,14 @@ def compute_goodput(attempts: Sequence[Attempt], *, kept: int | None = None) -> 
         times = attempt.times
         work = times.stepping if limit is None else attempt.work(limit)
         useful += work
-        lost[REPEATED] += times.stepping - work
+        lost[REPEATED] += times.stepping - work + times.repeated
         whole = max(0.0, times.end - times.began)
         losses = {SAVING: times.saving, EVALUATION: times.evaluating}
         if times.starting is None:
             losses[STARTING] = max(0.0, whole - times.saving - times.evaluating)
         else:
             losses |= {STARTING: times.starting, ENDING: max(0.0, times.end - (times.active or times.end))}
-            losses[OTHER] = max(0.0, whole - times.stepping - sum(losses.values()))
+            losses[OTHER] = max(0.0, whole - times.stepping - times.repeated - sum(losses.values()))
         for cause, seconds in losses.items():
             lost[cause] += seconds
     for one, following in pairwise(attempts):
@@ -229,7 +231,7 @@ def read_times(folder: Path) -> AttemptTimes | None:
     found = _parse_object(_text(folder / TIMES)) or {}
     known = {field.name: found[field.name] for field in fields(AttemptTimes) if field.name in found}
     text_fields = {"state", "reason"}
-    required = {"began", "seen", "stepping", "saving", "evaluating"}
+    required = {"began", "seen", "stepping", "saving", "evaluating", "repeated"}
     valid = all(
         isinstance(value, str if name in text_fields else int | float)
         or (value is None and name not in required)
@@ -247,6 +249,12 @@ def end_times(folder: Path, now: float, *, state: str, reason: str | None, overw
             replace(times, ended=now, seen=max(now, times.seen), state=state, reason=reason),
             durable=True,
         )
+
+
+def write_saves(folder: Path, saves: Iterable[SaveRecord]) -> None:
+    """Replace the rows of ``saves.jsonl``."""
+    text = "".join(json.dumps(asdict(save)) + "\n" for save in saves)
+    write_whole(folder / SAVES, text, durable=False)
 
 
 def append_save(folder: Path, save: SaveRecord) -> None:

@@ -1,14 +1,15 @@
-"""Hooks: objects that the training loop calls at six events, in the order in which they were added.
+"""Hooks: objects that the training loop calls at seven events, in the order in which they were added.
 
     on_start(step)        the state is loaded; ``step`` optimizer steps are completed
     on_step(completed)    all ranks have completed an optimizer step
     on_eval(row)          one named evaluation set was evaluated
     on_checkpoint(path)   a checkpoint is complete
+    on_rollback(path)     the run goes back to the checkpoint at ``path``, and repeats the steps after it
     on_exception(error)   training on this rank ends with an error; ``on_end`` is not called
     on_end(step)          training is over: the last step is completed, or all ranks agreed to stop
 
-``on_step`` and ``on_eval`` run at the same steps on all ranks. ``on_step`` is the only event in which a hook
-may communicate with other ranks.
+``on_step``, ``on_eval`` and ``on_rollback`` run at the same steps on all ranks. ``on_step`` is the only event
+in which a hook may communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class Hook:
     def on_checkpoint(self, path: Path) -> None:
         pass
 
+    def on_rollback(self, path: Path) -> None:
+        """The next step repeats the one after the checkpoint at ``path``, with other samples from the bad
+        step on. ``load_state_dict`` follows if the checkpoint has a state of this hook.
+        """
+
     def on_exception(self, error: Exception) -> None:
         pass
 
@@ -100,7 +106,7 @@ class Hook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of the checkpoint from which the run resumes, in any layout.
 
-        Called before ``on_start``, unless the checkpoint has no state of this hook.
+        Called before ``on_start`` and after ``on_rollback``, unless the checkpoint has no state of this hook.
         """
 
 
@@ -128,6 +134,9 @@ class Hooks(Hook):
 
     def on_checkpoint(self, path: Path) -> None:
         self._call_each(lambda hook: hook.on_checkpoint(path))
+
+    def on_rollback(self, path: Path) -> None:
+        self._call_each(lambda hook: hook.on_rollback(path))
 
     def on_exception(self, error: Exception) -> None:
         self._call_each(lambda hook: hook.on_exception(error))

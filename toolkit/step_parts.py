@@ -55,6 +55,11 @@ class Recorder(Protocol):
         ends, including the evaluation, saving and logging that followed it.
         """
 
+    def discard_steps(self) -> None:
+        """Forget the current step and earlier ones that were not read. Nothing is recorded until the next
+        ``next_step``.
+        """
+
 
 class NullRecorder(Recorder):
     def part(self, name: str) -> AbstractContextManager[None]:
@@ -67,6 +72,9 @@ class NullRecorder(Recorder):
         pass
 
     def next_step(self, step: int) -> None:
+        pass
+
+    def discard_steps(self) -> None:
         pass
 
 

@@ -129,6 +129,7 @@ def test_retention_uses_step_and_completeness() -> None:
     ]  # a damaged checkpoint does not count as kept
     assert removed([5, 10, 15, 20], keep_every=10) == [5, 15]
     assert removed([10, 20, 30, 40], saved=20) == [10]  # later steps are kept
+    assert removed([10, 20, 30, 40], sound=20) == [10, 30]  # the newest sound one is kept
 
 
 def test_crash_leftovers_are_consistent(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from tests.train import user_code
 from toolkit.config.data import DataConfig
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import OnSpike, RunConfig
 from toolkit.data.custom.samples import DatasetError
 from toolkit.data.registry import RunData, open_data, prepare_data
 from toolkit.errors import CheckpointError, ConfigError
@@ -249,6 +249,11 @@ def prepared(config: RunConfig) -> str:
     return prepare_data(config, None, Progress.silent())
 
 
+def with_rollbacks(config: RunConfig) -> RunConfig:
+    config.train.on_spike = OnSpike.rollback
+    return config
+
+
 MISTAKES: dict[str, tuple[RunConfig, str]] = {
     "no split": (config_of("NoSplit", module=__name__), "no argument split.*\n.*\n.*add the argument split"),
     "unknown argument": (config_of("Plain", module=__name__, width=3), "width"),
@@ -261,6 +266,10 @@ MISTAKES: dict[str, tuple[RunConfig, str]] = {
         r"test_custom.py:\d+ cannot be pickled: TypeError.*\n.*\n.*data.workers=0",
     ),
     "workers of an iterable": (config_of("Rows", workers=1), "write data.workers=0"),
+    "rollbacks with an iterable": (
+        with_rollbacks(config_of("Rows")),
+        "train.on_spike=rollback, and it is iterable-style.*\\n.*\\n.*write train.on_spike=ignore",
+    ),
 }
 
 
@@ -275,6 +284,7 @@ def test_mistakes_are_refused_before_training(case: str) -> None:
 def test_valid_datasets_are_accepted() -> None:
     for config in (
         config_of("annotated", module=__name__),
+        with_rollbacks(config_of("Plain", module=__name__)),
         config_of("Unpicklable", module=__name__),
         config_of("Rows"),
         config_of("Shares"),

@@ -106,7 +106,7 @@ def test_failures_are_named_once_and_end_all_ranks(case: str, tmp_path: Path) ->
 @pytest.mark.full
 @pytest.mark.timeout(180)
 def test_nan_is_recorded_if_the_run_continues(tmp_path: Path) -> None:
-    arguments = (TASK, METRIC, "+metrics.error.arguments.where=no_number", "train.on_nonfinite=continue")
+    arguments = (TASK, METRIC, "+metrics.error.arguments.where=no_number", "train.on_nonfinite=skip")
     code, output, run_dir = fail(tmp_path, *arguments)
     assert code == ExitCode.DONE, output
     assert [row["step"] for row in read_rows(RunDirectory(run_dir).eval_file)] == [4, 6]

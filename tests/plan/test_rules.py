@@ -15,7 +15,15 @@ from tests.plan.cases import CPU, SMALL, h100s, run_config
 from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.data import DocumentMasking
 from toolkit.config.optim import LrScaling, OptimizerKernel, ScheduleConfig, ScheduleName
-from toolkit.config.schema import BatchRampConfig, EngineName, EvalConfig, OffloadDevice, Precision
+from toolkit.config.schema import (
+    BatchRampConfig,
+    EngineName,
+    EvalConfig,
+    OffloadDevice,
+    OnNonfinite,
+    OnSpike,
+    Precision,
+)
 from toolkit.errors import PlanError, Problem, Severity
 from toolkit.families import PUBLISHED
 from toolkit.plan import make_plan
@@ -375,6 +383,18 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         CPU,
         "checkpoint.keep_every",
         "checkpoint.keep_every=120",
+    ),
+    (
+        {"train__on_nonfinite": OnNonfinite.rollback, "checkpoint": CheckpointConfig(every="never")},
+        CPU,
+        "checkpoint.every",
+        "train.on_nonfinite=stop",
+    ),
+    (
+        {"train__on_spike": OnSpike.rollback, "data__name": "dataset"},
+        CPU,
+        "train.on_spike",
+        "train.on_spike=ignore",
     ),
     ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "another run's state"),
     ({"model__target": "mine.Model"}, CPU, "model.target", "one source"),

@@ -279,7 +279,7 @@ def alerts_of(
         engine__name=EngineName.local if ranks == 1 else EngineName.deepspeed,
         train__steps=steps,
         zero__stage=0,
-        train__on_nonfinite=OnNonfinite["continue"],
+        train__on_nonfinite=OnNonfinite.skip,
         **{"checkpoint__every": "never", "checkpoint__at_end": False, **changes},
     )
     config.run, config.eval, config.debug.threads = (

@@ -24,6 +24,7 @@ from toolkit.monitor.loss_plot import read_train_losses
 from toolkit.rows import read_rows
 from toolkit.rundir.status import RunState
 from toolkit.train.nonfinite import Diverged, all_finite
+from toolkit.train.rollback import read_rollbacks
 
 STEPS, BAD = 12, 8  # steps from 1
 Fault = Callable[[LocalEngine], None]
@@ -104,7 +105,7 @@ def test_restarted_run_diverges_again_and_keeps_the_checkpoint(
     first, second = (start(tmp_path / "run", data) for _ in range(2))
     assert second.code is ExitCode.DIVERGED
     assert (second.attempt, second.status.step, saved(second)) == (2, first.status.step, [6])
-    continued = start(tmp_path / "run", data, on="continue")
+    continued = start(tmp_path / "run", data, on="skip")
     assert continued.code is ExitCode.DONE, "train.on_nonfinite is not part of the run's identity"
 
 
@@ -114,9 +115,9 @@ def test_diverged_step_is_not_saved(data: Path, tmp_path: Path, monkeypatch: pyt
     assert saved(start(tmp_path / "run", data)) == [3]
 
 
-def test_continue_skips_the_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_trains_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inject(monkeypatch, nan_gradient)
-    run = start(tmp_path / "run", data, on="continue")
+    run = start(tmp_path / "run", data, on="skip")
     assert run.code is ExitCode.DONE
     assert (saved(run), is_finite(run)) == ([STEPS], True)
     assert open_reader(run.directory.path).scalars["optimizer_step"] == STEPS - 1
@@ -135,11 +136,11 @@ def test_run_with_nonfinite_weights_keeps_its_last_finite_checkpoint(
     assert "the weights are not finite either" in next(iter(read_rows(run.directory.alerts_file)))["cause"]
 
 
-def test_continue_never_saves_nonfinite_weights(
+def test_skip_never_saves_nonfinite_weights(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     inject(monkeypatch, nan_weight)
-    run = start(tmp_path / "run", data, on="continue")
+    run = start(tmp_path / "run", data, on="skip")
     assert (saved(run), is_finite(run)) == ([6], True)
     assert (
         "after step 9 weights or the optimizer's state are not finite, and are not saved" in caplog.messages
@@ -165,11 +166,30 @@ def test_weights_that_no_loss_depends_on_are_checked_before_a_save(
     )
 
 
+def test_rollback_replaces_state_that_is_not_finite(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No loss depends on it, so it is found before a save."""
+    broken: list[int] = []
+
+    def once(engine: LocalEngine) -> None:
+        if not broken:
+            broken.append(1)
+            engine._parameters["transformer.wpe.weight"].data[-1].fill_(math.inf)
+
+    inject(monkeypatch, once, at=8, until=8)
+    run = start(tmp_path / "run", data, on="rollback", train__sequence_length=16)
+    assert run.code is ExitCode.DONE
+    rows = read_rollbacks(run.directory.rollbacks_file)
+    assert [(row.step, row.reason, row.checkpoint_step) for row in rows] == [(9, "non-finite-state", 6)]
+    assert (saved(run), is_finite(run)) == ([STEPS], True)
+
+
 def test_rows_are_valid_json_and_null_is_read_as_nan(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inject(monkeypatch, nan_weight)
-    run = start(tmp_path / "run", data, on="continue")
+    run = start(tmp_path / "run", data, on="skip")
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint.scalars import SOUND
 from toolkit.checkpoint_folder import (
     BEST_POINTER,
     POINTER,
@@ -85,11 +86,28 @@ def is_complete(folder: Path) -> bool:
     """Return whether the manifest is intact and every file has its recorded length. Only reading or
     ``verify`` detects flipped bytes.
     """
+    return _complete_manifest(folder) is not None
+
+
+def is_sound(folder: Path) -> bool:
+    """Return whether the checkpoint is complete, and the run was sound when it was saved."""
+    found = _complete_manifest(folder)
+    return found is not None and found.scalars.get(SOUND) is True
+
+
+def _complete_manifest(folder: Path) -> manifest.Manifest | None:
     try:
-        manifest.check_files(folder, load_manifest(folder).files)
+        found = load_manifest(folder)
+        manifest.check_files(folder, found.files)
     except DamagedFile:
-        return False
-    return True
+        return None
+    return found
+
+
+def newest_sound_step(directory: Path) -> int | None:
+    """Return the step of the newest checkpoint of the folder that is complete and sound, or None."""
+    newest_first = reversed(committed_checkpoints(directory).items())
+    return next((step for step, folder in newest_first if is_sound(folder)), None)
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
@@ -124,17 +142,20 @@ def removable_steps(
     keep_last: int,
     keep_every: int,
     best: Collection[int] = (),
+    sound: int | None = None,
 ) -> list[int]:
     """Return the steps whose checkpoints may be removed after step ``saved`` was saved.
 
     The ``keep_last`` newest complete checkpoints up to ``saved`` stay, every complete one at a multiple of
-    ``keep_every``, and those of the steps ``best``. Those after ``saved`` stay too: an attempt that died
-    between commit and pointer left them, and the run will reach them again.
+    ``keep_every``, those of the steps ``best``, and ``sound``, the newest one that is sound. Those after
+    ``saved`` stay too: an attempt that died between commit and pointer left them, and the run will reach
+    them again.
     """
     past = sorted(step for step in steps if step <= saved)
     complete = [step for step in past if step in complete_steps]
     keep = {
         saved,
+        sound,
         *best,
         *complete[-keep_last:],
         *(step for step in complete if keep_every and step % keep_every == 0),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 STEP = "step"  # int: completed optimizer steps, including skipped ones
 CONSUMED = "consumed_samples"  # int
+# bool: since the checkpoint before, no loss was infinite, NaN or a spike. Absent: unknown
+SOUND = "sound"
 OPTIMIZER_STEP = "optimizer_step"  # int: step count of the optimizer, for Adam's bias correction
 # Mapping of names to the optimizer's other numbers, each equal for all parameters
 OPTIMIZER_NUMBERS = "optimizer_numbers"

@@ -31,6 +31,9 @@ EXECUTION_KEYS = frozenset(
         "train.loss_kernel",  # the same loss by another implementation
         "train.loss_chunk",
         "train.on_nonfinite",  # a non-finite step is skipped in any case
+        # Rollbacks skip samples. Checkpoints record which, so that every start of the run skips the same.
+        "train.on_spike",
+        "train.rollback.*",
         "model.attention",  # the same products by another implementation
         "optim.kernel",  # the same update by another implementation
         "data.cache.folder",

@@ -16,6 +16,8 @@ from toolkit.config.search import EXPERIMENT
 from toolkit.config.synonyms import find_synonym
 from toolkit.errors import Problem, without_secrets
 
+RENAMED_VALUES = {"train.on_nonfinite": {"continue": "skip"}}  # key -> old value -> new value
+
 
 def unreadable(text: str, error: HydraException, folders: Sequence[Path] = ()) -> Problem:
     """The problem of an argument that cannot be parsed.
@@ -90,6 +92,9 @@ def wrong_value(name: str, seen: str, root: ConfigRoot = RUN) -> Problem:
         return Problem(
             name, seen, f"{name} is a section, not a value", f"set its keys: {', '.join(inside[:4])}, ..."
         )
+    for old, new in RENAMED_VALUES.get(name, {}).items():
+        if seen.endswith(f"={old}") or f"'{old}'" in seen:
+            return Problem(name, seen, f"the value {old} is now called {new}", f"write {name}={new}")
     null = ", or null" if key.nullable else ""
     kind = _kind(key)
     if seen.endswith("=auto"):

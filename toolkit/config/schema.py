@@ -46,8 +46,19 @@ class Precision(Enum):
     fp16 = "fp16"
 
 
-# A class statement cannot have a member called "continue".
-OnNonfinite = Enum("OnNonfinite", {"stop": "stop", "continue": "continue"})
+class OnNonfinite(Enum):
+    """What follows a step whose loss, gradient norm or weights are infinite or NaN."""
+
+    stop = "stop"
+    skip = "skip"
+    rollback = "rollback"
+
+
+class OnSpike(Enum):
+    """What follows a step whose loss is far above those before it."""
+
+    ignore = "ignore"
+    rollback = "rollback"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -194,6 +205,19 @@ class BatchRampConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RollbackConfig:
+    window: int = 10
+    """Steps whose samples a rollback skips: the bad step and those before it, as far back as the
+    checkpoint.
+    """
+    limit: int = 3
+    """Rollbacks to one checkpoint. When the next one is due, the run fails with exit code 65."""
+
+    def __post_init__(self) -> None:
+        at_least("train.rollback", 1, window=self.window, limit=self.limit)
+
+
+@dataclass(kw_only=True, slots=True)
 class EarlyStoppingConfig:
     metric: str | None = None
     """End the run when this metric of an evaluation, SET/NAME as validation/loss, no longer improves. Null:
@@ -248,9 +272,14 @@ class TrainConfig:
     """
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do if a loss, gradient norm or weight is infinite or NaN: stop (the run fails with exit code
-    65) or continue. Every engine skips steps with a non-finite gradient norm, and non-finite weights are
-    never saved.
+    65), skip (train on; every engine leaves out the update of such a step) or rollback (continue from the
+    newest sound checkpoint without the samples of train.rollback.window). Non-finite weights are never saved.
     """
+    on_spike: OnSpike = OnSpike.ignore
+    """What to do if the loss is more than ten times its noise above the ten steps before it: ignore, or
+    rollback (as train.on_nonfinite=rollback).
+    """
+    rollback: RollbackConfig = field(default_factory=RollbackConfig)
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
@@ -281,6 +310,15 @@ class TrainConfig:
         at_least("train", 0, seed=self.seed)
         parse_recomputation(self.activation_checkpointing)
         self.activation_checkpointing = normalize(self.activation_checkpointing)
+
+    @property
+    def rollback_keys(self) -> dict[str, str]:
+        """The keys that ask for rollbacks, each with the words that do without them."""
+        asked = {
+            "train.on_nonfinite=stop": self.on_nonfinite is OnNonfinite.rollback,
+            "train.on_spike=ignore": self.on_spike is OnSpike.rollback,
+        }
+        return {word.partition("=")[0]: word for word, asks in asked.items() if asks}
 
     @property
     def recomputation(self) -> Recomputation:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from toolkit.config.schema import RunConfig
 from toolkit.data.evaluation import EvalSet
 from toolkit.data.manifest_file import MANIFEST_NAME
+from toolkit.data.order.skipped import SkippedSamples
 from toolkit.data.records.reader import RecordManifest
 from toolkit.data.tokens.documents import WindowWaste
 from toolkit.errors import Problem, UserError
@@ -31,13 +32,20 @@ class SampleStream(Protocol):
     Attributes:
         prefetchable: whether a thread may take steps before the run needs them: taking a step changes no
             state, and draws no random numbers.
+        skipped: the positions of the run's order that ``steps`` leaves out, of a stream that is a function of
+            the position. Part of ``state``. Streams without positions skip nothing, and a run that needs it
+            is refused before it starts (``train.on_nonfinite=rollback``).
     """
 
     prefetchable: bool
+    skipped: SkippedSamples
 
     def steps(self, first_step: int) -> Iterator[list[Any]]:
         """Yield this rank's micro-batches, one list per step from ``first_step`` on: arrays [micro_batch,
-        ...], or of ``data=custom`` lists (``toolkit.data.custom.samples.Samples``)."""
+        ...], or of ``data=custom`` lists (``toolkit.data.custom.samples.Samples``).
+
+        A stream that can skip may be read again from another step, after ``close``.
+        """
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
         """Return the samples and epochs that the first ``step`` steps use of each source, by its name."""

@@ -225,6 +225,13 @@ class StepRecorder(Recorder):
         if self._marks_made - self._marks_read > MAX_UNREAD_MARKS:
             self._read_finished()
 
+    def discard_steps(self) -> None:
+        with self._reading:
+            self._marks_read = self._marks_made
+            self._finished.clear()
+            self._read.clear()
+        self._marks = None
+
     def take_steps(self) -> list[StepTime]:
         """Return the finished steps that were not returned before, at most the last ``MAX_STEPS``.
 

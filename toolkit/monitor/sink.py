@@ -36,7 +36,7 @@ class SinkRun:
     Attributes:
         folder: the run's directory. Its name is the name of the run.
         first_step: steps completed before this start. A resumed run may log steps that an earlier start has
-            logged: those after ``first_step``.
+            logged: those after ``first_step``. So may a run that goes back to a checkpoint.
         config: the configuration in JSON types.
     """
 

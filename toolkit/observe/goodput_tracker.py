@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint_folder import step_of
 from toolkit.goodput import (
     Attempt,
     AttemptTimes,
@@ -18,6 +19,7 @@ from toolkit.goodput import (
     compute_goodput,
     read_saves,
     read_times,
+    write_saves,
     write_times,
 )
 from toolkit.hooks import CompletedStep, Hook, SaveObserver
@@ -70,6 +72,21 @@ class GoodputTracker(Hook, SaveObserver):
 
     def on_eval(self, row: Row) -> None:
         self._update(evaluating=self._times.evaluating + row["seconds"], active=self._clock())
+
+    def on_rollback(self, path: Path) -> None:
+        step, saves = step_of(path) or 0, tuple(read_saves(self._folder))
+        times = self._times
+        useful = Attempt(times, saves).work(step)
+        self._update(
+            first=min(times.first or 0, step),
+            step=step,
+            stepping=useful,
+            repeated=times.repeated + times.stepping - useful,
+        )
+        write_saves(self._folder, (save for save in saves if save.step <= step))
+        self._saving.clear()
+        self._saved = min(self._saved, useful)
+        self._write()
 
     def on_end(self, step: int) -> None:
         self._write()

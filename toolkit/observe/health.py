@@ -63,7 +63,7 @@ class HealthSink(Sink):
 
 
 class CheckpointListener(Hook):
-    """Call ``on_saved`` with the step of each complete checkpoint."""
+    """Call ``on_saved`` with the step of each complete checkpoint, and of one to which the run goes back."""
 
     def __init__(self, on_saved: Callable[[int], None]) -> None:
         self._on_saved = on_saved
@@ -72,3 +72,6 @@ class CheckpointListener(Hook):
         step = step_of(path)
         assert step is not None, f"{path} is a checkpoint of this run"
         self._on_saved(step)
+
+    def on_rollback(self, path: Path) -> None:
+        self.on_checkpoint(path)

@@ -14,7 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
+from toolkit.checkpoint_folder import step_of
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.ledger_rows import LedgerAssembler, LedgerTotals, StepVectors, part_names
 from toolkit.monitor.recorder import StepRecorder, StepTime
@@ -62,11 +64,14 @@ class LedgerHook(Hook):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._take_steps, self._vectors, self._gather, self._log_row = take_steps, vectors, gather, log_row
-        self._rank, self._end_seconds, self._clock = rank, end_seconds, clock
+        self._rank, self._ranks, self._end_seconds, self._clock = rank, ranks, end_seconds, clock
         self._max_slots = max_slots(ranks, vectors.width)
         self._assembly, self._totals = LedgerAssembler(vectors, ranks), LedgerTotals()
         self._pending: deque[StepTime] = deque(maxlen=2 * self._max_slots)  # of the thread: not sent yet
-        self._queue: queue.SimpleQueue[tuple[int, int, Iterable[StepTime]] | None] = queue.SimpleQueue()
+        # An event asks the thread to forget what it has not logged.
+        self._queue: queue.SimpleQueue[tuple[int, int, Iterable[StepTime]] | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._first_step = 0  # of this attempt, which includes warm-up
         self._step = 0  # the newest completed step
@@ -100,6 +105,14 @@ class LedgerHook(Hook):
         self._step = completed.step
         if completed.consensus.ledger_steps:
             self._request(completed.consensus.ledger_steps)
+
+    def on_rollback(self, path: Path) -> None:
+        """Forget the steps that are repeated, after the gathers that the thread has begun."""
+        self._step = self._last_gather = self._newest_taken = step_of(path) or 0
+        self._taken, forgotten = [], threading.Event()
+        self._queue.put(forgotten)
+        if self._thread.is_alive():
+            forgotten.wait(self._end_seconds)
 
     def on_end(self, step: int) -> None:
         """Gather the last steps. All ranks end after the same step, so this needs no exchange."""
@@ -144,6 +157,11 @@ class LedgerHook(Hook):
     def _run(self) -> None:
         try:
             while (job := self._queue.get()) is not None:
+                if isinstance(job, threading.Event):
+                    self._pending.clear()
+                    self._assembly = LedgerAssembler(self._vectors, self._ranks)
+                    job.set()
+                    continue
                 self._send(*job)
                 self._completed += 1
             self._log_rows(self._assembly.flush())

@@ -115,6 +115,10 @@ class StatusWriter(Hook):
         self._checkpoint = path
         self._write(self._step)
 
+    def on_rollback(self, path: Path) -> None:
+        self._checkpoint = path
+        self._write(step_of(path) or 0)
+
     def on_end(self, step: int) -> None:
         self._write(step)
 
@@ -144,6 +148,9 @@ class DataProgressLogger(Hook):
 
     def on_checkpoint(self, path: Path) -> None:
         self._log(step_of(path))
+
+    def on_rollback(self, path: Path) -> None:
+        self._logged_step = step_of(path) or 0
 
     def _log(self, step: int | None) -> None:
         if step is not None and step > self._logged_step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from toolkit.config.checkpoint import parse_cadence
+from toolkit.config.checkpoint import Cadence, parse_cadence
 from toolkit.config.data import DocumentMasking
 from toolkit.config.kernels import LossKernel
 from toolkit.config.mixture import EXAMPLE
@@ -230,6 +230,28 @@ def checkpoints_are_written(ctx: RuleContext) -> Iterator[Problem]:
         )
 
 
+def rollbacks_are_possible(ctx: RuleContext) -> Iterator[Problem]:
+    """A rollback needs an earlier checkpoint, and a source that can skip samples by their positions."""
+    config, asked = ctx.config, ctx.config.train.rollback_keys
+    if not asked:
+        return
+    names, without = " ".join(asked), " ".join(asked.values())
+    if parse_cadence(config.checkpoint.every) == Cadence():
+        yield make_error(
+            config,
+            f"checkpoint.every {names}",
+            "a rollback goes back to a checkpoint that the run saved before",
+            f"write checkpoint.every=500, or {without}",
+        )
+    if config.data.name == "dataset":
+        yield make_error(
+            config,
+            f"{names} data.name",
+            "a rollback skips samples by their positions, and data=dataset packs documents one after another",
+            f"write {without}",
+        )
+
+
 def fork_excludes_resume(ctx: RuleContext) -> Iterator[Problem]:
     config = ctx.config
     if config.run.fork is not None and config.resume not in ("auto", "never"):
@@ -255,6 +277,7 @@ RULES: tuple[Rule, ...] = (
     evaluation_has_sets,
     tracked_metrics_are_evaluated,
     checkpoints_are_written,
+    rollbacks_are_possible,
     fork_excludes_resume,
     mixture_has_sources,
     only_text_has_documents,

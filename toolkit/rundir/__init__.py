@@ -2,12 +2,13 @@
 
     config.yaml plan.json status.json          of the newest attempt
     metrics.jsonl eval.jsonl ledger.jsonl      each step once, over all attempts
+    rollbacks.jsonl                            each time that the run went back to a checkpoint
     alerts.jsonl alerts/node-N.jsonl           in order of time; those of other nodes in separate files
     system/node-N.jsonl                        in order of time, for each node
     checkpoints/ plots/
     attempts/001/{config.yaml,plan.json,environment.json,log.txt,times.json,saves.jsonl}, and metric rows and
     checkpoints
-                                               of steps that a later attempt repeated
+                                               of steps that this or a later attempt repeated
     attempts/001/{hang.txt,hang/}              if the attempt ended because it made no progress
     jobs/001/                                  of a submitted run: toolkit/cluster/job.py
     fork.json                                  the parent of a forked run

@@ -27,7 +27,7 @@ from toolkit.goodput import (
 )
 from toolkit.rows import last_row
 from toolkit.rundir.lock import acquire_lock
-from toolkit.rundir.repeated_steps import move_rows
+from toolkit.rundir.repeated_steps import cut_rows, move_rows
 from toolkit.rundir.source import (
     OTHER_FOLDER_REMEDY,
     SourceKind,
@@ -71,6 +71,11 @@ class RunDirectory:
     @property
     def ledger_file(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def rollbacks_file(self) -> Path:
+        """A row for each time that the run went back to a checkpoint: ``train/rollback.py``."""
+        return self.path / "rollbacks.jsonl"
 
     @property
     def hooks_file(self) -> Path:
@@ -364,9 +369,33 @@ class RunDirectory:
         """Move rows after ``step`` to the attempt before ``attempt``, so that each repeated step is
         recorded once.
         """
-        for file in (self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file):
-            if file.exists():
-                move_rows(file, self.previous_attempt_folder(attempt) / file.name, step)
+        for file in self._step_files():
+            move_rows(file, self.previous_attempt_folder(attempt) / file.name, step)
+
+    def cut_rows_after(self, step: int, attempt: int) -> None:
+        """Move rows after ``step`` to ``attempt``, which goes back to that step and has the files open."""
+        for file in self._step_files():
+            cut_rows(file, self.attempt_folder(attempt) / file.name, step)
+
+    def move_rollbacks(self, attempt: int) -> None:
+        """Move the rows of rollbacks to the attempt before ``attempt``, which begins the run again."""
+        if self.rollbacks_file.exists():
+            move_rows(
+                self.rollbacks_file, self.previous_attempt_folder(attempt) / self.rollbacks_file.name, -1
+            )
+
+    def set_aside_folder(self, attempt: int) -> Path:
+        """Return a folder of ``attempt`` that does not exist, for checkpoints that it sets aside."""
+        folder, number = self.attempt_folder(attempt) / "checkpoints", 1
+        while folder.exists():
+            number += 1
+            folder = folder.with_name(f"checkpoints-{number}")
+        return folder
+
+    def _step_files(self) -> list[Path]:
+        """Return the existing files with rows by step."""
+        files = (self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file)
+        return [file for file in files if file.exists()]
 
     # ---- lock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from toolkit.files import write_whole
@@ -21,13 +22,43 @@ def move_rows(file: Path, target: Path, step: int) -> None:
             torn = torn or row_step is None
             if row_step is not None:
                 (remaining if row_step <= step else moved).append(line)
-    if moved:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        present = target.read_text(encoding="utf-8").splitlines(keepends=True) if target.exists() else []
-        known = set(present)  # from a move that was interrupted between the two files
-        write_whole(target, "".join(present + [line for line in moved if line not in known]))
+    _add_lines(target, moved)
     if moved or torn:
         write_whole(file, "".join(remaining))
+
+
+def cut_rows(file: Path, target: Path, step: int) -> None:
+    """As :func:`move_rows`, for a file that this process has open for appending: it stays the same file."""
+    remaining: list[bytes] = []  # from the first row that moves on
+    moved: list[str] = []
+    with file.open("r+b") as opened:
+        end = 0
+        for line in opened:
+            text = line.decode("utf-8", errors="replace")
+            row_step = _step_of(text)
+            if row_step is not None and row_step > step:
+                moved.append(text)
+            elif moved:
+                remaining.append(line)
+            else:
+                end += len(line)
+        if not moved:
+            return
+        _add_lines(target, moved)
+        opened.seek(end)
+        opened.write(b"".join(remaining))
+        opened.truncate()
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _add_lines(file: Path, lines: list[str]) -> None:
+    if not lines:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    present = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    known = set(present)  # from a move that was interrupted between the two files
+    write_whole(file, "".join(present + [line for line in lines if line not in known]))
 
 
 def _step_of(line: str) -> int | None:

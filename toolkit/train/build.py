@@ -13,7 +13,6 @@ from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint_folder import committed_checkpoints, newest_checkpoint
 from toolkit.config.checkpoint import parse_cadence
 from toolkit.config.data import DocumentMasking
-from toolkit.config.schema import OnNonfinite
 from toolkit.data.registry import RunData
 from toolkit.engine.protocol import Engine, StepResult
 from toolkit.engine.rank_sync import StepConsensus, reach_consensus
@@ -36,9 +35,11 @@ from toolkit.train.budget import BudgetWatch
 from toolkit.train.evaluation import Evaluation
 from toolkit.train.metric_tracking import BestCheckpoints, EarlyStopping
 from toolkit.train.metrics import EvaluationMetrics
-from toolkit.train.nonfinite import StopOnNonfinite, finite_on_all_ranks
+from toolkit.train.nonfinite import finite_on_all_ranks
+from toolkit.train.rollback import Rollback
 from toolkit.train.save_deadline import SaveDeadline
 from toolkit.train.saving import Checkpoints, SaveTimer
+from toolkit.train.soundness import Soundness
 from toolkit.train.state import TrainState
 from toolkit.train.task import NextTokenTask, Task, TextTask, configure_text_task, text_task
 from toolkit.train.user_hooks import EndRequest, build_user_hooks
@@ -55,6 +56,7 @@ class Training:
     Attributes:
         stop, seconds_left: as in :func:`toolkit.train.run.run`.
         end: a hook's request to end the run early.
+        rollbacks: those of the run so far.
     """
 
     context: RankContext
@@ -68,6 +70,7 @@ class Training:
     stop: Callable[[], str | None]
     seconds_left: Callable[[], float | None]
     end: EndRequest
+    rollbacks: list[Rollback]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +150,8 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
     if plan.config.checkpoint.keep_best.metric is not None:
         best = BestCheckpoints(plan.config.checkpoint.keep_best, partial(existing_steps, context))
         hooks.add(best, "checkpoint.keep_best")
-    if plan.config.train.on_nonfinite is OnNonfinite.stop:
-        hooks.add(StopOnNonfinite())
+    soundness = Soundness(plan.config.train)
+    hooks.add(soundness, "train.soundness")
     hooks.add(_build_evaluation(training, hooks))
     checkpoint = plan.config.checkpoint
     checkpoints = Checkpoints(
@@ -166,6 +169,7 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
         on_checkpoint=hooks.on_checkpoint,
         observers=observers,
         hook_states=hooks.state_dict,
+        sound=soundness.is_sound,
         best=best,
     )
     hooks.add(checkpoints)

@@ -58,7 +58,7 @@ class Evaluation(Hook):
     ) -> None:
         self._every, self._steps, self._unit = plan.config.eval.every, plan.config.train.steps, plan.unit
         self._engine, self._task, self._sets, self._metrics = engine, task, sets, metrics
-        self._stop_on_nonfinite = plan.config.train.on_nonfinite is OnNonfinite.stop
+        self._stop_on_nonfinite = plan.config.train.on_nonfinite is not OnNonfinite.skip
         self._missing, self._on_eval, self._on_batch, self._clock = missing, on_eval, on_batch, clock
 
     def on_start(self, step: int) -> None:
@@ -115,7 +115,7 @@ class Evaluation(Hook):
         """Return the results of the user's metrics over all ranks. Collective.
 
         Raises:
-            ConfigError: a result is NaN or infinite, and ``train.on_nonfinite`` is stop.
+            ConfigError: a result is NaN or infinite, and ``train.on_nonfinite`` is not skip.
         """
         if self._metrics is None:
             return {}

@@ -179,7 +179,7 @@ class EvaluationMetrics:
                     f"compute ({describe_source(metric.compute)}) returned {value} for {name}",
                     "a metric is a finite number",
                     "return a number for sets without the samples that it needs, too, or record it "
-                    "nevertheless: train.on_nonfinite=continue",
+                    "nevertheless: train.on_nonfinite=skip",
                 )
         return None
 

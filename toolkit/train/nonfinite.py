@@ -1,9 +1,8 @@
-"""Handle losses, gradients and weights that are infinite or NaN, according to ``train.on_nonfinite``.
+"""Detect weights that are infinite or NaN, and describe how training ends because of such numbers.
 
 Every engine skips a step whose gradient norm is not finite (``engine/protocol.py``), so the weights stay as
-they were. This module decides for all engines whether training ends. All ranks decide alike, because the
-flag is part of the exchange of every step. Another exchange happens only after a step that is not finite,
-and before a save.
+they were; ``soundness.py`` decides what follows. All ranks decide alike, because the flag is part of the
+exchange of every step. Another exchange happens only after a step that is not finite, and before a save.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ import torch
 from toolkit.checkpoint.shard import Shard
 from toolkit.commands import command_line
 from toolkit.engine.rank_sync import FlagReduce
-from toolkit.hooks import CompletedStep, Hook
 
 
 class Diverged(Exception):
-    """Training ends because a loss, gradient or weight is not finite. Raised at the same step on all ranks.
+    """Training ends because a loss, gradient or weight is not finite, or because rollbacks have not helped.
+    Raised at the same step on all ranks.
 
     Attributes:
         weights_finite: whether weights and the optimizer's state are finite on every rank.
+        otherwise: how to train on without a smaller learning rate.
     """
 
-    def __init__(self, reason: str, *, weights_finite: bool) -> None:
+    def __init__(self, reason: str, *, weights_finite: bool, otherwise: str | None = None) -> None:
         super().__init__(reason)
         self.weights_finite = weights_finite
+        self.otherwise = otherwise or "skip such steps: train.on_nonfinite=skip"
 
     def describe(self, checkpoint: str | None, *, checked: bool) -> str:
         """Describe the reason, the state of the weights, and how to continue.
@@ -48,27 +49,7 @@ class Diverged(Exception):
         verify = f"verify it: {command_line('reshard', 'action=verify', f'source={checkpoint}')}; "
         return (
             f"{self}; {weights}; {newest}.\n    remedy: {'' if valid else verify}continue from it with a "
-            f"smaller learning rate, as a new run: run.fork={checkpoint} optim.lr=...; or skip such steps: "
-            "train.on_nonfinite=continue"
-        )
-
-
-class StopOnNonfinite(Hook):
-    """End training at the first step whose loss or gradient norm is not finite: ``train.on_nonfinite=stop``.
-
-    It comes before the hooks that evaluate and save: from a checkpoint of that step the next start would
-    continue as if nothing had happened.
-    """
-
-    def on_step(self, completed: CompletedStep) -> None:
-        if not completed.consensus.nonfinite:
-            return
-        result = completed.result
-        what = "the gradient norm" if math.isfinite(result.loss) else "the loss"
-        raise Diverged(
-            f"step {completed.step}: {what} is not finite (loss {result.loss:g}, gradient norm "
-            f"{result.grad_norm:g})",
-            weights_finite=not completed.consensus.nonfinite_state,
+            f"smaller learning rate, as a new run: run.fork={checkpoint} optim.lr=...; or {self.otherwise}"
         )
 
 

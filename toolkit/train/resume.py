@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from toolkit.plan.types import BatchPlan, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import SourceKind, resolve_source
 from toolkit.train import state
+from toolkit.train.rollback import Rollback, read_rollbacks, skipped_on_resume
 from toolkit.train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,11 @@ class ResumePoint:
     description: str
     batch: BatchPlan
     forked: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run continues from a checkpoint of its own."""
+        return self.checkpoint is not None and not self.forked
 
 
 def set_aside_later_checkpoints(
@@ -94,16 +100,24 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
 
 def restore_hooks(resume_point: ResumePoint, hooks: Hooks, *, rank: int) -> None:
     """Restore the states of hooks that the checkpoint recorded. The hooks of a fork start without state."""
-    recorded = resume_point.reader.scalars.get(state.HOOKS)
-    if resume_point.checkpoint is None or resume_point.forked or not isinstance(recorded, Mapping):
+    recorded = state.hook_states(resume_point.reader)
+    if not resume_point.continues:
         return
     hooks.load_state_dict(recorded)
     if rank == 0 and (removed := hooks.without_hook(recorded)):
         log.info(f"the checkpoint has the state of {', '.join(removed)}, which this run does not have")
 
 
-def restore_stream(resume_point: ResumePoint, stream: SampleStream) -> None:
-    """Set ``stream`` to the position that the checkpoint recorded.
+def earlier_rollbacks(directory: RunDirectory, resume_point: ResumePoint) -> list[Rollback]:
+    """Return the rollbacks of the run that continues; none of a run that begins."""
+    return read_rollbacks(directory.rollbacks_file) if resume_point.continues else []
+
+
+def restore_stream(
+    resume_point: ResumePoint, stream: SampleStream, rollbacks: Sequence[Rollback] = ()
+) -> None:
+    """Set ``stream`` to the position that the checkpoint recorded, without the samples that ``rollbacks``
+    skip.
 
     Raises:
         CheckpointError: a resumed run reads other data than before. A fork may read other data.
@@ -120,3 +134,6 @@ def restore_stream(resume_point: ResumePoint, stream: SampleStream) -> None:
     if recorded:
         stream.check_fingerprint(recorded)
     stream.restore(data_state)
+    if rollbacks:
+        consumed = resume_point.batch.at(resume_point.state.step).first_sample
+        stream.skipped = skipped_on_resume(stream.skipped, rollbacks, consumed)

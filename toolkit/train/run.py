@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 
 from toolkit.data.registry import RunData, open_data
 from toolkit.engine.build import build_engine
@@ -24,7 +25,14 @@ from toolkit.train.loop import train
 from toolkit.train.micro_batches import prefetches
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.process_setup import freeze_gc, seed_everything
-from toolkit.train.resume import find_resume_point, restore_hooks, restore_stream, set_aside_later_checkpoints
+from toolkit.train.resume import (
+    earlier_rollbacks,
+    find_resume_point,
+    restore_hooks,
+    restore_stream,
+    set_aside_later_checkpoints,
+)
+from toolkit.train.rewind import roll_back
 from toolkit.train.user_hooks import EndRequest
 from toolkit.train.user_task import build_metrics, build_user_task, describe_task
 
@@ -56,7 +64,8 @@ def run(
     Returns:
         DONE after the last step. STOPPED if the ranks agreed to stop; then the state is saved, unless there
         is no time for it and ``status.json`` describes what is lost. DIVERGED if a loss, gradient or weight
-        is not finite, with the reason in ``status.json``. The caller writes every other end there.
+        is not finite, or rollbacks do not help, with the reason in ``status.json``. The caller writes every
+        other end there.
 
     Raises:
         UserError: the data, the checkpoint or the model do not fit the configuration.
@@ -77,9 +86,12 @@ def run(
         run_data = open_data(plan.config, plan.batch, coordinate, data or plan.config.data.path)
         stack.callback(run_data.stream.close)
         fingerprint = fingerprint_data(context, run_data)
-        restore_stream(resume_point, run_data.stream)
+        rollbacks = earlier_rollbacks(directory, resume_point)
+        restore_stream(resume_point, run_data.stream, rollbacks)
         if rank == 0:
             directory.move_rows_after(state.step, attempt)
+            if not resume_point.continues:
+                directory.move_rollbacks(attempt)
             log.info(resume_point.description)
 
         sink = open_sinks(context, state.step, data=fingerprint, launcher=launcher)
@@ -97,7 +109,18 @@ def run(
             log_setup(plan, run_data)
 
         training = Training(
-            context, run_data, sink, monitor, engine, task, metrics, state, stop, seconds_left, EndRequest()
+            context,
+            run_data,
+            sink,
+            monitor,
+            engine,
+            task,
+            metrics,
+            state,
+            stop,
+            seconds_left,
+            EndRequest(),
+            rollbacks,
         )
         hooks = build_hooks(training, started)
         restore_hooks(resume_point, hooks.all, rank=rank)
@@ -139,6 +162,7 @@ def fit(training: Training, hooks: TrainingHooks) -> TrainingOutcome:
                 data_rank=training.context.plan.axes.coordinates(training.context.rank).data,
                 prefetch=prefetches(training.context.plan) and training.data.stream.prefetchable,
                 recorder=monitor.recorder,
+                roll_back=partial(roll_back, training, hooks),
             )
             outcome = TrainingOutcome(code)
         except Diverged as error:

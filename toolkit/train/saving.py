@@ -20,6 +20,7 @@ from toolkit.step_parts import CHECKPOINT
 from toolkit.train import state
 from toolkit.train.metric_tracking import BestCheckpoints
 from toolkit.train.nonfinite import Diverged, finite_on_all_ranks
+from toolkit.train.soundness import Fault, FaultKind, RollbackRequired
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Checkpoints(Hook):
     run on all ranks at the same step.
 
     A state that is not finite is never saved, so ``latest`` and retention never prefer it to a sound one.
-    Training ends there, unless ``train.on_nonfinite=continue`` and more steps follow.
+    Training ends there, goes back with ``train.on_nonfinite=rollback``, or goes on with ``skip`` if more
+    steps follow.
 
     Args:
         flush: called before a save, so that the rows up to the checkpoint are written if the run is killed
@@ -56,6 +58,7 @@ class Checkpoints(Hook):
         on_checkpoint: receives the path of each complete checkpoint.
         observers: receive the timing of saves.
         hook_states: returns what the hooks store in a checkpoint. May be collective.
+        sound: returns whether the steps since the newest checkpoint are sound.
         best: ranks checkpoints by a metric; None: all are alike.
 
     Attributes:
@@ -76,13 +79,14 @@ class Checkpoints(Hook):
         on_checkpoint: Callable[[Path], None],
         observers: Sequence[SaveObserver] = (),
         hook_states: Callable[[], Mapping[str, Any]] = dict,
+        sound: Callable[[], bool] = lambda: True,
         best: BestCheckpoints | None = None,
     ) -> None:
         self.skipped_last_save = False
         self._context, self._plan, self._engine, self._store = context, context.plan, engine, store
         self._stream, self._timer = stream, timer
         self._flush, self._on_checkpoint, self._observers = flush, on_checkpoint, observers
-        self._hook_states, self._best = hook_states, best
+        self._hook_states, self._sound, self._best = hook_states, sound, best
         self._every_steps = parse_cadence(self._plan.config.checkpoint.every).steps
         self._pending: PendingSave | None = None
         self._failed = False
@@ -99,20 +103,35 @@ class Checkpoints(Hook):
         at_end = last and (checkpoint.at_end or checkpoint.export)
         best = self._best is not None and self._best.due(step)
         if by_steps or at_end or best or consensus.save_due or consensus.stops:
-            self._save(step, last=last or consensus.stops)
+            self._save(completed, last=last or consensus.stops)
 
     def on_end(self, step: int) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the pending save, if there is one."""
         start = time.monotonic()
         self._finish_pending()
         self._report_blocked(start)
 
-    def _save(self, step: int, *, last: bool) -> None:
+    def _save(self, completed: CompletedStep, *, last: bool) -> None:
         """Save the state; ``last`` if this attempt makes no later save."""
-        start = time.monotonic()
+        start, step = time.monotonic(), completed.step
         self._finish_pending()
         shards = self._engine.shards()
         if not finite_on_all_ranks(shards, self._context.all_reduce_flags):
             reason = f"after step {step} weights or the optimizer's state are not finite, and are not saved"
+            if self._plan.config.train.on_nonfinite is OnNonfinite.rollback:
+                raise RollbackRequired(
+                    Fault(
+                        step=step,
+                        kind=FaultKind.STATE,
+                        loss=completed.result.loss,
+                        grad_norm=completed.result.grad_norm,
+                        weights_finite=False,
+                        cause=reason,
+                    )
+                )
             if last or self._plan.config.train.on_nonfinite is OnNonfinite.stop:
                 raise Diverged(reason, weights_finite=False)
             self._warn(reason)
@@ -128,6 +147,7 @@ class Checkpoints(Hook):
             self._stream.state(step),
             self._engine.scalars(),
             self._hook_states(),
+            sound=self._sound(),
         )
         background = self._plan.saves.background and not last and not self._failed
         self._pending = self._store.save(

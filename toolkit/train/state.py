@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import families
-from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, STEP
+from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, SOUND, STEP
 from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
@@ -61,8 +61,14 @@ def scalars(
     data_state: Mapping[str, Any],
     engine: Mapping[str, object],
     hooks: Mapping[str, Any] | None = None,
+    *,
+    sound: bool | None = None,
 ) -> dict[str, object]:
-    """Return what a checkpoint records besides tensors, with the engine's scalars, as plain JSON types."""
+    """Return what a checkpoint records besides tensors, with the engine's scalars, as plain JSON types.
+
+    Args:
+        sound: see ``toolkit.checkpoint.scalars.SOUND``; None: unknown.
+    """
     own: dict[str, object] = {
         STEP: state.step,
         CONSUMED: state.consumed_samples(plan),
@@ -79,6 +85,8 @@ def scalars(
         OPTIM: {name: getattr(plan.config.optim, name) for name in OPTIM_SETTINGS}
         | {"lr": learning_rate(plan, state.step)},
     }
+    if sound is not None:
+        own[SOUND] = sound
     if hooks:
         own[HOOKS] = dict(hooks)
     if plan.shape is not None:
@@ -87,6 +95,12 @@ def scalars(
         f"the engine's scalars take the run's names {sorted(own.keys() & engine.keys())}"
     )
     return {**own, **engine}
+
+
+def hook_states(reader: StateReader) -> Mapping[str, Any]:
+    """Return the states of hooks that a checkpoint recorded, by name."""
+    recorded = reader.scalars.get(HOOKS)
+    return recorded if isinstance(recorded, Mapping) else {}
 
 
 def package_versions() -> dict[str, str]:

@@ -35,6 +35,7 @@ EVENTS = (
     "on_step",
     "on_eval",
     "on_checkpoint",
+    "on_rollback",
     "on_exception",
     "on_end",
     "state_dict",
@@ -108,6 +109,11 @@ class UserHook(Hook):
         if self._hook is not None:
             with self._event("on_checkpoint"):
                 self._hook.on_checkpoint(path)
+
+    def on_rollback(self, path: Path) -> None:
+        if self._hook is not None:
+            with self._event("on_rollback"):
+                self._hook.on_rollback(path)
 
     def on_exception(self, error: Exception) -> None:
         if self._hook is None:

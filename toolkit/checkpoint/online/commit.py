@@ -353,9 +353,16 @@ def _apply_retention(save: RankSave) -> None:
         write_whole(pointer, f"{checkpoint_folder.step_name(best[0])}\n")
     else:
         pointer.unlink(missing_ok=True)
-    for step in directory.removable_steps(
-        committed, complete, saved=save.step, keep_last=save.keep_last, keep_every=save.keep_every, best=best
-    ):
+    removable = directory.removable_steps(
+        committed,
+        complete,
+        saved=save.step,
+        keep_last=save.keep_last,
+        keep_every=save.keep_every,
+        best=best,
+        sound=directory.newest_sound_step(save.directory),
+    )
+    for step in removable:
         removed = save.directory / f"{checkpoint_folder.REMOVED}{committed[step].name}"
         committed[step].rename(removed)
         save.on_phase(SavePhase.RETENTION)

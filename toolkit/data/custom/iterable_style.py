@@ -15,6 +15,7 @@ from toolkit.data.custom.samples import (
     preserved_generators,
     seed_generators,
 )
+from toolkit.data.order.skipped import SkippedSamples
 from toolkit.data.order.stream import FORK, Remedy, compare_fingerprints, rank_batch_indices
 from toolkit.errors import CheckpointError, ConfigError, Problem
 from toolkit.plan.types import BatchPlan
@@ -43,6 +44,7 @@ class IterableStream:
     """
 
     prefetchable = False
+    skipped = SkippedSamples()  # it cannot skip
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 from toolkit.data.custom.reader import Key, SampleReader
 from toolkit.data.custom.samples import Samples, pad_samples
 from toolkit.data.order.permutation import ORDER_VERSION, SampleOrder
+from toolkit.data.order.skipped import SkippedSamples
 from toolkit.data.order.stream import (
     FORK,
     ORDER_CHUNK_SAMPLES,
@@ -53,6 +54,7 @@ class MapStream:
         self._reader, self._length, self._identity = reader, length, dict(identity)
         self._seed, self._batch, self._rank = seed, batch, data_rank
         self._order = SampleOrder(length, block_samples=1, seed=seed)
+        self.skipped = SkippedSamples()
 
     def steps(self, first_step: int) -> Iterator[list[Samples]]:
         batches = self._reader.batches(self._keys(first_step))
@@ -68,7 +70,9 @@ class MapStream:
         while True:
             size = rank_positions(self._batch, step, self._rank).size
             steps = range(step, step + max(1, ORDER_CHUNK_SAMPLES // size))
-            positions = np.concatenate([rank_positions(self._batch, each, self._rank) for each in steps])
+            positions = self.skipped.positions(
+                np.concatenate([rank_positions(self._batch, each, self._rank) for each in steps])
+            )
             _, numbers = self._order(positions.ravel())
             for micro_batch, row in zip(positions, numbers.reshape(positions.shape), strict=True):
                 yield list(zip(micro_batch.tolist(), row.tolist(), strict=True))
@@ -85,14 +89,16 @@ class MapStream:
         compare_fingerprints(self.fingerprint(), saved, _REMEDIES, default=DEFAULT_REMEDY)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return an empty state: the step determines the samples."""
-        return {}
+        """Return the skipped positions. Apart from them the step determines the samples."""
+        return self.skipped.to_state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        pass
+        self.skipped = SkippedSamples.from_state(state)
 
     def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
-        pass
+        """Skip what a run skipped that read the same dataset in the same order."""
+        if fingerprint == self.fingerprint():
+            self.restore(state)
 
     def close(self) -> None:
         self._reader.close()

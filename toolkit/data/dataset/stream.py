@@ -15,6 +15,7 @@ from toolkit.data.dataset.documents import DocumentSource, empty_dataset_error
 from toolkit.data.dataset.lanes import DocumentRequest, Lane, fork_positions, plan_requests, rank_lanes
 from toolkit.data.dataset.tokenizer_pool import Encoded, TokenizerPool
 from toolkit.data.order.prefetch import Prefetch
+from toolkit.data.order.skipped import SkippedSamples
 from toolkit.data.order.stream import FORK, compare_fingerprints, rank_batch_indices
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import BatchPlan
@@ -75,6 +76,7 @@ class DatasetStream:
     """
 
     prefetchable = False
+    skipped = SkippedSamples()  # it cannot skip
 
     def __init__(
         self,

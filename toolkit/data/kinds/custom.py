@@ -125,6 +125,13 @@ def _prepare(config: RunConfig, vocab_size: int | None, progress: Progress) -> s
             "worker processes read map-style datasets: with __len__ and __getitem__",
             "write data.workers=0",
         )
+    if not factory.map_style and (asked := config.train.rollback_keys):
+        raise factory.given.problem(
+            f"{', '.join(f'{key}=rollback' for key in asked)}, and it is iterable-style",
+            "a rollback skips samples by their positions, which map-style datasets have: __len__ and "
+            "__getitem__",
+            f"write {' '.join(asked.values())}, or define these methods",
+        )
     return factory.given.target
 
 

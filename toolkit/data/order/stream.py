@@ -1,8 +1,8 @@
 """The sample stream of one data rank; the global batch of a step is the same under any layout.
 
 A stream is stateless. Step -> positions in the run's order -> (source, index in it) -> (epoch, number) ->
-samples. So it starts at any step at the same cost, and a checkpoint needs only the step and a fingerprint of
-the data.
+samples. So it starts at any step at the same cost, and a checkpoint needs only the step, a fingerprint of
+the data, and the positions that rollbacks have skipped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from toolkit.data.order.mixture import MIXTURE_VERSIONS, Mixture, mixture_digest
 from toolkit.data.order.permutation import ORDER_VERSION, SampleOrder, derive_key, root_key
 from toolkit.data.order.prefetch import Prefetch
 from toolkit.data.order.samples import SampleSource, stack_buffers
+from toolkit.data.order.skipped import SkippedSamples
 from toolkit.errors import CheckpointError, Problem
 from toolkit.plan.types import BatchPlan
 
@@ -139,6 +140,7 @@ class Stream:
         """
         assert 0 <= data_rank < batch.data_parallel, f"rank {data_rank} of {batch.data_parallel}"
         assert len(sources) == (1 if mixture is None else mixture.sources), f"{len(sources)} sources"
+        self.skipped = SkippedSamples()
         self._sources = dict(sources)
         self._mixture = mixture
         self._seed = seed
@@ -211,13 +213,13 @@ class Stream:
         return sources[rows], epochs[rows], numbers[rows]
 
     def first_sample(self, step: int) -> int:
-        """Return the position in the run's order at which ``step`` begins, over all ranks."""
+        """Return the number of samples before ``step``, over all ranks."""
         return self._batch.at(step).first_sample
 
     def consumed(self, step: int) -> dict[str, tuple[int, float]]:
         """Return the samples and epochs that the first ``step`` steps use of each source."""
-        position = self.first_sample(step)
-        counts = [position] if self._mixture is None else self._mixture.counts(position)
+        number, mixture = self.first_sample(step), self._mixture
+        counts = [number] if mixture is None else self.skipped.counts(number, mixture.counts)
         return {
             name: (count, count / samples.count)
             for (name, samples), count in zip(self._sources.items(), counts, strict=True)
@@ -246,14 +248,16 @@ class Stream:
         compare_fingerprints(self.fingerprint(), saved, _REMEDIES, default=_DEFAULT_REMEDY)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return an empty state: the step determines the samples."""
-        return {}
+        """Return the skipped positions. Apart from them the step determines the samples."""
+        return self.skipped.to_state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        pass
+        self.skipped = SkippedSamples.from_state(state)
 
     def fork(self, fingerprint: Mapping[str, object], state: Mapping[str, Any]) -> None:
-        pass
+        """Skip what a run skipped that read the same samples in the same order."""
+        if fingerprint == self.fingerprint():
+            self.restore(state)
 
     def close(self) -> None:
         for steps in list(self._open):
@@ -293,7 +297,7 @@ class Stream:
         if change is not None:
             steps = min(steps, -(-(change - step) // stride))
         firsts = stage.first_sample + np.arange(steps, dtype=np.int64) * (stride * stage.size)
-        return firsts[:, None, None] + indices
+        return self.skipped.positions(firsts[:, None, None] + indices)
 
     def _read(self, sources: Ints, epochs: Ints, numbers: Ints) -> Array:
         first_source = self._samples[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -114,6 +114,24 @@ GRADIENT_NORM = JumpCriteria(
 )
 
 
+def reference_and_noise(before: Sequence[float], criteria: JumpCriteria) -> tuple[float, float]:
+    """Return what the next value is compared with: the median of the newest values, and their noise.
+
+    Args:
+        before: at least ``MIN_STEPS`` values in the order of steps, of which the last ``NOISE_STEPS`` count.
+    """
+    middle = median(before[-REFERENCE_STEPS:])
+    return middle, max(noise_level(before[-NOISE_STEPS:]), criteria.least(middle))
+
+
+def is_spike(value: float, before: Sequence[float], criteria: JumpCriteria) -> bool:
+    """Return whether ``value`` is a spike after the values ``before``; false if they are too few to judge."""
+    if len(before) < MIN_STEPS:
+        return False
+    middle, noise = reference_and_noise(before, criteria)
+    return value > middle + criteria.spike * noise
+
+
 class JumpDetector(Detector):
     """Detect a value that jumps up. The alert comes when it is clear whether it returned (a spike) or stayed
     (a shift), at most ten steps later.
@@ -144,8 +162,7 @@ class JumpDetector(Detector):
 
     def _assess(self, row: Row) -> Alert | None:
         figure, before = self._figure, list(self._before)
-        middle = median(before[-REFERENCE_STEPS:])
-        scale = max(noise_level(before), figure.least(middle))
+        middle, scale = reference_and_noise(before, figure)
         high = [(step, shown) for step, value, shown in self._newest if value > middle + figure.shift * scale]
         if len(high) >= self.STAYED:
             first = high[0][0]
@@ -155,7 +172,7 @@ class JumpDetector(Detector):
             )
         _, newest, shown = self._newest[-1]
         if self._spike is None:
-            if newest <= middle + figure.spike * scale:
+            if not is_spike(newest, before, figure):
                 return None
             self._spike, self._watched = (row["step"], shown), 0
         elif shown > self._spike[1]:

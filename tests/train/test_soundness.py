@@ -1,0 +1,248 @@
+"""Which steps are bad, which checkpoints are sound, and what a rollback decides, without training.
+
+pytest tests/train/test_soundness.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from toolkit.config.schema import OnNonfinite, OnSpike, RollbackConfig, TrainConfig
+from toolkit.data.order.skipped import SkippedSamples
+from toolkit.engine.protocol import StepResult
+from toolkit.engine.rank_sync import StepConsensus
+from toolkit.hooks import CompletedStep
+from toolkit.monitor.health.loss import MIN_STEPS
+from toolkit.observe.goodput_tracker import GoodputTracker
+from toolkit.plan.types import BatchPlan, RampStage
+from toolkit.rundir.repeated_steps import cut_rows
+from toolkit.train.nonfinite import Diverged
+from toolkit.train.rollback import (
+    Rollback,
+    append_rollback,
+    decide_rollback,
+    read_rollbacks,
+    skipped_on_resume,
+)
+from toolkit.train.soundness import Fault, FaultKind, RollbackRequired, Soundness
+
+# 4 samples a step, 8 from step 10 on
+BATCH = BatchPlan(
+    micro_batch=1,
+    global_batch=8,
+    data_parallel=1,
+    stages=(RampStage(4, 0, 0, 10), RampStage(8, 10, 40, None)),
+)
+
+
+def completed(step: int, loss: float = 3.0, norm: float = 1.0) -> CompletedStep:
+    result = StepResult(loss=loss, grad_norm=norm, tokens=1)
+    return CompletedStep(step, 1e-3, result, 0.1, StepConsensus(nonfinite=result.nonfinite), last=False)
+
+
+def settings(on_nonfinite: str = "rollback", on_spike: str = "rollback") -> TrainConfig:
+    return TrainConfig(on_nonfinite=OnNonfinite[on_nonfinite], on_spike=OnSpike[on_spike])
+
+
+def healthy_losses(count: int) -> list[float]:
+    noise = random.Random(1)
+    return [3.0 + noise.gauss(0, 0.05) - step / 10000 for step in range(count)]
+
+
+def trained(soundness: Soundness, losses: list[float], first: int = 1) -> None:
+    for step, loss in enumerate(losses, first):
+        soundness.on_step(completed(step, loss))
+
+
+def folder(step: int) -> Path:
+    return Path(f"step-{step:08d}")
+
+
+def test_healthy_losses_are_no_spikes_and_a_jump_is_one() -> None:
+    soundness = Soundness(settings())
+    trained(soundness, healthy_losses(2000))
+    trained(soundness, [3.0], first=2001)
+    with pytest.raises(RollbackRequired) as required:
+        trained(soundness, [6.0], first=2002)
+    fault = required.value.fault
+    assert (fault.step, fault.kind, fault.loss, fault.weights_finite) == (2002, FaultKind.SPIKE, 6.0, True)
+    assert "step 2002: the loss is a spike (loss 6" in fault.cause
+
+
+def test_too_few_losses_are_not_judged() -> None:
+    soundness = Soundness(settings())
+    trained(soundness, [*healthy_losses(MIN_STEPS - 1), 100.0])
+
+
+def test_resumed_run_judges_as_the_unbroken_one() -> None:
+    """The state is that of the checkpoint, in JSON. Control: without it the spike is not seen."""
+    losses = healthy_losses(60)
+    unbroken, resumed, forgetful = (Soundness(settings()) for _ in range(3))
+    trained(unbroken, losses)
+    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+    assert resumed.state_dict() == unbroken.state_dict()
+    for soundness in (unbroken, resumed):
+        with pytest.raises(RollbackRequired):
+            trained(soundness, [5.0], first=61)
+    trained(forgetful, [5.0], first=61)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, math.inf), (math.inf, 1.0), (3.0, math.inf)])
+def test_each_key_decides_what_follows(loss: float, norm: float) -> None:
+    with pytest.raises(Diverged, match=r"step 5: the .* is not finite"):
+        Soundness(settings("stop")).on_step(completed(5, loss, norm))
+    with pytest.raises(RollbackRequired) as required:
+        Soundness(settings("rollback")).on_step(completed(5, loss, norm))
+    assert required.value.fault.kind is FaultKind.NONFINITE
+    Soundness(settings("skip")).on_step(completed(5, loss, norm))
+    for on_nonfinite in ("stop", "skip", "rollback"):
+        soundness = Soundness(settings(on_nonfinite, "ignore"))
+        trained(soundness, [*healthy_losses(30), 50.0])
+        assert not soundness.is_sound()
+
+
+def test_checkpoint_is_sound_if_no_step_since_the_one_before_is_bad() -> None:
+    soundness = Soundness(settings("skip", "ignore"))
+    soundness.on_start(10)
+    trained(soundness, healthy_losses(30), first=11)
+    assert soundness.is_sound()
+    soundness.on_checkpoint(folder(40))
+    trained(soundness, [math.nan, 3.0], first=41)
+    assert not soundness.is_sound()
+    assert soundness.state_dict()["losses"][-1] == 3.0, "a loss that is not finite is not compared with"
+    soundness.on_checkpoint(folder(42))
+    assert soundness.is_sound()
+    trained(soundness, [50.0], first=43)
+    soundness.on_checkpoint(folder(42))  # a save in the background that began before
+    assert not soundness.is_sound()
+    soundness.on_rollback(folder(40))
+    assert soundness.is_sound()
+
+
+def fault(step: int, kind: FaultKind = FaultKind.NONFINITE) -> Fault:
+    return Fault(
+        step=step, kind=kind, loss=math.nan, grad_norm=math.inf, weights_finite=True, cause=f"step {step}"
+    )
+
+
+def decided(
+    step: int, target: int | None = 4, earlier: tuple[Rollback, ...] = (), **named: int | SkippedSamples
+) -> Rollback:
+    return decide_rollback(
+        fault(step),
+        target=target,
+        earlier=earlier,
+        settings=RollbackConfig(window=int(named.get("window", 2)), limit=2),  # type: ignore[arg-type]
+        batch=BATCH,
+        skipped=named.get("skipped", SkippedSamples()),  # type: ignore[arg-type]
+        attempt=1,
+    )
+
+
+def test_window_ends_with_the_bad_step_and_begins_at_the_checkpoint_at_the_earliest() -> None:
+    assert decided(8).skipped == (24, 32)
+    assert decided(8, window=1).skipped == (28, 32)
+    assert decided(8, window=100).skipped == (16, 32)
+    assert decided(12).skipped == (40, 56), "after the batch ramp"
+    assert decided(11).skipped == (36, 48), "across it"
+    assert decided(8, skipped=SkippedSamples(((8, 16),))).skipped == (32, 40), "positions, not numbers"
+    assert decided(8, skipped=SkippedSamples(((28, 36),))).skipped == (24, 40), "joined with a range inside"
+
+
+def test_limit_counts_rollbacks_to_the_same_checkpoint() -> None:
+    one = decided(8)
+    two = (one, decided(9, earlier=(one,)))
+    assert decided(9, target=8, earlier=two).checkpoint_step == 8
+    with pytest.raises(Diverged, match="2 rollbacks to step-00000004 have not helped"):
+        decided(9, earlier=two)
+    with pytest.raises(Diverged, match="there is no sound checkpoint"):
+        decided(9, target=None)
+    ended = Diverged("x", weights_finite=True)
+    assert "train.on_nonfinite=skip" in ended.describe("C", checked=True)
+    with pytest.raises(Diverged) as spike:
+        decide_rollback(
+            fault(9, FaultKind.SPIKE),
+            target=None,
+            earlier=(),
+            settings=RollbackConfig(),
+            batch=BATCH,
+            skipped=SkippedSamples(),
+            attempt=1,
+        )
+    assert "train.on_spike=ignore" in spike.value.describe("C", checked=True)
+
+
+def test_start_skips_what_later_rollbacks_skipped_but_not_what_it_has_learned_from() -> None:
+    first = SkippedSamples(((24, 32),))
+    rollbacks = [decided(8), decided(12, target=9, skipped=first)]
+    assert skipped_on_resume(SkippedSamples(), rollbacks, 16).ranges == ((24, 32), (48, 64))
+    assert skipped_on_resume(SkippedSamples(), rollbacks, 36).ranges == ((48, 64),)
+    assert skipped_on_resume(first, rollbacks, 36).ranges == ((24, 32), (48, 64))
+    assert skipped_on_resume(first, [], 36) == first
+
+
+def test_rows_of_rollbacks_are_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "rollbacks.jsonl"
+    assert read_rollbacks(file) == []
+    append_rollback(file, decided(8))
+    append_rollback(file, decided(12))
+    with file.open("a") as torn:
+        torn.write('{"step": 3')
+    first, second = read_rollbacks(file)
+    assert json.loads(file.read_text().splitlines()[0])["loss"] is None
+    assert math.isnan(first.loss)
+    assert math.isnan(first.grad_norm), "JSON has no infinity"
+    assert (first.skipped, second.skipped) == ((24, 32), (40, 56))
+    assert (first.step, first.checkpoint_step, first.attempt) == (8, 4, 1)
+
+
+def test_rows_are_cut_from_a_file_that_stays_open(tmp_path: Path) -> None:
+    file, target = tmp_path / "metrics.jsonl", tmp_path / "attempts" / "001" / "metrics.jsonl"
+    rows = [f'{{"step":{step}}}\n' for step in range(1, 8)]
+    with file.open("ab") as opened:
+        opened.write("".join(rows).encode())
+        opened.flush()
+        cut_rows(file, target, 4)
+        assert file.read_text() == "".join(rows[:4])
+        opened.write(b'{"step":5}\n')
+        opened.flush()
+        cut_rows(file, target, 9)
+    assert file.read_text() == "".join(rows[:5])
+    assert target.read_text() == "".join(rows[4:])
+
+
+def test_undone_steps_count_as_repeated_in_the_goodput(tmp_path: Path) -> None:
+    now = 0.0
+    tracker = GoodputTracker(tmp_path, [], clock=lambda: now)
+    tracker.on_start(0)
+
+    def train(first: int, last: int) -> None:
+        nonlocal now
+        for step in range(first, last + 1):
+            now += 1.0
+            tracker.on_step(
+                CompletedStep(step, 1e-3, completed(step).result, 1.0, StepConsensus(), last=False)
+            )
+
+    train(1, 4)
+    tracker.on_save_start(4)
+    tracker.on_save_end(4, 0.1, 10)
+    train(5, 8)
+    tracker.on_save_start(8)
+    tracker.on_save_end(8, 0.1, 10)
+    train(9, 9)
+    tracker.on_rollback(folder(4))
+    train(5, 12)
+    found = tracker.goodput()
+    assert found is not None
+    assert (found.wall_seconds, found.useful_seconds, found.lost["repeated"]) == (17.0, 12.0, 5.0)
+    assert found.lost["other"] == 0
+    assert [json.loads(row)["step"] for row in (tmp_path / "saves.jsonl").read_text().splitlines()] == [4]
+    kept = tracker.goodput(saved_step=4)
+    assert kept is not None
+    assert (kept.useful_seconds, kept.lost["repeated"]) == (4.0, 13.0)

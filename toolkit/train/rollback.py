@@ -1,0 +1,150 @@
+"""Decide and record rollbacks: to which checkpoint a run goes back, and which samples it skips from then on.
+
+``rollbacks.jsonl`` in the run's directory has a row for each. Checkpoints record the skipped samples too;
+the rows matter for a start from a checkpoint that is older than the rollback.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from toolkit.checkpoint_folder import step_name
+from toolkit.config.schema import RollbackConfig
+from toolkit.data.order.skipped import SkippedSamples
+from toolkit.monitor.alert import Alert, Level
+from toolkit.monitor.sinks.jsonl import encode_row
+from toolkit.plan.types import BatchPlan
+from toolkit.rows import float_of, read_rows
+from toolkit.train.nonfinite import Diverged
+from toolkit.train.soundness import Fault, FaultKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """One rollback; a row of ``rollbacks.jsonl``.
+
+    Attributes:
+        step: the bad step, counted from 1.
+        reason: a ``FaultKind``.
+        loss, grad_norm: of the bad step.
+        checkpoint_step: the completed steps to which the run goes back.
+        skipped: the first of the positions of the run's order that are skipped, and their end.
+        attempt: the start of the run that decided it.
+    """
+
+    step: int
+    reason: str
+    loss: float
+    grad_norm: float
+    checkpoint_step: int
+    skipped: tuple[int, int]
+    attempt: int
+
+    def to_alert(self) -> Alert:
+        first, end = self.skipped
+        return Alert(
+            name="rollback",
+            fault=self.reason,
+            level=Level.WARNING,
+            step=self.step,
+            where=f"step {self.step}",
+            cause=f"the run went back from step {self.step} to the checkpoint of step "
+            f"{self.checkpoint_step}, and skips {end - first} samples",
+            evidence=f"loss {self.loss:g}, gradient norm {self.grad_norm:g} in step {self.step}; skipped "
+            f"positions {first} to {end - 1} of the order of samples (rollbacks.jsonl)",
+            next_step="none if it stays a single one; if they become more frequent, look at the skipped "
+            "samples, and use a smaller optim.lr or optim.clip in a new run: run.fork=RUN_DIR",
+        )
+
+
+def decide_rollback(
+    fault: Fault,
+    *,
+    target: int | None,
+    earlier: Sequence[Rollback],
+    settings: RollbackConfig,
+    batch: BatchPlan,
+    skipped: SkippedSamples,
+    attempt: int,
+) -> Rollback:
+    """Decide how a run continues after ``fault``.
+
+    The samples of the bad step and of the ``settings.window - 1`` steps before it are skipped. Those before
+    the checkpoint stay: its weights have learned from them.
+
+    Args:
+        target: the step of the newest sound checkpoint; None if there is none.
+        earlier: the rollbacks of this run so far.
+        skipped: what the run skips so far.
+
+    Raises:
+        Diverged: there is no sound checkpoint, or ``settings.limit`` rollbacks to it did not help.
+    """
+    before = sum(rollback.checkpoint_step == target for rollback in earlier)
+    if target is None or before >= settings.limit:
+        why = (
+            "there is no sound checkpoint to go back to"
+            if target is None
+            else f"{before} rollbacks to {step_name(target)} have not helped (train.rollback.limit)"
+        )
+        raise Diverged(
+            f"{fault.cause}, and {why}",
+            weights_finite=fault.weights_finite,
+            otherwise="train on after spikes: train.on_spike=ignore"
+            if fault.kind is FaultKind.SPIKE
+            else None,
+        )
+    first_step = max(target, fault.step - settings.window)
+    first, end = batch.at(first_step).first_sample, batch.at(fault.step).first_sample
+    return Rollback(
+        step=fault.step,
+        reason=fault.kind.value,
+        loss=fault.loss,
+        grad_norm=fault.grad_norm,
+        checkpoint_step=target,
+        skipped=(skipped.position(first), skipped.position(end - 1) + 1),
+        attempt=attempt,
+    )
+
+
+def skipped_on_resume(
+    recorded: SkippedSamples, rollbacks: Iterable[Rollback], consumed: int
+) -> SkippedSamples:
+    """Return what a run skips that continues from a checkpoint.
+
+    Args:
+        recorded: what the checkpoint records.
+        rollbacks: all rollbacks of the run. Those that the checkpoint does not record because they came later
+            count from its position on; what it has learned from is not skipped afterwards.
+        consumed: the number of samples that the checkpoint has learned from.
+    """
+    position = recorded.position(consumed)
+    return recorded.add(rollback.skipped for rollback in rollbacks if rollback.skipped[0] >= position)
+
+
+def read_rollbacks(file: Path) -> list[Rollback]:
+    """Return the rollbacks of a run in order. An incomplete last row, whose rollback did not begin, is left
+    out."""
+    return [
+        Rollback(
+            step=row["step"],
+            reason=row["reason"],
+            loss=float_of(row["loss"]),
+            grad_norm=float_of(row["grad_norm"]),
+            checkpoint_step=row["checkpoint_step"],
+            skipped=(row["skipped"][0], row["skipped"][1]),
+            attempt=row["attempt"],
+        )
+        for row in read_rows(file)
+    ]
+
+
+def append_rollback(file: Path, rollback: Rollback) -> None:
+    """Append a row; it is durable when this returns."""
+    with file.open("ab") as opened:
+        opened.write(encode_row({**asdict(rollback), "skipped": list(rollback.skipped)}))
+        opened.flush()
+        os.fsync(opened.fileno())

@@ -1,0 +1,125 @@
+"""Judge every step by its numbers: infinite or NaN (``train.on_nonfinite``), or a spike (``train.on_spike``).
+
+The loss and what the ranks agreed on after the step decide, and both are equal on all ranks, so all ranks
+decide alike. Checkpoints record the losses that a spike is compared with, so a resumed run decides as the
+same run would have without the interruption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint_folder import step_of
+from toolkit.config.schema import OnNonfinite, OnSpike, TrainConfig
+from toolkit.hooks import CompletedStep, Hook
+from toolkit.monitor.health.loss import LOSS, NOISE_STEPS, is_spike
+from toolkit.train.nonfinite import Diverged
+
+
+class FaultKind(StrEnum):
+    NONFINITE = "non-finite"  # the loss or the gradient norm
+    STATE = "non-finite-state"  # weights or the optimizer's state, checked before a save
+    SPIKE = "spike"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is wrong with a step.
+
+    Attributes:
+        step: the number of completed steps after it.
+        cause: one clause that names the step.
+    """
+
+    step: int
+    kind: FaultKind
+    loss: float
+    grad_norm: float
+    weights_finite: bool
+    cause: str
+
+
+class RollbackRequired(Exception):
+    """The run has to go back to a sound checkpoint. Raised at the same step on all ranks."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.cause)
+        self.fault = fault
+
+
+def judge_step(completed: CompletedStep, losses: Sequence[float]) -> Fault | None:
+    """Return what is wrong with a step, or None.
+
+    Args:
+        losses: the finite losses of the steps before it, of which the last ``NOISE_STEPS`` count.
+    """
+    step, result = completed.step, completed.result
+    numbers = f"loss {result.loss:g}, gradient norm {result.grad_norm:g}"
+    if completed.consensus.nonfinite:
+        what = "the gradient norm" if math.isfinite(result.loss) else "the loss"
+        kind, cause = FaultKind.NONFINITE, f"step {step}: {what} is not finite ({numbers})"
+    elif is_spike(result.loss, losses, LOSS):
+        kind, cause = FaultKind.SPIKE, f"step {step}: the loss is a spike ({numbers})"
+    else:
+        return None
+    return Fault(
+        step=step,
+        kind=kind,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        weights_finite=not completed.consensus.nonfinite_state,
+        cause=cause,
+    )
+
+
+class Soundness(Hook):
+    """Judge every step, and end the run or ask for a rollback if the configuration says so.
+
+    It comes before the hooks that evaluate and save: from a checkpoint of a bad step the next start would
+    continue as if nothing had happened.
+    """
+
+    def __init__(self, settings: TrainConfig) -> None:
+        self._settings = settings
+        self._losses: deque[float] = deque(maxlen=NOISE_STEPS)
+        self._bad_step = self._saved = 0  # the newest of each
+
+    def on_start(self, step: int) -> None:
+        self._saved = step
+
+    def on_rollback(self, path: Path) -> None:
+        self._saved = self._bad_step = step_of(path) or 0
+
+    def on_checkpoint(self, path: Path) -> None:
+        self._saved = max(self._saved, step_of(path) or 0)
+
+    def on_step(self, completed: CompletedStep) -> None:
+        fault = judge_step(completed, list(self._losses))
+        if math.isfinite(completed.result.loss):
+            self._losses.append(completed.result.loss)
+        if fault is None:
+            return
+        self._bad_step = completed.step
+        settings = self._settings
+        wanted = settings.on_spike if fault.kind is FaultKind.SPIKE else settings.on_nonfinite
+        if wanted is OnNonfinite.stop:
+            raise Diverged(fault.cause, weights_finite=fault.weights_finite)
+        if wanted in (OnNonfinite.rollback, OnSpike.rollback):
+            raise RollbackRequired(fault)
+
+    def is_sound(self) -> bool:
+        """Return whether no step since the newest complete checkpoint is bad."""
+        return self._bad_step <= self._saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self._losses)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._losses.clear()
+        self._losses.extend(float(loss) for loss in state["losses"])
