@@ -40,9 +40,11 @@ def warm_up(plan):
 
 seen = {{}}
 arguments = wait_for_rank(sys.argv[1:], warm_up)
-locks = [os.readlink(link) for link in map("/proc/self/fd/{{}}".format, os.listdir("/proc/self/fd")) if os.path.exists(link)]
+links = map("/proc/self/fd/{{}}".format, os.listdir("/proc/self/fd"))
+locks = [os.readlink(link) for link in links if os.path.exists(link)]
 seen |= {{
-    "pid": os.getpid(), "arguments": arguments, "environ": dict(os.environ), "main": os.getpriority(os.PRIO_PROCESS, 0),
+    "pid": os.getpid(), "arguments": arguments, "environ": dict(os.environ),
+    "main": os.getpriority(os.PRIO_PROCESS, 0),
     "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
     "locked": any(link.endswith("/lock") for link in locks), "session": os.getsid(0),
 }}

@@ -18,6 +18,7 @@ process that starts cold.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import socket
@@ -37,6 +38,8 @@ from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defau
 from toolkit.cluster.rank_processes import start_process
 from toolkit.commands import inherited_form
 from toolkit.plan.types import RunPlan
+
+log = logging.getLogger(__name__)
 
 STANDBY = "--standby="  # option with the descriptor of a standby's socket
 READY, TAKEN = b"ready", b"taken"
@@ -71,7 +74,11 @@ class StandbyPool:
         """
         for rank in range(self._count):
             if rank not in self._standbys:
-                self._standbys[rank] = _Standby(self._command, handover, rank, self._environ)
+                try:
+                    self._standbys[rank] = _Standby(self._command, handover, rank, self._environ)
+                except OSError as error:  # no memory, or too many processes
+                    log.warning("no standby of rank %d, so a restart takes longer: %s", rank, error)
+                    return
 
     def discard_unready(self) -> int:
         """End the standbys that could not take a rank's place now; return the number of the others."""

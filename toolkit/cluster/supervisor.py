@@ -21,6 +21,7 @@ from toolkit.cluster.standbys import StandbyPool
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterConfig
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.goodput import Attempt
 from toolkit.plan.types import World
@@ -50,16 +51,16 @@ def supervise_ranks(
     directory: RunDirectory,
     stop: StopRequest,
     exit_handler: ExitHandler,
-    cluster: ClusterConfig,
+    config: RunConfig,
 ) -> ExitCode:
     """Run the ranks until the run ends, with as many attempts as ``cluster.restarts`` allows."""
     # the ranks enforce their grace period; RankProcesses.wait() is the last resort
     stop.arm(None)
     command = python_arguments(script)
-    standbys = StandbyPool(command, count_standbys(cluster, spec.world.ranks))
-    memory = _open_memory(spec, directory)
+    standbys = StandbyPool(command, count_standbys(config.cluster, spec.world.ranks))
+    memory = _open_memory(config, directory)
     try:
-        return _supervise(command, spec, directory, stop, exit_handler, cluster, standbys, memory)
+        return _supervise(command, spec, directory, stop, exit_handler, config.cluster, standbys, memory)
     finally:
         standbys.kill()
         if memory is not None:
@@ -73,9 +74,8 @@ def count_standbys(cluster: ClusterConfig, ranks: int) -> int:
     return ranks if cluster.standbys is None else min(ranks, cluster.standbys)
 
 
-def _open_memory(spec: AttemptSpec, directory: RunDirectory) -> MemoryFolder | None:
+def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | None:
     """Make the folder for snapshots in memory if the run wants one. Without it, restarts read the disk."""
-    config = spec.plan().config
     if not config.checkpoint.memory_every or not config.cluster.restarts:
         return None
     try:
@@ -314,8 +314,8 @@ def _run_attempt(
     hang_reported = directory.hang_file(spec.attempt).exists()
     times, phases = ranks.failure_times, None
     if times is not None:
-        phases = RestartPhases(times.alive).ended(RestartPhase.DETECT, times.noticed)
-        phases = phases.ended(RestartPhase.STOP)
+        detected = RestartPhases(times.alive).ended(RestartPhase.DETECT, times.noticed)
+        phases = detected.ended(RestartPhase.STOP)
     return AttemptEnd(exit_handler.code, not hang_reported and not ranks.killed, phases)
 
 
