@@ -281,8 +281,8 @@ def _run_attempt(
     """Start the ranks, wait for them, and record how they ended."""
     handover = directory.attempt_folder(spec.attempt).absolute() / "handover.json"
     if spec.restart is not None:
-        phases = replace(spec.restart, ranks=spec.world.ranks, standbys=standbys.discard_unready())
-        spec = replace(spec, restart=phases)
+        so_far = replace(spec.restart, ranks=spec.world.ranks, standbys=standbys.discard_unready())
+        spec = replace(spec, restart=so_far)
     spec.write(handover)
     # The ranks inherit the lock, so the directory stays locked if this process is killed while they save.
     lock = directory.lock_descriptor
