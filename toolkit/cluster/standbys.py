@@ -107,9 +107,8 @@ class StandbyPool:
 
     def kill(self) -> None:
         """End all standbys."""
-        for standby in self._standbys.values():
-            standby.kill()
-        self._standbys.clear()
+        for rank in list(self._standbys):
+            self._standbys.pop(rank).kill()
 
 
 class _Standby:

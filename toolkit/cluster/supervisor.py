@@ -59,12 +59,11 @@ def supervise_ranks(
     command = python_arguments(script)
     standbys = StandbyPool(command, count_standbys(config.cluster, spec.world.ranks))
     memory = _open_memory(config, directory)
+    supervisor = _Supervisor(command, directory, stop, exit_handler, config.cluster, standbys, memory)
     try:
-        return _supervise(command, spec, directory, stop, exit_handler, config.cluster, standbys, memory)
+        return supervisor.run(spec)
     finally:
-        standbys.kill()
-        if memory is not None:
-            memory.remove()
+        supervisor.clean_up()
 
 
 def count_standbys(cluster: ClusterConfig, ranks: int) -> int:
@@ -85,59 +84,6 @@ def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | N
         return None
 
 
-def _supervise(
-    command: Sequence[str],
-    spec: AttemptSpec,
-    directory: RunDirectory,
-    stop: StopRequest,
-    exit_handler: ExitHandler,
-    cluster: ClusterConfig,
-    standbys: StandbyPool,
-    memory: MemoryFolder | None,
-) -> ExitCode:
-    failures, starts = 0, 1
-    if memory is not None:
-        spec = replace(spec, memory=str(memory.path))
-    while True:
-        before = _newest_state(directory, memory)
-        end = _run_attempt(
-            command, spec, directory, stop, exit_handler, cluster.grace_seconds, standbys, memory
-        )
-        newest = _newest_state(directory, memory)
-        attempts = directory.attempt_times()[-starts:]
-        decision = decide_restart(
-            end.code,
-            stop_requested=stop() is not None,
-            failed_early=end.by_itself and not has_stepped(attempts),
-            progressed=has_progressed(attempts),
-            before=before.step,
-            saved=newest.step,
-            failures=failures,
-            limit=cluster.restarts,
-        )
-        if isinstance(decision, NoRestart):
-            if decision.why:
-                log.warning("not restarted: %s", decision.why)
-            return end.code
-        status = directory.status()
-        why = (status.reason if status is not None else None) or "no reason was recorded"
-        log.warning(
-            describe_restart(decision, failed=spec.attempt, why=why, newest=newest, limit=cluster.restarts)
-        )
-        # The attempt begins before the pause, so status.json shows a run that continues.
-        failures = decision.failures
-        spec = start_next_attempt(spec, directory, starts)
-        starts += 1
-        exit_handler.attempt, exit_handler.code = spec.attempt, ExitCode.DONE
-        tee_output(directory.log_file(spec.attempt))
-        if not _wait_unless_stopped(stop, decision.seconds):
-            exit_handler.code = ExitCode.STOPPED
-            exit_handler.record(f"{stop()} before training began")
-            return exit_handler.code
-        phases = end.phases if end.phases is None else end.phases.ended(RestartPhase.DELAY)
-        spec = replace(spec, restart=phases)
-
-
 @dataclass(frozen=True, slots=True)
 class NewestState:
     """The newest state that a restart can continue from. ``step`` is None if there is none."""
@@ -151,11 +97,143 @@ class NewestState:
         return f"the {'snapshot in memory' if self.in_memory else 'checkpoint'} of step {self.step}"
 
 
-def _newest_state(directory: RunDirectory, memory: MemoryFolder | None) -> NewestState:
-    saved, kept = directory.saved_step(), None if memory is None else memory.newest_step()
-    if kept is not None and (saved is None or kept > saved):
-        return NewestState(kept, in_memory=True)
-    return NewestState(saved)
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended.
+
+    Attributes:
+        code: the exit code.
+        by_itself: the ranks failed by an error of their own, not a signal or a hang.
+        phases: of the restart that may follow, so far; None if no rank failed.
+    """
+
+    code: ExitCode
+    by_itself: bool
+    phases: RestartPhases | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Supervisor:
+    """Attributes:
+    command: the script or module that every rank runs.
+    memory: the folder for snapshots; None: there are none.
+    """
+
+    command: Sequence[str]
+    directory: RunDirectory
+    stop: StopRequest
+    exit_handler: ExitHandler
+    cluster: ClusterConfig
+    standbys: StandbyPool
+    memory: MemoryFolder | None
+
+    def run(self, spec: AttemptSpec) -> ExitCode:
+        """Run the attempts until one is not followed by a restart."""
+        directory, exit_handler = self.directory, self.exit_handler
+        failures, starts = 0, 1
+        if self.memory is not None:
+            spec = replace(spec, memory=str(self.memory.path))
+        while True:
+            before = self._newest_state()
+            end = self._run_attempt(spec)
+            newest = self._newest_state()
+            attempts = directory.attempt_times()[-starts:]
+            decision = decide_restart(
+                end.code,
+                stop_requested=self.stop() is not None,
+                failed_early=end.by_itself and not has_stepped(attempts),
+                progressed=has_progressed(attempts),
+                before=before.step,
+                saved=newest.step,
+                failures=failures,
+                limit=self.cluster.restarts,
+            )
+            if isinstance(decision, NoRestart):
+                if decision.why:
+                    log.warning("not restarted: %s", decision.why)
+                return end.code
+            status = directory.status()
+            why = (status.reason if status is not None else None) or "no reason was recorded"
+            limit = self.cluster.restarts
+            log.warning(describe_restart(decision, failed=spec.attempt, why=why, newest=newest, limit=limit))
+            # The attempt begins before the pause, so status.json shows a run that continues.
+            failures = decision.failures
+            spec = start_next_attempt(spec, directory, starts)
+            starts += 1
+            exit_handler.attempt, exit_handler.code = spec.attempt, ExitCode.DONE
+            tee_output(directory.log_file(spec.attempt))
+            if not _wait_unless_stopped(self.stop, decision.seconds):
+                exit_handler.code = ExitCode.STOPPED
+                exit_handler.record(f"{self.stop()} before training began")
+                return exit_handler.code
+            phases = None if end.phases is None else end.phases.ended(RestartPhase.DELAY)
+            spec = replace(spec, restart=phases)
+
+    def _newest_state(self) -> NewestState:
+        saved = self.directory.saved_step()
+        kept = None if self.memory is None else self.memory.newest_step()
+        if kept is not None and (saved is None or kept > saved):
+            return NewestState(kept, in_memory=True)
+        return NewestState(saved)
+
+    def _run_attempt(self, spec: AttemptSpec) -> AttemptEnd:
+        """Start the ranks, wait for them, and record how they ended."""
+        directory, standbys = self.directory, self.standbys
+        handover = directory.attempt_folder(spec.attempt).absolute() / "handover.json"
+        if spec.restart is not None:
+            ready = standbys.discard_unready()
+            spec = replace(spec, restart=replace(spec.restart, ranks=spec.world.ranks, standbys=ready))
+        spec.write(handover)
+        # The ranks inherit the lock, so the directory stays locked if this process is killed while they save.
+        lock = directory.lock_descriptor
+        ranks = RankProcesses(
+            [*self.command, f"{HANDOVER}{handover}"],
+            spec.world,
+            keep=[lock],
+            take_standby=lambda rank, variables: standbys.take(rank, variables, handover, lock),
+        )
+
+        def abort(reason: str, code: ExitCode) -> None:
+            ranks.kill()
+            self.clean_up()
+            self.exit_handler.abort(reason, code)
+
+        def has_started() -> bool:
+            status = directory.status()
+            return status is not None and status.attempt == spec.attempt and status.step is not None
+
+        self.stop.abort = abort
+        start_standbys = _Once(lambda: standbys.start(handover), has_started)
+        try:
+            code = ranks.wait(self.stop, self.cluster.grace_seconds, has_started, on_poll=start_standbys)
+        finally:
+            ranks.kill()
+        self.exit_handler.code = code
+        times, phases = ranks.failure_times, None
+        if times is not None:
+            detected = RestartPhases(times.alive).ended(RestartPhase.DETECT, times.noticed)
+            phases = detected.ended(RestartPhase.STOP)
+        _record_end(directory, spec.attempt, self.stop, self.exit_handler, ranks)
+        hang_reported = directory.hang_file(spec.attempt).exists()
+        return AttemptEnd(code, not hang_reported and not ranks.killed, phases)
+
+    def clean_up(self) -> None:
+        """End the standbys and remove the snapshots."""
+        self.standbys.kill()
+        if self.memory is not None:
+            self.memory.remove()
+
+
+class _Once:
+    """Call ``action`` the first time that this is called while ``condition()`` holds."""
+
+    def __init__(self, action: Callable[[], None], condition: Callable[[], bool]) -> None:
+        self._action, self._condition, self._done = action, condition, False
+
+    def __call__(self) -> None:
+        if not self._done and self._condition():
+            self._done = True
+            self._action()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,84 +329,6 @@ def _wait_unless_stopped(stop: StopRequest, seconds: float) -> bool:
     while stop() is None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(POLL_SECONDS, left))
     return stop() is None
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptEnd:
-    """How an attempt ended.
-
-    Attributes:
-        code: the exit code.
-        by_itself: the ranks failed by an error of their own, not a signal or a hang.
-        phases: of the restart that may follow, so far; None if no rank failed.
-    """
-
-    code: ExitCode
-    by_itself: bool
-    phases: RestartPhases | None
-
-
-def _run_attempt(
-    command: Sequence[str],
-    spec: AttemptSpec,
-    directory: RunDirectory,
-    stop: StopRequest,
-    exit_handler: ExitHandler,
-    grace_seconds: float,
-    standbys: StandbyPool,
-    memory: MemoryFolder | None,
-) -> AttemptEnd:
-    """Start the ranks, wait for them, and record how they ended."""
-    handover = directory.attempt_folder(spec.attempt).absolute() / "handover.json"
-    if spec.restart is not None:
-        so_far = replace(spec.restart, ranks=spec.world.ranks, standbys=standbys.discard_unready())
-        spec = replace(spec, restart=so_far)
-    spec.write(handover)
-    # The ranks inherit the lock, so the directory stays locked if this process is killed while they save.
-    lock = directory.lock_descriptor
-    ranks = RankProcesses(
-        [*command, f"{HANDOVER}{handover}"],
-        spec.world,
-        keep=[lock],
-        take_standby=lambda rank, variables: standbys.take(rank, variables, handover, lock),
-    )
-
-    def abort(reason: str, code: ExitCode) -> None:
-        ranks.kill()
-        standbys.kill()
-        if memory is not None:
-            memory.remove()
-        exit_handler.abort(reason, code)
-
-    def has_started() -> bool:
-        status = directory.status()
-        return status is not None and status.attempt == spec.attempt and status.step is not None
-
-    stop.abort = abort
-    start_standbys = _Once(lambda: standbys.start(handover), has_started)
-    try:
-        exit_handler.code = ranks.wait(stop, grace_seconds, has_started, on_poll=start_standbys)
-    finally:
-        ranks.kill()
-    _record_end(directory, spec.attempt, stop, exit_handler, ranks)
-    hang_reported = directory.hang_file(spec.attempt).exists()
-    times, phases = ranks.failure_times, None
-    if times is not None:
-        detected = RestartPhases(times.alive).ended(RestartPhase.DETECT, times.noticed)
-        phases = detected.ended(RestartPhase.STOP)
-    return AttemptEnd(exit_handler.code, not hang_reported and not ranks.killed, phases)
-
-
-class _Once:
-    """Call ``action`` the first time that this is called while ``condition()`` holds."""
-
-    def __init__(self, action: Callable[[], None], condition: Callable[[], bool]) -> None:
-        self._action, self._condition, self._done = action, condition, False
-
-    def __call__(self) -> None:
-        if not self._done and self._condition():
-            self._done = True
-            self._action()
 
 
 def _record_end(
