@@ -17,6 +17,7 @@ import pytest
 from tests.launch.processes import ROOT, TRAIN, RunningCommand, command, read_status, send_signal
 from tests.launch.tiny_runs import KEYS, read_losses
 from toolkit import checkpoint_folder
+from toolkit.goodput import read_times
 from toolkit.restart_phases import RestartPhase, RestartPhases, read_restart
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.memory import SHARED_MEMORY
@@ -101,9 +102,10 @@ class Run:
         assert [step for step, _ in rows] == list(range(1, STEPS + 1))
         return [loss for _, loss in rows]
 
-    def repeated(self) -> list[int]:
-        file = self.dir / "attempts" / "001" / "metrics.jsonl"
-        return [step for step, _ in read_losses(file)] if file.exists() else []
+    def resumed_from(self, attempt: int = 2) -> int | None:
+        """The step from which an attempt continued."""
+        times = read_times(RunDirectory(self.dir).attempt_folder(attempt))
+        return None if times is None else times.first
 
     def restart(self, attempt: int = 2) -> RestartPhases:
         found = read_restart(RunDirectory(self.dir).attempt_folder(attempt))
@@ -153,7 +155,7 @@ def test_killed_rank_continues_in_standbys_from_memory(
         )
         run.finish(started)
     assert run.losses() == unbroken(layout)
-    assert run.repeated() == [GATE_STEP], "at most checkpoint.memory_every steps are repeated"
+    assert run.resumed_from() == GATE_STEP - 1, "at most checkpoint.memory_every steps are repeated"
     phases = run.restart()
     assert phases.standbys == phases.ranks == layout.ranks
     assert [name for name, _ in phases.ends] == list(RestartPhase)
@@ -179,7 +181,7 @@ def test_without_standbys_and_memory_the_restart_is_cold_and_from_disk(
         send_signal(signal.SIGKILL, started.ranks()[1].pid)
         run.finish(started)
     assert run.losses() == unbroken(DEEPSPEED)
-    assert run.repeated() == [ON_DISK + 1, GATE_STEP]
+    assert run.resumed_from() == ON_DISK
     assert run.restart().standbys == 0
     assert f"the snapshot {snapshot} is damaged and not used" in started.output
     assert f"continues from {run.dir / 'checkpoints' / 'step-00000003'}" in started.output
