@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.cluster.entry_point import run_entry_point
@@ -70,11 +71,21 @@ def train(plan: RunPlan, launch: Launch, start: AttemptSpec, stop: StopRequest) 
         data=start.data,
         launcher=launch.launcher.value,
         seconds_left=stop.seconds_left,
+        memory=None if start.memory is None else Path(start.memory),
+        restart=start.restart,
     )
 
 
+def import_training(plan: RunPlan) -> None:
+    """Import everything that :func:`train` needs, which takes most of the time until the first step."""
+    import toolkit.train.run  # noqa: F401
+    from toolkit.engine.imports import import_engine
+
+    import_engine(plan)
+
+
 def make_callbacks() -> RunCallbacks:
-    return RunCallbacks(prepare_data=make_data_ready, train=train)
+    return RunCallbacks(prepare_data=make_data_ready, train=train, warm_up=import_training)
 
 
 if __name__ == "__main__":

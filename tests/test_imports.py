@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "progress", "files", "paths", "rows", "step_parts"),
     ("commands", "conf", "callable_package"),
-    ("config", "layout", "goodput", "checkpoint_folder"),
+    ("config", "layout", "goodput", "restart_phases", "checkpoint_folder"),
     ("user_code",),
     ("optimizers",),
     ("families",),
@@ -54,6 +54,7 @@ CLUSTER_USES = {
     "data",  # the number of samples, for train.epochs
     "rundir",
     "goodput",
+    "restart_phases",
     "cluster",
 }
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from toolkit.cluster.attempt_spec import AttemptSpec
 from toolkit.plan.types import Device, World
+from toolkit.restart_phases import RestartPhase, RestartPhases
 
 START = AttemptSpec(
     yaml="run:\n  name: 'ü: \"quoted\"'\n",
     attempt=7,
     data="data/stdlib/0123456789ab",
+    memory="/dev/shm/dmt-0-0123456789ab-abcdefgh",
+    restart=RestartPhases(100.0, ranks=8, standbys=7).ended(RestartPhase.DETECT, 100.5),
     world=World(
         ranks=16, ranks_per_node=8, device=Device.CUDA, gpu="h100", device_memory_bytes=1, has_libaio=True
     ),

@@ -81,7 +81,7 @@ def test_other_ranks_are_stopped_then_killed_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_processes, "PEER_SECONDS", 0.3)
-    monkeypatch.setattr(rank_processes, "KILL_SECONDS", 0.3)
+    monkeypatch.setattr(rank_processes, "PEER_KILL_SECONDS", 0.3)
     deaf = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
@@ -224,3 +224,24 @@ sys.exit(75 if stop() == "SIGINT" else 1)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}, (
         "this process listens"
     )
+
+
+def test_death_by_a_signal_ends_the_other_ranks_at_once(tmp_path: Path) -> None:
+    """With the usual time limits, under which an error would leave them ten seconds."""
+    deaf = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if rank == '1': time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    )
+    ranks = RankProcesses(script(tmp_path, deaf), TWO)
+    assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
+    times = ranks.failure_times
+    assert times is not None
+    assert time.time() - times.noticed < rank_processes.PEER_SECONDS
+    assert ranks.first_failure() == "rank 1 was killed by signal 9 (SIGKILL)"
+
+
+def test_end_of_a_rank_is_noticed_without_polling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "POLL_SECONDS", 30.0)
+    began = time.monotonic()
+    assert RankProcesses(script(tmp_path, "sys.exit(0)"), TWO).wait(StopRequest(), 60) == ExitCode.DONE
+    assert time.monotonic() - began < 20

@@ -7,10 +7,29 @@ from pathlib import Path
 import pytest
 
 from toolkit.cluster.rank_processes import count_oom_kills, describe_oom_kills
-from toolkit.cluster.supervisor import MAX_DELAY_SECONDS, NoRestart, Restart, decide_restart, describe_restart
+from toolkit.cluster.supervisor import (
+    MAX_DELAY_SECONDS,
+    NewestState,
+    NoRestart,
+    Restart,
+    count_standbys,
+    decide_restart,
+    describe_restart,
+    has_progressed,
+)
+from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
+from toolkit.goodput import Attempt, AttemptTimes
 
-FAILED = {"stop_requested": False, "failed_early": False, "before": 4, "saved": 4, "failures": 0, "limit": 3}
+FAILED = {
+    "stop_requested": False,
+    "failed_early": False,
+    "progressed": False,
+    "before": 4,
+    "saved": 4,
+    "failures": 0,
+    "limit": 3,
+}
 
 
 def test_failures_without_progress_are_limited_with_growing_delays() -> None:
@@ -66,16 +85,53 @@ def test_restart_delay_is_bounded() -> None:
     assert found.seconds == MAX_DELAY_SECONDS
 
 
+@pytest.mark.parametrize(("saved", "failures"), [(4, 1), (6, 0)], ids=["no checkpoint", "newer checkpoint"])
+def test_restart_after_progress_has_no_delay(saved: int, failures: int) -> None:
+    found = decide_restart(ExitCode.FAILURE, **{**FAILED, "progressed": True, "saved": saved})  # type: ignore[arg-type]
+    assert found == Restart(failures, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "answer"),
+    [([8], True), ([None], False), ([8, 9], True), ([8, 8], False), ([8, None], False), ([None, 3], True)],
+)
+def test_progress_is_a_step_that_no_attempt_had_reached(steps: list[int | None], answer: bool) -> None:
+    """A run that fails at the same step each time waits longer each time."""
+    attempts = [
+        Attempt(AttemptTimes(began=0, seen=9, step=step, first_step=None if step is None else 5.0))
+        for step in steps
+    ]
+    assert has_progressed(attempts) is answer
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (ClusterConfig(), 4),
+        (ClusterConfig(standbys=0), 0),
+        (ClusterConfig(standbys=2), 2),
+        (ClusterConfig(standbys=9), 4),
+        (ClusterConfig(restarts=0), 0),
+    ],
+)
+def test_number_of_standbys(config: ClusterConfig, count: int) -> None:
+    assert count_standbys(config, 4) == count
+
+
 def test_describe_restart() -> None:
     message = describe_restart(
-        Restart(2, 4), failed=3, why="rank 1 was killed by signal 9 (SIGKILL)", saved=4, limit=3
+        Restart(2, 4), failed=3, why="rank 1 was killed by signal 9 (SIGKILL)", newest=NewestState(4), limit=3
     )
     assert message == (
         "attempt 3 failed: rank 1 was killed by signal 9 (SIGKILL)\n"
         "attempt 4 starts in 4 s from the checkpoint of step 4 (restart 2 of 3 without a newer checkpoint)"
     )
-    assert describe_restart(Restart(0, 2), failed=1, why="x", saved=None, limit=3).endswith(
+    assert describe_restart(Restart(0, 2), failed=1, why="x", newest=NewestState(None), limit=3).endswith(
         "starts in 2 s from the beginning"
+    )
+    in_memory = NewestState(7, in_memory=True)
+    assert describe_restart(Restart(0, 0), failed=1, why="x", newest=in_memory, limit=3).endswith(
+        "starts now from the snapshot in memory of step 7"
     )
 
 

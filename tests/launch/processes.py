@@ -14,6 +14,7 @@ import psutil
 
 from tests.waiting import wait_until
 from toolkit.cluster.rank_processes import find_free_port
+from toolkit.cluster.standbys import STANDBY
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import Status
 
@@ -108,9 +109,14 @@ class RunningCommand:
                 environ = process.environ()
             except psutil.Error:
                 continue
-            if "RANK" in environ:
+            if "RANK" in environ and not is_standby(process):
                 found[int(environ["RANK"])] = process
         return found
+
+    def standbys(self) -> dict[str, psutil.Process]:
+        """Return the standbys that are ready, by name."""
+        named = {process.name(): process for process in self.processes()}
+        return {name: process for name, process in named.items() if name.startswith("standby-")}
 
     def wait_until(self, holds: Callable[[], bool], seconds: float, what: str) -> float:
         """Wait until ``holds()`` and return the seconds; fail with the output on a timeout or if all
@@ -138,6 +144,15 @@ def read_status(run_dir: Path) -> Status | None:
 
 def send_signal(number: signal.Signals, process: int, *, group: bool = False) -> None:
     (os.killpg if group else os.kill)(process, number)
+
+
+def is_standby(process: psutil.Process) -> bool:
+    """Return whether a process waits to become a rank, or prepares for it."""
+    try:
+        waits = any(word.startswith(STANDBY) for word in process.cmdline())
+        return waits and not process.name().startswith("rank-")
+    except psutil.Error:
+        return False
 
 
 def _mentions(process: psutil.Process, mark: str) -> bool:

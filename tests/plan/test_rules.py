@@ -396,6 +396,12 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         "train.on_spike",
         "train.on_spike=ignore",
     ),
+    (
+        {"checkpoint": CheckpointConfig(memory_every=10)},
+        World(ranks=16, ranks_per_node=8, device=Device.CPU),
+        "checkpoint.memory_every",
+        "leave out checkpoint.memory_every",
+    ),
     ({"run__fork": "other", "resume": "mine"}, CPU, "run.fork", "another run's state"),
     ({"model__target": "mine.Model"}, CPU, "model.target", "one source"),
     ({"model__target": "Model", "model__family": None}, CPU, "model.target", "dotted path"),

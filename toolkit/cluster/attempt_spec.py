@@ -22,6 +22,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, InputError, Problem, Severity
 from toolkit.files import write_whole
 from toolkit.plan.types import Device, RunPlan, World
+from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.start_checks import check_remaining_work, schedule_warning
 from toolkit.rundir.usage import device_hours, read_usage
@@ -39,6 +40,12 @@ class AttemptSpec:
     world: World
     attempt: int
     data: str | None = None  # folder of the prepared data that the run reads
+    memory: str | None = None  # folder of snapshots in memory, if the supervisor has one
+    restart: RestartPhases | None = None  # of an attempt that the supervisor started after a failure
+
+    def restart_phase_ended(self, phase: RestartPhase) -> AttemptSpec:
+        """Return a copy that records the end of a phase, if this is a restart."""
+        return self if self.restart is None else replace(self, restart=self.restart.ended(phase))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,7 +68,15 @@ class AttemptSpec:
                 "lacking_for_compile": tuple(found["lacking_for_compile"]),  # JSON has lists only
             }
         )
-        return AttemptSpec(message["yaml"], world, message["attempt"], message["data"])
+        restart = message["restart"]
+        return AttemptSpec(
+            message["yaml"],
+            world,
+            message["attempt"],
+            message["data"],
+            message["memory"],
+            None if restart is None else RestartPhases.from_json(restart),
+        )
 
     def plan(self) -> RunPlan:
         from toolkit.config.compose import from_yaml
@@ -200,11 +215,29 @@ def log_start(plan: RunPlan, attempt: int, launch: Launch) -> None:
     """Log the plan's warnings, the project of the user and the run directory."""
     if (project := find_project()) is not None:
         log.info("%s", project)
-    for warning in (*plan.warnings, *find_elastic_warnings(launch)):
+    for warning in (*plan.warnings, *find_memory_warnings(plan, launch), *find_elastic_warnings(launch)):
         log.warning("%s", warning)
     world = plan.world
     size = f"{world.ranks} rank{'s' * (world.ranks > 1)} on {world.gpu or world.device}"
     log.info("run %s, attempt %d: %s", plan.run_dir, attempt, size)
+
+
+def find_memory_warnings(plan: RunPlan, launch: Launch) -> list[Problem]:
+    """Warn that nothing will read snapshots in memory: only the supervisor restarts from them."""
+    every, restarts = plan.config.checkpoint.memory_every, plan.config.cluster.restarts
+    if not every or (launch.launcher is Launcher.NONE and restarts > 0):
+        return []
+    where = "cluster.restarts=0" if launch.launcher is Launcher.NONE else f"started by {launch.launcher}"
+    return [
+        Problem(
+            "checkpoint.memory_every",
+            f"checkpoint.memory_every={every}, {where}",
+            "only the process of plain python that restarts ranks (cluster.restarts > 0) continues from "
+            "snapshots in memory; none are taken",
+            "start with plain python, or leave out checkpoint.memory_every",
+            Severity.WARNING,
+        )
+    ]
 
 
 def find_elastic_warnings(launch: Launch) -> list[Problem]:

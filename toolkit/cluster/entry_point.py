@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from toolkit.cluster.environment import read_launch
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.launch_process import RunCallbacks, launch_process
+from toolkit.cluster.standbys import is_standby, wait_for_rank
 from toolkit.cluster.stop_request import StopRequest, find_launchers
 from toolkit.logs import configure_logging
 
 
 def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script: str) -> int:
-    """Train, start the ranks that train, or run a sweep, depending on the arguments.
+    """Train, start the ranks that train, or run a sweep, depending on the arguments. A standby first waits
+    until it is needed.
 
     Args:
         script: the file or module that every rank runs, if this process starts the ranks.
@@ -21,6 +23,8 @@ def run_entry_point(arguments: Sequence[str], callbacks: RunCallbacks, *, script
     Returns:
         the exit code.
     """
+    if is_standby(arguments):
+        arguments = wait_for_rank(arguments, callbacks.warm_up)
     stop = StopRequest()
     with ExitHandler(stop) as exit_handler:
         launch, overrides = read_launch(os.environ, arguments)

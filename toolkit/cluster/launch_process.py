@@ -14,15 +14,15 @@ from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.machine_info import MachineInfo, detect_machine
 from toolkit.cluster.output_log import tee_output
 from toolkit.cluster.preemption import watch_preemption
-from toolkit.cluster.process_environment import set_cuda_defaults, set_defaults, set_thread_default
+from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults, set_thread_default
 from toolkit.cluster.rendezvous import Rendezvous
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.cluster.supervisor import needs_supervisor, supervise_ranks
-from toolkit.config.kernels import CompileMode
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode, file_errors
 from toolkit.logs import configure_logging
 from toolkit.plan.types import Device, RunPlan
+from toolkit.restart_phases import RestartPhase
 from toolkit.rundir.directory import RunDirectory
 
 DATA_SECONDS = 3600.0  # how long ranks wait for one of them to prepare the data
@@ -37,6 +37,8 @@ class RunCallbacks:
     # prepares and checks the data once per machine; returns its folder
     prepare_data: Callable[[RunPlan], str]
     train: Callable[[RunPlan, Launch, AttemptSpec, StopRequest], ExitCode]  # called within the process group
+    # imports what the ranks of a plan need, in a standby process
+    warm_up: Callable[[RunPlan], None]
 
 
 def launch_process(
@@ -73,25 +75,19 @@ def launch_process(
         spec = _prepare_data(spec, plan, launch, rendezvous, callbacks)
     stop.on_signal = exit_handler.log_signal
     if needs_supervisor(launch, plan.world, plan.config.cluster):
-        return supervise_ranks(script, spec, directory, stop, exit_handler, plan.config.cluster)
+        return supervise_ranks(script, spec, directory, stop, exit_handler, plan.config)
     set_cuda_defaults(os.environ, plan)  # before the preflight check, which uses the GPUs
     if plan.world.device is Device.CUDA and plan.config.cluster.numa_binding:
         bind_to_gpu(machine.gpus, launch.local_rank)
     if plan.config.cluster.preflight:
         _run_preflight(plan, launch, rendezvous)
-    set_defaults(
-        os.environ,
-        launch,
-        plan.world,
-        machine,
-        plan.config.debug.threads,
-        compiles=plan.kernels.compile.name != CompileMode.none.value,
-    )
+    set_run_defaults(os.environ, launch, plan, machine)
     stop.arm(plan.config.cluster.grace_seconds)
     if launch.local_rank == 0:
         watch_preemption(plan.config.cluster.notice, stop.request)
+    spec = spec.restart_phase_ended(RestartPhase.START)
     with rendezvous.process_group(plan.world.device):
-        return callbacks.train(plan, launch, spec, stop)
+        return callbacks.train(plan, launch, spec.restart_phase_ended(RestartPhase.RENDEZVOUS), stop)
 
 
 def _exchange_spec(

@@ -12,6 +12,7 @@ from pathlib import Path
 from toolkit.cluster.environment import Launch
 from toolkit.cluster.machine_info import MachineInfo
 from toolkit.cluster.network_interface import find_interface_to
+from toolkit.config.kernels import CompileMode
 from toolkit.plan.devices import HIDE_GPUS
 from toolkit.plan.megatron import needs_single_cuda_queue
 from toolkit.plan.types import Device, RunPlan, World
@@ -68,6 +69,20 @@ def set_defaults(
         ("MASTER_PORT", launch.port),
     ):
         environ.setdefault(name, str(value))
+
+
+def set_run_defaults(
+    environ: MutableMapping[str, str], launch: Launch, plan: RunPlan, machine: MachineInfo
+) -> None:
+    """As :func:`set_defaults`, for a rank of ``plan``."""
+    set_defaults(
+        environ,
+        launch,
+        plan.world,
+        machine,
+        plan.config.debug.threads,
+        compiles=plan.kernels.compile.name != CompileMode.none.value,
+    )
 
 
 def set_cuda_defaults(environ: MutableMapping[str, str], plan: RunPlan) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.cluster.stop_request import SIGNALS, StopRequest
@@ -17,8 +20,13 @@ from toolkit.errors import ExitCode
 from toolkit.plan.types import World
 
 POLL_SECONDS = 0.1
-PEER_SECONDS = 5.0  # after one rank fails, the others may notice it themselves before they are stopped
-KILL_SECONDS = 10.0  # then they are killed
+# After an error of one rank the others may notice it themselves, and the rank with the actual cause may still
+# write its report (observe/hang_reporter.py: at most 8 s); then they are asked to stop, then killed. After a
+# death by a signal they are killed at once: they can add nothing, and a checkpoint that they are writing is
+# complete or absent (checkpoint/online/commit.py).
+PEER_SECONDS = 2.0
+PEER_KILL_SECONDS = 8.0  # after PEER_SECONDS
+KILL_SECONDS = 10.0  # after the grace period of a stop
 COLLECTIVE_ENDS = (
     ExitCode.DONE,
     ExitCode.STOPPED,
@@ -34,12 +42,28 @@ ONEDNN_ISA, WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 CGROUPS = Path("/sys/fs/cgroup")
 
 
+@dataclass(frozen=True, slots=True)
+class FailureTimes:
+    """When the first failure of a rank was noticed, in seconds since 1970.
+
+    Attributes:
+        alive: when all ranks were last seen alive.
+        noticed: when the first failure was seen, at most ``POLL_SECONDS`` later unless this process was not
+            running.
+    """
+
+    alive: float
+    noticed: float
+
+
 class RankProcesses:
     """The rank processes of one machine.
 
     Args:
         command: the script or module and its handover option; every rank runs it with this interpreter.
         keep: file descriptors that the ranks inherit.
+        take_standby: returns a warm process that becomes the rank with these environment variables, or None
+            to start a new process (``standbys.py``).
     """
 
     def __init__(
@@ -48,21 +72,27 @@ class RankProcesses:
         world: World,
         environ: Mapping[str, str] = os.environ,
         keep: Sequence[int] = (),
+        take_standby: Callable[[int, Mapping[str, str]], subprocess.Popen[bytes] | None] = (
+            lambda rank, variables: None
+        ),
     ) -> None:
         port = str(find_free_port())
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._pidfds: dict[int, int] = {}  # of the ranks that have not ended
+        self.failure_times: FailureTimes | None = None
+        self._alive_at = time.time()
         self._first: tuple[int, int] | None = None  # rank and code of the first failure
         # whether a signal is among the first failures
         self._killed_first: bool | None = None
         self._oom_kills, self._out_of_memory = count_oom_kills(), ""
-        # Block signals until a rank handles them (StopRequest.install); otherwise a signal would kill it
-        # during its imports.
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            for rank in range(world.ranks):
-                self._processes.append(_start_rank(command, rank, world, port, environ, keep))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        for rank in range(world.ranks):
+            variables = rank_variables(rank, world, port)
+            process = take_standby(rank, variables)
+            if process is None:
+                process = start_process(command, {**environ, **inherited_form(), **variables}, keep)
+            self._processes.append(process)
+            with suppress(AttributeError, OSError):  # before Linux 5.3 the ends are polled
+                self._pidfds[rank] = os.pidfd_open(process.pid)
 
     def send(self, number: int) -> None:
         for process in self._processes:
@@ -76,6 +106,17 @@ class RankProcesses:
                 process.kill()
         for process in self._processes:
             process.wait()
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
+        self._pidfds.clear()
+
+    def _sleep(self) -> None:
+        """Sleep until a rank ends, at most ``POLL_SECONDS``."""
+        ends = select.poll()
+        for rank, process in enumerate(self._processes):
+            if rank in self._pidfds and process.returncode is None:
+                ends.register(self._pidfds[rank], select.POLLIN)
+        ends.poll(POLL_SECONDS * 1000)
 
     def _codes(self) -> list[int]:
         """Return the exit codes of the ranks that have ended, and remember the first failure."""
@@ -84,8 +125,11 @@ class RankProcesses:
             for rank, process in enumerate(self._processes)
             if process.poll() is not None
         ]
+        now, alive = time.time(), self._alive_at
+        self._alive_at = now
         failures = [code for _, code in ended if code not in COLLECTIVE_ENDS]
         if self._killed_first is None and failures:
+            self.failure_times = FailureTimes(alive, now)
             # A lost connection may abort a rank in C++ code, which is a consequence like other ranks' errors.
             self._killed_first = any(code < 0 and code != -signal.SIGABRT for code in failures)
         if self._first is None:  # of several at once, a signal (negative code) is the likelier cause
@@ -97,15 +141,20 @@ class RankProcesses:
         return [code for _, code in ended]
 
     def wait(
-        self, stop: StopRequest, grace_seconds: float, has_started: Callable[[], bool] = lambda: True
+        self,
+        stop: StopRequest,
+        grace_seconds: float,
+        has_started: Callable[[], bool] = lambda: True,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> ExitCode:
         """Wait until every rank has ended.
 
-        After a stop request or a failure the remaining ranks are stopped, and killed when the grace period is
-        over.
+        After a stop request or an error the remaining ranks are stopped, and killed when the grace period is
+        over. After a death by a signal they are killed at once.
 
         Args:
             has_started: whether training has started; if not, there is nothing to save.
+            on_poll: called every ``POLL_SECONDS``.
         """
         forwarded = False
         stopping_since: float | None = None
@@ -129,11 +178,14 @@ class RankProcesses:
                 asked_to_stop = True
                 self.send(signal.SIGTERM)
             out_of_grace = stopping_since is not None and now - stopping_since > grace_seconds + KILL_SECONDS
-            if out_of_grace or (
-                failed_since is not None and now - failed_since > PEER_SECONDS + KILL_SECONDS
-            ):
+            failed_long_ago = (
+                failed_since is not None and now - failed_since > PEER_SECONDS + PEER_KILL_SECONDS
+            )
+            if self._killed_first or out_of_grace or failed_long_ago:
                 self.kill()
-            time.sleep(POLL_SECONDS)
+                continue
+            on_poll()
+            self._sleep()
         if forwarded and ExitCode.STOPPED in codes and not has_started():
             self._first = None
             return ExitCode.STOPPED
@@ -163,17 +215,9 @@ class RankProcesses:
         return None if rank == 0 else f"rank {rank} failed first (code {code}): see the attempt's log"
 
 
-def _start_rank(
-    command: Sequence[str],
-    rank: int,
-    world: World,
-    port: str,
-    environ: Mapping[str, str],
-    keep: Sequence[int],
-) -> subprocess.Popen[bytes]:
-    own = {
-        **environ,
-        **inherited_form(),
+def rank_variables(rank: int, world: World, port: str) -> dict[str, str]:
+    """Return the environment variables that make a process a rank of this machine."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world.ranks),
@@ -182,10 +226,23 @@ def _start_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    # New sessions: Ctrl-C reaches only this process, which forwards it once.
-    return subprocess.Popen(
-        [sys.executable, "-u", *command], env=own, start_new_session=True, pass_fds=tuple(keep)
-    )
+
+
+def start_process(
+    command: Sequence[str], environ: Mapping[str, str], keep: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start this interpreter with ``command`` in a session of its own, and with signals blocked.
+
+    Ctrl-C reaches only this process, which forwards it once. Signals are blocked until the rank handles them
+    (``StopRequest.install``); otherwise one would kill it during its imports.
+    """
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-u", *command], env=environ, start_new_session=True, pass_fds=tuple(keep)
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
 def combine_exit_codes(codes: Sequence[int]) -> ExitCode:

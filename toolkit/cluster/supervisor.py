@@ -1,32 +1,38 @@
 """Start the ranks of a run on this machine, forward signals to them, and restart them after a failure.
 
 This is the process of plain ``python launch/train.py``. Failed ranks are restarted from their newest
-checkpoint as a new attempt with its own folder and log. Every attempt uses new processes, so no NCCL or CUDA
-state survives a failure.
+checkpoint, or from a newer snapshot in memory, as a new attempt with its own folder and log. Every attempt
+uses other processes, so no NCCL or CUDA state survives a failure; standbys have done their imports before.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from toolkit.cluster.attempt_spec import AttemptSpec, start_next_attempt
 from toolkit.cluster.environment import HANDOVER, Launch, Launcher
 from toolkit.cluster.exit_handling import ExitHandler
 from toolkit.cluster.output_log import tee_output
 from toolkit.cluster.rank_processes import POLL_SECONDS, RankProcesses
+from toolkit.cluster.standbys import StandbyPool
 from toolkit.cluster.stop_request import StopRequest
 from toolkit.commands import python_arguments
 from toolkit.config.cluster import ClusterConfig
+from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
+from toolkit.goodput import Attempt
 from toolkit.plan.types import World
+from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
+from toolkit.rundir.memory import MemoryFolder
 from toolkit.rundir.status import RunState
 
 log = logging.getLogger(__name__)
 
-# delay of the first restart; doubles with each failure in a row without a newer checkpoint
+# delay of the first restart without progress; doubles with each failure in a row without a newer checkpoint
 FIRST_DELAY_SECONDS = 2.0
 MAX_DELAY_SECONDS = 300.0
 
@@ -45,44 +51,189 @@ def supervise_ranks(
     directory: RunDirectory,
     stop: StopRequest,
     exit_handler: ExitHandler,
-    cluster: ClusterConfig,
+    config: RunConfig,
 ) -> ExitCode:
     """Run the ranks until the run ends, with as many attempts as ``cluster.restarts`` allows."""
     # the ranks enforce their grace period; RankProcesses.wait() is the last resort
     stop.arm(None)
-    failures, starts = 0, 1
-    while True:
-        before = directory.saved_step()
-        code, by_itself = _run_attempt(script, spec, directory, stop, exit_handler, cluster.grace_seconds)
-        saved = directory.saved_step()
-        decision = decide_restart(
-            code,
-            stop_requested=stop() is not None,
-            failed_early=by_itself and not _has_stepped(directory, starts),
-            before=before,
-            saved=saved,
-            failures=failures,
-            limit=cluster.restarts,
+    command = python_arguments(script)
+    standbys = StandbyPool(command, count_standbys(config.cluster, spec.world.ranks))
+    memory = _open_memory(config, directory)
+    supervisor = _Supervisor(command, directory, stop, exit_handler, config.cluster, standbys, memory)
+    try:
+        return supervisor.run(spec)
+    finally:
+        supervisor.clean_up()
+
+
+def count_standbys(cluster: ClusterConfig, ranks: int) -> int:
+    """Return how many standbys to keep for ``ranks`` on this machine; none if nothing is restarted."""
+    if not cluster.restarts:
+        return 0
+    return ranks if cluster.standbys is None else min(ranks, cluster.standbys)
+
+
+def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | None:
+    """Make the folder for snapshots in memory if the run wants one. Without it, restarts read the disk."""
+    if not config.checkpoint.memory_every or not config.cluster.restarts:
+        return None
+    try:
+        return MemoryFolder(directory.path)
+    except OSError as error:
+        log.warning("no snapshots in memory (checkpoint.memory_every): %s", error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class NewestState:
+    """The newest state that a restart can continue from. ``step`` is None if there is none."""
+
+    step: int | None
+    in_memory: bool = False
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return "the beginning"
+        return f"the {'snapshot in memory' if self.in_memory else 'checkpoint'} of step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended.
+
+    Attributes:
+        code: the exit code.
+        by_itself: the ranks failed by an error of their own, not a signal or a hang.
+        phases: of the restart that may follow, so far; None if no rank failed.
+    """
+
+    code: ExitCode
+    by_itself: bool
+    phases: RestartPhases | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Supervisor:
+    """Attributes:
+    command: the script or module that every rank runs.
+    memory: the folder for snapshots; None: there are none.
+    """
+
+    command: Sequence[str]
+    directory: RunDirectory
+    stop: StopRequest
+    exit_handler: ExitHandler
+    cluster: ClusterConfig
+    standbys: StandbyPool
+    memory: MemoryFolder | None
+
+    def run(self, spec: AttemptSpec) -> ExitCode:
+        """Run the attempts until one is not followed by a restart."""
+        directory, exit_handler = self.directory, self.exit_handler
+        failures, starts = 0, 1
+        if self.memory is not None:
+            spec = replace(spec, memory=str(self.memory.path))
+        while True:
+            before = self._newest_state()
+            end = self._run_attempt(spec)
+            newest = self._newest_state()
+            attempts = directory.attempt_times()[-starts:]
+            decision = decide_restart(
+                end.code,
+                stop_requested=self.stop() is not None,
+                failed_early=end.by_itself and not has_stepped(attempts),
+                progressed=has_progressed(attempts),
+                before=before.step,
+                saved=newest.step,
+                failures=failures,
+                limit=self.cluster.restarts,
+            )
+            if isinstance(decision, NoRestart):
+                if decision.why:
+                    log.warning("not restarted: %s", decision.why)
+                return end.code
+            status = directory.status()
+            why = (status.reason if status is not None else None) or "no reason was recorded"
+            limit = self.cluster.restarts
+            log.warning(describe_restart(decision, failed=spec.attempt, why=why, newest=newest, limit=limit))
+            # The attempt begins before the pause, so status.json shows a run that continues.
+            failures = decision.failures
+            spec = start_next_attempt(spec, directory, starts)
+            starts += 1
+            exit_handler.attempt, exit_handler.code = spec.attempt, ExitCode.DONE
+            tee_output(directory.log_file(spec.attempt))
+            if not _wait_unless_stopped(self.stop, decision.seconds):
+                exit_handler.code = ExitCode.STOPPED
+                exit_handler.record(f"{self.stop()} before training began")
+                return exit_handler.code
+            phases = None if end.phases is None else end.phases.ended(RestartPhase.DELAY)
+            spec = replace(spec, restart=phases)
+
+    def _newest_state(self) -> NewestState:
+        saved = self.directory.saved_step()
+        kept = None if self.memory is None else self.memory.newest_step()
+        if kept is not None and (saved is None or kept > saved):
+            return NewestState(kept, in_memory=True)
+        return NewestState(saved)
+
+    def _run_attempt(self, spec: AttemptSpec) -> AttemptEnd:
+        """Start the ranks, wait for them, and record how they ended."""
+        directory, standbys = self.directory, self.standbys
+        handover = directory.attempt_folder(spec.attempt).absolute() / "handover.json"
+        if spec.restart is not None:
+            ready = standbys.discard_unready()
+            spec = replace(spec, restart=replace(spec.restart, ranks=spec.world.ranks, standbys=ready))
+        spec.write(handover)
+        # The ranks inherit the lock, so the directory stays locked if this process is killed while they save.
+        lock = directory.lock_descriptor
+        ranks = RankProcesses(
+            [*self.command, f"{HANDOVER}{handover}"],
+            spec.world,
+            keep=[lock],
+            take_standby=lambda rank, variables: standbys.take(rank, variables, handover, lock),
         )
-        if isinstance(decision, NoRestart):
-            if decision.why:
-                log.warning("not restarted: %s", decision.why)
-            return code
-        status = directory.status()
-        why = (status.reason if status is not None else None) or "no reason was recorded"
-        log.warning(
-            describe_restart(decision, failed=spec.attempt, why=why, saved=saved, limit=cluster.restarts)
-        )
-        # The attempt begins before the pause, so status.json shows a run that continues.
-        failures = decision.failures
-        spec = start_next_attempt(spec, directory, starts)
-        starts += 1
-        exit_handler.attempt, exit_handler.code = spec.attempt, ExitCode.DONE
-        tee_output(directory.log_file(spec.attempt))
-        if not _wait_unless_stopped(stop, decision.seconds):
-            exit_handler.code = ExitCode.STOPPED
-            exit_handler.record(f"{stop()} before training began")
-            return exit_handler.code
+
+        def abort(reason: str, code: ExitCode) -> None:
+            ranks.kill()
+            self.clean_up()
+            self.exit_handler.abort(reason, code)
+
+        def has_started() -> bool:
+            status = directory.status()
+            return status is not None and status.attempt == spec.attempt and status.step is not None
+
+        self.stop.abort = abort
+        start_standbys = _Once(lambda: standbys.start(handover), has_started)
+        try:
+            code = ranks.wait(self.stop, self.cluster.grace_seconds, has_started, on_poll=start_standbys)
+        finally:
+            ranks.kill()
+        self.exit_handler.code = code
+        times, phases = ranks.failure_times, None
+        if times is not None:
+            detected = RestartPhases(times.alive).ended(RestartPhase.DETECT, times.noticed)
+            phases = detected.ended(RestartPhase.STOP)
+        _record_end(directory, spec.attempt, self.stop, self.exit_handler, ranks)
+        hang_reported = directory.hang_file(spec.attempt).exists()
+        return AttemptEnd(code, not hang_reported and not ranks.killed, phases)
+
+    def clean_up(self) -> None:
+        """End the standbys and remove the snapshots."""
+        self.standbys.kill()
+        if self.memory is not None:
+            self.memory.remove()
+
+
+class _Once:
+    """Call ``action`` the first time that this is called while ``condition()`` holds."""
+
+    def __init__(self, action: Callable[[], None], condition: Callable[[], bool]) -> None:
+        self._action, self._condition, self._done = action, condition, False
+
+    def __call__(self) -> None:
+        if not self._done and self._condition():
+            self._done = True
+            self._action()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +242,7 @@ class Restart:
 
     Attributes:
         failures: failures in a row without a newer checkpoint, including this one.
-        seconds: delay, since a broken resource may need time to recover.
+        seconds: delay, since a broken resource may need time to recover; none after progress.
     """
 
     failures: int
@@ -110,6 +261,7 @@ def decide_restart(
     *,
     stop_requested: bool,
     failed_early: bool,
+    progressed: bool,
     before: int | None,
     saved: int | None,
     failures: int,
@@ -121,8 +273,9 @@ def decide_restart(
         stop_requested: a stop was requested; the run is never restarted then.
         failed_early: the attempt failed by an error of its own before the run's first step, for example in a
             user's model, so a restart would fail in the same way.
-        before, saved: step of the newest checkpoint at the beginning and at the end of the attempt; None:
-            there is none.
+        progressed: the attempt completed a step that no attempt before it had.
+        before, saved: step of the newest checkpoint, or snapshot in memory, at the beginning and at the end
+            of the attempt; None: there is none.
         failures: failures in a row without a newer checkpoint before this one.
         limit: ``cluster.restarts``.
     """
@@ -136,32 +289,38 @@ def decide_restart(
     if failed_early:
         return NoRestart("it failed before its first step, with an error that a restart would repeat")
     if saved is not None and saved != before:
-        return Restart(0, FIRST_DELAY_SECONDS)
+        return Restart(0, 0.0 if progressed else FIRST_DELAY_SECONDS)
     if failures >= limit:
         return NoRestart(
             f"it failed {failures + 1} times in a row without a newer checkpoint (cluster.restarts={limit})"
         )
-    return Restart(failures + 1, min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**failures))
+    delay = 0.0 if progressed else min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2**failures)
+    return Restart(failures + 1, delay)
 
 
-def describe_restart(restart: Restart, *, failed: int, why: str, saved: int | None, limit: int) -> str:
+def describe_restart(restart: Restart, *, failed: int, why: str, newest: NewestState, limit: int) -> str:
     """Describe a restart for the user.
 
     Args:
         failed: the failed attempt.
         why: the reason of its failure.
+        newest: what the next attempt continues from.
     """
-    origin = f"the checkpoint of step {saved}" if saved is not None else "the beginning"
     count = f" (restart {restart.failures} of {limit} without a newer checkpoint)" if restart.failures else ""
-    return (
-        f"attempt {failed} failed: {why}\nattempt {failed + 1} starts in {restart.seconds:g} s from "
-        f"{origin}{count}"
-    )
+    when = f"in {restart.seconds:g} s" if restart.seconds else "now"
+    return f"attempt {failed} failed: {why}\nattempt {failed + 1} starts {when} from {newest}{count}"
 
 
-def _has_stepped(directory: RunDirectory, starts: int) -> bool:
-    """Return whether one of the last ``starts`` attempts completed a step."""
-    return any(attempt.times.first_step is not None for attempt in directory.attempt_times()[-starts:])
+def has_stepped(attempts: Sequence[Attempt]) -> bool:
+    """Return whether one of the attempts completed a step."""
+    return any(attempt.times.first_step is not None for attempt in attempts)
+
+
+def has_progressed(attempts: Sequence[Attempt]) -> bool:
+    """Return whether the last attempt completed a step that none before it had."""
+    *earlier, last = ((attempt.times.first_step, attempt.times.step or 0) for attempt in attempts)
+    first_step, step = last
+    return first_step is not None and all(step > reached for _, reached in earlier)
 
 
 def _wait_unless_stopped(stop: StopRequest, seconds: float) -> bool:
@@ -172,42 +331,15 @@ def _wait_unless_stopped(stop: StopRequest, seconds: float) -> bool:
     return stop() is None
 
 
-def _run_attempt(
-    script: str,
-    spec: AttemptSpec,
-    directory: RunDirectory,
-    stop: StopRequest,
-    exit_handler: ExitHandler,
-    grace_seconds: float,
-) -> tuple[ExitCode, bool]:
-    """Start one process per rank and wait for them.
+def _record_end(
+    directory: RunDirectory, attempt: int, stop: StopRequest, exit_handler: ExitHandler, ranks: RankProcesses
+) -> None:
+    """Record the end of an attempt.
 
-    Returns:
-        The exit code, and whether the ranks failed by an error of their own (not a signal or a hang).
+    After a failure rank 0 may only have seen a lost connection, so this process overwrites the reason. The
+    ranks know more about a hang, and rank 0 about a mistake, unless only another rank found it.
     """
-    handover = directory.attempt_folder(spec.attempt).absolute() / "handover.json"
-    spec.write(handover)
-    # The ranks inherit the lock, so the directory stays locked if this process is killed while they save.
-    ranks = RankProcesses(
-        [*python_arguments(script), f"{HANDOVER}{handover}"], spec.world, keep=[directory.lock_descriptor]
-    )
-
-    def abort(reason: str, code: ExitCode) -> None:
-        ranks.kill()
-        exit_handler.abort(reason, code)
-
-    stop.abort = abort
-    try:
-        exit_handler.code = ranks.wait(
-            stop,
-            grace_seconds,
-            lambda: (status := directory.status()) is not None and status.step is not None,
-        )
-    finally:
-        ranks.kill()
-    # After a failure rank 0 may only have seen a lost connection, so this process overwrites the reason. The
-    # ranks know more about a hang, and rank 0 about a mistake, unless only another rank found it.
-    hang_reported = directory.hang_file(spec.attempt).exists()
+    hang_reported = directory.hang_file(attempt).exists()
     status = directory.status()
     if exit_handler.code is ExitCode.STOPPED and status is not None and status.step is None:
         exit_handler.record(
@@ -220,4 +352,3 @@ def _run_attempt(
     else:
         failure = ranks.first_failure()
         exit_handler.record(failure or stop(), overwrite=failure is not None and not hang_reported)
-    return exit_handler.code, not hang_reported and not ranks.killed

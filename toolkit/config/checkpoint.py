@@ -49,6 +49,10 @@ class CheckpointConfig:
     """Host memory of a rank for the copy of saves in the background, in GiB (2^30 bytes). It is pinned on
     GPUs and used again by every save. A rank with more state writes in the foreground.
     """
+    memory_every: int = 0
+    """Interval in steps between snapshots of the state in this machine's memory (/dev/shm), from which a
+    restart by the parent process continues if they are newer than the newest checkpoint; 0: none. One node.
+    """
     at_end: bool = True
     """Save after the last step."""
     export: bool = False
@@ -56,7 +60,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         at_least("checkpoint", 1, keep_last=self.keep_last)
-        at_least("checkpoint", 0, keep_every=self.keep_every)
+        at_least("checkpoint", 0, keep_every=self.keep_every, memory_every=self.memory_every)
         check(
             self.staging_gib > 0,
             "checkpoint.staging_gib",

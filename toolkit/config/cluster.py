@@ -188,6 +188,10 @@ class ClusterConfig:
     """How often a failed job restarts from its newest checkpoint; only attempts without progress count.
     Errors in the configuration are never retried.
     """
+    standbys: int | None = None
+    """Processes that have done their imports and wait to take the places of the ranks at a restart. Null: as
+    many as the ranks of this machine, if cluster.restarts is greater than 0; 0: none.
+    """
     notice: PreemptionNotice = PreemptionNotice.none
     """Ask this cloud every five seconds whether it preempts a machine of the run (spot, preemptible): gce,
     aws or azure. If so, the run saves and stops. none: do not ask; a signal does the same.
@@ -205,8 +209,10 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         at_least("cluster", 1, nodes=self.nodes, cpu_ranks=self.cpu_ranks, grace_seconds=self.grace_seconds)
-        at_least("cluster", 0, gpus_per_node=self.gpus_per_node, restarts=self.restarts)
         at_least("cluster", 0, repair_hours=self.repair_hours, spare_nodes=self.spare_nodes)
+        at_least(
+            "cluster", 0, gpus_per_node=self.gpus_per_node, restarts=self.restarts, standbys=self.standbys
+        )
         mtbf = self.node_mtbf_hours
         check(
             mtbf is None or mtbf > 0,

@@ -25,6 +25,7 @@ from toolkit.goodput import (
 from toolkit.hooks import CompletedStep, Hook, SaveObserver
 from toolkit.monitor.sink import Row
 from toolkit.observe.progress_hooks import STATUS_SECONDS
+from toolkit.restart_phases import RestartPhase, RestartPhases, write_restart
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +37,19 @@ class GoodputTracker(Hook, SaveObserver):
         folder: the attempt's folder.
         earlier: the attempts before it.
         clock: seconds since 1970.
+        restart: the phases of the restart that started this attempt.
     """
 
     def __init__(
-        self, folder: Path, earlier: Sequence[Attempt], clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        earlier: Sequence[Attempt],
+        clock: Callable[[], float] = time.time,
+        *,
+        restart: RestartPhases | None = None,
     ) -> None:
         self._folder, self._earlier, self._clock = folder, tuple(earlier), clock
+        self._restart = restart
         now = clock()
         self._times = read_times(folder) or AttemptTimes(began=now, seen=now)
         self._next = 0.0
@@ -66,6 +74,10 @@ class GoodputTracker(Hook, SaveObserver):
                 since_end = f", and {waited:.1f} s after the previous attempt ended"
             since_start = f"{now - times.began:.1f} s after the start"
             log.info(f"completed the first step (step {completed.step}) {since_start}{since_end}")
+            if self._restart is not None:
+                phases = self._restart.ended(RestartPhase.FIRST_STEP, now)
+                log.info(phases.describe())
+                write_restart(self._folder, phases)
         self._update(step=completed.step, stepping=times.stepping + completed.seconds, active=now)
         if now >= self._next:
             self._write()

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint_folder import committed_checkpoints, newest_checkpoint
@@ -27,12 +28,14 @@ from toolkit.observe.monitoring import RunMonitor
 from toolkit.observe.progress_hooks import DataProgressLogger, MetricsLogger, PlotWriter, StatusWriter
 from toolkit.plan.flops import why_no_utilisation
 from toolkit.plan.types import Device, RunPlan
+from toolkit.restart_phases import RestartPhases
 from toolkit.rows import last_row, read_rows
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.usage import read_usage
 from toolkit.train.auto_interval import AutoInterval, ChosenInterval
 from toolkit.train.budget import BudgetWatch
 from toolkit.train.evaluation import Evaluation
+from toolkit.train.memory_snapshots import MemorySnapshots
 from toolkit.train.metric_tracking import BestCheckpoints, EarlyStopping
 from toolkit.train.metrics import EvaluationMetrics
 from toolkit.train.nonfinite import finite_on_all_ranks
@@ -109,18 +112,24 @@ def _default_task(plan: RunPlan, data: RunData) -> Task:
     return text_task(plan) if data.records is None else vision_task(plan, data.records)
 
 
-def build_hooks(training: Training, started: float) -> TrainingHooks:
+def build_hooks(
+    training: Training, started: float, *, memory: Path | None = None, restart: RestartPhases | None = None
+) -> TrainingHooks:
     """Build the hooks in the order in which the loop calls them.
 
     Args:
         started: ``time.monotonic()`` when the run started.
+        memory: folder of snapshots in memory; None: none are taken.
+        restart: the phases of the restart that started this attempt.
     """
     context, monitor, data = training.context, training.monitor, training.data
     plan, directory, rank, attempt = context.plan, context.directory, context.rank, context.attempt
     earlier = directory.attempt_times(before=attempt)
     deadline = SaveDeadline(plan, (save for each in earlier for save in each.saves))
     save_timer = SaveTimer(parse_cadence(plan.config.checkpoint.every).seconds)
-    goodput = GoodputTracker(directory.attempt_folder(attempt), earlier) if rank == 0 else None
+    goodput = (
+        GoodputTracker(directory.attempt_folder(attempt), earlier, restart=restart) if rank == 0 else None
+    )
     observers: list[SaveObserver] = [deadline] if goodput is None else [goodput, deadline]
     if goodput is not None and parse_cadence(plan.config.checkpoint.every).auto:
         observers.append(_build_auto_interval(training, save_timer, goodput))
@@ -173,6 +182,18 @@ def build_hooks(training: Training, started: float) -> TrainingHooks:
         best=best,
     )
     hooks.add(checkpoints)
+    if memory is not None:
+        hooks.add(
+            MemorySnapshots(
+                context,
+                training.engine,
+                memory,
+                data.stream,
+                flush=training.sink.flush,
+                on_blocked=(lambda seconds: None) if goodput is None else goodput.on_save_blocked,
+                hook_states=hooks.state_dict,
+            )
+        )
     status = None
     if goodput is not None:
         status = StatusWriter(

@@ -70,15 +70,17 @@ def set_aside_later_checkpoints(
         )
 
 
-def find_resume_point(plan: RunPlan, directory: RunDirectory) -> ResumePoint:
+def find_resume_point(plan: RunPlan, directory: RunDirectory, snapshot: Path | None = None) -> ResumePoint:
     """Find the resume point from the files, which is the same on every rank.
+
+    Args:
+        snapshot: a snapshot in memory that is newer than the run's checkpoints, if there is one.
 
     Raises:
         UserError: there is nothing to resume from, or it does not fit this run.
     """
-    source = resolve_source(
-        plan.config, newest_checkpoint(directory.checkpoints) if plan.config.resume == "auto" else None
-    )
+    saved = newest_checkpoint(directory.checkpoints) if plan.config.resume == "auto" else None
+    source = resolve_source(plan.config, snapshot or saved)
     if source.path is None:
         pretrained = plan.config.model.pretrained
         description = (

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from toolkit.data.registry import RunData, open_data
 from toolkit.engine.build import build_engine
@@ -18,10 +19,12 @@ from toolkit.observe.context import RankContext
 from toolkit.observe.monitoring import monitor_run
 from toolkit.observe.sinks import close_with_exit_code, open_sinks
 from toolkit.plan.types import RunPlan
+from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.build import Training, TrainingHooks, build_hooks, build_task, log_setup, make_step_sync
 from toolkit.train.finalize import TrainingOutcome, finish
 from toolkit.train.loop import train
+from toolkit.train.memory_snapshots import find_snapshot
 from toolkit.train.micro_batches import prefetches
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.process_setup import freeze_gc, seed_everything
@@ -49,6 +52,8 @@ def run(
     data: str | None = None,
     launcher: str | None = None,
     seconds_left: Callable[[], float | None] = lambda: None,
+    memory: Path | None = None,
+    restart: RestartPhases | None = None,
 ) -> ExitCode:
     """Train on this rank. With several ranks the process group is initialized before.
 
@@ -60,6 +65,8 @@ def run(
         launcher: name of what started the ranks, for the record.
         seconds_left: returns the time until this rank is killed after it was asked to stop; None if it was
             not asked, or will not be killed.
+        memory: folder of snapshots in memory, from which this attempt may continue and to which it writes.
+        restart: the phases of the restart that started this attempt, for the record.
 
     Returns:
         DONE after the last step. STOPPED if the ranks agreed to stop; then the state is saved, unless there
@@ -75,7 +82,8 @@ def run(
     with ExitStack() as stack:
         seed_everything(plan)
         all_reduce_flags = make_flag_reduce(plan.world.ranks)
-        resume_point = find_resume_point(plan, directory)
+        snapshot = find_snapshot(plan, directory, memory, rank, all_reduce_flags)
+        resume_point = find_resume_point(plan, directory, snapshot)
         user_task = build_user_task(plan.config)
         plan = describe_task(replace(plan, batch=resume_point.batch), user_task)
         state = resume_point.state
@@ -103,7 +111,9 @@ def run(
         monitor = stack.enter_context(monitor_run(context, sink))
         engine = build_engine(plan, task, rank=rank, local_rank=local_rank, recorder=monitor.recorder)
         monitor.hangs.beat("building the engine")
+        restart = restart.ended(RestartPhase.BUILD) if restart is not None else None
         engine.load(resume_point.reader)
+        restart = restart.ended(RestartPhase.LOAD) if restart is not None else None
         if rank == 0:
             set_aside_later_checkpoints(plan, directory, resume_point, attempt)
             log_setup(plan, run_data)
@@ -122,7 +132,7 @@ def run(
             EndRequest(),
             rollbacks,
         )
-        hooks = build_hooks(training, started)
+        hooks = build_hooks(training, started, memory=memory, restart=restart)
         restore_hooks(resume_point, hooks.all, rank=rank)
         outcome = fit(training, hooks)
         set_exit_code(outcome.code)

@@ -22,10 +22,20 @@ from toolkit.plan.types import Device
 def import_deepspeed(device: Device, local_rank: int) -> ModuleType:
     """Import DeepSpeed for ``device`` and let it adopt the existing process group. Returns the package."""
     assert dist.is_initialized(), "the process group is created before the engine"
+    os.environ["LOCAL_RANK"] = str(local_rank)  # read by ``zero.Init`` and required by the engine
+    deepspeed = import_package(device)
+    if deepspeed.comm.comm.cdb is not None and not _adopted_group_is_current():
+        _release_stale_groups()
+    deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
+    _adopted_group.append(dist.group.WORLD)
+    return deepspeed
+
+
+def import_package(device: Device) -> ModuleType:
+    """Import and patch DeepSpeed for ``device``, without a process group."""
     # Otherwise DeepSpeed guesses the accelerator from installed packages: a CPU run on a GPU machine would
     # not start.
     os.environ.setdefault("DS_ACCELERATOR", str(device))
-    os.environ["LOCAL_RANK"] = str(local_rank)  # read by ``zero.Init`` and required by the engine
 
     import deepspeed
     import deepspeed.comm
@@ -39,10 +49,6 @@ def import_deepspeed(device: Device, local_rank: int) -> ModuleType:
         _allow_fp16_on_any_cpu(deepspeed.DeepSpeedEngine)
     silence_memory_reports()
     host_reads.mask_norms_on_device()
-    if deepspeed.comm.comm.cdb is not None and not _adopted_group_is_current():
-        _release_stale_groups()
-    deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
-    _adopted_group.append(dist.group.WORLD)
     return deepspeed
 
 

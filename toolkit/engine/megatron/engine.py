@@ -45,6 +45,14 @@ from toolkit.step_parts import BACKWARD, FORWARD, OPTIMIZER, UNRECORDED, Recorde
 Output = tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
 
 
+def import_megatron(device: Device) -> None:
+    """Import and patch Megatron-core for ``device``, without a process group."""
+    if device is Device.CPU:
+        cpu.enable()
+    patches.apply()
+    import toolkit.engine.megatron.build  # noqa: F401
+
+
 class MegatronEngine:
     """One rank. Every method but ``shards`` and ``scalars`` is collective."""
 
@@ -59,13 +67,11 @@ class MegatronEngine:
     ) -> None:
         assert plan.megatron is not None, "the plan of a megatron run has Megatron-core's settings"
         check_transformer_engine(plan)
-        if plan.world.device is Device.CPU:
-            cpu.enable()
+        import_megatron(plan.world.device)
         if not needs_single_cuda_queue(plan.config, plan.world):
             warnings.filterwarnings(
                 "ignore", r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX"
             )
-        patches.apply()
         from toolkit.engine.megatron.build import MegatronModel, initialize_process_groups
 
         self._plan, self._objective, self._recorder = plan, objective, recorder

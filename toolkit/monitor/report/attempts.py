@@ -117,6 +117,11 @@ def _end(run: ReportData) -> str:
 
 
 def _texts(attempts: tuple[AttemptRecord, ...]) -> Iterator[CollapsedText]:
+    restarts = [
+        f"attempt {attempt.number} {attempt.restart}" for attempt in attempts if attempt.restart is not None
+    ]
+    if restarts:
+        yield CollapsedText("phases of the restarts", "\n".join(restarts))
     for attempt in attempts:
         if attempt.hang:
             yield CollapsedText(f"attempt {attempt.number}: hang report", without_secrets(attempt.hang))

@@ -58,6 +58,7 @@ class AttemptRecord:
         of the log.
     end: how it ended; empty if not recorded.
     start_seconds: from its start to the end of its first step.
+    restart: the phases of the restart that started it, in one line; None if a user started it.
     first: completed steps when it began to train.
     repeated: its steps that a later attempt repeated.
     plan, config: as resolved at its start.
@@ -77,6 +78,7 @@ class AttemptRecord:
     environment: Mapping[str, Any]
     probe: Mapping[str, Any]
     hang: str
+    restart: str | None
     files: tuple[str, ...]
 
 

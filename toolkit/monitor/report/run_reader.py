@@ -33,6 +33,7 @@ from toolkit.monitor.report.run_curves import (
 from toolkit.monitor.report.run_data import AttemptRecord, ReportData
 from toolkit.paths import UnsafePath, check_links
 from toolkit.progress import Progress
+from toolkit.restart_phases import RESTART, read_restart
 
 NODE_POINTS = 2400  # of a metric, over all nodes together
 LEAST_NODE_POINTS = 60
@@ -142,6 +143,7 @@ def _read_attempts(folder: Path) -> Iterator[AttemptRecord]:
         "probe.json",
         TIMES,
         SAVES,
+        RESTART,
     }
     for number in numbers:
         attempt_folder = root / f"{number:03d}"
@@ -169,6 +171,7 @@ def _read_attempts(folder: Path) -> Iterator[AttemptRecord]:
             environment=_read_json(attempt_folder / "environment.json"),
             probe=_read_json(attempt_folder / "probe.json"),
             hang=_read_text(attempt_folder / "hang.txt", HANG_BYTES),
+            restart=None if (phases := read_restart(attempt_folder)) is None else phases.describe(),
             files=tuple(
                 sorted(
                     path.relative_to(folder).as_posix()

@@ -1,0 +1,237 @@
+"""Measure how long a killed rank interrupts a training: from SIGKILL to the next step that had not been made.
+
+    python benchmarks/restart.py                              about eight minutes on two cores
+    python benchmarks/restart.py --rounds 1 --kills 2 --only warm memory
+    python benchmarks/restart.py --overhead                   the cost of snapshots; about six minutes
+
+A model of 11 M parameters trains with ZeRO 1 on two ranks. The contenders take turns; in each turn a run
+starts, and ranks 0 and 1 are killed in turn after some steps:
+
+    torchrun   torchrun --max-restarts, from the newest checkpoint
+    cold       plain python with cluster.standbys=0
+    warm       plain python: the ranks' places are taken by standbys
+    memory     the same with checkpoint.memory_every: from the newest snapshot
+
+The phases are those of attempts/NNN/restart.json. Results go to benchmarks/results/restart.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from toolkit.cluster.rank_processes import find_free_port
+from toolkit.restart_phases import read_restart
+from toolkit.rundir.directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "restart.json"
+RANKS, LIMIT_SECONDS = 2, 300.0
+CHECKPOINT_EVERY, MEMORY_EVERY = 40, 5
+STEPS_BEFORE_A_KILL = 12  # of an attempt; not a multiple of MEMORY_EVERY, so steps are repeated
+KEYS = (
+    "+exp=quickstart",
+    "engine=deepspeed",
+    "zero=stage1",
+    "model.hidden_size=384",
+    "model.intermediate_size=1024",
+    "model.num_hidden_layers=6",
+    "train.sequence_length=64",
+    "train.global_batch=4",
+    "train.steps=1000000",
+    "schedule=constant",
+    "schedule.warmup=0",
+    "eval.every=0",
+    "monitor=files",
+    "debug.threads=1",
+    f"checkpoint.every={CHECKPOINT_EVERY}",
+    "cluster.restarts=1000",
+    "+hooks.marks.target=restart_marks.StepMoments",
+)
+CONTENDERS: dict[str, tuple[str, ...]] = {
+    "torchrun": (),
+    "cold": ("cluster.standbys=0",),
+    "warm": (),
+    "memory": (f"checkpoint.memory_every={MEMORY_EVERY}",),
+}
+
+
+class RunningTraining:
+    """One run of a contender, as a context manager."""
+
+    def __init__(self, name: str, data: str, folder: Path) -> None:
+        self.name, self.dir, self._marks = name, folder / "run", folder / "marks.txt"
+        script = str(ROOT / "launch" / "train.py")
+        words = [*KEYS, *CONTENDERS[name], f"run.dir={self.dir}", f"data.path={data}"]
+        if name == "torchrun":
+            argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
+            argv += ["--max-restarts", "1000", "--master_port", str(find_free_port()), script, *words]
+        else:
+            argv = [sys.executable, script, *words, f"cluster.cpu_ranks={RANKS}"]
+        search = os.pathsep.join([str(ROOT / "benchmarks" / "harness"), str(ROOT)])
+        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search, "RESTART_MARKS": str(self._marks)}
+        self._log = (folder / "log.txt").open("w")
+        self.process = subprocess.Popen(
+            argv, cwd=ROOT, env={**os.environ, **environ}, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        for child in children:
+            child.kill()
+        self.process.wait()
+        psutil.wait_procs(children)
+        self._log.close()
+
+    def moments(self) -> list[tuple[float, int]]:
+        """Return time and number of each step so far, in order of time."""
+        lines = self._marks.read_text().splitlines() if self._marks.exists() else []
+        words = (line.split() for line in lines)
+        return [(float(moment), int(step)) for moment, step in words]
+
+    def wait_until(self, what: str, holds: Any) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not holds():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                log = Path(self._log.name).read_text()[-3000:]
+                raise SystemExit(f"{self.name}: not {what} within {LIMIT_SECONDS:g} s\n{log}")
+            time.sleep(0.02)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Return the ranks, without standbys."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                environ, waits = process.environ(), process.name().startswith(("standby-", "warm-up-"))
+            except psutil.Error:
+                continue
+            if "RANK" in environ and not waits:
+                found[int(environ["RANK"])] = process
+        return found
+
+    def standbys_are_ready(self) -> bool:
+        if self.name in ("torchrun", "cold"):
+            return True
+        children = psutil.Process(self.process.pid).children()
+        return sum(child.name().startswith("standby-") for child in children) == RANKS
+
+    def kill_a_rank(self, rank: int, attempt: int) -> dict[str, Any]:
+        """Kill ``rank`` of an attempt after some steps, and measure until the next new step."""
+        done = len(self.moments())
+        self.wait_until("stepping", lambda: len(self.moments()) >= done + STEPS_BEFORE_A_KILL)
+        self.wait_until("with standbys", self.standbys_are_ready)
+        killed = time.time()
+        self.ranks()[rank].send_signal(signal.SIGKILL)
+        before = max(step for moment, step in self.moments() if moment <= killed)
+
+        def new() -> list[float]:
+            return [moment for moment, step in self.moments() if step > before and moment > killed + 0.5]
+
+        self.wait_until("stepping again", new)
+        repeated = [step for moment, step in self.moments() if moment > killed + 0.5 and step <= before]
+        phases = read_restart(RunDirectory(self.dir).attempt_folder(attempt + 1))
+        return {
+            "seconds": new()[0] - killed,
+            "repeated_steps": len(repeated),
+            "phases": phases.seconds() if phases is not None else {},
+            "standbys": phases.standbys if phases is not None else 0,
+        }
+
+
+def turn(name: str, kills: int, data: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, RunningTraining(name, data, Path(folder)) as training:
+        return [training.kill_a_rank(kill % RANKS, kill + 1) for kill in range(kills)]
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    seconds = sorted(row["seconds"] for row in rows)
+    names = dict.fromkeys(name for row in rows for name in row["phases"])
+    return {
+        "kills": len(rows),
+        "p50_seconds": statistics.median(seconds),
+        "p95_seconds": seconds[min(len(seconds) - 1, round(0.95 * (len(seconds) - 1) + 0.499))],
+        "repeated_steps": statistics.mean(row["repeated_steps"] for row in rows),
+        "standbys": min(row["standbys"] for row in rows),
+        "phases": {name: statistics.median(row["phases"].get(name, 0.0) for row in rows) for name in names},
+    }
+
+
+def overhead(rounds: int, data: str, steps: int = 150, first: int = 40) -> dict[str, Any]:
+    """Compare the time of ``steps`` steps with and without snapshots, in runs that take turns.
+
+    Standbys are off on both sides; their imports end before the first step that counts.
+    """
+    took: dict[str, list[float]] = {"cold": [], "snapshots": []}
+    CONTENDERS["snapshots"] = (*CONTENDERS["cold"], *CONTENDERS["memory"])
+    for number in range(rounds):
+        for name in list(took)[:: 1 if number % 2 == 0 else -1]:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                RunningTraining(name, data, Path(folder)) as training,
+            ):
+                training.wait_until("done", lambda: len(training.moments()) > first + steps)
+                moments = training.moments()
+                took[name].append((moments[first + steps][0] - moments[first][0]) / steps)
+    ratios = [with_ / without for with_, without in zip(took["snapshots"], took["cold"], strict=True)]
+    return {"step_seconds": took, "ratios": ratios, "median_ratio": statistics.median(ratios)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=3, help="per turn")
+    parser.add_argument("--overhead", action="store_true", help="measure snapshots without failures instead")
+    parser.add_argument(
+        "--data", default=str(ROOT / "data" / "stdlib"), help="folder of the embedded text, created if absent"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    results = json.loads(given.out.read_text()) if given.out.exists() else {}
+    results["machine"] = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+    }
+    results["versions"] = {name: metadata.version(name) for name in ("torch", "deepspeed")}
+    if given.overhead:
+        results["overhead"] = overhead(4, given.data)
+        print(f"a step with a snapshot every {MEMORY_EVERY}: {results['overhead']['median_ratio']:.4f} times")
+    else:
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in given.only}
+        for _ in range(given.rounds):
+            for name in given.only:
+                rows[name] += turn(name, given.kills, given.data)
+        results["contenders"] = {name: summarize(found) for name, found in rows.items()}
+        for name, row in results["contenders"].items():
+            phases = ", ".join(f"{phase} {took:.1f}" for phase, took in row["phases"].items())
+            times = f"p50 {row['p50_seconds']:.1f} s, p95 {row['p95_seconds']:.1f} s"
+            print(
+                f"{name:>9}: {times} over {row['kills']} kills, {row['repeated_steps']:.1f} steps repeated; "
+                f"{phases}"
+            )
+    given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

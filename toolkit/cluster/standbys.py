@@ -1,0 +1,255 @@
+"""Warm standby processes, which take the places of the ranks at a restart.
+
+A restart replaces all ranks: the process groups of torch, and the global state of DeepSpeed and
+Megatron-core, cannot be rebuilt reliably within a process. Most of a new rank's start are imports, so the
+supervisor keeps standbys that have done them:
+
+    supervisor                                  standby
+    starts it after the first step       ->     imports, in a thread at low priority
+                                         <-     ``ready``
+    restart: variables, handover, lock   ->
+                                         <-     ``taken``, and runs the path of every rank from its beginning
+
+Both ends of this conversation are here. A standby has no CUDA context and no process group. It ends when the
+supervisor does, because their socket closes. A standby that died, is stopped or is not ready is replaced by a
+process that starts cold.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit.cluster.attempt_spec import AttemptSpec
+from toolkit.cluster.environment import HANDOVER, Launch
+from toolkit.cluster.machine_info import detect_machine
+from toolkit.cluster.process_environment import set_cuda_defaults, set_run_defaults
+from toolkit.cluster.rank_processes import start_process
+from toolkit.commands import inherited_form
+from toolkit.plan.types import RunPlan
+
+log = logging.getLogger(__name__)
+
+STANDBY = "--standby="  # option with the descriptor of a standby's socket
+READY, TAKEN = b"ready", b"taken"
+TAKEN_SECONDS = 2.0  # a standby that does not answer within this time is stopped or starved
+LOW_PRIORITY = 19
+MESSAGE_BYTES = 1 << 16
+# The kernel kills standbys first if memory runs out. A process may take back what it added itself.
+OOM_SCORE, OOM_FIRST, OOM_USUAL = Path("/proc/self/oom_score_adj"), "1000", "0"
+PROCESS_NAME = Path("/proc/self/comm")  # as ps shows it
+
+
+# ---- the supervisor's end
+
+
+class StandbyPool:
+    """The standbys of one machine, at most one for each rank.
+
+    Args:
+        command: the script or module that every rank runs.
+        count: number of standbys; lower ranks get them first.
+    """
+
+    def __init__(self, command: Sequence[str], count: int, environ: Mapping[str, str] = os.environ) -> None:
+        self._command, self._count, self._environ = command, count, environ
+        self._standbys: dict[int, _Standby] = {}
+
+    def start(self, handover: Path) -> None:
+        """Start the standbys that are missing.
+
+        Args:
+            handover: the attempt spec of the current attempt, from which they learn what to import.
+        """
+        for rank in range(self._count):
+            if rank not in self._standbys:
+                try:
+                    self._standbys[rank] = _Standby(self._command, handover, rank, self._environ)
+                except OSError as error:  # no memory, or too many processes
+                    log.warning("no standby of rank %d, so a restart takes longer: %s", rank, error)
+                    return
+
+    def discard_unready(self) -> int:
+        """End the standbys that could not take a rank's place now; return the number of the others."""
+        for rank, standby in list(self._standbys.items()):
+            if not standby.is_ready():
+                self._standbys.pop(rank).kill()
+        return len(self._standbys)
+
+    def take(
+        self, rank: int, variables: Mapping[str, str], handover: Path, lock: int
+    ) -> subprocess.Popen[bytes] | None:
+        """Turn the standby of ``rank`` into that rank; None if there is none that can.
+
+        Args:
+            variables: environment variables of the rank.
+            handover: its attempt spec.
+            lock: descriptor of the run directory's lock, which a rank keeps.
+        """
+        standby = self._standbys.pop(rank, None)
+        if standby is None:
+            return None
+        if standby.is_ready() and standby.hand_over(variables, handover, lock):
+            return standby.process
+        standby.kill()
+        return None
+
+    def kill(self) -> None:
+        """End all standbys."""
+        for rank in list(self._standbys):
+            self._standbys.pop(rank).kill()
+
+
+class _Standby:
+    def __init__(self, command: Sequence[str], handover: Path, rank: int, environ: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ready = False
+        with theirs:
+            # RANK as well, since a script of the user may read it before it calls the command
+            self.process = start_process(
+                [*command, f"{HANDOVER}{handover}", f"{STANDBY}{theirs.fileno()}"],
+                {**environ, **inherited_form(), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                keep=[theirs.fileno()],
+            )
+
+    def is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            return False
+        with suppress(BlockingIOError, ConnectionError):
+            self._ready = self._ready or self._socket.recv(len(READY), socket.MSG_DONTWAIT) == READY
+        return self._ready
+
+    def hand_over(self, variables: Mapping[str, str], handover: Path, lock: int) -> bool:
+        """Send what makes the standby a rank; return whether it answers."""
+        message = json.dumps({"variables": dict(variables), "handover": str(handover)}).encode()
+        self._socket.settimeout(TAKEN_SECONDS)
+        try:
+            socket.send_fds(self._socket, [message], [lock])
+            taken = self._socket.recv(len(TAKEN)) == TAKEN
+        except OSError:  # it died, or does not answer in time
+            return False
+        self._socket.close()
+        return taken
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._socket.close()
+
+
+# ---- the standby's end
+
+
+def is_standby(arguments: Sequence[str]) -> bool:
+    return any(word.startswith(STANDBY) for word in arguments)
+
+
+def wait_for_rank(arguments: Sequence[str], warm_up: Callable[[RunPlan], None]) -> list[str]:
+    """Prepare this process to be a rank, wait until it is needed, and return the rank's arguments.
+
+    The process ends here if the supervisor does, or if ``warm_up`` fails: a rank that starts cold would fail
+    in the same way and report it.
+
+    Args:
+        warm_up: imports what the ranks of a plan need.
+    """
+    options = {word.partition("=")[0] + "=": word.partition("=")[2] for word in arguments}
+    connection = socket.socket(fileno=int(options[STANDBY]))
+    connection.set_inheritable(False)
+    orders: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, orders), name="standby", daemon=True).start()
+    rank = os.environ["RANK"]
+    with suppress(OSError):  # a container may mount /proc read-only
+        PROCESS_NAME.write_text(f"warm-up-{rank}")
+        OOM_SCORE.write_text(OOM_FIRST)
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    with _silent_output():
+        error = _call_at_low_priority(lambda: _warm_up(Path(options[HANDOVER]), warm_up))
+    if error is not None:
+        print(f"the standby of rank {rank} could not start: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    with suppress(OSError):
+        PROCESS_NAME.write_text(f"standby-{rank}")
+    connection.send(READY)
+    order = orders.get()
+    os.environ.update(order["variables"])
+    with suppress(OSError):
+        PROCESS_NAME.write_text(f"rank-{rank}")
+        OOM_SCORE.write_text(OOM_USUAL)
+    _restore_priority(priority)
+    return [f"{HANDOVER}{order['handover']}"]
+
+
+def _receive(connection: socket.socket, orders: queue.SimpleQueue[Mapping[str, Any]]) -> None:
+    """Wait for the order to become a rank, also during the imports."""
+    message, _lock, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
+    if not message:
+        os._exit(0)
+    orders.put(json.loads(message))
+    with suppress(OSError):  # the supervisor has ended: the rank notices
+        connection.send(TAKEN)
+
+
+def _warm_up(handover: Path, warm_up: Callable[[RunPlan], None]) -> None:
+    """Do what a rank does until it connects to the others, except that ``warm_up`` imports everything."""
+    plan = AttemptSpec.read(handover).plan()
+    set_cuda_defaults(os.environ, plan)
+    set_run_defaults(os.environ, Launch(), plan, detect_machine())
+    warm_up(plan)
+
+
+def _call_at_low_priority(work: Callable[[], None]) -> str | None:
+    """Call ``work`` in a thread at low priority, and return the traceback of its error.
+
+    Linux has a priority for each thread. The main thread keeps the usual one, because only a privileged
+    process may raise a priority again.
+    """
+    errors: list[str] = []
+
+    def call() -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+        try:
+            work()
+        except BaseException:  # noqa: BLE001  the caller reports it
+            errors.append(traceback.format_exc())
+
+    thread = threading.Thread(target=call, name="warm-up")
+    thread.start()
+    thread.join()
+    return errors[0] if errors else None
+
+
+def _restore_priority(priority: int) -> None:
+    """Restore the priority of threads that libraries started during the imports, as far as it is allowed."""
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, int(task.name), priority)
+
+
+@contextmanager
+def _silent_output() -> Iterator[None]:
+    """Discard what libraries print while they are imported: the ranks have printed it."""
+    saved = [os.dup(number) for number in (1, 2)]
+    with Path(os.devnull).open("wb") as nothing:
+        for number in (1, 2):
+            os.dup2(nothing.fileno(), number)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, copy in zip((1, 2), saved, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)

@@ -1,0 +1,184 @@
+"""Snapshots of the state in memory: ``checkpoint.memory_every``.
+
+They are checkpoints in a folder on tmpfs (``rundir/memory.py``), written by the same code in the background.
+A restart by the supervisor continues from the newest sound one if it is newer than the newest checkpoint.
+They change nothing of the run's checkpoints on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile
+from toolkit.checkpoint.directory import load_manifest
+from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
+from toolkit.checkpoint.online.store import CheckpointStore, PendingSave
+from toolkit.checkpoint.planner import boxes_to_write
+from toolkit.checkpoint.shard import Shard
+from toolkit.checkpoint_folder import committed_checkpoints, newest_checkpoint, step_of
+from toolkit.data.registry import SampleStream
+from toolkit.engine.protocol import Engine
+from toolkit.engine.rank_sync import FlagReduce
+from toolkit.hooks import CompletedStep, Hook
+from toolkit.observe.context import RankContext
+from toolkit.plan.types import RunPlan
+from toolkit.progress import quantity
+from toolkit.rundir.directory import RunDirectory
+from toolkit.step_parts import CHECKPOINT
+from toolkit.train import state
+from toolkit.train.nonfinite import all_finite
+
+log = logging.getLogger(__name__)
+
+COPIES = 2  # a snapshot is complete before the previous one is removed
+
+
+class MemorySnapshots(Hook):
+    """Take a snapshot every ``checkpoint.memory_every`` steps.
+
+    They end, with a warning, if the file system has no room for two of them or if one cannot be written; the
+    ranks agree on that before each snapshot. A state that is not finite is not kept.
+
+    Args:
+        folder: on tmpfs.
+        flush: called before a snapshot, so that the rows up to it are written if the run is killed later.
+        on_blocked: receives the seconds for which training waited.
+        hook_states: returns what the hooks store. May be collective.
+    """
+
+    part = CHECKPOINT
+
+    def __init__(
+        self,
+        context: RankContext,
+        engine: Engine,
+        folder: Path,
+        stream: SampleStream,
+        *,
+        flush: Callable[[], None],
+        on_blocked: Callable[[float], None] = lambda seconds: None,
+        hook_states: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._context, self._plan, self._engine, self._folder = context, context.plan, engine, folder
+        self._stream, self._flush, self._on_blocked = stream, flush, on_blocked
+        self._hook_states = hook_states
+        self._every = self._plan.config.checkpoint.memory_every
+        self._store = CheckpointStore(folder, keep_last=1)
+        self._pending: PendingSave | None = None
+        self._fits: bool | None = None  # None: not known before the first snapshot
+        self._ended = False
+
+    def on_step(self, completed: CompletedStep) -> None:
+        ends = completed.last or completed.consensus.stop  # then the state is saved on disk
+        if completed.step % self._every == 0 and not ends and not self._ended:
+            start = time.monotonic()
+            self._take(completed.step)
+            self._on_blocked(time.monotonic() - start)
+
+    def on_end(self, step: int) -> None:
+        self._wait()
+
+    def _take(self, step: int) -> None:
+        problem = self._wait()
+        shards = self._engine.shards()
+        if self._fits is None:
+            problem = problem or self._find_lack_of_room(shards)
+            self._fits = problem is None
+        failed, nonfinite = self._context.all_reduce_flags(
+            [problem is not None, not all_finite(shard.data for shard in shards)]
+        )
+        if failed:
+            self._ended = True
+            if self._context.rank == 0:
+                log.warning("no more snapshots in memory: %s", problem or "another rank could not write")
+            return
+        if nonfinite:
+            return
+        self._flush()
+        scalars = state.scalars(
+            self._plan,
+            state.TrainState(step),
+            self._stream.fingerprint(),
+            self._stream.state(step),
+            self._engine.scalars(),
+            self._hook_states(),
+        )
+        self._pending = self._store.save(
+            step,
+            shards,
+            scalars,
+            namespace=state.namespace(self._plan),
+            rank=self._context.rank,
+            ranks=self._context.ranks,
+            attempt=self._context.attempt,
+            background=True,
+        )
+
+    def _wait(self) -> str | None:
+        """Wait for the snapshot that is being written; return why it failed."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.wait()
+        except Exception as error:  # noqa: BLE001  training goes on without snapshots
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _find_lack_of_room(self, shards: Sequence[Shard]) -> str | None:
+        """Return why two snapshots of all ranks of this machine do not fit, or None."""
+        own = sum(box.numel * shard.data.element_size() for shard in shards for box in boxes_to_write(shard))
+        needed = COPIES * own * self._context.ranks
+        found = os.statvfs(self._folder)
+        present = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        room = found.f_bavail * found.f_frsize + present
+        if needed <= room:
+            return None
+        return (
+            f"{self._folder.parent} has room for {quantity(room, 'B')}, and two snapshots of "
+            f"{self._context.ranks} ranks need up to {quantity(needed, 'B')} (checkpoint.memory_every)"
+        )
+
+
+def find_snapshot(
+    plan: RunPlan, directory: RunDirectory, memory: Path | None, rank: int, all_reduce_flags: FlagReduce
+) -> Path | None:
+    """Return the newest sound snapshot that is newer than the newest checkpoint; None if there is none.
+    Collective.
+
+    Ranks divide the pieces of a snapshot among themselves and verify their hashes. A damaged snapshot is
+    logged.
+    """
+    if memory is None or plan.config.resume != "auto":
+        return None
+    newest = newest_checkpoint(directory.checkpoints)
+    saved = -1 if newest is None else step_of(newest)
+    snapshots = [
+        folder for step, folder in committed_checkpoints(memory).items() if saved is not None and step > saved
+    ]
+    for folder in reversed(snapshots):
+        damage = _find_damage(folder, rank, plan.world.ranks)
+        if not all_reduce_flags([damage is not None])[0]:
+            return folder
+        if rank == 0:
+            log.warning("the snapshot %s is damaged and not used: %s", folder, damage or "see another rank")
+    return None
+
+
+def _find_damage(folder: Path, rank: int, ranks: int) -> str | None:
+    buffer = bytearray(BLOCK_BYTES)
+    try:
+        found = load_manifest(folder)
+        manifest.check_files(folder, found.files)
+        with CheckpointFiles(folder) as files:
+            for piece in found.pieces[rank::ranks]:
+                deque(verify_piece(files, piece, buffer), maxlen=0)
+    except DamagedFile as error:
+        return error.seen
+    return None
