@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -76,11 +77,22 @@ class MemorySnapshots(Hook):
         self._ended = False
 
     def on_step(self, completed: CompletedStep) -> None:
-        ends = completed.last or completed.consensus.stop  # then the state is saved on disk
+        ends = completed.last or completed.consensus.stops  # then the state is saved on disk
         if completed.step % self._every == 0 and not ends and not self._ended:
             start = time.monotonic()
             self._take(completed.step)
             self._on_blocked(time.monotonic() - start)
+
+    def on_rollback(self, path: Path) -> None:
+        """Remove the snapshots, which are of steps that the run goes back behind."""
+        self._wait()
+        self._store.forget_last_save()
+        self._context.all_reduce_flags(
+            [0]
+        )  # another rank may still look for the snapshot that it has written
+        if self._context.rank == 0:
+            for folder in committed_checkpoints(self._folder).values():
+                shutil.rmtree(folder)
 
     def on_end(self, step: int) -> None:
         self._wait()

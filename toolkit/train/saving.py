@@ -105,6 +105,9 @@ class Checkpoints(Hook):
         if by_steps or at_end or best or consensus.save_due or consensus.stops:
             self._save(completed, last=last or consensus.stops)
 
+    def on_rollback(self, path: Path) -> None:
+        self._store.forget_last_save()
+
     def on_end(self, step: int) -> None:
         self.wait()
 

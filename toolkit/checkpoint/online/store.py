@@ -180,6 +180,14 @@ class CheckpointStore:
         if self._pending is not None and not self._pending.waited:
             self._pending.wait()
 
+    def forget_last_save(self) -> None:
+        """Save the next state even if it is of the same step as the last one: the run repeats steps.
+
+        Raises the error of the last save, unless it was raised before.
+        """
+        self.wait()
+        self._pending = None
+
     def newest(self) -> Path | None:
         """Return the checkpoint to resume from. Raises CheckpointError if the files disagree."""
         return checkpoint_folder.newest_checkpoint(self.directory)

@@ -1,0 +1,53 @@
+"""Snapshots in memory of a run that goes back behind them.
+
+    pytest tests/train/test_memory_snapshots.py
+
+``tests/launch/test_warm_restarts.py`` restarts runs from snapshots.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file
+
+from tests.train.fakes import FakeEngine, completed_step, context_of
+from toolkit.checkpoint.shard import Box, Shard, TensorKey
+from toolkit.checkpoint_folder import committed_checkpoints
+from toolkit.testing.tiny import tiny_plan
+from toolkit.train.memory_snapshots import MemorySnapshots
+
+
+class CountingEngine(FakeEngine):
+    """Its state is one number, that of the last pass over the steps."""
+
+    number = 1.0
+
+    def shards(self) -> list[Shard]:
+        return [Shard(TensorKey("param", "weight"), (1,), Box((0,), (1,)), torch.tensor([self.number]))]
+
+
+def test_rollback_removes_the_snapshots_and_repeated_steps_are_kept_again(tmp_path: Path) -> None:
+    engine, stream = CountingEngine(), SimpleNamespace(fingerprint=lambda: {}, state=lambda step: {})
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    snapshots = MemorySnapshots(
+        context_of(tiny_plan(checkpoint__memory_every=2), tmp_path),
+        engine,
+        memory,
+        stream,  # type: ignore[arg-type]
+        flush=lambda: None,
+    )
+    for step in range(1, 5):
+        snapshots.on_step(completed_step(step))
+    snapshots.on_rollback(tmp_path / "checkpoints" / "step-00000001")
+    assert committed_checkpoints(memory) == {}
+    engine.number = 2.0
+    for step in range(2, 5):
+        snapshots.on_step(completed_step(step))
+    snapshots.on_end(4)
+    (newest,) = committed_checkpoints(memory).values()
+    (part,) = newest.glob("*.safetensors")
+    assert (newest.name, load_file(part)) == ("step-00000004", {"param:weight:0": torch.tensor([2.0])})
