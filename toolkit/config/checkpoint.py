@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from toolkit.config.checks import at_least, check
+from toolkit.config.urls import WRITABLE, shown, url_problem
 from toolkit.errors import ConfigError, Problem
 
 
@@ -47,6 +48,10 @@ class CheckpointConfig:
     """Host memory of a rank for the copy of saves in the background, in GiB (2^30 bytes). It is pinned on
     GPUs and used again by every save. A rank with more state writes in the foreground.
     """
+    url: str | None = None
+    """Also keep checkpoints in an object store: s3://BUCKET/PREFIX, gs:// or az://, uploaded in the
+    background. Null: only in <run.dir>/checkpoints. Credentials come from the environment.
+    """
     at_end: bool = True
     """Save after the last step."""
     export: bool = False
@@ -63,6 +68,22 @@ class CheckpointConfig:
             "write checkpoint.staging_gib=32, or checkpoint.background=false",
         )
         parse_cadence(self.every)
+        if self.url is not None:
+            _check_url(self.url)
+
+
+def _check_url(url: str) -> None:
+    """Raises ConfigError for a URL with secrets, or of a store that cannot be written. No network."""
+    problem = url_problem("checkpoint.url", url)
+    if problem is None and url.partition("://")[0] not in WRITABLE:
+        problem = Problem(
+            "checkpoint.url",
+            f"checkpoint.url={shown(url)}",
+            "checkpoints are uploaded to an object store",
+            "write checkpoint.url=s3://BUCKET/FOLDER, or with gs:// or az://, or leave it out",
+        )
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 @dataclass(frozen=True, slots=True)

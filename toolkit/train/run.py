@@ -25,6 +25,7 @@ from toolkit.train.micro_batches import prefetches
 from toolkit.train.nonfinite import Diverged
 from toolkit.train.process_setup import freeze_gc, seed_everything
 from toolkit.train.resume import find_resume_point, restore_hooks, restore_stream, set_aside_later_checkpoints
+from toolkit.train.uploads import open_checkpoint_store
 from toolkit.train.user_hooks import EndRequest
 from toolkit.train.user_task import build_metrics, build_user_task, describe_task
 
@@ -66,7 +67,8 @@ def run(
     with ExitStack() as stack:
         seed_everything(plan)
         all_reduce_flags = make_flag_reduce(plan.world.ranks)
-        resume_point = find_resume_point(plan, directory)
+        store = open_checkpoint_store(plan, directory, rank, attempt)
+        resume_point = find_resume_point(plan, directory, store.newest if store is not None else None)
         user_task = build_user_task(plan.config)
         plan = describe_task(replace(plan, batch=resume_point.batch), user_task)
         state = resume_point.state
@@ -97,7 +99,9 @@ def run(
             log_setup(plan, run_data)
 
         training = Training(
-            context, run_data, sink, monitor, engine, task, metrics, state, stop, seconds_left, EndRequest()
+            *(context, run_data, sink, monitor, engine, task, metrics, state, stop, seconds_left),
+            EndRequest(),
+            store,
         )
         hooks = build_hooks(training, started)
         restore_hooks(resume_point, hooks.all, rank=rank)
