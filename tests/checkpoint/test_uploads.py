@@ -131,7 +131,7 @@ def test_control_a_pointer_that_moves_too_early_is_detected(
     run.save(2)
     run.close()
     assert pointer_of(store).checkpoint is not None
-    with pytest.raises(CheckpointError, match="part-00000.safetensors: absent") as caught:
+    with pytest.raises(CheckpointError, match=r"part-00000\.safetensors: absent") as caught:
         check_loads(url_of(store), 2)
     first = next(path for path in (store.root / PREFIX).glob("step-00000001-*"))
     assert f"resume={url_of(store)}/{first.name}" in caught.value.problems[0].remedy
@@ -256,7 +256,7 @@ def test_an_older_attempt_that_is_still_alive_is_refused(store: Store, tmp_path:
     second = UploadingRun(tmp_path / "elsewhere", url_of(store), 2)
     run.save(2)
     run.close()
-    with pytest.raises(ConfigError, match="attempt 2 of run .* has replaced the pointer"):
+    with pytest.raises(ConfigError, match=r"attempt 2 of run .* has replaced the pointer"):
         raise run.uploaders[0].error or AssertionError
     check_loads(url_of(store), 1)
     second.save(3)

@@ -19,7 +19,7 @@ from toolkit.monitor.alert import Alert, Level
 from toolkit.paths import Url
 from toolkit.plan.types import RunPlan
 from toolkit.progress import duration
-from toolkit.remote.objects import StoreObjects
+from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
 from toolkit.remote.storage import StorageError, parse_location
 from toolkit.rundir.directory import RunDirectory
 from toolkit.train.user_hooks import broadcast_value
@@ -93,7 +93,7 @@ def _take_over(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -
         explicit=explicit,
         forks=config.run.fork is not None,
     )
-    return take_over(StoreObjects(url, SUBJECT), start)
+    return take_over(StoreObjects(url, SUBJECT, WRITE_LIMITS), start)
 
 
 class CheckpointUploads(Hook):
@@ -115,7 +115,7 @@ class CheckpointUploads(Hook):
         self._url, self._alert, self._seconds_left = store.url, alert, seconds_left
         self._step = 0
         self.uploader = Uploader(
-            StoreObjects(store.url, SUBJECT), settings(on_delay=self._on_delay), store.state
+            StoreObjects(store.url, SUBJECT, WRITE_LIMITS), settings(on_delay=self._on_delay), store.state
         )
 
     def on_start(self, step: int) -> None:
