@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from toolkit.config.checks import at_least, check
-from toolkit.config.urls import WRITABLE, shown, url_problem
+from toolkit.config.urls import WRITABLE, is_url, shown, url_problem
 from toolkit.errors import ConfigError, Problem
 
 
@@ -78,7 +78,7 @@ def _check_url(url: str) -> None:
     if problem is None and url.partition("://")[0] not in WRITABLE:
         problem = Problem(
             "checkpoint.url",
-            f"checkpoint.url={shown(url)}",
+            f"checkpoint.url={shown(url) if is_url(url) else url}",
             "checkpoints are uploaded to an object store",
             "write checkpoint.url=s3://BUCKET/FOLDER, or with gs:// or az://, or leave it out",
         )
