@@ -6,6 +6,7 @@ to the run's checkpoints, as ranks do in a save:
     uploads/run.json                            a random name of this run directory
     uploads/wanted.json                         from rank 0: the checkpoint to send, or that nothing follows
     uploads/step-00000100-0f1e2d3c4b5a/         one record of each object that was sent: size and version
+    uploads/failing-00001                       there while uploads of rank 1 fail
     uploads/pending                             there while the newest checkpoint is not in the store
 
     every rank  sends the files that it wrote (file i of the checkpoint is of rank i modulo ranks)
@@ -84,8 +85,8 @@ class UploadSettings:
         folder: The run's ``uploads`` folder.
         attempt: Number of this start of the run.
         keep_last, keep_every: See ``directory.removable_steps``.
-        on_delay: Called on rank 0 when an upload fails, with the failure and the seconds since an operation
-            succeeded.
+        on_delay: Called on rank 0 when an upload fails, with the failure and the seconds since uploads began
+            to fail.
         on_phase: For crash tests.
         pause_seconds: After the first failure.
     """
@@ -117,7 +118,7 @@ class Uploader:
         self._number = 0
         self._closing, self._give_up = threading.Event(), threading.Event()
         self._wake = threading.Event()
-        self._succeeded_at = time.monotonic()
+        self._failing_since: float | None = None  # of rank 0
         settings.folder.mkdir(parents=True, exist_ok=True)
         work = self._follow if state is None else self._lead
         self._thread = threading.Thread(target=work, name="upload", daemon=True)
@@ -142,18 +143,19 @@ class Uploader:
             seconds_left: Returns the time until this process is killed; None: it is not.
 
         Returns:
-            Whether the store has it. False if ``seconds_left`` came to an end, or nothing was sent for
-            ``END_OUTAGE_SECONDS``. Then the next start of the run sends it.
+            Whether the store has it. False if ``seconds_left`` came to an end, or uploads have failed for
+            ``END_OUTAGE_SECONDS`` since this call. Then the next start of the run sends it.
         """
-        self._succeeded_at = time.monotonic()
+        closed_at = time.monotonic()
         self._closing.set()
         self._wake.set()
         while self._thread.is_alive():
             self._thread.join(POLL_SECONDS)
             report_progress("uploading the last checkpoint")
             left = seconds_left()
-            outage = time.monotonic() - self._succeeded_at > END_OUTAGE_SECONDS
-            if (left is not None and left < 2 * POLL_SECONDS) or (outage and self._state is not None):
+            failing = self._failing_since
+            outage = failing is not None and time.monotonic() - max(failing, closed_at) > END_OUTAGE_SECONDS
+            if outage or (left is not None and left < 2 * POLL_SECONDS):
                 self._give_up.set()
                 break
         if self._state is not None and self._give_up.is_set():
@@ -181,8 +183,7 @@ class Uploader:
             except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
                 if self._newest is None and checkpoint.is_dir():
                     self._newest = checkpoint
-                seconds = time.monotonic() - self._succeeded_at
-                self._settings.on_delay(_describe(error), seconds)
+                self._report_failure(_describe(error))
                 self._give_up.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
             finally:
@@ -217,7 +218,7 @@ class Uploader:
         if self._newest is None:
             (settings.folder / PENDING).unlink(missing_ok=True)
         self._apply_retention(stored, written)
-        self._succeeded_at = time.monotonic()
+        self._failing_since = None
 
     def _announce(self, checkpoint: Path | None, stored: StoredCheckpoint | None = None) -> None:
         self._number += 1
@@ -231,15 +232,16 @@ class Uploader:
 
     def _await_records(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
         """Wait for the other ranks, each of which repeats its part until it succeeds."""
-        reported = begin = time.monotonic()
-        while missing := [record.file for record in files if self._record(stored, record.file) is None]:
+        reported = 0.0
+        while any(self._record(stored, record.file) is None for record in files):
             if self._give_up.is_set():
                 raise IncompleteUpload("there is no time left")
-            now = time.monotonic()
-            if now - reported > MAX_PAUSE_SECONDS:
-                reported = now
-                failure = f"{len(missing)} files of other ranks were not sent yet: {', '.join(missing[:3])}"
-                self._settings.on_delay(failure, now - begin)
+            failing = sorted(self._settings.folder.glob("failing-*"))
+            if not failing:
+                self._failing_since = None
+            elif time.monotonic() - reported > MAX_PAUSE_SECONDS:
+                reported = time.monotonic()
+                self._report_failure(f"uploads of rank {int(failing[0].name.partition('-')[2])} fail")
             time.sleep(POLL_SECONDS / 5)
 
     def _verify(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
@@ -278,6 +280,12 @@ class Uploader:
                     file.unlink(missing_ok=True)
                 entry.rmdir()
 
+    def _report_failure(self, failure: str) -> None:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        self._settings.on_delay(failure, now - self._failing_since)
+
     def _conflict(self) -> UserError:
         other = None
         try:
@@ -291,6 +299,8 @@ class Uploader:
 
     def _follow(self) -> None:
         done, pause = 0, self._settings.pause_seconds
+        failing = self._settings.folder / f"failing-{self._settings.rank:05d}"
+        failing.unlink(missing_ok=True)
         while not self._give_up.is_set():
             wanted = self._wanted()
             if wanted is None or wanted["number"] == done:
@@ -303,10 +313,12 @@ class Uploader:
                 stored = StoredCheckpoint(*_parse_folder(wanted["folder"], checkpoint))
                 self._send_files(checkpoint, stored, load_manifest(checkpoint))
             except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
+                failing.touch()
                 log.warning(f"rank {self._settings.rank} could not upload its part: {_describe(error)}")
                 self._give_up.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
             else:
+                failing.unlink(missing_ok=True)
                 done, pause = wanted["number"], self._settings.pause_seconds
 
     def _wanted(self) -> dict[str, Any] | None:
@@ -328,7 +340,6 @@ class Uploader:
             settings.on_phase(UploadPhase.FILES)
             _check_file(checkpoint, record, written)
             version = self._objects.upload(f"{stored.folder}/{record.file}", checkpoint / record.file)
-            self._succeeded_at = time.monotonic()
             file = self._record_file(stored, record.file)
             file.parent.mkdir(parents=True, exist_ok=True)
             content = {"bytes": record.bytes, "e_tag": version.e_tag, "version": version.version}
@@ -356,7 +367,8 @@ def _same_version(sent: Mapping[str, Any] | None, found: ObjectVersion) -> bool:
     """Return whether an object is the one that was sent. Listings of some stores have no versions."""
     if sent is None:
         return False
-    return sent["e_tag"] == found.e_tag if sent["e_tag"] and found.e_tag else True
+    tags = (sent["e_tag"], found.e_tag)
+    return not all(tags) or len({str(tag).strip('"') for tag in tags}) == 1
 
 
 def _owner(file: str, index: int) -> int:
