@@ -57,7 +57,8 @@ class RunSection:
     """Folder for all files of the run. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
     fork: str | None = None
     """A checkpoint, run directory or URL (s3://...) of another run: start a new run from its state and record
-    the parent. The fork continues at the step and the sample at which its parent stopped, also with another global batch.
+    the parent. The fork continues at the step and the sample at which its parent stopped, also with another
+    global batch.
     """
 
     def __post_init__(self) -> None:

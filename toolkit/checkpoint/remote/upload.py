@@ -120,6 +120,9 @@ class Uploader:
         self._wake = threading.Event()
         self._failing_since: float | None = None  # of rank 0
         settings.folder.mkdir(parents=True, exist_ok=True)
+        if state is not None:
+            for left in settings.folder.glob("failing-*"):  # of an earlier attempt
+                left.unlink(missing_ok=True)
         work = self._follow if state is None else self._lead
         self._thread = threading.Thread(target=work, name="upload", daemon=True)
         self._thread.start()
@@ -300,7 +303,6 @@ class Uploader:
     def _follow(self) -> None:
         done, pause = 0, self._settings.pause_seconds
         failing = self._settings.folder / f"failing-{self._settings.rank:05d}"
-        failing.unlink(missing_ok=True)
         while not self._give_up.is_set():
             wanted = self._wanted()
             if wanted is None or wanted["number"] == done:
