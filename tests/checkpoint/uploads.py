@@ -24,7 +24,7 @@ from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
 
 RANKS = 2
 LIMITS = replace(
-    WRITE_LIMITS, first_backoff_seconds=0.01, max_backoff_seconds=0.1, opening_seconds=5.0, store_retries=2
+    WRITE_LIMITS, first_backoff_seconds=0.01, max_backoff_seconds=0.1, opening_seconds=2.0, store_retries=2
 )
 IDENTITY = "01234567"
 

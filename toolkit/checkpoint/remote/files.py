@@ -11,7 +11,8 @@ from toolkit.remote.fetch import RequestLimits
 from toolkit.remote.storage import open_store
 
 READER_THREADS = 16  # a thread waits for the answer of its request; each has one block of memory
-LIMITS = RequestLimits(part_bytes=4 * 2**20, in_flight=16)
+# No second attempt starts in parallel to a slow one: it would read bytes twice.
+LIMITS = RequestLimits(part_bytes=4 * 2**20, in_flight=16, hedge_share=0)
 
 
 class StoredFiles(CheckpointFiles):

@@ -174,7 +174,9 @@ def claim(found: Pointer | None, start: Start, url: str) -> tuple[Pointer, bool]
         raise writer_error(url, found.writer)
     if own and found.went_back:
         return taken, False
-    return taken, found.checkpoint.step > (-1 if start.local_step is None else start.local_step)
+    if found.checkpoint.step > (-1 if start.local_step is None else start.local_step):
+        return replace(taken, went_back=False), True
+    return taken, False
 
 
 def writer_error(url: str, other: Writer | None) -> ConfigError:
