@@ -50,7 +50,8 @@ def set_aside_later_checkpoints(
     ``resume=never`` from the beginning. Later starts must do the same, even if this one ends before its first
     save.
     """
-    if resume_point.forked or (plan.config.resume == "auto" and not isinstance(resume_point.checkpoint, Url)):
+    from_store = isinstance(resume_point.checkpoint, Url) and not resume_point.forked
+    if plan.config.resume == "auto" and not from_store:
         return
     aside = directory.previous_attempt_folder(attempt) / "checkpoints"
     if resume_point.checkpoint is None or plan.config.resume == "never":
