@@ -7,6 +7,7 @@
     python launch/reshard.py source=runs/mine target=weights target.format=huggingface target.precision=bf16
     python launch/reshard.py source=runs/mine target=out target.format=universal action=plan  # cost
     python launch/reshard.py source=ds action=verify                     # read every byte and value
+    python launch/reshard.py source=s3://bucket/mine action=verify        # the newest checkpoint in a store
     python launch/reshard.py source=ds target=mcore action=diff          # compare tensors across formats
 
 After an interruption, the same command resumes; the target gets its final name only when it is complete.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from toolkit.config.urls import is_url
 from toolkit.errors import ExitCode, UserError, file_errors
 from toolkit.logs import configure_logging
 from toolkit.rundir.find import find_run
@@ -51,7 +53,8 @@ def run_action(overrides: Sequence[str]) -> ExitCode:
 
     config = compose_reshard(overrides)
     assert config.source is not None, "compose_reshard rejects a null source"
-    config.source = str(find_run(config.source, "source"))
+    if not is_url(config.source):
+        config.source = str(find_run(config.source, "source"))
     if config.action is ReshardAction.diff and config.target.path is not None:
         config.target.path = str(find_run(config.target.path, "target"))
     from toolkit.checkpoint.offline import reshard

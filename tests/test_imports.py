@@ -19,7 +19,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "logs", "progress", "files", "paths", "rows", "step_parts"),
     ("commands", "conf", "callable_package"),
     ("config", "layout", "goodput", "restart_phases", "checkpoint_folder"),
-    ("user_code",),
+    ("user_code", "remote"),
     ("optimizers",),
     ("families",),
     ("plan",),
@@ -65,7 +65,7 @@ ONLY_IN = {
     "mlflow": ("toolkit/monitor/sinks/mlflow.py",),
     "aim": ("toolkit/monitor/sinks/aim.py",),
     "pynvml": ("toolkit/cluster/", "toolkit/monitor/system/gpu.py"),
-    "obstore": ("toolkit/data/remote/",),
+    "obstore": ("toolkit/remote/",),
     "omegaconf": ("toolkit/config/",),
     "hydra": ("toolkit/config/",),
 }

@@ -3,7 +3,7 @@
     checkpoints/latest                 one line with the name of the newest checkpoint, written last and
     atomically. After
                                        resume=PATH, until the next save, the checkpoint at PATH: an absolute
-                                       path if elsewhere
+                                       path, or a URL, if elsewhere
     checkpoints/best                   one line with the name of the best checkpoint: ``checkpoint.keep_best``
     checkpoints/step-00000123/         complete: renamed to this after its bytes were durable
     checkpoints/.tmp-...               being written, or left by an attempt that died
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import CheckpointError, Problem
-from toolkit.paths import UnsafePath, inside
+from toolkit.paths import Location, UnsafePath, Url, inside
 
 POINTER = "latest"
 BEST_POINTER = "best"
@@ -33,15 +33,18 @@ AGREE = (
     "checkpoint of a run"
 )
 _STEP = re.compile(r"step-(\d{8,18})")
+_STORED_STEP = re.compile(r"step-(\d{8,18})-[0-9a-f]{12}")  # in a store: checkpoint/remote
 
 
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(folder: Path) -> int | None:
+def step_of(folder: Location) -> int | None:
     """Return the step of a folder named after one, otherwise None."""
     match = _STEP.fullmatch(folder.name)
+    if match is None and isinstance(folder, Url):
+        match = _STORED_STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
@@ -74,7 +77,7 @@ class NewestCheckpoint:
             one.
     """
 
-    checkpoint: Path | None
+    checkpoint: Location | None
     disagreements: tuple[str, ...] = ()
 
 
@@ -95,6 +98,7 @@ def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> New
         and not folders
         and step_of(Path(pointer)) is None
         and not Path(pointer).is_absolute()
+        and "://" not in pointer
     ):
         pointer = None  # DeepSpeed's pointer, whose folders have other names
     chosen, disagreements = _follow_pointer(directory, pointer, complete)
@@ -114,27 +118,31 @@ def find_newest(directory: Path, claims: Mapping[str, int] | None = None) -> New
 
 def _follow_pointer(
     directory: Path, pointer: str | None, complete: Mapping[int, Path]
-) -> tuple[Path | None, list[str]]:
+) -> tuple[Location | None, list[str]]:
     """Return the checkpoint that ``latest`` leads to, and its inconsistencies. Without ``latest``: the
     last complete checkpoint.
     """
     fallback = complete[max(complete)] if complete else None
     if pointer is None:
         return fallback, []
-    elsewhere = pointer.startswith("/")
-    try:
-        folder = inside(Path("/"), pointer.removeprefix("/")) if elsewhere else inside(directory, pointer)
-    except UnsafePath as error:
-        return fallback, [f"{POINTER} names no checkpoint: {error}"]
-    if not elsewhere and folder not in complete.values():
-        missing = (
-            f"{folder.name} has no {MANIFEST}"
-            if _is_folder(folder) and step_of(folder) is not None
-            else "which does not exist"
-        )
-        return fallback, [f"{POINTER} names {pointer[:200]!r}, {missing}"]
-    if not _is_folder(folder):
-        return fallback, [f"{POINTER} names {pointer[:200]!r}, which does not exist"]
+    if "://" in pointer:
+        folder: Location = Url(pointer)  # it is not accessed here
+    else:
+        elsewhere = pointer.startswith("/")
+        try:
+            local = inside(Path("/"), pointer.removeprefix("/")) if elsewhere else inside(directory, pointer)
+        except UnsafePath as error:
+            return fallback, [f"{POINTER} names no checkpoint: {error}"]
+        if not elsewhere and local not in complete.values():
+            missing = (
+                f"{local.name} has no {MANIFEST}"
+                if _is_folder(local) and step_of(local) is not None
+                else "which does not exist"
+            )
+            return fallback, [f"{POINTER} names {pointer[:200]!r}, {missing}"]
+        if not _is_folder(local):
+            return fallback, [f"{POINTER} names {pointer[:200]!r}, which does not exist"]
+        folder = local
     step = step_of(folder)
     later = [number for number in complete if step is not None and number > step]
     if len(later) > 1:
@@ -143,7 +151,7 @@ def _follow_pointer(
     return (complete[later[0]] if later else folder), []
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
+def newest_checkpoint(directory: Path) -> Location | None:
     """Return the newest checkpoint of the folder, or None. Damage is detected when it is opened.
 
     Raises:

@@ -20,6 +20,24 @@ MOST_NAME_BYTES, MOST_PATH_BYTES = (
 SHOWN = 80
 
 
+class Url(str):
+    """A folder or file in a store. ``/`` joins, as for a ``Path``."""
+
+    __slots__ = ()
+
+    def __truediv__(self, name: str) -> Url:
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        return Url("/".join([self.rstrip("/"), *parts]))
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.rstrip("/").rpartition("/")[2]
+
+
+Location = Path | Url
+
+
 class UnsafePath(ValueError):
     """A name that leads out of its folder or is malformed. The message has the name and the rule."""
 

@@ -21,7 +21,9 @@ def forks() -> ForkServerContext:
     preloads every module needed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.writer", "tests.checkpoint.converter"])
+    context.set_forkserver_preload(
+        ["tests.checkpoint.writer", "tests.checkpoint.converter", "tests.checkpoint.uploads"]
+    )
     return context
 
 

@@ -40,6 +40,7 @@ EXECUTION = (
     "train.activation_checkpointing=selective",
     "offload.activations=cpu",
     "checkpoint.staging_gib=4",
+    "checkpoint.url=s3://bucket/mine",
     "train.loss_kernel=fused",
     "train.loss_chunk=512",
     "train.on_nonfinite=skip",

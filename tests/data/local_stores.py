@@ -1,5 +1,7 @@
 """Loopback stores that serve a folder as an S3 bucket or over HTTP, with configurable delays and failures.
 
+The bucket can be written: whole and multipart uploads, conditional writes, removal.
+
 python -m tests.data.local_stores FOLDER --port 9000        standalone
 """
 
@@ -7,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import socket
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -20,10 +23,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 import pytest
 import xxhash
+
+from toolkit.files import write_whole
 
 BUCKET = "corpus"
 # Secrets in a test's environment that must not appear in any output.
@@ -44,6 +49,10 @@ class Faults:
     seed: int = 0
     forbidden: bool = False
     region: str | None = None  # of the bucket: requests that are signed for another are refused, as S3 does
+    read_only: bool = False  # writing is refused
+    down: bool = False  # every request is answered with 503
+    unconditional: bool = False  # conditional writes are not implemented
+    lost_answers: int = 0  # so many of the next writes take place, and their connections are reset
     no_first_byte: bool = False  # "bytes=0-0" is answered with the whole file, as some servers do
     region_status: int = 301  # or 400, of which the body names the region
     silence_seconds: float = 8.0
@@ -61,6 +70,10 @@ class Store:
     requests: Counter[str] = field(default_factory=Counter)  # by file
     faulty: Counter[str] = field(default_factory=Counter)  # by kind of fault
     served_bytes: int = 0  # of bodies that were sent whole
+    received_bytes: int = 0  # of bodies that were stored
+    writes: Counter[str] = field(default_factory=Counter)  # stored or removed objects, by "METHOD key"
+    uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)  # unfinished multipart uploads
+    on_write: Callable[[str], None] = lambda key: None  # called before a write takes place
     signed: int = 0  # requests with a signature
     cached: dict[Path, tuple[int, bytes, str]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -87,7 +100,8 @@ class Store:
         with self.lock:
             self.requests.clear()
             self.faulty.clear()
-            self.served_bytes = 0
+            self.writes.clear()
+            self.served_bytes = self.received_bytes = 0
 
 
 def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
@@ -107,6 +121,102 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             self._answer(body=True)
 
+        def do_PUT(self) -> None:
+            self._write()
+
+        def do_POST(self) -> None:
+            self._write()
+
+        def do_DELETE(self) -> None:
+            self._write()
+
+        def _write(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            faults = store.faults
+            path, _, query = self.path.partition("?")
+            bucket, _, key = unquote(path).lstrip("/").partition("/")
+            asked = {name: values[0] for name, values in parse_qs(query, keep_blank_values=True).items()}
+            with store.lock:
+                store.requests[key] += 1
+                dice, kind = chance.random(), chance.randrange(3)
+                lost = faults.lost_answers > 0 and self.command == "PUT"
+                faults.lost_answers -= lost
+            if faults.forbidden or faults.read_only:
+                return self._refuse(HTTPStatus.FORBIDDEN, "AccessDenied", True)
+            if bucket != BUCKET:
+                return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchBucket", True)
+            if faults.down or (dice < faults.failing and kind < 2):
+                with store.lock:
+                    store.faulty["503"] += 1
+                return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "SlowDown", True)
+            if faults.unconditional and ("If-Match" in self.headers or "If-None-Match" in self.headers):
+                return self._refuse(HTTPStatus.NOT_IMPLEMENTED, "NotImplemented", True)
+            store.on_write(key)
+            with store.lock:
+                answer = self._store(key, asked, content)
+                if lost or dice < faults.failing:  # it takes place, and the answer is lost
+                    store.faulty["lost"] += 1
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.connection.close()
+                    self.close_connection = True
+                    return None
+            status, tag, body = answer
+            self.send_response(status)
+            if tag:
+                self.send_header("ETag", tag)
+            if status != HTTPStatus.NO_CONTENT:
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _store(
+            self, key: str, asked: dict[str, str], content: bytes
+        ) -> tuple[HTTPStatus, str | None, bytes]:
+            """Carry out a write. Returns status, entity tag and body of the answer."""
+            file, upload = store.root / key, asked.get("uploadId", "")
+            if self.command == "DELETE" and upload:
+                store.uploads.pop(upload, None)
+                return HTTPStatus.NO_CONTENT, None, b""
+            if "delete" in asked:
+                keys = re.findall(r"<Key>(.*?)</Key>", content.decode())
+                for one in map(unescape, keys):
+                    (store.root / one).unlink(missing_ok=True)
+                    store.writes[f"DELETE {one}"] += 1
+                gone = "".join(f"<Deleted><Key>{one}</Key></Deleted>" for one in keys)
+                return HTTPStatus.OK, None, f"<DeleteResult>{gone}</DeleteResult>".encode()
+            if self.command == "DELETE":
+                file.unlink(missing_ok=True)
+                store.writes[f"DELETE {key}"] += 1
+                return HTTPStatus.NO_CONTENT, None, b""
+            if self.command == "POST" and "uploads" in asked:
+                upload = f"upload-{len(store.uploads)}-{chance.randrange(10**9)}"
+                store.uploads[upload] = {}
+                body = (
+                    f"<R><Bucket>{BUCKET}</Bucket><Key>{escape(key)}</Key><UploadId>{upload}</UploadId></R>"
+                )
+                return HTTPStatus.OK, None, body.encode()
+            if self.command == "PUT" and upload:
+                store.uploads[upload][int(asked["partNumber"])] = content
+                return HTTPStatus.OK, f'"{xxhash.xxh3_64_hexdigest(content)}"', b""
+            body = b""
+            if self.command == "POST":
+                content = b"".join(part for _, part in sorted(store.uploads.pop(upload).items()))
+            current = store.content(file)[1] if file.is_file() else None
+            wanted = self.headers.get("If-Match")
+            if (wanted is not None and wanted != current) or (
+                self.headers.get("If-None-Match") == "*" and current is not None
+            ):
+                return HTTPStatus.PRECONDITION_FAILED, None, b"<Error><Code>PreconditionFailed</Code></Error>"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, content, durable=False)
+            store.received_bytes += len(content)
+            store.writes[f"PUT {key}"] += 1
+            tag = store.content(file)[1]
+            if self.command == "POST":
+                named = f"<Location>x</Location><Key>{escape(key)}</Key><ETag>{escape(tag)}</ETag>"
+                body = f"<R>{named}</R>".encode()
+            return HTTPStatus.OK, tag, body
+
         def _answer(self, *, body: bool) -> None:
             faults = store.faults
             path, _, query = self.path.partition("?")
@@ -121,10 +231,13 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 return self._elsewhere(faults.region, faults.region_status, body)
             if faults.forbidden:
                 return self._refuse(HTTPStatus.FORBIDDEN, "InvalidAccessKeyId", body)
+            if faults.down:
+                return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "SlowDown", body)
             if bucket != BUCKET:
                 return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchBucket", body)
             if "list-type=2" in query:
-                return self._list({name: values[0] for name, values in parse_qs(query).items()})
+                with store.lock:  # no file is being written
+                    return self._list({name: values[0] for name, values in parse_qs(query).items()})
             file = store.root / key
             if not file.is_file():
                 return self._refuse(HTTPStatus.NOT_FOUND, "NoSuchKey", body)
@@ -191,7 +304,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
             for name in shown:
                 stat = (store.root / name).stat()
                 changed = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(stat.st_mtime))
-                about = f"<LastModified>{changed}</LastModified><Size>{stat.st_size}</Size>"
+                tag = escape(store.content(store.root / name)[1])
+                about = f"<LastModified>{changed}</LastModified><Size>{stat.st_size}</Size><ETag>{tag}</ETag>"
                 entries.append(f"<Contents><Key>{escape(name)}</Key>{about}</Contents>")
             token = f"<NextContinuationToken>{escape(shown[-1])}</NextContinuationToken>" if more else ""
             truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
@@ -270,9 +384,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, store: Store, cache_home: P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=f"Serve a folder as the bucket {BUCKET} of an S3, for reading."
-    )
+    parser = argparse.ArgumentParser(description=f"Serve a folder as the bucket {BUCKET} of an S3.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)

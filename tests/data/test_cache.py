@@ -20,8 +20,8 @@ import pytest
 
 from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.remote.cache import WAYS, BlockCache, CachedFile, read_cached
-from toolkit.data.remote.storage import Buffer, ByteRange, DataFolder
 from toolkit.errors import InputError
+from toolkit.remote.storage import Buffer, ByteRange, DataFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**-10
@@ -172,7 +172,7 @@ from pathlib import Path
 from tests.data.test_cache import Counted, block
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
 from toolkit.data.order.permutation import BLOCK_BYTES
-from toolkit.data.remote.storage import ByteRange
+from toolkit.remote.storage import ByteRange
 content = block(0, 64 * BLOCK_BYTES)
 folder, cache = Counted({"a.bin": content}, seconds=0.5), BlockCache(Path(sys.argv[1]), 4 * 2**-10)
 print("ready", flush=True)

@@ -18,10 +18,10 @@ from tests.data.sample_texts import files_of, make_texts, prepared, small_tokeni
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.manifest import DataManifest, TokenSplit
 from toolkit.data.prepare.inspect import inspect, read_document_lengths, shuffle_quality
-from toolkit.data.remote.storage import open_folder
 from toolkit.data.tokens.index import encode_index
 from toolkit.errors import InputError
 from toolkit.progress import Progress
+from toolkit.remote.storage import open_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 

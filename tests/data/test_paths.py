@@ -23,11 +23,11 @@ from toolkit.data.manifest import read_manifest
 from toolkit.data.manifest_file import MANIFEST_NAME, write_manifest_file
 from toolkit.data.prepare import input_store as store
 from toolkit.data.records.reader import open_records
-from toolkit.data.remote.storage import StoredFile, open_folder
 from toolkit.data.tokens import tokenizer
 from toolkit.data.tokens.token_array import open_split, verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
+from toolkit.remote.storage import StoredFile, open_folder
 
 Change = Callable[[dict[str, Any], Any], None]
 

@@ -28,12 +28,12 @@ from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.order.samples import TokenWindows
 from toolkit.data.order.stream import READ_CHUNK_BYTES, Stream
 from toolkit.data.remote.cache import BlockCache
-from toolkit.data.remote.fetch import RequestLimits
-from toolkit.data.remote.storage import StorageError, open_folder
 from toolkit.data.remote.tokens import RemoteTokens, check_remote_files, merge_spans, split_windows
 from toolkit.data.tokens.token_array import TokenSource, open_split
 from toolkit.errors import InputError
 from toolkit.files import write_whole
+from toolkit.remote.fetch import RequestLimits
+from toolkit.remote.storage import StorageError, open_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 1024

@@ -23,11 +23,11 @@ from toolkit.data.records import reader as records
 from toolkit.data.records.reader import open_records
 from toolkit.data.records.writer import RecordWriter
 from toolkit.data.remote.cache import BlockCache
-from toolkit.data.remote.storage import ByteRange
 from toolkit.data.tokens import token_array as tokens
 from toolkit.data.tokens.token_array import MappedTokens, open_split, verify_tokens
 from toolkit.errors import InputError
 from toolkit.progress import Progress
+from toolkit.remote.storage import ByteRange
 
 LENGTH = 512
 

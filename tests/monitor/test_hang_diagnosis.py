@@ -29,7 +29,7 @@ IDLE = 100.0
 DATA = Frame("/home/x/toolkit/data/order/prefetch.py", 61, "_Buffer.get")
 LOOP = Frame("/home/x/toolkit/train/loop.py", 40, "train")
 CALLS = Frame("/home/x/toolkit/engine/collectives.py", 120, "_Watched.call")
-STORAGE = Frame("/home/x/toolkit/data/remote/storage.py", 200, "read")
+STORAGE = Frame("/home/x/toolkit/remote/storage.py", 200, "read")
 
 
 def processes(ranks: int, per_host: int = 4) -> list[ProcessId]:
@@ -164,7 +164,7 @@ def test_unequal_shares_are_no_mismatch() -> None:
 @pytest.mark.parametrize(
     ("alive", "expected"),
     [
-        (True, "its thread data-stream is in read (toolkit/data/remote/storage.py:200)"),
+        (True, "its thread data-stream is in read (toolkit/remote/storage.py:200)"),
         (False, "rank 1 has no thread that prefetches samples: it has ended"),
     ],
 )

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.rundir.runs import PLAN, begin_run, config, make_checkpoint
-from toolkit.checkpoint_folder import NewestCheckpoint, step_name
+from toolkit.checkpoint.directory import rewind_to_checkpoint
+from toolkit.checkpoint_folder import NewestCheckpoint, find_newest, step_name
 from toolkit.errors import CheckpointError, ConfigError, InputError, UserError
 from toolkit.goodput import SAVES, AttemptTimes, SaveRecord, append_save, write_times
+from toolkit.paths import Url
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.find import find_run
 from toolkit.rundir.source import SourceKind, StateSource, resolve_source
@@ -34,6 +36,30 @@ def test_resolve_source(tmp_path: Path) -> None:
     assert resolve_source(config(fork=other), newest) == StateSource(
         SourceKind.RESUME, newest
     )  # a fork continues itself
+
+
+def test_urls_are_sources_and_are_not_accessed(tmp_path: Path) -> None:
+    url = Url("s3://bucket/mine")
+    assert resolve_source(config(resume=f"{url}/"), None) == StateSource(SourceKind.RESUME, url)
+    forks = config()
+    forks.run.fork = str(url)
+    assert resolve_source(forks, None) == StateSource(SourceKind.FORK, url)
+    assert resolve_source(config(resume=f"file://{tmp_path}"), None).path == tmp_path
+    with pytest.raises(InputError, match=r"resume=s3://\*\*\*@bucket/mine") as refused:
+        resolve_source(config(resume="s3://user:hunter2@bucket/mine"), None)
+    assert "hunter2" not in str(refused.value)
+    directory = begin_run(tmp_path / "run")
+    assert directory.begin(config(resume=str(url)), PLAN) == 2
+    directory.release()
+
+
+def test_a_run_that_continued_from_a_url_continues_from_it_until_its_next_save(tmp_path: Path) -> None:
+    directory, url = begin_run(tmp_path / "run"), Url(f"s3://bucket/mine/{step_name(3)}-0123456789ab")
+    rewind_to_checkpoint(directory.checkpoints, url, 3, tmp_path / "aside")
+    assert find_newest(directory.checkpoints) == NewestCheckpoint(url)
+    assert directory.newest_with_disagreements() == NewestCheckpoint(url)
+    saved = make_checkpoint(directory, step_name(4))  # killed before it wrote ``latest``
+    assert find_newest(directory.checkpoints) == NewestCheckpoint(saved)
 
 
 @pytest.mark.parametrize(

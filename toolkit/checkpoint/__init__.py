@@ -29,7 +29,8 @@ def open_reader(
 
     Args:
         path: A checkpoint, or a path that leads to one: a run directory or its ``checkpoints`` folder (the
-            newest checkpoint is used), a folder with a vendor's tracker file, or a Hugging Face folder.
+            newest checkpoint is used), a folder with a vendor's tracker file, a Hugging Face folder, or the
+            URL of a checkpoint in a store or of the prefix with its pointer.
         namespace: Namespace that the checkpoint's canonical names must have. None accepts any.
         model: Shape of the model, for formats that do not record it.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
-from toolkit.paths import UnsafePath, inside
+from toolkit.paths import Location, UnsafePath, inside
 
 # Bytes covered by one hash. Reading one byte of a block reads and verifies the whole block.
 BLOCK_BYTES = 16 * 2**20
@@ -99,7 +99,7 @@ class Catalog:
     """The pieces of each tensor. Every element of every tensor is in exactly one piece.
 
     Attributes:
-        folder: The folder that file names are relative to.
+        folder: The folder, or the URL in a store, that file names are relative to.
         tensors: Dtype and shape of each tensor.
         pieces: May create the pieces on access, because those of a large run would fill memory.
         scalars: What is not a tensor of parameter shape, as plain JSON types.
@@ -107,7 +107,7 @@ class Catalog:
             never used.
     """
 
-    folder: Path
+    folder: Location
     tensors: Mapping[TensorKey, TensorInfo]
     pieces: Mapping[TensorKey, tuple[TensorPiece, ...]]
     scalars: Mapping[str, object] = field(default_factory=dict)

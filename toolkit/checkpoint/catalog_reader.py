@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from toolkit.checkpoint.piece_reader import read_pieces
 from toolkit.checkpoint.planner import ReadPlanner, shift_box
 from toolkit.checkpoint.shard import Box, Shard, StateReader, TensorInfo, TensorKey, flat_boxes
 from toolkit.errors import CheckpointError
+from toolkit.paths import Location
 
 
 class CatalogReader:
@@ -27,7 +27,7 @@ class CatalogReader:
         *,
         namespace: str,
         step: int | None,
-        damage_error: Callable[[Path, DamagedFile], CheckpointError],
+        damage_error: Callable[[Location, DamagedFile], CheckpointError],
     ) -> None:
         self.path, self.namespace, self.step = catalog.folder, namespace, step
         self._catalog, self._damage_error = catalog, damage_error

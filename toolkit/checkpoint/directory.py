@@ -21,9 +21,10 @@ from toolkit.checkpoint_folder import (
 )
 from toolkit.errors import CheckpointError, Problem
 from toolkit.files import write_whole
+from toolkit.paths import Location
 
 
-def rewind_to_checkpoint(directory: Path, checkpoint: Path, step: int, destination: Path) -> list[Path]:
+def rewind_to_checkpoint(directory: Path, checkpoint: Location, step: int, destination: Path) -> list[Path]:
     """Make ``checkpoint`` of ``step`` the newest one, to which ``latest`` points, until the next save.
 
     Folders of later steps move to ``destination``: repeated steps may give other results, and a leftover
@@ -34,13 +35,13 @@ def rewind_to_checkpoint(directory: Path, checkpoint: Path, step: int, destinati
     Returns:
         The moved folders, at their new paths.
     """
-    checkpoint = checkpoint.absolute()
+    name = str(checkpoint)
+    if isinstance(checkpoint, Path):
+        checkpoint = checkpoint.absolute()
+        name = checkpoint.name if checkpoint.parent == directory.absolute() else str(checkpoint)
     directory.mkdir(parents=True, exist_ok=True)
     moved = _move(directory, step, destination)
-    write_whole(
-        directory / POINTER,
-        f"{checkpoint.name if checkpoint.parent == directory.absolute() else checkpoint}\n",
-    )
+    write_whole(directory / POINTER, f"{name}\n")
     return moved
 
 
@@ -62,7 +63,7 @@ def _move(directory: Path, step: int, destination: Path) -> list[Path]:
     return [destination / folder.name for folder in later]
 
 
-def find_checkpoint(path: Path) -> Path | None:
+def find_checkpoint(path: Path) -> Location | None:
     """Return ``path`` if it is a checkpoint, the one that ``checkpoints/best`` names, or the newest one of
     the run directory or ``checkpoints`` folder ``path``.
     """

@@ -25,7 +25,9 @@ from toolkit.checkpoint.catalog import (
     resolve_file,
 )
 from toolkit.checkpoint.shard import Box
+from toolkit.paths import Location, Url
 
+READER_THREADS = min(4, os.cpu_count() or 1)  # reading, hashing and copying release the GIL
 CRC_CHUNK_BYTES = 4 * 2**20  # read at once while a record's CRC-32 is computed
 INTACT_RULE = "bytes are read as they were written"
 # Size in bytes and modification time in ns: equal while a file does not change.
@@ -34,10 +36,12 @@ FileStamp = tuple[int, int]
 UNFINISHED_SUFFIX = ".resharding"
 
 
-def read_stamps(folder: Path) -> dict[str, FileStamp]:
-    """Return the stamp of every file below ``folder``, by its relative path. Links to folders are not
-    followed.
+def read_stamps(folder: Location) -> dict[str, FileStamp]:
+    """Return the stamp of every file below ``folder``, by its relative path; none of a URL, whose files are
+    compared while they are read. Links to folders are not followed.
     """
+    if isinstance(folder, Url):
+        return {}
     stamps = {}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.endswith(UNFINISHED_SUFFIX)]
@@ -101,8 +105,12 @@ class CheckpointFiles:
         checked: Records that are already verified, if files are opened repeatedly.
     """
 
+    folder: Location
+    threads = READER_THREADS  # that should read at once
+
     def __init__(self, folder: Path, checked: VerifiedRecords | None = None) -> None:
         self.folder = folder
+        self._local = folder
         self._checked = checked or VerifiedRecords()
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -170,8 +178,17 @@ class CheckpointFiles:
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(resolve_file(self.folder, file), os.O_RDONLY)
+                self._open[file] = os.open(resolve_file(self._local, file), os.O_RDONLY)
             return self._open[file]
+
+
+def open_files(folder: Location, checked: VerifiedRecords | None = None) -> CheckpointFiles:
+    """Return the files of a folder, or of a URL in a store. Opens nothing."""
+    if isinstance(folder, Url):
+        from toolkit.checkpoint.remote.files import StoredFiles
+
+        return StoredFiles(folder)
+    return CheckpointFiles(folder, checked)
 
 
 class BlockBuffer:
@@ -182,7 +199,7 @@ class BlockBuffer:
     def __init__(self) -> None:
         # np.empty commits memory pages only when they are used
         self.buffer: Any = np.empty(BLOCK_BYTES, np.uint8)
-        self._cached_block: tuple[Path, str, int, int] | None = None
+        self._cached_block: tuple[Location, str, int, int] | None = None
 
     def load(self, files: CheckpointFiles, piece: TensorPiece, start: int, stop: int) -> None:
         """Read elements ``start .. stop`` of ``piece`` as stored. If the piece has hashes, they must be a

@@ -32,7 +32,7 @@ from toolkit.checkpoint.planner import MAX_PROBLEMS, find_coverage_errors
 from toolkit.checkpoint.scalars import STEP, find_invalid_scalar
 from toolkit.checkpoint.shard import Box, TensorInfo, TensorKey
 from toolkit.checkpoint_folder import MANIFEST
-from toolkit.paths import relative_name
+from toolkit.paths import Location, relative_name
 
 NAME = MANIFEST
 FOREIGN_NAME = "toolkit-manifest.json"  # in folders of other formats
@@ -81,7 +81,7 @@ class Manifest:
     def by_tensor(self) -> dict[TensorKey, tuple[TensorPiece, ...]]:
         return _by_tensor(self.pieces)
 
-    def catalog(self, folder: Path) -> Catalog:
+    def catalog(self, folder: Location) -> Catalog:
         pieces = self.by_tensor()
         tensors = {key: TensorInfo(of_key[0].dtype, of_key[0].global_shape) for key, of_key in pieces.items()}
         return Catalog(folder, tensors, pieces, self.scalars, _by_tensor(self.copies))
@@ -218,8 +218,14 @@ def load(folder: Path, name: str = NAME) -> Manifest:
     path = folder / name
     if not path.is_file():
         raise DamagedFile(name, f"{path} is missing", RULE)
+    return parse(path.read_bytes(), path)
+
+
+def parse(text: bytes, path: Location) -> Manifest:
+    """Parse the bytes of the manifest at ``path``. Raises DamagedFile as ``load``."""
+    name = path.name
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedFile(name, f"{path} is not JSON ({error})", RULE) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

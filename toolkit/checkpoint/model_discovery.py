@@ -12,6 +12,7 @@ from toolkit.errors import InputError, Problem
 from toolkit.families import FAMILIES
 from toolkit.families.base import ModelShape
 from toolkit.families.model_files import parse_model_config, parse_model_shape
+from toolkit.paths import Location
 
 LEVELS = 3  # the checkpoint's folder and the ones above it that are searched
 
@@ -20,7 +21,7 @@ class UnknownModelError(InputError):
     """A format needs the model's sizes, and neither the user nor the files give them."""
 
 
-def unknown_model_error(folder: Path) -> UnknownModelError:
+def unknown_model_error(folder: Location) -> UnknownModelError:
     return UnknownModelError(
         Problem(
             "model",

@@ -4,11 +4,9 @@ per reading thread.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,23 +19,23 @@ from toolkit.checkpoint.file_reader import (
     VerifiedRecords,
     box_slices,
     numpy_dtype,
+    open_files,
     view_box,
 )
 from toolkit.checkpoint.planner import PieceRead, shift_box
 from toolkit.checkpoint.shard import Box, flat_boxes
+from toolkit.paths import Location
 from toolkit.progress import report_progress
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-READER_THREADS = min(4, os.cpu_count() or 1)  # reading, hashing and copying release the GIL
 
-
-def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: VerifiedRecords | None = None) -> None:
+def read_pieces(folder: Location, reads: Sequence[PieceRead], checked: VerifiedRecords | None = None) -> None:
     """Fill the target shards of every read. After a DamagedFile error they are partly filled.
 
     Args:
-        folder: The folder that the pieces' files are in.
+        folder: The folder, or the URL in a store, that the pieces' files are in.
         reads: Pieces with their targets.
         checked: See ``CheckpointFiles``.
     """
@@ -49,12 +47,12 @@ def read_pieces(folder: Path, reads: Sequence[PieceRead], checked: VerifiedRecor
         read_piece(read, files, local.block)
         report_progress(f"reading {read.piece.key}")
 
-    with CheckpointFiles(folder, checked) as files:
-        if len(reads) < 2 or READER_THREADS == 1:
+    with open_files(folder, checked) as files:
+        if len(reads) < 2 or files.threads == 1:
             for read in reads:
                 run(read, files)
             return
-        parallel_map(lambda read: run(read, files), reads, READER_THREADS)
+        parallel_map(lambda read: run(read, files), reads, files.threads)
 
 
 def read_piece(

@@ -20,10 +20,12 @@ from toolkit.checkpoint import directory, manifest, model_discovery
 from toolkit.checkpoint.catalog import Catalog, DamagedFile
 from toolkit.checkpoint.catalog_reader import CatalogReader
 from toolkit.checkpoint.file_reader import read_stamps
+from toolkit.config.urls import is_url
 from toolkit.errors import CheckpointError, Problem, UserError
 from toolkit.families.base import ModelShape
 from toolkit.families.model_files import parse_model_shape
-from toolkit.paths import MOST_PATH_BYTES, UnsafePath, check_links, inside
+from toolkit.paths import MOST_PATH_BYTES, Location, UnsafePath, Url, check_links, inside
+from toolkit.remote.storage import parse_location
 
 MODEL = "model"  # scalar with the model's sizes, so that a checkpoint describes its model
 TRACKERS = (
@@ -64,10 +66,10 @@ class CheckpointSource:
     shape: ModelShape | None
     description: Mapping[str, str] = field(default_factory=dict)
     omitted: tuple[str, ...] = ()
-    damage_error: Callable[[Path, DamagedFile], CheckpointError]
+    damage_error: Callable[[Location, DamagedFile], CheckpointError]
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         return self.catalog.folder
 
     def reader(self) -> CatalogReader:
@@ -79,6 +81,8 @@ class CheckpointSource:
         """Return a text that changes if any file of the checkpoint changes: the path, and each file's size
         and time.
         """
+        if isinstance(self.folder, Url):
+            return self.folder  # its name contains the hash of the manifest
         of_files = (f"{name} {size} {time}" for name, (size, time) in read_stamps(self.folder).items())
         return "\n".join([str(self.folder.resolve()), *of_files])
 
@@ -108,9 +112,8 @@ def locate_checkpoint(path: Path) -> tuple[str | None, Path]:
     Raises:
         CheckpointError: There is no checkpoint.
     """
-    path = (
-        directory.find_checkpoint(path) or path
-    )  # a run that went back may point to a checkpoint of any format
+    found = directory.find_checkpoint(path)  # a run that went back may point to a checkpoint of any format
+    path = found if isinstance(found, Path) else path
     if (path / manifest.FOREIGN_NAME).is_file() and not _was_saved_over(path):
         return None, path
     for name in FORMATS:
@@ -155,11 +158,22 @@ def _was_saved_over(path: Path) -> bool:
 
 
 def open_source(path: str | Path, model: ModelShape | None = None) -> CheckpointSource:
-    """Open the checkpoint that ``path`` is or leads to, in any format.
+    """Open the checkpoint that ``path`` is or leads to, in any format; of a URL, this toolkit's own.
 
     Raises:
-        CheckpointError: There is none, or it is damaged. InputError: The model must be given.
+        CheckpointError: There is none, or it is damaged. InputError: The model must be given, or the store
+            refuses. StorageError: The store does not answer.
     """
+    if is_url(path):
+        location = parse_location(path, "resume")
+        if isinstance(location, Url):
+            from toolkit.checkpoint.remote.source import open_url
+
+            return open_url(location, model)
+        path = location
+    newest = directory.find_checkpoint(Path(path).expanduser())
+    if isinstance(newest, Url):  # a run that continued from a store and has not saved since
+        return open_source(newest, model)
     name, folder = locate_checkpoint(Path(path).expanduser())
     if name is None:
         return open_manifest(folder, manifest.FOREIGN_NAME, model)
@@ -251,12 +265,14 @@ def open_manifest(folder: Path, name: str, model: ModelShape | None) -> Checkpoi
 
 
 def source_from_manifest(
-    folder: Path, loaded: manifest.Manifest, model: ModelShape | None
+    folder: Location, loaded: manifest.Manifest, model: ModelShape | None
 ) -> CheckpointSource:
     """Return the source that a manifest describes. Opens no file."""
     sizes = loaded.scalars.get(MODEL)
     recorded = parse_model_shape(sizes, folder / manifest.NAME) if isinstance(sizes, dict) else None
-    shape = model or recorded or model_discovery.find_model(folder)
+    shape = model or recorded
+    if shape is None and isinstance(folder, Path):
+        shape = model_discovery.find_model(folder)
     description = {
         "written by": ", ".join(f"{package} {version}" for package, version in loaded.software.items())
     }
@@ -267,11 +283,20 @@ def source_from_manifest(
         step=loaded.step,
         shape=shape,
         description=description,
-        damage_error=directory.damage_error,
+        damage_error=native_damage_error,
     )
 
 
-def foreign_damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
+def native_damage_error(folder: Location, damage: DamagedFile) -> CheckpointError:
+    """Return the error for a damaged checkpoint of this toolkit; its remedy names a complete one."""
+    if isinstance(folder, Path):
+        return directory.damage_error(folder, damage)
+    from toolkit.checkpoint.remote.source import stored_damage_error
+
+    return stored_damage_error(folder, damage)
+
+
+def foreign_damage_error(folder: Location, damage: DamagedFile) -> CheckpointError:
     """Return the error for a damaged checkpoint of another program, which has no hashes."""
     return CheckpointError(
         Problem(

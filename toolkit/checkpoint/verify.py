@@ -24,7 +24,7 @@ from toolkit import checkpoint_folder
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, byte_length
 from toolkit.checkpoint.catalog_reader import read_windows
-from toolkit.checkpoint.file_reader import CheckpointFiles, numpy_dtype, verify_piece
+from toolkit.checkpoint.file_reader import CheckpointFiles, numpy_dtype, open_files, verify_piece
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.piece_reader import parallel_map
 from toolkit.checkpoint.planner import find_coverage_errors
@@ -42,8 +42,11 @@ from toolkit.checkpoint.shard import (
 from toolkit.checkpoint.source import CheckpointSource, locate_checkpoint, open_source, source_from_manifest
 from toolkit.checkpoint.tile_reader import WORKER_THREADS, ByteProgress, TileReader, as_bits, tile_box
 from toolkit.checkpoint.value_checks import differs_from_cast, find_value_faults
+from toolkit.config.urls import is_url
 from toolkit.errors import CheckpointError
 from toolkit.families.base import ModelShape
+from toolkit.paths import Location
+from toolkit.remote.storage import parse_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ def verify(
     Raises:
         CheckpointError: There is no checkpoint at ``path``. InputError: The model must be given.
     """
+    if is_url(path):
+        return _verify_url(parse_location(path, "source"), model, workers, advance)
     path = Path(path).expanduser()
     name, folder = locate_checkpoint(path)
     manifest_name = {None: manifest.FOREIGN_NAME, manifest.NATIVE: manifest.NAME}.get(name)
@@ -97,6 +102,22 @@ def verify(
     )
 
 
+def _verify_url(
+    location: Location, model: ModelShape | None, workers: int, advance: Callable[[int, int], None]
+) -> list[VerifyFinding]:
+    """Verify a checkpoint in a store; of a ``file://`` URL, the folder."""
+    if isinstance(location, Path):
+        return verify(location, model, workers=workers, advance=advance)
+    from toolkit.checkpoint.remote.source import locate
+
+    found = locate(location)
+    source = source_from_manifest(found.url, found.manifest, model)
+    return [
+        *_check_headers(found.url, found.manifest),
+        *verify_source(source, workers=workers, advance=advance),
+    ]
+
+
 def _findings_from_error(error: CheckpointError) -> list[VerifyFinding]:
     """Convert an error of a format's reader to findings."""
     if isinstance(error.__cause__, DamagedFile):
@@ -104,16 +125,19 @@ def _findings_from_error(error: CheckpointError) -> list[VerifyFinding]:
     return [VerifyFinding(problem.key, problem.seen) for problem in error.problems]
 
 
-def _check_headers(folder: Path, recorded: Manifest) -> Iterator[VerifyFinding]:
+def _check_headers(folder: Location, recorded: Manifest) -> Iterator[VerifyFinding]:
     """Check the files' own headers: readers use the manifest, but other tools use the headers."""
-    for record in recorded.files:
-        try:
-            manifest.check_files(folder, [record])
-        except DamagedFile as damage:
-            yield VerifyFinding(damage.file, damage.seen)
-            continue
-        with (folder / record.file).open("rb") as file:
-            if xxhash.xxh3_128_hexdigest(file.read(record.header_bytes)) != record.header_hash:
+    with open_files(folder) as files:
+        for record in recorded.files:
+            header = bytearray(record.header_bytes)
+            try:
+                if isinstance(folder, Path):
+                    manifest.check_files(folder, [record])
+                files.read_into(record.file, 0, memoryview(header))
+            except DamagedFile as damage:
+                yield VerifyFinding(damage.file, damage.seen)
+                continue
+            if xxhash.xxh3_128_hexdigest(header) != record.header_hash:
                 yield VerifyFinding(record.file, "its header differs from what was written")
 
 
@@ -133,7 +157,7 @@ def verify_source(
         total += sum(piece.end - piece.begin for of_key in catalog.copies.values() for piece in of_key)
     except DamagedFile as damage:  # creating pieces may open files
         return [VerifyFinding(damage.file, damage.seen)]
-    with CheckpointFiles(catalog.folder) as files:
+    with open_files(catalog.folder) as files:
         verifier = _ParameterVerifier(source, files, ByteProgress(advance, total))
         return [
             *_check_steps(source),
@@ -149,7 +173,7 @@ def _check_steps(source: CheckpointSource) -> Iterator[VerifyFinding]:
     """Check that everything that records the step agrees."""
     scalars = source.catalog.scalars
     recorded = {"the checkpoint is": source.step, "its scalars are": scalars.get(STEP)}
-    if source.format == manifest.NATIVE:
+    if source.format == manifest.NATIVE and isinstance(source.folder, Path):
         recorded["its folder's name is"] = checkpoint_folder.step_of(source.folder)
     numbers = {label: step for label, step in recorded.items() if isinstance(step, int)}
     if len(set(numbers.values())) > 1:

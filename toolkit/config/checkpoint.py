@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from toolkit.config.checks import at_least, check
+from toolkit.config.urls import WRITABLE, is_url, shown, url_problem
 from toolkit.errors import ConfigError, Problem
 
 
@@ -53,6 +54,10 @@ class CheckpointConfig:
     """Interval in steps between snapshots of the state in this machine's memory (/dev/shm), from which a
     restart by the parent process continues if they are newer than the newest checkpoint; 0: none. One node.
     """
+    url: str | None = None
+    """Also keep checkpoints in an object store: s3://BUCKET/PREFIX, gs:// or az://, uploaded in the
+    background. Null: only in <run.dir>/checkpoints. Credentials come from the environment.
+    """
     at_end: bool = True
     """Save after the last step."""
     export: bool = False
@@ -69,6 +74,22 @@ class CheckpointConfig:
             "write checkpoint.staging_gib=32, or checkpoint.background=false",
         )
         parse_cadence(self.every)
+        if self.url is not None:
+            _check_url(self.url)
+
+
+def _check_url(url: str) -> None:
+    """Raises ConfigError for a URL with secrets, or of a store that cannot be written. No network."""
+    problem = url_problem("checkpoint.url", url)
+    if problem is None and url.partition("://")[0] not in WRITABLE:
+        problem = Problem(
+            "checkpoint.url",
+            f"checkpoint.url={shown(url) if is_url(url) else url}",
+            "checkpoints are uploaded to an object store",
+            "write checkpoint.url=s3://BUCKET/FOLDER, or with gs:// or az://, or leave it out",
+        )
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,8 +99,8 @@ class ReshardConfig:
     """One conversion or inspection of a checkpoint."""
 
     source: str | None = None
-    """A checkpoint in any format, or a path that leads to one: a run's folder, or a folder with a tracker
-    file (latest, ...)."""
+    """A checkpoint in any format, or a path that leads to one: a run's folder, a folder with a tracker file
+    (latest, ...), or the URL of a checkpoint in a store (s3://...)."""
     action: ReshardAction = ReshardAction.convert
     """convert; plan (bytes, reads, memory, time; moves nothing); inspect (describe source); verify (check
     every byte of source); diff (compare source with target, tensor by tensor)."""

@@ -68,8 +68,9 @@ class RunSection:
     dir: str | None = None
     """Folder for all files of the run. Null: runs/<run.name>-<8 hex digits of the run's identity>."""
     fork: str | None = None
-    """A checkpoint or run directory of another run: start a new run from its state and record the parent. The
-    fork continues at the step and the sample at which its parent stopped, also with another global batch.
+    """A checkpoint, run directory or URL (s3://...) of another run: start a new run from its state and record
+    the parent. The fork continues at the step and the sample at which its parent stopped, also with another
+    global batch.
     """
 
     def __post_init__(self) -> None:
@@ -357,7 +358,7 @@ class RunConfig:
     resume: str = "auto"
     """auto: resume from the newest checkpoint of the run directory, if any, and stop with an error if its
     files disagree on which that is; never: train from the beginning, and refuse if there is a checkpoint to
-    resume; or the path of a checkpoint.
+    resume; or the path or URL (s3://...) of a checkpoint.
     """
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from toolkit.errors import Problem
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+WRITABLE = ("s3", "gs", "az")
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the instance's role",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or the instance's account",

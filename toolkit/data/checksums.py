@@ -21,8 +21,9 @@ import numpy.typing as npt
 import xxhash
 
 from toolkit.data.digest import FileDigest, check_file_size, damaged_file
-from toolkit.data.remote.errors import data_path_error
-from toolkit.data.remote.storage import Buffer, ByteRange, Location, StoreFolder
+from toolkit.data.errors import data_path_error
+from toolkit.paths import Location
+from toolkit.remote.storage import Buffer, ByteRange, StoreFolder
 
 Ints = npt.NDArray[np.int64]
 Checksums = npt.NDArray[np.uint64]

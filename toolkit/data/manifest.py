@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from toolkit.data.digest import FileDigest
+from toolkit.data.errors import data_path_error
 from toolkit.data.manifest_file import (
     MANIFEST_NAME,
     TOKENS_KIND,
@@ -21,11 +22,10 @@ from toolkit.data.manifest_file import (
     resolve_file,
     write_manifest_file,
 )
-from toolkit.data.remote.errors import data_path_error
-from toolkit.data.remote.storage import Location, Url, open_folder, parse_location
 from toolkit.errors import InputError, Problem
 from toolkit.files import user_cache, write_whole
-from toolkit.paths import UnsafePath, relative_name
+from toolkit.paths import Location, UnsafePath, Url, relative_name
+from toolkit.remote.storage import open_folder, parse_location
 
 FORMAT_VERSION = 3
 # Format 1 has no recipe, no versions and no other files, and each document ends with end_of_text.

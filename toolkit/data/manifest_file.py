@@ -10,11 +10,11 @@ from typing import Any
 import xxhash
 
 from toolkit.commands import command_line
-from toolkit.data.remote.errors import data_path_error
-from toolkit.data.remote.storage import Location, Url, open_folder, parse_location
+from toolkit.data.errors import data_path_error
 from toolkit.errors import InputError
 from toolkit.files import write_whole
-from toolkit.paths import UnsafePath, inside
+from toolkit.paths import Location, UnsafePath, Url, inside
+from toolkit.remote.storage import open_folder, parse_location
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_HASH_KEY = "manifest_xxh3_128"

@@ -14,6 +14,7 @@ from toolkit.config.schema import Precision
 from toolkit.hooks import CompletedStep, Hook
 from toolkit.monitor.sink import Kind, Row, Sink
 from toolkit.monitor.throughput import RunTimer, Throughput
+from toolkit.paths import Location
 from toolkit.plan.types import Device, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.status import RunState, Status
@@ -94,12 +95,12 @@ class StatusWriter(Hook):
         self,
         directory: RunDirectory,
         attempt: int,
-        newest: Path | None,
+        newest: Location | None,
         clock: Callable[[], float] = time.monotonic,
         goodput: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:
         self._directory, self._attempt, self._clock, self._goodput = directory, attempt, clock, goodput
-        self._checkpoint = newest
+        self._checkpoint: Location | None = newest
         self._step = 0
         self._next = 0.0
 

@@ -99,6 +99,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def uploads(self) -> Path:
+        """What has been uploaded to ``checkpoint.url``."""
+        return self.path / "uploads"
+
+    @property
     def plots(self) -> Path:
         return self.path / "plots"
 

@@ -11,8 +11,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from toolkit.config.schema import RunConfig
+from toolkit.config.urls import is_url
 from toolkit.errors import CheckpointError, ConfigError, InputError, Problem, file_errors
-from toolkit.paths import MOST_NAME_BYTES
+from toolkit.paths import MOST_NAME_BYTES, Location, Url
+from toolkit.remote.storage import parse_location
 from toolkit.rundir.find import find_run
 
 OTHER_FOLDER_REMEDY = "write run.dir=FOLDER, one that this user can make and write"
@@ -32,15 +34,16 @@ class StateSource:
     """The state that a run starts from. ``path`` is None for initial weights."""
 
     kind: SourceKind
-    path: Path | None = None
+    path: Location | None = None
 
 
-def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
+def resolve_source(config: RunConfig, newest: Location | None) -> StateSource:
     """Choose the state that this start continues from.
 
     Args:
         config: Configuration of this start.
-        newest: The newest complete checkpoint of the run's own directory, if any.
+        newest: The newest complete checkpoint of the run's own directory, if any; or in its store, if that is
+            later.
 
     Raises:
         ConfigError: ``resume=never`` although there is a checkpoint, or ``resume=PATH`` with ``run.fork``.
@@ -74,7 +77,13 @@ def resolve_source(config: RunConfig, newest: Path | None) -> StateSource:
     return StateSource(SourceKind.INITIAL)
 
 
-def _existing_path(key: str, value: str) -> Path:
+def _existing_path(key: str, value: str) -> Location:
+    """Return the folder that ``value`` names. A URL is not accessed: planning uses no network."""
+    if is_url(value):
+        location = parse_location(value, key)
+        if isinstance(location, Url):
+            return location
+        value = str(location)
     with file_errors(key, f"correct the path: {key}=PATH"):
         path = find_run(value, key)
         exists = path.is_dir()
@@ -155,8 +164,8 @@ def check_identity(config: RunConfig, file: Path) -> None:
 
 
 def resolve_parent(fork: str) -> str:
-    """Return the absolute path of the parent, as ``fork.json`` records it."""
-    return str(find_run(fork, "run.fork").absolute())
+    """Return the URL or the absolute path of the parent, as ``fork.json`` records it."""
+    return fork if is_url(fork) else str(find_run(fork, "run.fork").absolute())
 
 
 def check_fork(config: RunConfig, run_dir: Path, fork_file: Path, newest: Path | None) -> None:
@@ -197,13 +206,14 @@ def find_run_directory(path: Path) -> Path | None:
     return None
 
 
-def check_same_run(config: RunConfig, path: Path) -> None:
-    """Check that ``resume=PATH`` continues the same run. Another model or other data requires a fork.
+def check_same_run(config: RunConfig, path: Location) -> None:
+    """Check that ``resume=PATH`` continues the same run. Another model or other data requires a fork. A
+    checkpoint in a store is checked when it is opened.
 
     Raises:
         CheckpointError: ``path`` belongs to a run with another identity.
     """
-    folder = find_run_directory(path.absolute())
+    folder = find_run_directory(path.absolute()) if isinstance(path, Path) else None
     if folder is None:
         return
     from toolkit.config.compose import from_yaml

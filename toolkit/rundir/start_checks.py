@@ -44,6 +44,8 @@ def check_remaining_work(config: RunConfig, directory: RunDirectory) -> None:
     ended_well = status is not None and status.state is RunState.DONE
     if saved == steps and not (ended_well and _same_ending(config, directory)):
         return
+    if config.checkpoint.url is not None and (directory.uploads / "pending").exists():
+        return  # the last checkpoint is not in the store yet
     done = f"{saved} of {steps} steps" if saved == steps else f"{saved} steps, more than train.steps={steps},"
     raise NothingToDo(
         f"nothing to do: {done} of {directory.path} are done; write train.steps={2 * saved} to train "
@@ -85,7 +87,7 @@ def schedule_warning(config: RunConfig, directory: RunDirectory) -> Problem | No
     if config.schedule.name is ScheduleName.custom:
         return None  # its arguments are part of the run's identity, and train.steps is not among them
     source = resolve_source(config, directory.newest_checkpoint())
-    if source.kind is not SourceKind.RESUME or source.path is None:
+    if source.kind is not SourceKind.RESUME or not isinstance(source.path, Path):
         return None
     folder = find_run_directory(source.path.absolute())
     row = last_row(RunDirectory(folder).metrics_file) if folder is not None else None

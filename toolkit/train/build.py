@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint.remote.upload import UploadSettings
 from toolkit.checkpoint_folder import committed_checkpoints, newest_checkpoint
 from toolkit.config.checkpoint import parse_cadence
 from toolkit.config.data import DocumentMasking
@@ -45,6 +46,7 @@ from toolkit.train.saving import Checkpoints, SaveTimer
 from toolkit.train.soundness import Soundness
 from toolkit.train.state import TrainState
 from toolkit.train.task import NextTokenTask, Task, TextTask, configure_text_task, text_task
+from toolkit.train.uploads import CheckpointUploads, OpenedStore
 from toolkit.train.user_hooks import EndRequest, build_user_hooks
 from toolkit.train.user_task import checked_task
 from toolkit.train.vision import vision_task
@@ -60,6 +62,7 @@ class Training:
         stop, seconds_left: as in :func:`toolkit.train.run.run`.
         end: a hook's request to end the run early.
         rollbacks: those of the run so far.
+        store: the store of ``checkpoint.url``; None without one.
     """
 
     context: RankContext
@@ -74,6 +77,7 @@ class Training:
     seconds_left: Callable[[], float | None]
     end: EndRequest
     rollbacks: list[Rollback]
+    store: OpenedStore | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +161,13 @@ def build_hooks(
         )
     best = None
     if plan.config.checkpoint.keep_best.metric is not None:
-        best = BestCheckpoints(plan.config.checkpoint.keep_best, partial(existing_steps, context))
+        best = BestCheckpoints(plan.config.checkpoint.keep_best, partial(existing_steps, training))
         hooks.add(best, "checkpoint.keep_best")
     soundness = Soundness(plan.config.train)
     hooks.add(soundness, "train.soundness")
     hooks.add(_build_evaluation(training, hooks))
     checkpoint = plan.config.checkpoint
+    uploads = build_uploads(training)
     checkpoints = Checkpoints(
         context,
         training.engine,
@@ -171,6 +176,7 @@ def build_hooks(
             checkpoint.keep_last,
             checkpoint.keep_every,
             staging_bytes=plan.saves.staging_bytes,
+            in_use=uploads.uploader.steps_in_use if uploads is not None else tuple,
         ),
         data.stream,
         save_timer,
@@ -194,6 +200,8 @@ def build_hooks(
                 hook_states=hooks.state_dict,
             )
         )
+    if uploads is not None:
+        hooks.add(uploads)  # after the hook that saves, so that the last checkpoint is uploaded too
     status = None
     if goodput is not None:
         status = StatusWriter(
@@ -243,9 +251,45 @@ def _build_budget(training: Training, deadline: SaveDeadline, goodput: GoodputTr
     )
 
 
-def existing_steps(context: RankContext, steps: Collection[int]) -> list[int]:
-    """Return those of ``steps`` with a checkpoint that every rank sees. Collective."""
-    committed, ordered = committed_checkpoints(context.directory.checkpoints), sorted(steps)
+def build_uploads(training: Training) -> CheckpointUploads | None:
+    """Return the hook that uploads checkpoints, if there is a store, with its thread running.
+
+    A checkpoint that an earlier attempt saved and did not upload is sent first.
+    """
+    context, store = training.context, training.store
+    if store is None:
+        return None
+    checkpoint, folder = context.plan.config.checkpoint, context.directory.checkpoints
+    settings = partial(
+        UploadSettings,
+        checkpoints=folder,
+        folder=context.directory.uploads,
+        rank=context.rank,
+        ranks=context.ranks,
+        attempt=context.attempt,
+        keep_last=checkpoint.keep_last,
+        keep_every=checkpoint.keep_every,
+    )
+    uploads = CheckpointUploads(
+        store,
+        settings,
+        training.monitor.alert,
+        training.seconds_left,
+        only_sound=bool(context.plan.config.train.rollback_keys),
+    )
+    newest = newest_checkpoint(folder)
+    if isinstance(newest, Path) and newest.parent == folder:
+        uploads.on_checkpoint(newest)
+    return uploads
+
+
+def existing_steps(training: Training, steps: Collection[int]) -> list[int]:
+    """Return those of ``steps`` with a checkpoint that every rank sees, or in the store. Collective."""
+    context = training.context
+    committed = {*committed_checkpoints(context.directory.checkpoints)}
+    if training.store is not None:
+        committed.update(training.store.steps)
+    ordered = sorted(steps)
     absent = context.all_reduce_flags([step not in committed for step in ordered]) if ordered else []
     return [step for step, missing in zip(ordered, absent, strict=True) if not missing]
 

@@ -21,6 +21,7 @@ from toolkit.models.hugging_face import describe_export
 from toolkit.models.target import hugging_face_config
 from toolkit.monitor.sink import Row
 from toolkit.observe.progress_hooks import SamplesConsumed, format_consumed
+from toolkit.paths import Location
 from toolkit.plan import make_plan
 from toolkit.plan.types import RunPlan
 from toolkit.rows import float_of, read_rows
@@ -199,7 +200,7 @@ def format_losses(plan: RunPlan, directory: RunDirectory, unigram: float | None)
 
 
 def _continue_prompt(
-    plan: RunPlan, checkpoint: Path, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
+    plan: RunPlan, checkpoint: Location, tokenizer: Path | None, prompt: str, stop: Callable[[], object]
 ) -> str:
     from toolkit.data.checks import special_tokens_mode, tokenizer_folder
     from toolkit.data.tokens.tokenizer import read_tokenizer

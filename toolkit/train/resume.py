@@ -14,6 +14,7 @@ from toolkit.checkpoint_folder import newest_checkpoint
 from toolkit.data.registry import SampleStream
 from toolkit.engine.build import open_initial_weights
 from toolkit.hooks import Hooks
+from toolkit.paths import Location, Url
 from toolkit.plan.types import BatchPlan, RunPlan
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.source import SourceKind, resolve_source
@@ -34,7 +35,7 @@ class ResumePoint:
 
     reader: StateReader
     state: TrainState
-    checkpoint: Path | None
+    checkpoint: Location | None
     description: str
     batch: BatchPlan
     forked: bool = False
@@ -51,10 +52,12 @@ def set_aside_later_checkpoints(
     """Move the checkpoints of steps that will be repeated to the folder of the attempt that wrote them. On
     rank 0.
 
-    After ``resume=PATH`` the run continues from that checkpoint, and after ``resume=never`` from the
-    beginning. Later starts must do the same, even if this one ends before its first save.
+    After ``resume=PATH``, or from its store, the run continues from that checkpoint, and after
+    ``resume=never`` from the beginning. Later starts must do the same, even if this one ends before its first
+    save.
     """
-    if plan.config.resume == "auto":
+    from_store = isinstance(resume_point.checkpoint, Url) and not resume_point.forked
+    if plan.config.resume == "auto" and not from_store:
         return
     aside = directory.previous_attempt_folder(attempt) / "checkpoints"
     if resume_point.checkpoint is None or plan.config.resume == "never":
@@ -70,17 +73,20 @@ def set_aside_later_checkpoints(
         )
 
 
-def find_resume_point(plan: RunPlan, directory: RunDirectory, snapshot: Path | None = None) -> ResumePoint:
+def find_resume_point(plan: RunPlan, directory: RunDirectory, later: Path | Url | None = None) -> ResumePoint:
     """Find the resume point from the files, which is the same on every rank.
 
     Args:
-        snapshot: a snapshot in memory that is newer than the run's checkpoints, if there is one.
+        later: a snapshot in memory, or a checkpoint of this run in its store, that is later than those in the
+            run's directory, if there is one.
 
     Raises:
         UserError: there is nothing to resume from, or it does not fit this run.
     """
-    saved = newest_checkpoint(directory.checkpoints) if plan.config.resume == "auto" else None
-    source = resolve_source(plan.config, snapshot or saved)
+    newest = None
+    if plan.config.resume == "auto":
+        newest = later or newest_checkpoint(directory.checkpoints)
+    source = resolve_source(plan.config, newest)
     if source.path is None:
         pretrained = plan.config.model.pretrained
         description = (
@@ -89,8 +95,12 @@ def find_resume_point(plan: RunPlan, directory: RunDirectory, snapshot: Path | N
             else f"the weights of {pretrained}"
         )
         return ResumePoint(open_initial_weights(plan), TrainState(), None, description, plan.batch)
-    checkpoint = find_checkpoint(source.path) or source.path
+    checkpoint = source.path
+    if isinstance(checkpoint, Path):
+        checkpoint = find_checkpoint(checkpoint) or checkpoint
     reader = open_reader(checkpoint, state.namespace(plan), plan.shape)
+    if isinstance(checkpoint, Url):
+        checkpoint = reader.path  # of the pointer
     restored, batch = state.restore(plan, reader, source.kind, checkpoint)
     kind = "fork of" if source.kind is SourceKind.FORK else "continues from"
     samples = batch.at(restored.step).first_sample

@@ -36,6 +36,7 @@ from toolkit.train.resume import (
     set_aside_later_checkpoints,
 )
 from toolkit.train.rewind import roll_back
+from toolkit.train.uploads import open_checkpoint_store
 from toolkit.train.user_hooks import EndRequest
 from toolkit.train.user_task import build_metrics, build_user_task, describe_task
 
@@ -82,8 +83,11 @@ def run(
     with ExitStack() as stack:
         seed_everything(plan)
         all_reduce_flags = make_flag_reduce(plan.world.ranks)
+        store = open_checkpoint_store(plan, directory, rank, attempt)
         snapshot = find_snapshot(plan, directory, memory, rank, all_reduce_flags)
-        resume_point = find_resume_point(plan, directory, snapshot)
+        resume_point = find_resume_point(
+            plan, directory, snapshot or (store.newest if store is not None else None)
+        )
         user_task = build_user_task(plan.config)
         plan = describe_task(replace(plan, batch=resume_point.batch), user_task)
         state = resume_point.state
@@ -131,6 +135,7 @@ def run(
             seconds_left,
             EndRequest(),
             rollbacks,
+            store,
         )
         hooks = build_hooks(training, started, memory=memory, restart=restart)
         restore_hooks(resume_point, hooks.all, rank=rank)

@@ -12,7 +12,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from toolkit import families
@@ -20,6 +19,7 @@ from toolkit.checkpoint.scalars import CONSUMED, OPTIM, OPTIM_SETTINGS, SOUND, S
 from toolkit.checkpoint.shard import StateReader
 from toolkit.checkpoint.source import MODEL
 from toolkit.errors import CheckpointError, Problem
+from toolkit.paths import Location
 from toolkit.plan.batch import continue_batch
 from toolkit.plan.schedule import learning_rate
 from toolkit.plan.types import BatchPlan, RampStage, RunPlan
@@ -114,7 +114,9 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def restore(plan: RunPlan, reader: StateReader, kind: SourceKind, path: Path) -> tuple[TrainState, BatchPlan]:
+def restore(
+    plan: RunPlan, reader: StateReader, kind: SourceKind, path: Location
+) -> tuple[TrainState, BatchPlan]:
     """Return the state in the checkpoint at ``path``, and the batch plan of a run that continues from it.
 
     A resumed run must be the same run. A fork may differ: it inherits weights, optimizer state and the

@@ -21,9 +21,9 @@ FILE_BYTES = 4 * 2**30  # per file, unless a single tensor is larger
 def find(path: Path) -> Path | None:
     """Return the native checkpoint that ``path`` is or leads to."""
     found = directory.find_checkpoint(path)
-    ours = found is not None and (
-        (found / manifest.NAME).exists() or checkpoint_folder.step_of(found) is not None
-    )
+    if not isinstance(found, Path):
+        return None
+    ours = (found / manifest.NAME).exists() or checkpoint_folder.step_of(found) is not None
     return found if ours else None
 
 

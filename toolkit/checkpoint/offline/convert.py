@@ -22,7 +22,7 @@ import xxhash
 import toolkit
 from toolkit.checkpoint import manifest
 from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile, TensorPiece
-from toolkit.checkpoint.file_reader import UNFINISHED_SUFFIX, CheckpointFiles, read_stamps
+from toolkit.checkpoint.file_reader import UNFINISHED_SUFFIX, CheckpointFiles, open_files, read_stamps
 from toolkit.checkpoint.offline.journal import ConversionJournal, is_journal_for
 from toolkit.checkpoint.offline.output import Segment, TargetOutput
 from toolkit.checkpoint.offline.unit_writer import ConversionUnit, UnitWriter, WrittenPiece, plan_units
@@ -153,7 +153,7 @@ class Conversion:
             if due:
                 written_units.sync(output, self._on_phase)
 
-        with CheckpointFiles(self.source.folder) as files:
+        with open_files(self.source.folder) as files:
             parallel_map(lambda unit: work(unit, files), self.units, self._workers)
             changed = files.changed(self._stamps)
         if changed:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.checkpoint.catalog import DTYPES, DamagedFile, byte_length
-from toolkit.checkpoint.file_reader import CheckpointFiles, numpy_dtype
+from toolkit.checkpoint.file_reader import CheckpointFiles, numpy_dtype, open_files
 from toolkit.checkpoint.piece_reader import parallel_map
 from toolkit.checkpoint.planner import source_key
 from toolkit.checkpoint.scalars import CONSUMED, LOSS_SCALER, OPTIMIZER_STEP, STEP
@@ -28,6 +28,7 @@ from toolkit.checkpoint.source import CheckpointSource, open_source
 from toolkit.checkpoint.tile_reader import WORKER_THREADS, ByteProgress, TileReader, as_bits, tile_box
 from toolkit.errors import InputError, Problem
 from toolkit.families.base import ModelShape
+from toolkit.paths import Location
 
 COMPARED_SCALARS = (STEP, CONSUMED, OPTIMIZER_STEP, LOSS_SCALER)
 
@@ -112,8 +113,8 @@ class CheckpointDiff:
         scalars: (name, left, right) of scalars that differ; None if a side lacks it.
     """
 
-    left: Path
-    right: Path
+    left: Location
+    right: Location
     tensors: tuple[TensorDifference, ...]
     scalars: tuple[tuple[str, object, object], ...]
 
@@ -200,9 +201,7 @@ def diff_sources(
         if _both(pair)
     )
     with ExitStack() as opened:
-        sides = [
-            _Side(source, opened.enter_context(CheckpointFiles(source.folder))) for source in (left, right)
-        ]
+        sides = [_Side(source, opened.enter_context(open_files(source.folder))) for source in (left, right)]
         work = _Comparison(sides[0], sides[1], ByteProgress(advance, total))
         differences = parallel_map(work.compare, found, workers)
     of_left, of_right = left.catalog.scalars, right.catalog.scalars

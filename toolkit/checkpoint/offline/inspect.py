@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from toolkit import families
 from toolkit.checkpoint.catalog import byte_length
@@ -39,8 +40,9 @@ def _description(source: CheckpointSource) -> Iterator[tuple[str, str]]:
     for name, value in source.catalog.scalars.items():
         if name not in (MODEL, "step"):
             yield "scalar", _shortened(f"{name}={value}")
-    files = [path.stat().st_size for path in source.folder.rglob("*") if path.is_file()]
-    yield "on disk", f"{quantity(sum(files), 'B')} in {len(files)} files"
+    if isinstance(source.folder, Path):
+        files = [path.stat().st_size for path in source.folder.rglob("*") if path.is_file()]
+        yield "on disk", f"{quantity(sum(files), 'B')} in {len(files)} files"
     for label in source.omitted:
         yield "left out", label
 

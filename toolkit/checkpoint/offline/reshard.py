@@ -26,6 +26,7 @@ from toolkit.config.model import ModelConfig
 from toolkit.config.reshard import ReshardConfig, TargetConfig, TargetFormat
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError, Problem
 from toolkit.families.base import ModelShape
+from toolkit.paths import Location, Url
 from toolkit.plan.pretrained import resolve_model
 from toolkit.progress import Progress, ProgressTask, duration, quantity
 
@@ -253,12 +254,14 @@ def _numbers(numbers: ReshardPlan, workers: int, rate: float | None, how: str) -
     ]
 
 
-def measure_copy_rate(source: Path, target: Path | None) -> tuple[float | None, str]:
+def measure_copy_rate(source: Location, target: Path | None) -> tuple[float | None, str]:
     """Return the bytes per second of a copy from ``source`` to the folder ``target``, including fsync, and a
     description.
 
     The temporary copy is removed.
     """
+    if isinstance(source, Url):
+        return None, "unknown: set rate=GB_PER_SECOND, the speed at which the store is read"
     largest = max(
         (path for path in source.rglob("*") if path.is_file()),
         key=lambda path: path.stat().st_size,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,7 @@ from toolkit.checkpoint.target import CheckpointTarget
 from toolkit.checkpoint.tile_reader import element_offset, split_into_tiles
 from toolkit.checkpoint.value_checks import MASTER_RULE, differs_from_cast, find_value_faults
 from toolkit.errors import CheckpointError, Problem
+from toolkit.paths import Location
 
 # smaller than a block, so that a tile stays in the processor's cache from reading to writing
 TILE_BYTES = 4 * 2**20
@@ -253,6 +253,6 @@ class UnitWriter:
                 )
 
 
-def _corrupt_error(folder: Path, seen: str, rule: str) -> CheckpointError:
+def _corrupt_error(folder: Location, seen: str, rule: str) -> CheckpointError:
     remedy = "use an earlier checkpoint; action=verify checks all of it; examine=false converts it unchanged"
     return CheckpointError(Problem("source", f"{folder} is corrupt: {seen}", rule, remedy))

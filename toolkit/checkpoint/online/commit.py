@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -55,7 +55,10 @@ class SavePhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSave:
-    """One rank's part of one save. ``number`` counts the saves of this attempt and is equal on all ranks."""
+    """One rank's part of one save. ``number`` counts the saves of this attempt and is equal on all ranks.
+
+    ``in_use`` returns steps whose checkpoints retention keeps, because they are being uploaded.
+    """
 
     directory: Path
     step: int
@@ -69,6 +72,7 @@ class RankSave:
     keep_last: int
     keep_every: int
     best: Sequence[int]
+    in_use: Callable[[], Collection[int]]
     timeout_seconds: float
     on_phase: Callable[[SavePhase], None]
 
@@ -231,7 +235,7 @@ def _remove_leftovers(save: RankSave) -> None:
         return
     found = checkpoint_folder.find_newest(save.directory)
     newest, pointer = found.checkpoint, checkpoint_folder.read_pointer(save.directory)
-    is_own = newest is not None and newest.parent == save.directory
+    is_own = isinstance(newest, Path) and newest.parent == save.directory
     if newest is not None and is_own and not found.disagreements and newest.name != pointer:
         write_whole(save.directory / checkpoint_folder.POINTER, newest.name + "\n")
     own = {f"-{_attempt_name(save.attempt)}-{number}" for number in (save.number, save.number - 1)}
@@ -359,7 +363,7 @@ def _apply_retention(save: RankSave) -> None:
         saved=save.step,
         keep_last=save.keep_last,
         keep_every=save.keep_every,
-        best=best,
+        best=[*best, *save.in_use()],
         sound=directory.newest_sound_step(save.directory),
     )
     for step in removable:

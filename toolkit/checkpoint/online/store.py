@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from toolkit.checkpoint.online.commit import RankSave, SavePhase, run_save
 from toolkit.checkpoint.online.writing import HostSnapshot, WriteItem
 from toolkit.checkpoint.planner import boxes_to_write, shift_box
 from toolkit.checkpoint.shard import Shard
+from toolkit.paths import Location
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class CheckpointStore:
         saved
             in the foreground.
         on_phase: Called with each phase from the writing thread, for crash tests.
+        in_use: Returns the steps of checkpoints that are being read, which retention keeps.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class CheckpointStore:
         timeout_seconds: float = 1800,
         staging_bytes: int | None = None,
         on_phase: Callable[[SavePhase], None] | None = None,
+        in_use: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.directory = Path(directory)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._timeout_seconds, self._staging_bytes = timeout_seconds, staging_bytes
         self._on_phase = on_phase or (lambda phase: None)
+        self._in_use = in_use
         self._snapshot = HostSnapshot()
         self._saves = 0
         self._pending: PendingSave | None = None
@@ -164,6 +168,7 @@ class CheckpointStore:
             keep_last=self._keep_last,
             keep_every=self._keep_every,
             best=tuple(best),
+            in_use=self._in_use,
             timeout_seconds=self._timeout_seconds,
             on_phase=self._on_phase,
         )
@@ -188,7 +193,7 @@ class CheckpointStore:
         self.wait()
         self._pending = None
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Location | None:
         """Return the checkpoint to resume from. Raises CheckpointError if the files disagree."""
         return checkpoint_folder.newest_checkpoint(self.directory)
 

@@ -18,10 +18,10 @@ import xxhash
 from toolkit.config.prepare import PrepareConfig
 from toolkit.data.prepare.input_file import detect_format, is_hidden
 from toolkit.data.prepare.plan import InputListing
-from toolkit.data.remote.storage import Buffer, ByteRange, StoreFolder, Url, open_folder, parse_location
 from toolkit.errors import InputError, Problem
-from toolkit.paths import UnsafePath, relative_name
+from toolkit.paths import UnsafePath, Url, relative_name
 from toolkit.progress import Progress
+from toolkit.remote.storage import Buffer, ByteRange, StoreFolder, open_folder, parse_location
 
 INPUT = "input"
 BATCH_BYTES = 32 << 20

@@ -21,13 +21,13 @@ from toolkit.data.manifest_file import read_kind
 from toolkit.data.prepare import report
 from toolkit.data.prepare.plan import format_value
 from toolkit.data.records.reader import RECORDS_KIND, describe_records, verify_records
-from toolkit.data.remote.storage import DataFolder, open_folder
 from toolkit.data.tokens.documents import compute_waste
 from toolkit.data.tokens.index import HEADER
 from toolkit.data.tokens.token_array import verify_tokens
 from toolkit.data.tokens.tokenizer import read_tokenizer
 from toolkit.errors import InputError, Problem
 from toolkit.progress import Progress
+from toolkit.remote.storage import DataFolder, open_folder
 
 READ_CHUNK_BYTES = 16 << 20
 SHOWN_TOKENS = 48

@@ -29,6 +29,7 @@ import xxhash
 
 from toolkit.data.checksums import CHECKSUM_SUFFIX
 from toolkit.data.digest import HASHED_AT_OPENING_BYTES, FileDigest, check_file_hashes, check_file_size
+from toolkit.data.errors import data_path_error
 from toolkit.data.manifest_file import (
     incomplete_manifest,
     read_manifest_file,
@@ -37,11 +38,10 @@ from toolkit.data.manifest_file import (
 )
 from toolkit.data.order.permutation import BLOCK_BYTES
 from toolkit.data.records.row_storage import MappedRows, RecordRows, StoreRows, check_store_sizes
-from toolkit.data.remote.errors import data_path_error
-from toolkit.data.remote.storage import Location, Url, parse_location
 from toolkit.errors import InputError, Problem
-from toolkit.paths import relative_name
+from toolkit.paths import Location, Url, relative_name
 from toolkit.progress import Progress
+from toolkit.remote.storage import parse_location
 
 if TYPE_CHECKING:
     from toolkit.data.remote.cache import BlockCache

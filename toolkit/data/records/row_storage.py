@@ -17,11 +17,12 @@ from toolkit.data.checksums import (
     map_checksums,
 )
 from toolkit.data.digest import FileDigest, check_file_size
+from toolkit.data.errors import data_path_error
 from toolkit.data.manifest_file import resolve_file
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
-from toolkit.data.remote.errors import data_path_error
-from toolkit.data.remote.fetch import RequestLimits
-from toolkit.data.remote.storage import ByteRange, StoreFolder, Url, open_folder
+from toolkit.paths import Url
+from toolkit.remote.fetch import RequestLimits
+from toolkit.remote.storage import ByteRange, StoreFolder, open_folder
 
 if TYPE_CHECKING:
     from toolkit.data.records.reader import RecordShard

@@ -31,8 +31,8 @@ import xxhash
 from toolkit.config.data import DataCacheConfig
 from toolkit.data.checksums import RangeReader
 from toolkit.data.order.permutation import BLOCK_BYTES
-from toolkit.data.remote.storage import Buffer, ByteRange
 from toolkit.errors import InputError, Problem
+from toolkit.remote.storage import Buffer, ByteRange
 
 Block = tuple[str, int]  # file's name, number
 

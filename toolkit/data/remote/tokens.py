@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.checksums import make_checked_reader
+from toolkit.data.errors import data_path_error
 from toolkit.data.manifest import DataManifest, TokenShard, TokenSplit
 from toolkit.data.remote.cache import BlockCache, CachedFile, read_cached
-from toolkit.data.remote.errors import data_path_error
-from toolkit.data.remote.fetch import RequestLimits
-from toolkit.data.remote.storage import Buffer, ByteRange, StoreFolder, Url, open_folder
 from toolkit.data.tokens.index import DTYPE_CODES, HEADER, MAGIC
 from toolkit.errors import InputError
+from toolkit.paths import Url
+from toolkit.remote.fetch import RequestLimits
+from toolkit.remote.storage import Buffer, ByteRange, StoreFolder, open_folder
 
 Ints = npt.NDArray[np.int64]
 Span = tuple[int, int, int]  # shard, first byte, end

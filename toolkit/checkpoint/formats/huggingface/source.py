@@ -29,7 +29,7 @@ from toolkit.checkpoint.source import CheckpointSource
 from toolkit.errors import CheckpointError, InputError, Problem
 from toolkit.families.base import Family, HubTensor, ModelShape
 from toolkit.families.model_files import parse_model_config
-from toolkit.paths import UnsafePath, relative_name
+from toolkit.paths import Location, UnsafePath, relative_name
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -216,7 +216,7 @@ def _optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Slots]]:
     }
 
 
-def _damage_error(folder: Path, damage: DamagedFile) -> CheckpointError:
+def _damage_error(folder: Location, damage: DamagedFile) -> CheckpointError:
     remedy = (
         "download or export the folder again; other formats become safetensors with transformers' "
         "save_pretrained"

@@ -133,7 +133,7 @@ def lay_out(
             _json_file(CONFIG, {**hub_config, "dtype": max(sorted(set(dtypes)), key=dtypes.count)}, free=True)
         )
     if tokenizer is None and source.format == TargetFormat.huggingface.name:
-        tokenizer = source.folder
+        tokenizer = source.folder if isinstance(source.folder, Path) else None
     files += _tokenizer_files(tokenizer) if tokenizer is not None else ()
     pieces: dict[TensorKey, list[TensorPiece]] = {key: [] for key in tensors}
     for _, piece in placed:

@@ -47,6 +47,9 @@ class RequestLimits:
     first_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
     """A failed attempt is repeated after the first backoff, doubled up to the maximum, times 0.5 to 1."""
+    store_retries: int = 0
+    """Retries of a request inside obstore, for uploads. Reads have none there: ``fetch_all`` measures how
+    long they take, and may start a second attempt early."""
     opening_seconds: float = 20.0
     """While data are opened, no attempt starts later than this after the first."""
     reading_seconds: float = 300.0

@@ -19,17 +19,17 @@ from toolkit.config.data import DataConfig
 from toolkit.config.identity import identity
 from toolkit.config.schema import RunConfig
 from toolkit.config.urls import shown, url_problem
-from toolkit.data.remote.fetch import RequestLimits
-from toolkit.data.remote.storage import (
+from toolkit.errors import ConfigError, InputError
+from toolkit.paths import Url
+from toolkit.remote.fetch import RequestLimits
+from toolkit.remote.storage import (
     ByteRange,
     DataFolder,
     StorageError,
     StoreFolder,
-    Url,
     open_folder,
     parse_location,
 )
-from toolkit.errors import ConfigError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = RequestLimits(
@@ -301,8 +301,8 @@ READ = """
 import logging, sys, warnings
 logging.basicConfig(level=logging.DEBUG)
 warnings.simplefilter("always")
-from toolkit.data.remote.fetch import RequestLimits
-from toolkit.data.remote.storage import open_folder
+from toolkit.remote.fetch import RequestLimits
+from toolkit.remote.storage import open_folder
 folder = open_folder(sys.argv[1], RequestLimits(opening_seconds=0.3, silence_seconds=0.5))
 print(folder, repr(folder), vars(folder))
 folder.read_files(["large.bin"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.data.remote.fetch import (
+from toolkit.remote.fetch import (
     RequestLimits,
     RequestPacing,
     RequestTimeout,

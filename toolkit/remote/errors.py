@@ -4,22 +4,50 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 
 from toolkit.config.urls import credentials_remedy
-from toolkit.data.remote.fetch import RequestTimeout, TransientError
 from toolkit.errors import InputError, Problem
+from toolkit.remote.fetch import RequestTimeout, TransientError
 
-RESTORE_REMEDY = "restore the file, or put new data into another folder"
 _INSTANCE = ("169.254.169.254", "metadata.google.internal", "MissingAccount", "MissingCredentials")
 
 
-def data_path_error(seen: str, rule: str, remedy: str) -> InputError:
-    """Make an InputError about ``data.path``."""
-    return InputError(Problem("data.path", seen, rule, remedy))
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a folder of a store holds, for the texts of errors.
+
+    Attributes:
+        key: The configuration key that names the folder.
+        folder: The kind of folder.
+        content: What the folder holds, in a sentence.
+        restore_remedy: What to do if a file is damaged.
+    """
+
+    key: str
+    folder: str
+    content: str
+    restore_remedy: str
+
+    @property
+    def unchanged_rule(self) -> str:
+        return f"the files of a {self.folder} do not change"
+
+    def error(self, seen: str, rule: str, remedy: str) -> InputError:
+        """Return an InputError about ``key``."""
+        return InputError(Problem(self.key, seen, rule, remedy))
 
 
-def translate_error(error: Exception, location: str) -> InputError | TransientError:
+DATA = Subject(
+    "data.path",
+    "data folder",
+    "the store holds the data folder with every file of its manifest",
+    "restore the file, or put new data into another folder",
+)
+
+
+def translate_error(error: Exception, location: str, subject: Subject) -> InputError | TransientError:
     """Translate an exception of obstore without quoting it.
 
     obstore has one exception class for most failures and distinguishes them only in its text, which is
@@ -36,31 +64,29 @@ def translate_error(error: Exception, location: str) -> InputError | TransientEr
         return _another_region(text, location)
     if isinstance(error, FileNotFoundError) or status == 404:  # listings do not raise FileNotFoundError
         what = "no such bucket" if "NoSuchBucket" in text or "NoSuchContainer" in text else "absent"
-        return data_path_error(
-            f"{location}: {what}",
-            "the store holds the data folder with every file of its manifest",
-            "check data.path, or copy the missing files there",
+        return subject.error(
+            f"{location}: {what}", subject.content, f"check {subject.key}, or copy the missing files there"
         )
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        rule = "the store lets this machine read the data (some answer 403 for a file that is absent, too)"
-        return data_path_error(
+        rule = "the store gives this machine access (some answer 403 for a file that is absent, too)"
+        return subject.error(
             f"{location}: refused with status {status or 403}", rule, credentials_remedy(location)
         )
     if isinstance(error, exceptions.NotSupportedError) or "non-partial response" in text:
-        return data_path_error(
+        return subject.error(
             f"{location}: the whole file came where a range was asked for",
             "the server answers requests for ranges",
             "serve the folder with a server that does, or copy it to this machine",
         )
     if status == 416:
-        return data_path_error(
+        return subject.error(
             f"{location}: ends before the requested bytes",
             "the file is as long as its manifest says",
-            RESTORE_REMEDY,
+            subject.restore_remedy,
         )
     if status is not None and 300 <= status < 500 and status not in (408, 429):
         remedy = f"check the address, the region (AWS_REGION) and the clock; {credentials_remedy(location)}"
-        return data_path_error(
+        return subject.error(
             f"{location}: refused with status {status}", "the store answers with the file", remedy
         )
     if status is not None:

@@ -1,4 +1,4 @@
-"""Folders from which data are read: local, or in a store by URL (s3, gs, az, http, https).
+"""Folders from which files are read: local, or in a store by URL (s3, gs, az, http, https).
 
     folder = open_folder("s3://bucket/corpus")
     folder.read_bytes("manifest.json")
@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from toolkit.config.urls import credentials_remedy, is_url, url_problem
-from toolkit.data.remote.errors import RESTORE_REMEDY, data_path_error, translate_error
-from toolkit.data.remote.fetch import (
+from toolkit.errors import InputError
+from toolkit.paths import Location, UnsafePath, Url, inside
+from toolkit.remote.errors import DATA, Subject, translate_error
+from toolkit.remote.fetch import (
     ForkedProcess,
     RequestLimits,
     RequestPacing,
@@ -32,8 +34,6 @@ from toolkit.data.remote.fetch import (
     TransientError,
     fetch_all,
 )
-from toolkit.errors import InputError
-from toolkit.paths import UnsafePath, inside
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -49,20 +49,6 @@ _ENDPOINTS = (
     "AZURE_STORAGE_ENDPOINT",
     "AZURE_ENDPOINT",
 )
-UNCHANGED_RULE = "the files of a data folder do not change"
-
-
-class Url(str):
-    """A folder or file in a store. ``/`` joins, as for a ``Path``."""
-
-    __slots__ = ()
-
-    def __truediv__(self, name: str) -> Url:
-        parts = [part for part in name.split("/") if part not in ("", ".")]
-        return Url("/".join([self.rstrip("/"), *parts]))
-
-
-Location = Path | Url
 
 
 class StorageError(OSError):
@@ -118,7 +104,7 @@ class DataFolder(Protocol):
         return self.read_ranges([ByteRange(name, start, end)])[0]
 
 
-def parse_location(path: str | Path, key: str = "data.path") -> Location:
+def parse_location(path: str | Path, key: str = DATA.key) -> Location:
     """Parse ``path``; ``file:///folder`` is the folder itself. Raises InputError if a URL is not allowed."""
     if not is_url(path) or isinstance(path, Path):
         return Path(path)
@@ -128,20 +114,33 @@ def parse_location(path: str | Path, key: str = "data.path") -> Location:
     return Path(unquote(urlsplit(path).path)) if path.startswith("file://") else Url(path.rstrip("/"))
 
 
-def open_folder(path: str | Path, limits: RequestLimits | None = None) -> DataFolder:
-    """Create a folder without accessing it. Raises InputError like ``parse_location``."""
-    location, limits = parse_location(path), limits or RequestLimits()
-    if isinstance(location, Path):
-        return LocalFolder(location)
-    environment = frozenset(item for item in os.environ.items() if item[0].startswith(_STORE_VARIABLES))
-    return StoreFolder(_store(location, limits, environment), location, limits)
+def open_folder(path: str | Path, limits: RequestLimits | None = None, subject: Subject = DATA) -> DataFolder:
+    """Create a folder without accessing it. Raises InputError like ``parse_location``.
+
+    Args:
+        path: The folder.
+        limits: Bounds of requests; None: the defaults.
+        subject: What the folder holds, for errors.
+    """
+    location = parse_location(path, subject.key)
+    return (
+        LocalFolder(location, subject)
+        if isinstance(location, Path)
+        else open_store(location, limits, subject)
+    )
+
+
+def open_store(url: Url, limits: RequestLimits | None = None, subject: Subject = DATA) -> StoreFolder:
+    """Create the folder of a store without accessing it. Raises InputError if the store is not known."""
+    limits = limits or RequestLimits()
+    return StoreFolder(make_store(url, limits, subject), url, limits, subject=subject)
 
 
 class LocalFolder(DataFolder):
     location: Path
 
-    def __init__(self, location: Path) -> None:
-        self.location = location
+    def __init__(self, location: Path, subject: Subject = DATA) -> None:
+        self.location, self._subject = location, subject
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return [self._access(name, lambda file: file.stat().st_size) for name in names]
@@ -157,13 +156,15 @@ class LocalFolder(DataFolder):
             return read(inside(self.location, name))
         except UnsafePath as error:
             seen, remedy = f"{self.location}: {error}", "put the file itself there, or prepare the data again"
-            raise data_path_error(seen, "the files of a data folder lie in it", remedy) from error
+            raise self._subject.error(
+                seen, f"the files of a {self._subject.folder} lie in it", remedy
+            ) from error
         except OSError as error:
             seen, remedy = (
                 f"{self.location / name}: {error.strerror or error}",
                 "restore it, or prepare the data again",
             )
-            raise data_path_error(seen, "the file is there and can be read", remedy) from error
+            raise self._subject.error(seen, "the file is there and can be read", remedy) from error
 
 
 def _pread(file: Path, range: ByteRange) -> bytes:
@@ -183,12 +184,17 @@ class StoreFolder(DataFolder):
     location: Url
 
     def __init__(
-        self, store: ObjectStore, location: Url, limits: RequestLimits, sizes: Mapping[str, int] | None = None
+        self,
+        store: ObjectStore,
+        location: Url,
+        limits: RequestLimits,
+        sizes: Mapping[str, int] | None = None,
+        subject: Subject = DATA,
     ) -> None:
         """Args: store: a store whose root is the folder. sizes: the expected size of each file. With it the
-        folder waits for a store as long as training does.
+        folder waits for a store as long as training does. subject: what the folder holds, for errors.
         """
-        self.location = location
+        self.location, self.subject = location, subject
         self.limits = limits
         self.pacing = RequestPacing(limits)
         self._store = store
@@ -198,7 +204,7 @@ class StoreFolder(DataFolder):
         self._reading = sizes is not None
 
     def for_reading(self, sizes: Mapping[str, int]) -> StoreFolder:
-        return StoreFolder(self._store, self.location, self.limits, sizes)
+        return StoreFolder(self._store, self.location, self.limits, sizes, self.subject)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """Return sizes; files that were read before need no request, since every answer has the size."""
@@ -253,11 +259,11 @@ class StoreFolder(DataFolder):
                 "a store is read by the process that opened it, or by a process that was started without fork"
             )
             remedy = "leave out workers (num_workers=0): a stream reads ahead with threads"
-            raise data_path_error(f"{self.location} in a forked process", rule, remedy) from None
+            raise self.subject.error(f"{self.location} in a forked process", rule, remedy) from None
         if self._reading:
             raise StorageError(seen)
         remedy = f"check the address and the network; {credentials_remedy(self.location)}"
-        raise data_path_error(seen, "the store answers", remedy)
+        raise self.subject.error(seen, "the store answers", remedy)
 
     def _head(self, name: str) -> int:
         import obstore
@@ -287,7 +293,7 @@ class StoreFolder(DataFolder):
         meta, seen, content = self._call(name, request)
         size = self._check_identity(name, meta)
         if whole and end > size:
-            raise data_path_error(
+            raise self.subject.error(
                 f"{self.location / name}: {size} bytes",
                 f"it has the bytes {start} to {end}",
                 "restore the file",
@@ -302,7 +308,7 @@ class StoreFolder(DataFolder):
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - translate_error distinguishes them
-            translated = translate_error(error, self.location / name)
+            translated = translate_error(error, self.location / name, self.subject)
         raise translated  # outside the handler, so that it does not carry the library's error
 
     def _check_identity(self, name: str, meta: Any) -> int:
@@ -311,16 +317,16 @@ class StoreFolder(DataFolder):
         if first_tag is None:
             self._identities[name] = (first_size, tag)
         elif tag is not None and tag != first_tag:
-            raise data_path_error(
+            raise self.subject.error(
                 f"{self.location / name} changed while it was read: tag {first_tag}, now {tag}",
-                UNCHANGED_RULE,
-                RESTORE_REMEDY,
+                self.subject.unchanged_rule,
+                self.subject.restore_remedy,
             )
         if size != first_size:
-            raise data_path_error(
+            raise self.subject.error(
                 f"{self.location / name}: {size} bytes instead of {first_size}",
-                UNCHANGED_RULE,
-                RESTORE_REMEDY,
+                self.subject.unchanged_rule,
+                self.subject.restore_remedy,
             )
         return size
 
@@ -329,12 +335,29 @@ def _nanoseconds(time: datetime) -> int:
     return int(time.replace(microsecond=0).timestamp()) * 10**9 + time.microsecond * 1000
 
 
+def make_store(url: Url, limits: RequestLimits, subject: Subject) -> ObjectStore:
+    """Return the store whose root is ``url``, without accessing it.
+
+    Raises:
+        InputError: The environment's settings do not fit the store.
+    """
+    environment = frozenset(item for item in os.environ.items() if item[0].startswith(_STORE_VARIABLES))
+    try:
+        return _store(url, limits, environment)
+    except Exception as error:  # noqa: BLE001 - translate_error distinguishes them
+        translated = translate_error(error, url, subject)
+    if isinstance(translated, InputError):
+        raise translated
+    raise subject.error(
+        f"{url}: {translated}",
+        "the store can be opened with the environment's settings",
+        credentials_remedy(url),
+    )
+
+
 @lru_cache(maxsize=32)
 def _store(url: Url, limits: RequestLimits, environment: frozenset[tuple[str, str]]) -> ObjectStore:
-    """Create one store per URL so that connections stay open; ``environment`` is part of the cache key.
-
-    Retries are done in fetch.py, which measures how long requests take and may start a second attempt early.
-    """
+    """Create one store per URL so that connections stay open; ``environment`` is part of the cache key."""
     from obstore.store import from_url
 
     allow_http = url.startswith("http://") or any(
@@ -348,14 +371,11 @@ def _store(url: Url, limits: RequestLimits, environment: frozenset[tuple[str, st
     options: Any = {name: timedelta(seconds=value) for name, value in seconds.items()} | {
         "allow_http": allow_http
     }
-    try:
-        return from_url(url, client_options=options, retry_config={"max_retries": 0})
-    except Exception as error:  # noqa: BLE001 - translate_error distinguishes them
-        translated = translate_error(error, url)
-    if isinstance(translated, InputError):
-        raise translated
-    raise data_path_error(
-        f"{url}: {translated}",
-        "the store can be opened with the environment's settings",
-        credentials_remedy(url),
-    )
+    retries: Any = {
+        "max_retries": limits.store_retries,
+        "backoff": {
+            "init_backoff": timedelta(seconds=limits.first_backoff_seconds),
+            "max_backoff": timedelta(seconds=limits.max_backoff_seconds),
+        },
+    }
+    return from_url(url, client_options=options, retry_config=retries)

@@ -1,0 +1,129 @@
+"""One run that saves and uploads, with the threads of both ranks in one process that can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.checkpoint.layouts import LAYOUTS, save, shards_of
+from toolkit.checkpoint.online.store import CheckpointStore
+from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
+from toolkit.checkpoint.remote.upload import Uploader, UploadPhase, UploadSettings, read_run_name
+from toolkit.checkpoint.remote.writer import take_over
+from toolkit.checkpoint.shard import EXP_AVG, WEIGHT, TensorKey
+from toolkit.checkpoint_folder import newest_checkpoint, step_of
+from toolkit.paths import Url
+from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
+
+RANKS = 2
+LIMITS = replace(
+    WRITE_LIMITS, first_backoff_seconds=0.01, max_backoff_seconds=0.1, opening_seconds=2.0, store_retries=2
+)
+IDENTITY = "01234567"
+
+
+def state(step: int) -> dict[TensorKey, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        TensorKey(state, name): torch.randn(40, 30, generator=generator)
+        for state in (WEIGHT, EXP_AVG)
+        for name in "ab"
+    }
+
+
+class UploadingRun:
+    """An attempt of a run in ``folder`` that uploads to ``url``. Construction takes over the store."""
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        attempt: int = 1,
+        *,
+        resume: str = "auto",
+        identity: str = IDENTITY,
+        keep_last: int = 2,
+        on_phase: Callable[[UploadPhase], None] = lambda phase: None,
+        on_delay: Callable[[str, float], None] = lambda failure, seconds: None,
+    ) -> None:
+        self.checkpoints, uploads = folder / "checkpoints", folder / "uploads"
+        self.attempt = attempt
+        objects = StoreObjects(Url(url), SUBJECT, LIMITS)
+        local = newest_checkpoint(self.checkpoints)
+        start = Start(
+            writer=Writer(run=read_run_name(uploads), identity=identity, attempt=attempt),
+            resume=resume,
+            local_step=step_of(local) if local is not None else None,
+        )
+        self.taken = take_over(objects, start)
+        settings = UploadSettings(
+            checkpoints=self.checkpoints,
+            folder=uploads,
+            rank=0,
+            ranks=RANKS,
+            attempt=attempt,
+            keep_last=keep_last,
+            keep_every=0,
+            on_phase=on_phase,
+            on_delay=on_delay,
+            pause_seconds=0.05,
+        )
+        self.uploaders = [
+            Uploader(objects, settings, self.taken.state),
+            Uploader(objects, replace(settings, rank=1), None),
+        ]
+        self._stores = [
+            CheckpointStore(self.checkpoints, keep_last=1, in_use=self.uploaders[0].steps_in_use)
+            for _ in range(RANKS)
+        ]
+        if isinstance(local, Path):
+            self.uploaders[0].send(local)
+
+    def save(self, step: int) -> Path:
+        shards = shards_of(state(step), LAYOUTS["flat"], RANKS)
+        path = save(self.checkpoints, step, shards, stores=self._stores, attempt=self.attempt)
+        for uploader in self.uploaders:
+            uploader.send(path)
+        return path
+
+    def close(self, seconds_left: Callable[[], float | None] = lambda: None) -> bool:
+        """Close both ranks, as at the end of a run."""
+        closed: list[bool] = []
+        threads = [
+            threading.Thread(target=lambda one=one: closed.append(one.close(seconds_left)))
+            for one in self.uploaders
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert len(closed) == RANKS, "an uploader did not end"
+        return all(closed)
+
+
+def run_until_killed(
+    folder: Path, url: str, environment: Mapping[str, str], kill_at: tuple[UploadPhase, int], steps: Any
+) -> None:
+    """Save and upload ``steps``, one after the other; die as by ``kill -9`` when a phase is entered for the
+    n-th time (from 0).
+    """
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    entered: dict[UploadPhase, int] = {}
+
+    def on_phase(phase: UploadPhase) -> None:
+        if kill_at == (phase, entered.setdefault(phase, 0)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        entered[phase] += 1
+
+    for attempt, step in enumerate(steps, 1):
+        run = UploadingRun(folder, url, attempt, on_phase=on_phase, keep_last=1)
+        run.save(step)
+        assert run.close()

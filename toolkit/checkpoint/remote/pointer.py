@@ -1,0 +1,252 @@
+"""The pointer object of a store, and the decisions about it. Pure functions.
+
+The pointer is one JSON object: which checkpoint is the newest one, and which attempt of which run writes.
+Every start of a run replaces it with itself as the writer, and so does every upload. Each replacement names
+the version that it replaces, so an older attempt that is still alive is refused at its next one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+import xxhash
+
+from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint.directory import removable_steps
+from toolkit.checkpoint.manifest import NAME as MANIFEST
+from toolkit.checkpoint_folder import step_name, step_of
+from toolkit.errors import CheckpointError, ConfigError, Problem
+from toolkit.paths import Url
+from toolkit.remote.errors import Subject
+
+POINTER = "latest"
+FORMAT, FORMAT_VERSION = "toolkit-checkpoint-pointer", 1
+CHECKPOINT_URL = "checkpoint.url"
+SUBJECT = Subject(
+    CHECKPOINT_URL,
+    "checkpoint",
+    "the store holds the checkpoint with every file of its manifest",
+    "continue from another checkpoint: resume=URL of its folder in the store",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A checkpoint in a store.
+
+    Attributes:
+        step: Completed optimizer steps.
+        manifest_hash: xxh3-128 of the bytes of ``manifest.json``.
+    """
+
+    step: int
+    manifest_hash: str
+
+    @property
+    def folder(self) -> str:
+        return f"{step_name(self.step)}-{self.manifest_hash[:12]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """An attempt of a run. ``run`` is random for each run directory, ``identity`` that of its plan."""
+
+    run: str
+    identity: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """The content of the pointer.
+
+    Attributes:
+        writer: Who wrote it last.
+        checkpoint: None before the first upload.
+        went_back: The writer continued from an earlier state, by ``resume=PATH``, and has not uploaded since.
+            The checkpoint is complete, but that run does not continue from it by itself.
+    """
+
+    writer: Writer
+    checkpoint: StoredCheckpoint | None = None
+    went_back: bool = False
+
+    def encode(self) -> bytes:
+        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def hash_manifest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def folder_step(name: str) -> int | None:
+    """Return the step of a checkpoint's folder in a store; None for any other name."""
+    return step_of(Url(name)) if "-" in name.removeprefix("step-") else None
+
+
+def parse_pointer(content: bytes, shown: str) -> Pointer:
+    """Parse the pointer. Raises DamagedFile. ``shown`` is its URL."""
+    rule = "the pointer is the JSON object that this toolkit wrote"
+    try:
+        found = json.loads(content)
+        if found["format"] != FORMAT or found["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"{found['format']} of version {found['format_version']}")
+        writer, checkpoint = Writer(**found["writer"]), found["checkpoint"]
+        named = None if checkpoint is None else StoredCheckpoint(**checkpoint)
+        texts = [writer.run, writer.identity, *([named.manifest_hash] if named else [])]
+        numbers = [writer.attempt, *([named.step] if named else [])]
+        if not all(type(text) is str for text in texts) or any(
+            type(number) is not int or number < 0 for number in numbers
+        ):
+            raise ValueError("a field has another type")
+        if named is not None and folder_step(named.folder) != named.step:
+            raise ValueError("manifest_hash is not a hash")
+        return Pointer(writer=writer, checkpoint=named, went_back=bool(found["went_back"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        seen = f"{shown} is not a pointer ({type(error).__name__}: {str(error)[:100]})"
+        raise DamagedFile(POINTER, seen, rule) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What is known locally when a run starts.
+
+    Attributes:
+        resume: The value of ``resume``.
+        local_step: The step of the run directory's newest checkpoint; None: it has none.
+        explicit: The checkpoint below the URL that ``resume`` names, if it names one there.
+        forks: The configuration has ``run.fork``.
+    """
+
+    writer: Writer
+    resume: str
+    local_step: int | None
+    explicit: StoredCheckpoint | None = None
+    forks: bool = False
+
+
+def claim(found: Pointer | None, start: Start, url: str) -> tuple[Pointer, bool]:
+    """Return the pointer with which this start takes over as the writer, and whether it continues from the
+    checkpoint of the pointer by itself (``resume=auto``).
+
+    It does if the pointer's checkpoint is later than the run directory's newest.
+
+    Raises:
+        ConfigError: Another run writes there, or ``resume=never`` would pass over a checkpoint.
+    """
+    if found is None:
+        return Pointer(writer=start.writer), False
+    taken, own = replace(found, writer=start.writer), found.writer.run == start.writer.run
+    another = "write another checkpoint.url for this run"
+    if found.writer.identity != start.writer.identity:
+        raise ConfigError(
+            Problem(
+                CHECKPOINT_URL,
+                f"{CHECKPOINT_URL}={url} belongs to a run of identity {found.writer.identity}, here "
+                f"{start.writer.identity}",
+                "a prefix of a store belongs to one model, data, optimizer, schedule and batch",
+                another,
+            )
+        )
+    if start.forks and not own:
+        raise writer_error(url, found.writer)
+    if start.resume not in ("auto", "never"):
+        if start.explicit is not None:
+            return replace(taken, checkpoint=start.explicit, went_back=False), False
+        return replace(taken, went_back=found.checkpoint is not None), False
+    if found.checkpoint is None:
+        return taken, False
+    if start.resume == "never" and start.local_step is None:
+        raise ConfigError(
+            Problem(
+                "resume",
+                f"resume=never, but {url} has a checkpoint of step {found.checkpoint.step}",
+                "resume=never does not continue a run",
+                f"write resume=auto to continue, or {another}",
+            )
+        )
+    if start.resume == "never":
+        return replace(taken, went_back=True), False
+    if not own and start.local_step is not None:
+        raise writer_error(url, found.writer)
+    if own and found.went_back:
+        return taken, False
+    if found.checkpoint.step > (-1 if start.local_step is None else start.local_step):
+        return replace(taken, went_back=False), True
+    return taken, False
+
+
+def writer_error(url: str, other: Writer | None) -> ConfigError:
+    """Return the error for a pointer that another run or attempt has changed."""
+    who = "another process" if other is None else f"attempt {other.attempt} of run {other.run}"
+    return ConfigError(
+        Problem(
+            CHECKPOINT_URL,
+            f"{CHECKPOINT_URL}={url}: {who} has replaced the pointer {POINTER}",
+            "one attempt of one run writes below a URL at a time",
+            f"stop this run or the other one; to continue here from the other's state, write resume={url}, "
+            "or write another checkpoint.url for this run",
+        )
+    )
+
+
+def removable_folders(
+    names: Iterable[str],
+    current: StoredCheckpoint,
+    *,
+    keep_last: int,
+    keep_every: int,
+    best: Iterable[int] = (),
+) -> list[str]:
+    """Return the folders of a store that may be removed once the pointer names ``current``.
+
+    Those of complete checkpoints follow the rule of the run directory (``directory.removable_steps``).
+    Leftovers of dead uploads, which have no manifest, are removed.
+
+    Args:
+        names: Every object below the URL.
+        current: The checkpoint of the pointer.
+        keep_last, keep_every, best: See ``directory.removable_steps``.
+    """
+    objects = list(names)
+    folders = {name.partition("/")[0] for name in objects if "/" in name}
+    steps = {folder: step for folder in folders if (step := folder_step(folder)) is not None}
+    complete = {folder for folder in steps if f"{folder}/{MANIFEST}" in objects}
+    gone = set(
+        removable_steps(
+            {steps[folder] for folder in complete},
+            {steps[folder] for folder in complete},
+            saved=current.step,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            best=set(best),
+        )
+    )
+    return sorted(
+        folder
+        for folder, step in steps.items()
+        if folder != current.folder and (folder not in complete or step in gone)
+    )
+
+
+def best_steps(scalars: Mapping[str, object]) -> list[int]:
+    """Return the steps of the best checkpoints that a checkpoint records (``checkpoint.keep_best``)."""
+    hooks = scalars.get("hooks")
+    recorded = hooks.get("checkpoint.keep_best") if isinstance(hooks, Mapping) else None
+    saved = recorded.get("saved") if isinstance(recorded, Mapping) else None
+    return [int(step) for step, _ in saved] if isinstance(saved, list) else []
+
+
+def lost_pointer_error(url: str, newest: str | None) -> CheckpointError:
+    """Return the error for a prefix without a pointer. ``newest``: the newest complete checkpoint's URL."""
+    if newest is None:
+        seen, remedy = f"{url} contains no checkpoint", "correct the URL"
+    else:
+        seen = f"{url} has no pointer {POINTER}; the newest complete checkpoint there is {newest}"
+        remedy = f"continue from it: resume={newest}"
+    return CheckpointError(
+        Problem("resume", seen, f"the pointer {POINTER} names the newest checkpoint of a store", remedy)
+    )

@@ -1,0 +1,412 @@
+"""Upload the checkpoints that a run has committed on its disk, without delaying training.
+
+Every rank has one thread. Rank 0 decides which checkpoint is sent; the others follow it through files next
+to the run's checkpoints, as ranks do in a save:
+
+    uploads/run.json                            a random name of this run directory
+    uploads/wanted.json                         from rank 0: the checkpoint to send, or that nothing follows
+    uploads/step-00000100-0f1e2d3c4b5a/         one record of each object that was sent: size and version
+    uploads/failing-00001                       there while uploads of rank 1 fail
+    uploads/pending                             there while the newest checkpoint is not in the store
+
+    every rank  sends the files that it wrote (file i of the checkpoint is of rank i modulo ranks)
+    rank 0      waits for all records, lists the store and compares sizes and versions; sends the manifest;
+                replaces the pointer; applies retention
+
+One checkpoint is sent at a time, and an upload that has started is finished, however many checkpoints are
+saved meanwhile. Then the newest one is sent, and those in between never are. So an upload slower than
+``checkpoint.every`` skips checkpoints, but never starves. An object with a record that agrees with the store
+is not sent again. Failures delay an upload, without end; training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint import manifest
+from toolkit.checkpoint.catalog import BLOCK_BYTES, DamagedFile
+from toolkit.checkpoint.directory import load_manifest
+from toolkit.checkpoint.file_reader import CheckpointFiles, verify_piece
+from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.remote.pointer import (
+    POINTER,
+    Pointer,
+    StoredCheckpoint,
+    best_steps,
+    hash_manifest,
+    parse_pointer,
+    removable_folders,
+    writer_error,
+)
+from toolkit.checkpoint.remote.writer import StoreState
+from toolkit.checkpoint_folder import step_of
+from toolkit.errors import UserError
+from toolkit.files import write_whole
+from toolkit.progress import duration, quantity, report_progress
+from toolkit.remote.objects import Conflict, ObjectVersion, StoreObjects
+
+log = logging.getLogger(__name__)
+
+WANTED, PENDING = "wanted.json", "pending"
+POLL_SECONDS = 0.5
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 60.0  # after a failure; doubled up to the maximum
+END_OUTAGE_SECONDS = 600.0  # after the last step: give up if nothing succeeded for this long
+
+
+class UploadPhase(StrEnum):
+    """Phases reported to ``on_phase``, on entry: FILES before each file, RETENTION before each removal."""
+
+    FILES = "files"
+    VERIFY = "verify"  # rank 0: every rank has sent its files
+    MANIFEST = "manifest"
+    POINTER = "pointer"  # everything of the checkpoint is in the store
+    RETENTION = "retention"  # the pointer names the checkpoint
+
+
+class IncompleteUpload(Exception):
+    """Objects that were sent are absent from the store, or differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadSettings:
+    """
+    Attributes:
+        checkpoints: The run's ``checkpoints`` folder, which all ranks share.
+        folder: The run's ``uploads`` folder.
+        attempt: Number of this start of the run.
+        keep_last, keep_every: See ``directory.removable_steps``.
+        on_delay: Called on rank 0 when an upload fails, with the failure and the seconds since uploads began
+            to fail.
+        on_phase: For crash tests.
+        pause_seconds: After the first failure.
+    """
+
+    checkpoints: Path
+    folder: Path
+    rank: int
+    ranks: int
+    attempt: int
+    keep_last: int
+    keep_every: int
+    on_delay: Callable[[str, float], None] = lambda failure, seconds: None
+    on_phase: Callable[[UploadPhase], None] = lambda phase: None
+    pause_seconds: float = FIRST_PAUSE_SECONDS
+
+
+class Uploader:
+    """The thread of one rank. ``state`` is None except on rank 0.
+
+    Attributes:
+        error: Why this run may not write any more; the caller ends the run with it.
+    """
+
+    def __init__(self, objects: StoreObjects, settings: UploadSettings, state: StoreState | None) -> None:
+        self.error: UserError | None = None
+        self._objects, self._settings, self._state = objects, settings, state
+        self._newest: Path | None = None  # the checkpoint to send next, of rank 0
+        self._in_use: int | None = None
+        self._number = 0
+        self._closing, self._give_up = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._failing_since: float | None = None  # of rank 0
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        if state is not None:
+            for left in settings.folder.glob("failing-*"):  # of an earlier attempt
+                left.unlink(missing_ok=True)
+        work = self._follow if state is None else self._lead
+        self._thread = threading.Thread(target=work, name="upload", daemon=True)
+        self._thread.start()
+
+    def send(self, checkpoint: Path) -> None:
+        """Send ``checkpoint`` in the background, unless a newer one follows. Returns at once."""
+        if self._state is not None:
+            write_whole(self._settings.folder / PENDING, f"{checkpoint.name}\n", durable=False)
+            self._newest = checkpoint
+            self._wake.set()
+
+    def steps_in_use(self) -> Collection[int]:
+        """Return the step that is being sent: retention keeps its files."""
+        step = self._in_use
+        return () if step is None else (step,)
+
+    def close(self, seconds_left: Callable[[], float | None] = lambda: None) -> bool:
+        """Wait until the newest checkpoint is in the store. Every rank calls it after the last save.
+
+        Args:
+            seconds_left: Returns the time until this process is killed; None: it is not.
+
+        Returns:
+            Whether the store has it. False if ``seconds_left`` came to an end, or uploads have failed for
+            ``END_OUTAGE_SECONDS`` since this call. Then the next start of the run sends it.
+        """
+        closed_at = time.monotonic()
+        self._closing.set()
+        self._wake.set()
+        while self._thread.is_alive():
+            self._thread.join(POLL_SECONDS)
+            report_progress("uploading the last checkpoint")
+            left = seconds_left()
+            failing = self._failing_since
+            outage = failing is not None and time.monotonic() - max(failing, closed_at) > END_OUTAGE_SECONDS
+            if outage or (left is not None and left < 2 * POLL_SECONDS):
+                self._give_up.set()
+                break
+        if self._state is not None and self._give_up.is_set():
+            self._announce(None)
+        return not (self._settings.folder / PENDING).exists()
+
+    # ---- rank 0
+
+    def _lead(self) -> None:
+        pause = self._settings.pause_seconds
+        while not self._give_up.is_set():
+            checkpoint, self._newest = self._newest, None
+            if checkpoint is None:
+                if self._closing.is_set():
+                    break
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            try:
+                self._upload(checkpoint)
+                pause = self._settings.pause_seconds
+            except Conflict:
+                self.error = self._conflict()
+                break
+            except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
+                if self._newest is None and checkpoint.is_dir():
+                    self._newest = checkpoint
+                self._report_failure(_describe(error))
+                self._give_up.wait(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            finally:
+                self._in_use = None
+        self._announce(None)
+
+    def _upload(self, checkpoint: Path) -> None:
+        """Make ``checkpoint`` the one that the pointer names. Raises Conflict, or an error that may pass."""
+        assert self._state is not None
+        settings, begin = self._settings, time.monotonic()
+        self._in_use = step_of(checkpoint)  # before its files are looked at
+        content = (checkpoint / manifest.NAME).read_bytes()
+        written = load_manifest(checkpoint)
+        stored = StoredCheckpoint(written.step, hash_manifest(content))
+        if self._state.pointer.checkpoint != stored or self._state.pointer.went_back:
+            self._announce(checkpoint, stored)
+            self._send_files(checkpoint, stored, written)
+            self._await_records(stored, written.files)
+            settings.on_phase(UploadPhase.VERIFY)
+            self._verify(stored, written.files)
+            settings.on_phase(UploadPhase.MANIFEST)
+            self._objects.put(f"{stored.folder}/{manifest.NAME}", content)
+            settings.on_phase(UploadPhase.POINTER)
+            pointer = Pointer(writer=self._state.pointer.writer, checkpoint=stored)
+            version = self._objects.replace(POINTER, pointer.encode(), self._state.version)
+            self._state = StoreState(pointer, version)
+            size, seconds = sum(record.bytes for record in written.files), time.monotonic() - begin
+            log.info(
+                f"step {stored.step} is in {self._objects.url / stored.folder}: {quantity(size, 'B')} in "
+                f"{duration(seconds)}"
+            )
+        if self._newest is None:
+            (settings.folder / PENDING).unlink(missing_ok=True)
+        self._apply_retention(stored, written)
+        self._failing_since = None
+
+    def _announce(self, checkpoint: Path | None, stored: StoredCheckpoint | None = None) -> None:
+        self._number += 1
+        wanted = {
+            "attempt": self._settings.attempt,
+            "number": self._number,
+            "name": None if checkpoint is None else checkpoint.name,
+            "folder": None if stored is None else stored.folder,
+        }
+        write_whole(self._settings.folder / WANTED, json.dumps(wanted), durable=False)
+
+    def _await_records(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
+        """Wait for the other ranks, each of which repeats its part until it succeeds."""
+        reported = 0.0
+        while any(self._record(stored, record.file) is None for record in files):
+            if self._give_up.is_set():
+                raise IncompleteUpload("there is no time left")
+            failing = sorted(self._settings.folder.glob("failing-*"))
+            if not failing:
+                self._failing_since = None
+            elif time.monotonic() - reported > MAX_PAUSE_SECONDS:
+                reported = time.monotonic()
+                self._report_failure(f"uploads of rank {int(failing[0].name.partition('-')[2])} fail")
+            time.sleep(POLL_SECONDS / 5)
+
+    def _verify(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
+        """Raise IncompleteUpload unless every object is there with its size and the version that was sent."""
+        found = {entry.name: entry for entry in self._objects.listing(stored.folder)}
+        wrong = []
+        for record in files:
+            entry = found.get(f"{stored.folder}/{record.file}")
+            sent = self._record(stored, record.file)
+            if entry is None or entry.bytes != record.bytes or not _same_version(sent, entry.version):
+                wrong.append(record.file)
+                self._record_file(stored, record.file).unlink(missing_ok=True)
+        if wrong:
+            raise IncompleteUpload(f"{', '.join(wrong[:3])} of {stored.folder} differ from what was sent")
+
+    def _apply_retention(self, stored: StoredCheckpoint, written: Manifest) -> None:
+        names = [entry.name for entry in self._objects.listing()]
+        for folder in removable_folders(
+            names,
+            stored,
+            keep_last=self._settings.keep_last,
+            keep_every=self._settings.keep_every,
+            best=best_steps(written.scalars),
+        ):
+            # The manifest first: what is left is not mistaken for a checkpoint.
+            objects = sorted(
+                (name for name in names if name.startswith(f"{folder}/")),
+                key=lambda name: not name.endswith(f"/{manifest.NAME}"),
+            )
+            for name in objects:
+                self._settings.on_phase(UploadPhase.RETENTION)
+                self._objects.delete(name)
+        for entry in self._settings.folder.glob("step-*"):
+            if entry.name != stored.folder:
+                for file in entry.iterdir():
+                    file.unlink(missing_ok=True)
+                entry.rmdir()
+
+    def _report_failure(self, failure: str) -> None:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        self._settings.on_delay(failure, now - self._failing_since)
+
+    def _conflict(self) -> UserError:
+        other = None
+        try:
+            found = self._objects.read(POINTER)
+            other = None if found is None else parse_pointer(found[0], POINTER).writer
+        except (DamagedFile, OSError, UserError):  # who it was is only part of the message
+            pass
+        return writer_error(self._objects.url, other)
+
+    # ---- every rank
+
+    def _follow(self) -> None:
+        done, pause = 0, self._settings.pause_seconds
+        failing = self._settings.folder / f"failing-{self._settings.rank:05d}"
+        while not self._give_up.is_set():
+            wanted = self._wanted()
+            if wanted is None or wanted["number"] == done:
+                time.sleep(POLL_SECONDS)
+                continue
+            if wanted["name"] is None:
+                return
+            checkpoint = self._settings.checkpoints / wanted["name"]
+            try:
+                stored = StoredCheckpoint(*_parse_folder(wanted["folder"], checkpoint))
+                self._send_files(checkpoint, stored, load_manifest(checkpoint))
+            except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
+                failing.touch()
+                log.warning(f"rank {self._settings.rank} could not upload its part: {_describe(error)}")
+                self._give_up.wait(pause)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            else:
+                failing.unlink(missing_ok=True)
+                done, pause = wanted["number"], self._settings.pause_seconds
+
+    def _wanted(self) -> dict[str, Any] | None:
+        """Return what rank 0 of this attempt wants, or None before its first word."""
+        try:
+            wanted: dict[str, Any] = json.loads((self._settings.folder / WANTED).read_bytes())
+        except FileNotFoundError:
+            return None
+        return wanted if wanted["attempt"] == self._settings.attempt else None
+
+    def _send_files(self, checkpoint: Path, stored: StoredCheckpoint, written: Manifest) -> None:
+        """Send the files of this rank that the store does not have yet, after checking their hashes."""
+        settings = self._settings
+        for index, record in enumerate(written.files):
+            if _owner(record.file, index) % settings.ranks != settings.rank:
+                continue
+            if self._is_sent(stored, record):
+                continue
+            settings.on_phase(UploadPhase.FILES)
+            _check_file(checkpoint, record, written)
+            version = self._objects.upload(f"{stored.folder}/{record.file}", checkpoint / record.file)
+            file = self._record_file(stored, record.file)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            content = {"bytes": record.bytes, "e_tag": version.e_tag, "version": version.version}
+            write_whole(file, json.dumps(content), durable=False)
+
+    def _is_sent(self, stored: StoredCheckpoint, record: FileRecord) -> bool:
+        sent = self._record(stored, record.file)
+        if sent is None:
+            return False
+        found = self._objects.head(f"{stored.folder}/{record.file}")
+        return found is not None and found.bytes == record.bytes and _same_version(sent, found.version)
+
+    def _record_file(self, stored: StoredCheckpoint, file: str) -> Path:
+        return self._settings.folder / stored.folder / f"{file.replace('/', '_')}.json"
+
+    def _record(self, stored: StoredCheckpoint, file: str) -> Mapping[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads(self._record_file(stored, file).read_bytes())
+        except FileNotFoundError:
+            return None
+        return found
+
+
+def _same_version(sent: Mapping[str, Any] | None, found: ObjectVersion) -> bool:
+    """Return whether an object is the one that was sent. Listings of some stores have no versions."""
+    if sent is None:
+        return False
+    tags = (sent["e_tag"], found.e_tag)
+    return not all(tags) or len({str(tag).strip('"') for tag in tags}) == 1
+
+
+def _owner(file: str, index: int) -> int:
+    """Return the rank that wrote ``part-00003.safetensors``; of another file, its place in the manifest."""
+    digits = file.removeprefix("part-").partition(".")[0]
+    return int(digits) if digits.isdigit() else index
+
+
+def _parse_folder(folder: str, checkpoint: Path) -> tuple[int, str]:
+    """Return step and hash of the manifest. Raises IncompleteUpload if the files are of another save."""
+    content = (checkpoint / manifest.NAME).read_bytes()
+    found = StoredCheckpoint(step_of(checkpoint) or 0, hash_manifest(content))
+    if found.folder != folder:
+        raise IncompleteUpload(f"{checkpoint} is not {folder} any more")
+    return found.step, found.manifest_hash
+
+
+def _check_file(checkpoint: Path, record: FileRecord, written: Manifest) -> None:
+    """Raise DamagedFile if a file on disk differs from what was saved: it must not replace a good one."""
+    manifest.check_files(checkpoint, [record])
+    buffer = bytearray(min(BLOCK_BYTES, record.bytes))
+    with CheckpointFiles(checkpoint) as files:
+        for piece in written.pieces:
+            if piece.file == record.file:
+                deque(verify_piece(files, piece, buffer), maxlen=0)
+
+
+def _describe(error: Exception) -> str:
+    return error.problems[0].seen if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def read_run_name(folder: Path) -> str:
+    """Return the random name of the run directory with this ``uploads`` folder. The first call creates it."""
+    file = folder / "run.json"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({"run": os.urandom(8).hex()}) + "\n")
+    name: str = json.loads(file.read_bytes())["run"]
+    return name

@@ -1,0 +1,76 @@
+"""Take over a store as the writer of its pointer, when a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.checkpoint.catalog import DamagedFile
+from toolkit.checkpoint.manifest import NAME as MANIFEST
+from toolkit.checkpoint.remote.pointer import (
+    POINTER,
+    Pointer,
+    Start,
+    claim,
+    folder_step,
+    lost_pointer_error,
+    parse_pointer,
+    writer_error,
+)
+from toolkit.checkpoint.remote.source import complete_checkpoints, load, stored_damage_error
+from toolkit.paths import Url
+from toolkit.remote.objects import Conflict, ObjectVersion, StoreObjects
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """The pointer as this attempt wrote it last, with its version."""
+
+    pointer: Pointer
+    version: ObjectVersion
+
+
+@dataclass(frozen=True, slots=True)
+class TakenStore:
+    """
+    Attributes:
+        newest: The checkpoint that the run continues from by itself, because it is later than the run
+            directory's; None: it does not.
+        steps: The steps of the checkpoints in the store.
+    """
+
+    state: StoreState
+    newest: Url | None
+    steps: tuple[int, ...]
+
+
+def take_over(objects: StoreObjects, start: Start) -> TakenStore:
+    """Replace the pointer with one of this start; see ``pointer.claim``.
+
+    That shows whether the store can be written before training starts, and an earlier attempt that is still
+    alive is refused when it writes next.
+
+    Raises:
+        UserError: The store refuses, another run writes there, or the pointer is lost or damaged.
+        StorageError: The store does not answer.
+    """
+    url = objects.url
+    content = objects.read(POINTER)
+    names = [entry.name for entry in objects.listing()]
+    folders = {name.partition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")}
+    steps = {step for folder in folders if (step := folder_step(folder)) is not None}
+    try:
+        found = parse_pointer(content[0], str(url / POINTER)) if content is not None else None
+        if found is None and start.explicit is None and steps:
+            complete = complete_checkpoints(objects)
+            raise lost_pointer_error(url, str(complete[0]) if complete else None)
+        pointer, follows = claim(found, start, url)
+        newest = None
+        if follows and pointer.checkpoint is not None:
+            newest = load(objects, pointer.checkpoint).url
+    except DamagedFile as damage:
+        raise stored_damage_error(url, damage) from damage
+    try:
+        version = objects.replace(POINTER, pointer.encode(), None if content is None else content[1])
+    except Conflict:
+        raise writer_error(url, None) from None
+    return TakenStore(StoreState(pointer, version), newest, tuple(sorted(steps)))

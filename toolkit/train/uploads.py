@@ -1,0 +1,165 @@
+"""Keep the checkpoints of a run in an object store (``checkpoint.url``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.checkpoint.directory import is_sound
+from toolkit.checkpoint.remote.pointer import SUBJECT, Start, Writer
+from toolkit.checkpoint.remote.source import locate
+from toolkit.checkpoint.remote.upload import Uploader, UploadSettings, read_run_name
+from toolkit.checkpoint.remote.writer import StoreState, TakenStore, take_over
+from toolkit.checkpoint_folder import find_newest, step_of
+from toolkit.config.urls import is_url
+from toolkit.errors import UserError
+from toolkit.hooks import CompletedStep, Hook
+from toolkit.monitor.alert import Alert, Level
+from toolkit.paths import Url
+from toolkit.plan.types import RunPlan
+from toolkit.progress import duration
+from toolkit.remote.objects import WRITE_LIMITS, StoreObjects
+from toolkit.remote.storage import StorageError, parse_location
+from toolkit.rundir.directory import RunDirectory
+from toolkit.train.user_hooks import broadcast_value
+
+log = logging.getLogger(__name__)
+
+DELAY_SECONDS = 60.0  # without a success, before an alert
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """The store of a run, as every rank sees it.
+
+    Attributes:
+        newest: The URL of the checkpoint that the run continues from by itself, because it is later than the
+            run directory's; None: it does not.
+        steps: The steps of the checkpoints in the store.
+        state: Of rank 0, which writes the pointer.
+    """
+
+    url: Url
+    newest: Url | None = None
+    steps: tuple[int, ...] = ()
+    state: StoreState | None = None
+
+
+def open_checkpoint_store(
+    plan: RunPlan, directory: RunDirectory, rank: int, attempt: int
+) -> OpenedStore | None:
+    """Open ``checkpoint.url``; None without one. Collective.
+
+    Rank 0 takes over as the writer: ``checkpoint/remote/writer.py``.
+
+    Raises:
+        UserError: On every rank: the store refuses, or another run writes there. StorageError: It does not
+            answer.
+    """
+    if plan.config.checkpoint.url is None:
+        return None
+    url = parse_location(plan.config.checkpoint.url, "checkpoint.url")
+    assert isinstance(url, Url), "the configuration accepts URLs of object stores only"
+    state: StoreState | None = None
+    answer: tuple[Url | None, tuple[int, ...], Exception | None] = (None, (), None)
+    if rank == 0:
+        try:
+            taken = _take_over(plan, directory, url, attempt)
+            state, answer = taken.state, (taken.newest, taken.steps, None)
+        except (UserError, StorageError) as error:
+            answer = (None, (), error)
+    if plan.world.ranks > 1:
+        answer = broadcast_value(answer, 0)
+    found, steps, failure = answer
+    if failure is not None:
+        raise failure
+    return OpenedStore(url, found, steps, state)
+
+
+def _take_over(plan: RunPlan, directory: RunDirectory, url: Url, attempt: int) -> TakenStore:
+    config = plan.config
+    explicit = None
+    if is_url(config.resume):
+        location = parse_location(config.resume, "resume")
+        found = locate(location) if isinstance(location, Url) else None
+        if found is not None and found.url == url / found.url.name:
+            explicit = found.checkpoint
+    local = find_newest(directory.checkpoints).checkpoint
+    start = Start(
+        writer=Writer(run=read_run_name(directory.uploads), identity=plan.identity, attempt=attempt),
+        resume=config.resume,
+        local_step=step_of(local) if local is not None else None,
+        explicit=explicit,
+        forks=config.run.fork is not None,
+    )
+    return take_over(StoreObjects(url, SUBJECT, WRITE_LIMITS), start)
+
+
+class CheckpointUploads(Hook):
+    """Upload each complete checkpoint in the background, and wait for the last one at the end.
+
+    Args:
+        settings: Returns the settings with the given ``on_delay``.
+        alert: Takes an alert if uploads are delayed.
+        seconds_left: As in :func:`toolkit.train.run.run`.
+        only_sound: Leave out checkpoints that are not sound. A rollback goes back behind them, and the store
+            must not name a state that the run has given up.
+    """
+
+    def __init__(
+        self,
+        store: OpenedStore,
+        settings: Callable[..., UploadSettings],
+        alert: Callable[[Alert], None],
+        seconds_left: Callable[[], float | None],
+        *,
+        only_sound: bool = False,
+    ) -> None:
+        self._url, self._alert, self._seconds_left = store.url, alert, seconds_left
+        self._only_sound = only_sound
+        self._step = 0
+        self.uploader = Uploader(
+            StoreObjects(store.url, SUBJECT, WRITE_LIMITS), settings(on_delay=self._on_delay), store.state
+        )
+
+    def on_start(self, step: int) -> None:
+        self._step = step
+
+    def on_checkpoint(self, path: Path) -> None:
+        if not self._only_sound or is_sound(path):
+            self.uploader.send(path)
+
+    def on_step(self, completed: CompletedStep) -> None:
+        """Raises ConfigError: Another attempt writes to the store, so two of them are training."""
+        self._step = completed.step
+        if self.uploader.error is not None:
+            raise self.uploader.error
+
+    def on_end(self, step: int) -> None:
+        complete = self.uploader.close(self._seconds_left)
+        if self.uploader.error is not None:
+            raise self.uploader.error
+        if not complete:
+            log.warning(
+                f"the newest checkpoint is not in {self._url} yet; it is in the run's folder, and the same "
+                "command uploads it"
+            )
+
+    def _on_delay(self, failure: str, seconds: float) -> None:
+        log.warning(f"the upload to {self._url} is delayed and will be repeated: {failure}")
+        if seconds < DELAY_SECONDS:
+            return
+        self._alert(
+            Alert(
+                name="slow-checkpoint",
+                fault="late-upload",
+                level=Level.WARNING,
+                step=self._step,
+                cause="checkpoints are not reaching the store; they are complete in the run's folder",
+                evidence=f"nothing was uploaded for {duration(seconds)}; the last failure: {failure}",
+                next_step=f"check the store and the credentials of checkpoint.url={self._url}; training "
+                "continues, and the upload too once the store answers",
+            )
+        )
