@@ -215,13 +215,34 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
     Sizes that ``tensor`` does not divide are rounded up; a rule refuses such runs.
     """
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
-    chunks = stage_chunks(layers, virtual_stages(config))
-    tensors = _tensors(shape)
     element = FP32 if config.precision.name is Precision.fp32 else 2
     state = get_optimizer(config.optim.name).element_bytes(config.optim) + (FP32 if element != FP32 else 0)
+    elements = _stage_elements(
+        shape, axes, tuple(layers), virtual_stages(config), distributed=config.zero.stage > 0
+    )
+    return [
+        StageStateBytes(count, numel * element, numel * FP32, share * state)
+        for count, (numel, share) in zip(layers, elements, strict=True)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _stage_elements(
+    shape: ModelShape, axes: Axes, layers: tuple[int, ...], virtual: int, *, distributed: bool
+) -> tuple[tuple[int, int], ...]:
+    """For each pipeline stage, the parameters of a rank and those that it updates, with padding.
+
+    Cached because a search plans the same axes with many micro-batches and kinds of recomputation.
+
+    Args:
+        layers: number of blocks of each stage.
+        virtual: chunks of a stage.
+        distributed: whether the optimizer is.
+    """
+    tensors, chunks = _tensors(shape), stage_chunks(list(layers), virtual)
     found = []
-    for stage, count in enumerate(layers):
-        parameters = gradients = optimizer = 0
+    for stage in range(len(layers)):
+        total = updated = 0
         for number, blocks in enumerate(chunks[stage]):
             ends = (
                 stage == 0 and number == 0,
@@ -230,24 +251,16 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
             parts = list(_chunk(tensors, blocks, *ends, shape=shape, axes=axes))
             for expert in (False, True):
                 sizes = [size for size, is_expert, _ in parts if is_expert is expert]
-                ranks = axes.data * axes.context // (axes.expert if expert else 1)
+                ranks = max(1, axes.data * axes.context // (axes.expert if expert else 1))
                 own_bucket = (
                     {index for index, (_, _, tied) in enumerate(parts) if tied} if not expert else set()
                 )
                 if not sizes:
                     continue
-                if not config.zero.stage:
-                    numel = share = sum(sizes)
-                else:
-                    numel = buffer_elements(sizes, max(1, ranks), own_bucket)
-                    share = numel // max(1, ranks)
-                parameters, gradients, optimizer = (
-                    parameters + numel * element,
-                    gradients + numel * FP32,
-                    optimizer + share * state,
-                )
-        found.append(StageStateBytes(count, parameters, gradients, optimizer))
-    return found
+                numel = buffer_elements(sizes, ranks, own_bucket) if distributed else sum(sizes)
+                total, updated = total + numel, updated + (numel // ranks if distributed else numel)
+        found.append((total, updated))
+    return tuple(found)
 
 
 @lru_cache(maxsize=8)
