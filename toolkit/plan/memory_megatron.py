@@ -120,10 +120,12 @@ def stage_memory(
         last = number == axes.pipeline - 1
         chunk = fused_loss_chunk(config, kernels, shape.vocab_size)
         head = head_bytes(shape, layout, rows, chunk) if last else 0
-        blocks, host = _activations(config, shape, layout, parts[number], passes, pinned=on_gpu)
+        stored, recomputed, host = _activations(config, shape, layout, parts[number], passes, pinned=on_gpu)
         # The output of a chunk stays until its backward pass, unless it is freed once the next stage has it.
         frees = settings.get("deallocate_pipeline_outputs") and not last
-        activations = blocks + (0 if frees else passes * boundary) + head
+        outputs = 0 if frees else passes * boundary
+        # The backward pass of the loss ends before the last blocks are recomputed.
+        activations = stored + outputs + max(head, recomputed)
         found.append(
             MemoryPlan(
                 parameters=stage.parameters,
@@ -134,7 +136,7 @@ def stage_memory(
                 nvme=0,
                 buffers=gathered,
                 temporaries=peak_temporary_bytes(
-                    backward=backward, step=0, loss=head, activations=activations
+                    backward=backward, step=0, loss=max(0, head - recomputed), activations=activations
                 ),
                 messages=messages,
             )
@@ -170,8 +172,8 @@ def _activations(
     passes: int,
     *,
     pinned: bool,
-) -> tuple[int, int]:
-    """Bytes of blocks' activations on the device and on the host.
+) -> tuple[int, int, int]:
+    """Bytes of blocks' activations: stored on the device, recomputed there at a time, and on the host.
 
     A stage has ``chunks``; ``passes`` forward passes through one chunk each are in flight. Memory on the host
     is ``pinned``.
@@ -182,9 +184,9 @@ def _activations(
     if keys.get("recompute_granularity") == "selective":
         modules = frozenset(keys.get("recompute_modules") or ("core_attn",))
         stored = block_bytes(shape, layout, modules)
-        return passes * layers * stored + whole - stored, 0
+        return passes * layers * stored, whole - stored, 0
     if keys.get("recompute_granularity") != "full":
-        return passes * layers * whole, 0
+        return passes * layers * whole, 0, 0
     size = int(keys.get("recompute_num_layers") or 1)
     if keys.get("recompute_method") == "block":
         # The first ``size`` blocks of a chunk are recomputed, one at a time.
@@ -193,10 +195,10 @@ def _activations(
         inputs, kept, live = -(-layers // size), 0, min(size, layers) * whole
     stored = passes * inputs * boundary
     if config.offload.activations is OffloadDevice.none:
-        return stored + passes * kept * whole + live, 0
+        return stored + passes * kept * whole, live, 0
     # Two inputs are on the device: that of the block being recomputed, and the next one.
     host = offloaded_bytes(passes * inputs, boundary, pinned=pinned)
-    return min(2, passes * inputs) * boundary + live, host
+    return min(2, passes * inputs) * boundary, live, host
 
 
 @dataclass(frozen=True, slots=True)
