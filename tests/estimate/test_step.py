@@ -95,6 +95,9 @@ def test_operators_have_the_flops_of_the_family(family: str) -> None:
     assert products(Work(layer.backward, ())) == pytest.approx(2 * products(layer), rel=1e-9)
 
 
+KEEPS_NOTHING = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
 def products(work: Work) -> float:
     return sum(operator.flops for operator in work.forward if isinstance(operator, Matmul))
 
@@ -119,7 +122,8 @@ def test_tensor_and_context_ranks_share_the_flops_of_a_layer() -> None:
         (EngineName.deepspeed, 1, {"use_multi_rank_bucket_allreduce": False}, 2),
         (EngineName.deepspeed, 2, {"use_multi_rank_bucket_allreduce": False}, 2),
         (EngineName.deepspeed, 2, {}, 3),  # buckets of several ranks are all-reduced
-        (EngineName.deepspeed, 3, {}, 3),
+        (EngineName.deepspeed, 3, KEEPS_NOTHING, 3),
+        (EngineName.deepspeed, 3, {}, 2),  # small enough to stay gathered until the backward pass
     ],
 )
 def test_traffic_of_parameters_and_gradients(
