@@ -91,7 +91,12 @@ def test_a_second_start_measures_only_what_is_missing(planner: ModuleType, tmp_p
 def test_a_layout_has_the_median_of_its_rounds(planner: ModuleType) -> None:
     description = planner.DESCRIPTIONS[0]
     rows = [
-        {"description": description.name, "layout": "zero0", "seconds": seconds, "parts": {"forward": seconds}}
+        {
+            "description": description.name,
+            "layout": "zero0",
+            "seconds": seconds,
+            "parts": {"forward": seconds},
+        }
         for seconds in (1.0, 5.0, 2.0)
     ]
     found = planner.summed_up(rows, description, "zero0")
