@@ -60,7 +60,7 @@ WORK = ROOT / "data" / "planner_cpu"  # what was measured
 DATA = ROOT / "data" / "stdlib"
 MACHINE, MEASURED, CALIBRATION = "machine.json", "measured.json", "calibration.json"  # files of WORK
 RANKS = 2
-ROUNDS, STEPS = 3, 14  # of which monitor/measured_steps.py leaves out the first ones
+ROUNDS, STEPS = 3, 12  # of which monitor/measured_steps.py leaves out the first ones
 RUN_SECONDS = 300.0  # after which a run is given up
 GOOD_REGRET = 0.05  # a chosen layout that is at most this much slower than the best is a good choice
 NOISE = 0.03  # smaller differences of measured layouts do not order them
@@ -102,7 +102,7 @@ def micro(size: int) -> str:
 
 
 def layouts_of(large: int, small: int, *more: str) -> dict[str, tuple[str, ...]]:
-    """Return five layouts with micro-batches of two sizes, and those named in ``more``."""
+    """Return four layouts with large micro-batches, and those named in ``more``."""
     known = {
         "zero0": ("zero=stage0", micro(large)),
         "zero2 small": ("zero=stage2", micro(small)),
@@ -131,7 +131,9 @@ DESCRIPTIONS = (
     Description("wide", sizes(256, 4, 128, 8), layouts_of(4, 1, "zero2 small", "megatron pipeline")),
     Description("deep", sizes(128, 12, 64, 8), layouts_of(4, 1, "zero2 small", "megatron data small")),
     Description("long", sizes(128, 2, 512, 4), layouts_of(2, 1, "zero2 small", "megatron pipeline")),
-    Description("narrow", sizes(64, 6, 128, 16), layouts_of(8, 2, "zero3 full", "megatron pipeline")),
+    Description(
+        "narrow", sizes(64, 6, 128, 16), layouts_of(8, 2, "zero3 full", "zero2 small", "megatron pipeline")
+    ),
     Description("short", sizes(192, 4, 64, 16), layouts_of(8, 4, "zero2 small", "megatron data small")),
 )
 # The calibration learns from other sizes, and from layouts of each kind.
@@ -162,7 +164,8 @@ FIXED: Mapping[str, Callable[[str], bool]] = {
     "nothing": lambda layout: True,
     "engine": lambda layout: layout.startswith("megatron"),
     "other engine": lambda layout: not layout.startswith("megatron"),
-    "no recomputation": lambda layout: "full" not in layout,
+    "no ZeRO 3": lambda layout: "zero3" not in layout,
+    "no tensor ranks": lambda layout: "tensor" not in layout,
     "small micro-batches": lambda layout: "small" in layout or "pipeline" in layout,
     "large micro-batches": lambda layout: "small" not in layout and "pipeline" not in layout,
 }
@@ -172,7 +175,7 @@ def run_words(description: Description, layout: str, folder: Path) -> list[str]:
     return [*COMMON, *description.words, *description.layouts[layout], f"run.dir={folder}"]
 
 
-class Measurements:
+class MeasuredLayouts:
     """The machine and the runs that were measured so far, in the folder ``work``."""
 
     def __init__(self, work: Path, pool: RankPool) -> None:
@@ -336,7 +339,7 @@ def run_benchmark(
     """Measure what is missing in ``work``, and report the judged layouts."""
     started = time.monotonic()
     with rank_pool(RANKS) as pool:
-        measurements = Measurements(work, pool)
+        measurements = MeasuredLayouts(work, pool)
         measurements.measure_machine()
         print(f"measured the machine after {time.monotonic() - started:.0f} s", flush=True)
         calibrated = [(one, layout) for one in CALIBRATED for layout in one.layouts]
