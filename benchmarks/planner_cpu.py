@@ -289,6 +289,18 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def table_row(summary: Mapping[str, Any]) -> str:
+    """Return the row of docs/results.md."""
+    good = summary["good_choices"]
+    return (
+        f"| Step time of {summary['layouts']} layouts of both engines on two CPU ranks, after a calibration "
+        f"that has seen none of them | {summary['within_15_percent']:.0%} within 15%, mean error "
+        f"{summary['mean_absolute_error']:.1%}. Kendall's tau {summary['kendall_tau']:.2f}. In "
+        f"{good:.0%} of {len(summary['cases'])} small cases the chosen layout is within 5% of the best "
+        "| `python benchmarks/planner_cpu.py` |"
+    )
+
+
 def kendall_tau(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> float | None:
     """Return (concordant - discordant) / all pairs (Kendall 1938, "A new measure of rank correlation"); None
     without pairs.
@@ -376,6 +388,7 @@ def report(rows: Sequence[Mapping[str, Any]], estimates: Sequence[StepEstimate],
         )
     summary = summarise(full)
     print(json.dumps({name: value for name, value in summary.items() if name != "cases"}, indent=1))
+    print(table_row(summary))
     if out is not None:
         found = {
             "machine": describe_machine(),

@@ -259,8 +259,8 @@ def test_every_collective_of_tensor_ranks_has_its_fixed_time() -> None:
     """Megatron-core's collectives of a micro-batch: four in a layer, one of the embedding, four of the output
     layer and the loss.
     """
-    slow = replace(shipped_profile("cpu"), collective_seconds=1.0)
-    fast = replace(slow, collective_seconds=0.0)
+    slow = replace(shipped_profile("cpu"), call_seconds=1.0)
+    fast = replace(slow, call_seconds=0.0)
     own: dict[str, object] = {
         "engine__name": EngineName.megatron,
         "parallel__tensor": 2,

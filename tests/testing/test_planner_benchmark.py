@@ -50,6 +50,7 @@ def test_figures_of_known_rows(planner: ModuleType) -> None:
     assert found["within_15_percent"] == 0.75
     assert found["kendall_tau"] == pytest.approx((5 - 1) / 6)
     assert found["good_choices"] == 1.0
+    assert "75% within 15%, mean error 15.0%. Kendall's tau 0.67. In 100% of" in planner.table_row(found)
 
 
 def test_control_a_wrong_ranking_has_a_negative_tau_and_bad_choices(planner: ModuleType) -> None:

@@ -41,7 +41,7 @@ TIMES: Mapping[str, tuple[str, ...]] = {
     "inside": ("inside_latency_factor",),
     "between": ("between_latency_factor",),
     "operator": ("launch_seconds", "host_seconds"),
-    "collective": ("collective_seconds",),
+    "collective": ("call_seconds",),
     "module": ("module_seconds",),
     "torch": ("torch_layers",),
     OPTIMIZER: ("optimizer_factor",),

@@ -72,7 +72,7 @@ class Network:
 
     def __init__(self, plan: RunPlan, profile: HardwareProfile) -> None:
         self.topology = measured_topology(topology_of(plan.config.cluster, plan.world), profile)
-        self._axes, self._call = plan.axes, profile.collective_seconds
+        self._axes, self._call = plan.axes, profile.call_seconds
 
     def along(self, kind: Collective, size: float, *axes: Axis) -> float:
         """Seconds of a collective of ``size`` bytes of the whole tensor, over ranks that differ along

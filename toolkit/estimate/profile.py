@@ -58,7 +58,7 @@ class HardwareProfile:
         launch_seconds: of the device for the shortest kernel.
         host_seconds: of the host to start one operator. A CPU rank then executes the operator, so both times
             add up; a GPU executes while the host starts the next ones.
-        collective_seconds: that a collective or a message takes besides the network: the engine's code around
+        call_seconds: that a collective or a message takes besides the network: the engine's code around
             it, and waiting for a rank that starts it later. 0 on GPUs, which wait in the host's place.
         module_seconds: of the host when a pass enters and leaves a module under ZeRO 3, whose hooks fetch and
             release parameters. 0 where it is not known.
@@ -90,7 +90,7 @@ class HardwareProfile:
     bandwidth_fraction: float
     launch_seconds: float
     host_seconds: float
-    collective_seconds: float = 0.0
+    call_seconds: float = 0.0
     module_seconds: float = 0.0
     torch_layers: float = 1.0
     local_layers_of_2022: float = 0.0
