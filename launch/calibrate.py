@@ -125,8 +125,8 @@ def measure(options: CalibrateArguments, launch: Launch) -> None:
 def _measure(launch: Launch, world: World) -> MachineTimings:
     import torch
 
-    from toolkit.estimate.measurements import MachineTimings, slowest
-    from toolkit.observe.collective_benchmark import measure_collectives
+    from toolkit.estimate.measurements import MachineTimings
+    from toolkit.observe.collective_benchmark import measure_machine
     from toolkit.observe.device_benchmark import measure_device, stages
     from toolkit.plan.types import Device
     from toolkit.progress import Progress
@@ -137,20 +137,11 @@ def _measure(launch: Launch, world: World) -> MachineTimings:
     with progress, progress.task("measuring the device", total=stages(device), unit="stages") as task:
         if launch.ranks == 1:
             return MachineTimings(ranks_per_node=1, device=measure_device(device, task.advance))
-        # All ranks measure at the same time, as they compute in training.
         from toolkit.cluster.rendezvous import Rendezvous
 
         rendezvous = Rendezvous(launch, [], seconds=RENDEZVOUS_SECONDS)
         with rendezvous.process_group(world.device):
-            torch.distributed.all_reduce(torch.zeros(1, device=device))
-            own = measure_device(device, task.advance)
-            everyone = [own] * launch.ranks
-            torch.distributed.all_gather_object(everyone, own)
-            return MachineTimings(
-                ranks_per_node=launch.ranks_per_node,
-                device=slowest(everyone),
-                collectives=measure_collectives(device, launch.rank, launch.ranks, launch.ranks_per_node),
-            )
+            return measure_machine(device, launch.rank, launch.ranks, launch.ranks_per_node, task.advance)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from toolkit.estimate.network import (
     Topology,
     collective_seconds,
     group_along,
-    groups_of,
     strided_group,
 )
-from toolkit.layout.axes import ALL, EXPERT, ORDER, Axes, Axis
+from toolkit.layout.axes import ORDER, Axes, Axis
 from toolkit.plan.devices import GPUS
 from toolkit.plan.types import Device, World
 
@@ -146,25 +145,16 @@ AXES = (
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("domain", [4, 8, 72])
 def test_groups_lie_where_the_ranks_of_the_layout_are(axes: Axes, domain: int) -> None:
-    groups = groups_of(axes, domain)
-    for name, along in {
-        **{axis.value: (axis,) for axis in ORDER},
-        "context+data": (Axis.CONTEXT, Axis.DATA),
-        ALL: ORDER,
-    }.items():
+    for along in (*((axis,) for axis in ORDER), (Axis.CONTEXT, Axis.DATA), ORDER):
         members = [axes.peers(rank, along) for rank in range(axes.size)]
         fewest = min(min(Counter(rank // domain for rank in group).values()) for group in members)
         assert group_along(along, axes, domain) == Group(len(members[0]), fewest)
-        assert groups.get(name, Group(len(members[0]), fewest)) == Group(len(members[0]), fewest)
-    if axes.expert > 1:
-        assert groups[EXPERT] == strided_group(axes.expert, axes.tensor, axes.size, domain)
 
 
 def test_groups_of_experts() -> None:
     assert strided_group(8, 1, 64, 8) == Group(8, 8)
     assert strided_group(8, 2, 64, 8) == Group(8, 4)
     assert strided_group(4, 16, 64, 8) == Group(4, 1)
-    assert groups_of(Axes(data=64, expert=8), 8)[EXPERT] == Group(8, 8)
 
 
 def test_every_gpu_of_the_plan_has_links() -> None:

@@ -17,7 +17,7 @@ from tests.plan.cases import CPU, h100s, run_config
 from toolkit.config.model import ModelConfig
 from toolkit.config.schema import EngineName, OffloadDevice, Precision
 from toolkit.estimate.communication import Network, group_name, hidden_behind, state_exchanges
-from toolkit.estimate.compute import matmul_seconds
+from toolkit.estimate.compute import matmul_seconds, pass_seconds
 from toolkit.estimate.network import Link, Topology
 from toolkit.estimate.operators import FusedAttention, Matmul, Work, head_work, layer_work, share_of_rank
 from toolkit.estimate.profile import HardwareProfile, shipped_profile
@@ -41,6 +41,8 @@ LARGE = ModelConfig(
     vocab_size=128256,
     max_position_embeddings=8192,
 )
+# DeepSpeed then gathers every parameter in both passes, as the ZeRO paper counts.
+KEEPS_NOTHING = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
 def large(world: World | None = None, **changes: object) -> RunPlan:
@@ -119,7 +121,8 @@ def test_tensor_and_context_ranks_share_the_flops_of_a_layer() -> None:
         (EngineName.deepspeed, 1, {"use_multi_rank_bucket_allreduce": False}, 2),
         (EngineName.deepspeed, 2, {"use_multi_rank_bucket_allreduce": False}, 2),
         (EngineName.deepspeed, 2, {}, 3),  # buckets of several ranks are all-reduced
-        (EngineName.deepspeed, 3, {}, 3),
+        (EngineName.deepspeed, 3, KEEPS_NOTHING, 3),
+        (EngineName.deepspeed, 3, {}, 2),  # small enough to stay gathered until the backward pass
     ],
 )
 def test_traffic_of_parameters_and_gradients(
@@ -215,6 +218,58 @@ def test_collectives_behind_computing_cost_what_computing_cannot_hide() -> None:
 def test_group_names_are_those_of_the_ledger(axes: Axes) -> None:
     along = (Axis.CONTEXT, Axis.DATA)
     assert group_name(axes, along) == axis_name(axes.peers(0, along), axes)
+
+
+def on_cpu(profile: HardwareProfile | None = None, **changes: object) -> StepEstimate:
+    """The step of a small model on two CPU ranks."""
+    world = replace(CPU, ranks=2, ranks_per_node=2)
+    settings: dict[str, object] = {"train__global_batch": 8, "train__micro_batch": 2, **changes}
+    return predict(make_plan(run_config(**settings), world), profile or shipped_profile("cpu"))
+
+
+def test_a_cpu_rank_adds_the_hosts_time_and_a_gpu_hides_it() -> None:
+    product = (Matmul(512, 512, 512),)
+    for profile in (shipped_profile("cpu"), H100):
+        short = replace(profile, host_seconds=1e-9)
+        seconds = pass_seconds(product, replace(profile, host_seconds=2e-6), 4) - pass_seconds(
+            product, short, 4
+        )
+        assert seconds == pytest.approx(2e-6 - 1e-9 if profile.name == "cpu" else 0.0, abs=1e-12)
+
+
+def test_modules_under_zero_3_take_time_in_every_pass_of_every_micro_batch() -> None:
+    """Two passes through each module, three with recomputation. Control: other stages have no such hooks."""
+    slow = replace(shipped_profile("cpu"), module_seconds=1.0)
+    fast = replace(slow, module_seconds=0.0)
+
+    def visits(**changes: object) -> float:
+        return on_cpu(slow, **changes).seconds - on_cpu(fast, **changes).seconds
+
+    micro_batches, layers = 2, run_config().model.num_hidden_layers
+    assert layers is not None
+    twice = visits(zero__stage=3)
+    assert twice % (2 * micro_batches) == pytest.approx(0, abs=1e-6)
+    thrice = visits(zero__stage=3, train__activation_checkpointing="full")
+    assert (thrice - twice) % (micro_batches * layers) == pytest.approx(0, abs=1e-6)
+    assert thrice > twice > 0
+    assert visits(zero__stage=2) == pytest.approx(0, abs=1e-9)
+
+
+def test_every_collective_of_tensor_ranks_has_its_fixed_time() -> None:
+    """Megatron-core's collectives of a micro-batch: four in a layer, one of the embedding, four of the output
+    layer and the loss.
+    """
+    slow = replace(shipped_profile("cpu"), call_seconds=1.0)
+    fast = replace(slow, call_seconds=0.0)
+    own: dict[str, object] = {
+        "engine__name": EngineName.megatron,
+        "parallel__tensor": 2,
+        "engine__megatron": {"sequence_parallel": False},
+    }
+    difference = on_cpu(slow, **own).seconds - on_cpu(fast, **own).seconds
+    layers = run_config().model.num_hidden_layers
+    assert layers is not None
+    assert difference == pytest.approx(4 * (4 * layers + 1 + 4), rel=1e-3)
 
 
 def test_recomputed_attention_costs_less_than_recomputed_layers() -> None:

@@ -114,6 +114,31 @@ def test_activations_agree_with_korthikanti(name: str) -> None:
     assert (sharded.activations - logits) / GIB == pytest.approx(selective, rel=0.02)
 
 
+def test_the_loss_and_recomputed_blocks_are_not_alive_together() -> None:
+    """A larger vocabulary needs nothing while the block that is recomputed later needs more.
+
+    Control: without recomputation the activations of all blocks exist during the loss.
+    """
+
+    def peak(vocabulary: int, again: str) -> int:
+        memory = planned(
+            gpt(4096, 4, 32, vocabulary),
+            8,
+            tensor=1,
+            pipeline=1,
+            micro_batch=1,
+            own={"sequence_parallel": False},
+            train__activation_checkpointing=again,
+        )
+        assert memory.activations is not None
+        return memory.activations
+
+    assert peak(1024, "full") == peak(2048, "full")
+    assert peak(1024, "none") < peak(2048, "none")
+    # A large one needs more than the block: its logits and loss, and the inputs of the blocks.
+    assert peak(65536, "full") > peak(32768, "full") > peak(2048, "full")
+
+
 @pytest.mark.parametrize(("ranks", "fit"), [(288, Fit.no), (432, Fit.no), (576, Fit.unsure)])
 def test_llama_405b_needs_576_gpus_of_80_gb(ranks: int, fit: Fit) -> None:
     """NVIDIA's benchmarks of Llama 3.1 405B on H100 begin at 576 GPUs: TP 8, PP 9, CP 2, 7 virtual stages."""

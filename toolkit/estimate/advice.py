@@ -312,7 +312,7 @@ def _alternatives(evaluator: Evaluator, goal: Goal, search: SearchResult) -> Ite
 
 def _smallest(evaluator: Evaluator, keep: Callable[[Layout], bool]) -> LayoutResult | None:
     """The layout that needs least memory, of those that do not run."""
-    kept = [layout for layout in evaluator.space.layouts() if keep(layout)]
+    kept = [layout for layout in evaluator.layouts if keep(layout)]
     least = min(kept, key=evaluator.least_bytes, default=None)
     return None if least is None else evaluator.evaluate(least)
 

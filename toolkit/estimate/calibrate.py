@@ -96,22 +96,25 @@ def fit_factors(
         weighted = (value for run in runs for value in _weighted_residuals(run, run.estimate(named)))
         return [_huber(value) for value in weighted]
 
-    found, deviations = fit_positive(residuals, len(names), width)
+    found, covariance = fit_positive(residuals, len(names), width)
     factors = dict(zip(names, found, strict=True))
     return FittedFactors(
         factors=factors,
-        deviations=dict(zip(names, deviations, strict=True)),
+        deviations={name: math.sqrt(covariance[at][at]) for at, name in enumerate(names)},
         deviation=_deviation(runs, factors, len(names)),
     )
 
 
 def fit_positive(
     residuals: Callable[[Sequence[float]], Sequence[float]], count: int, width: float
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[list[float]]]:
     """Minimise the squared residuals over ``count`` positive numbers near 1.
 
+    Args:
+        width: standard deviation of the prior of their logarithms.
+
     Returns:
-        The numbers, and the standard deviations of their logarithms.
+        The numbers, and the covariance of their logarithms, ``[count][count]``.
     """
     import numpy as np
 
@@ -132,8 +135,7 @@ def fit_positive(
         here, jacobian = linearise(logs)
         if np.abs(step).max() < SMALL_STEP:
             break
-    deviations = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian + prior)))
-    return np.exp(logs).tolist(), deviations.tolist()
+    return np.exp(logs).tolist(), np.linalg.inv(jacobian.T @ jacobian + prior).tolist()
 
 
 def _weighted_residuals(run: CalibrationRun, estimate: StepEstimate) -> Iterator[float]:

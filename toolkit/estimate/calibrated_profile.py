@@ -27,6 +27,7 @@ from toolkit.estimate.network import Collective, Group, Topology, collective_sec
 from toolkit.estimate.operators import FusedAttention, Matmul, optimizer_work
 from toolkit.estimate.profile import CPU, HardwareProfile
 from toolkit.plan.types import Device, World
+from toolkit.step_parts import OPTIMIZER
 
 # Each factor multiplies seconds: it divides speeds, and multiplies times.
 SPEEDS: Mapping[str, tuple[str, ...]] = {
@@ -40,8 +41,10 @@ TIMES: Mapping[str, tuple[str, ...]] = {
     "inside": ("inside_latency_factor",),
     "between": ("between_latency_factor",),
     "operator": ("launch_seconds", "host_seconds"),
+    "collective": ("call_seconds",),
+    "module": ("module_seconds",),
     "torch": ("torch_layers",),
-    "optimizer": ("optimizer_factor",),
+    OPTIMIZER: ("optimizer_factor",),
     "step": ("step_seconds",),
 }
 FACTORS = tuple(dict.fromkeys((*SPEEDS, *TIMES)))
@@ -52,8 +55,10 @@ MEANING = {
     "inside": "links within a node",
     "between": "links between nodes",
     "operator": "starting an operator",
+    "collective": "starting a collective",
+    "module": "hooks of modules under ZeRO 3",
     "torch": "layers that are torch modules",
-    "optimizer": "the optimizer's update",
+    OPTIMIZER: "the optimizer's update",
     "step": "the engine's own work",
 }
 ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}

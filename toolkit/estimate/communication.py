@@ -26,8 +26,11 @@ from toolkit.estimate.operators import FP32, RankShare
 from toolkit.estimate.profile import HardwareProfile
 from toolkit.families.base import ModelShape
 from toolkit.layout.axes import ALL, EXPERT, ORDER, Axes, Axis
-from toolkit.plan.deepspeed import accumulates_in_fp32
+from toolkit.plan.deepspeed import LIVE, PERSISTENCE, accumulates_in_fp32
+from toolkit.plan.memory_zero import zero3_setting
 from toolkit.plan.types import RunPlan
+
+DATA_AXES = (Axis.CONTEXT, Axis.DATA)  # ranks with the same parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Network:
 
     def __init__(self, plan: RunPlan, profile: HardwareProfile) -> None:
         self.topology = measured_topology(topology_of(plan.config.cluster, plan.world), profile)
-        self._axes = plan.axes
+        self._axes, self._call = plan.axes, profile.call_seconds
 
     def along(self, kind: Collective, size: float, *axes: Axis) -> float:
         """Seconds of a collective of ``size`` bytes of the whole tensor, over ranks that differ along
@@ -83,7 +86,9 @@ class Network:
         return self.over(kind, size, group)
 
     def over(self, kind: Collective, size: float, group: Group) -> float:
-        return collective_seconds(kind, size, group, self.topology)
+        if group.ranks == 1:
+            return 0.0
+        return self._call + collective_seconds(kind, size, group, self.topology)
 
 
 def measured_topology(topology: Topology, profile: HardwareProfile) -> Topology:
@@ -164,6 +169,44 @@ def layer_exchanges(
     return LayerExchanges(Exposed(forward), Exposed(back), Exposed(forward))
 
 
+@dataclass(frozen=True, slots=True)
+class EndExchanges:
+    """What the embedding and the output layer wait for with one micro-batch."""
+
+    embedding: Exposed
+    head_forward: Exposed
+    head_backward: Exposed
+
+
+def end_exchanges(plan: RunPlan, shape: ModelShape, share: RankShare, network: Network) -> EndExchanges:
+    """The collectives of a vocabulary that tensor ranks divide.
+
+    Each rank embeds the tokens of its rows, and the results are summed. The cross-entropy exchanges the
+    maximum, the sum and the target's logit of each token. Backward sums the gradient of the hidden states.
+    """
+    stream = share.tokens * shape.hidden_size * share.element
+    embedding: dict[str, float] = {}
+    forward: dict[str, float] = {}
+    back: dict[str, float] = {}
+
+    def seconds(kind: Collective, size: float) -> float:
+        return network.along(kind, size, Axis.TENSOR)
+
+    if share.tensor > 1 and plan.megatron is not None:
+        embedding[Axis.TENSOR] = seconds(
+            Collective.REDUCE_SCATTER if share.spread > 1 else Collective.ALL_REDUCE, stream
+        )
+    if share.split_head > 1:
+        forward[Axis.TENSOR] = 3 * seconds(Collective.ALL_REDUCE, share.tokens * FP32)
+        if share.spread > 1:  # hidden states are gathered in both passes, and their gradients scattered
+            gather = seconds(Collective.ALL_GATHER, stream)
+            forward[Axis.TENSOR] += gather
+            back[Axis.TENSOR] = gather + seconds(Collective.REDUCE_SCATTER, stream)
+        else:
+            back[Axis.TENSOR] = seconds(Collective.ALL_REDUCE, stream)
+    return EndExchanges(Exposed(embedding), Exposed(forward), Exposed(back))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateExchanges:
     """Seconds of collectives over parameters and gradients, before any of it is hidden.
@@ -192,7 +235,7 @@ def state_exchanges(
 ) -> StateExchanges:
     """The exchanges of a rank with ``elements`` parameters, and ``experts`` that fewer ranks share."""
     axes, config = plan.axes, plan.config
-    name = group_name(axes, (Axis.CONTEXT, Axis.DATA))
+    name = group_name(axes, DATA_AXES)
     if not name:
         return StateExchanges(name="")
     stage = config.zero.stage
@@ -200,7 +243,7 @@ def state_exchanges(
     whole = elements + experts / axes.expert
 
     def seconds(kind: Collective, bytes_each: float) -> float:
-        return network.along(kind, whole * bytes_each, Axis.CONTEXT, Axis.DATA)
+        return network.along(kind, whole * bytes_each, *DATA_AXES)
 
     if plan.megatron is not None:
         ddp = plan.megatron["ddp"]
@@ -220,21 +263,32 @@ def state_exchanges(
     zero = (plan.deepspeed or {}).get("zero_optimization", {})
     overlaps = bool(zero.get("overlap_comm"))
     if stage == 3:
-        compressed = 0.5 if config.zero.quantized_weights else 1.0
-        gather = seconds(Collective.ALL_GATHER, element * compressed)
-        backward = gather
-        if config.zero.hpz_partition_size > 1:
-            inside = Group(config.zero.hpz_partition_size, config.zero.hpz_partition_size)
-            backward = network.over(Collective.ALL_GATHER, whole * element * compressed, inside)
+        compressed = element * (0.5 if config.zero.quantized_weights else 1.0)
+        # Small parameters stay gathered from step to step. The others stay from the forward to the backward
+        # pass if it needs them soon, which it does for the last layers.
+        threshold = zero3_setting(zero, "param_persistence_threshold", PERSISTENCE)
+        kept = min(whole, sum(spec.numel for spec in plan.parameters if spec.numel <= threshold))
+        soon = zero3_setting(zero, "max_reuse_distance", LIVE) / 2
+        gather = again = step = 0.0
+        if whole > kept:
+            gather = network.along(Collective.ALL_GATHER, (whole - kept) * compressed, *DATA_AXES)
+        if whole - kept > soon:
+            missing = (whole - kept - soon) * compressed
+            again = network.along(Collective.ALL_GATHER, missing, *DATA_AXES)
+            if config.zero.hpz_partition_size > 1:
+                inside = Group(config.zero.hpz_partition_size, config.zero.hpz_partition_size)
+                again = network.over(Collective.ALL_GATHER, missing, inside)
+        if kept:
+            step = network.along(Collective.ALL_GATHER, kept * element, *DATA_AXES)
         reduced = element * (0.25 if config.zero.quantized_gradients else 1.0)
         return StateExchanges(
             name=name,
             gather_forward=gather,
-            gather_backward=backward,
+            gather_backward=again,
             reduce=seconds(Collective.REDUCE_SCATTER, reduced),
             every_micro_batch=True,
+            gather_step=step,
             overlaps_reduce=overlaps,
-            overlaps_gather=True,
         )
     kind = (
         Collective.ALL_REDUCE

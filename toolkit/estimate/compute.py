@@ -8,7 +8,7 @@ Multiplication Background User's Guide", sections 3 and 4). Everything else is l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from toolkit.estimate.operators import Elementwise, FusedAttention, Matmul, Operator
 from toolkit.estimate.profile import HardwareProfile
@@ -42,6 +42,30 @@ def host_seconds(operators: Iterable[Operator], profile: HardwareProfile) -> flo
     return started * profile.host_seconds
 
 
+def pass_seconds(
+    operators: Sequence[Operator],
+    profile: HardwareProfile,
+    element: int,
+    *,
+    slower: float = 1.0,
+    hooks: float = 0.0,
+    waits: float = 0.0,
+) -> float:
+    """Seconds of computing in one pass, without waiting for collectives.
+
+    A GPU executes operators while the host starts the next ones, also during collectives. A CPU rank does one
+    after the other.
+
+    Args:
+        slower: factor of the device's time.
+        hooks: seconds of the host between operators.
+        waits: seconds of the collectives that the device waits for.
+    """
+    device = device_seconds(operators, profile, element) * slower
+    host = host_seconds(operators, profile) + hooks
+    return device + host if profile.executes_on_host else max(device, host - waits)
+
+
 def _seconds(operator: Operator, profile: HardwareProfile, element: int) -> float:
     if isinstance(operator, Matmul):
         return matmul_seconds(operator, profile, element)
@@ -55,7 +79,7 @@ def matmul_seconds(product: Matmul, profile: HardwareProfile, element: int) -> f
     rate = profile.matmul_rate(element, fp8=product.fp8)
     size = 1 if product.fp8 else element
     rows, columns, inner = product.rows, product.columns, product.inner
-    if profile.processors == 1:  # a CPU core: its library packs the operands into caches, whatever the shape
+    if profile.executes_on_host:  # a CPU's library packs the operands into caches, whatever the shape
         return product.flops / rate + profile.launch_seconds
     moved = product.count * (size * (rows * inner + inner * columns) + max(2, size) * rows * columns)
     aligned = min(math.gcd(int(dim), 8) for dim in (rows, columns, inner))

@@ -3,9 +3,8 @@
 The estimate of a step is ``C + M``: seconds of computing (forward, backward, bubble, optimizer, transfers)
 and seconds of exposed communication. A measured run took ``a C + b M``. The factors ``a`` and ``b`` are those
 of the machine, so they hold at every number of ranks, and two runs with different shares of communication
-determine both. They are fitted in logarithms by Gauss-Newton with a ridge towards 1, whose width is that of
-the estimate's own interval; so one run, or several with the same shares, moves only what it has measured
-(Bishop 2006, Pattern Recognition and Machine Learning, section 3.3: ridge regression as a normal prior).
+determine both. The prior of their logarithms (estimate/calibrate.py) is as wide as the estimate's own
+interval; so one run, or several with the same shares, moves only what it has measured.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from toolkit.estimate.calibrate import fit_positive
 from toolkit.estimate.types import INTERVAL_QUANTILE, StepEstimate
 from toolkit.step_parts import COMMUNICATION
 
 # Assumed relative difference between two runs of the same plan: other nodes, other neighbours.
 RUN_TO_RUN = 0.01
 LEAST_SPREAD = 0.02  # of a factor before a run was measured: no profile is more certain than that
-WEIGHT = RUN_TO_RUN**-2
-ITERATIONS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,36 +79,22 @@ def fit_factors(runs: Sequence[MeasuredEstimate]) -> SpeedFactors:
     """
     assert runs, "a fit needs a measured run"
     prior = sum(log_spread(run.estimate) for run in runs) / len(runs)
-    a = b = 0.0  # logarithms of the factors
-    aa = ab = bb = residuals = 0.0
-    for _ in range(ITERATIONS):
-        # Normal equations of the ridge: (J'WJ + I / prior^2) step = J'Wr - factors / prior^2.
-        aa, ab, bb = prior**-2, 0.0, prior**-2
-        right_a, right_b = -a / prior**2, -b / prior**2
-        residuals = (a / prior) ** 2 + (b / prior) ** 2
-        for run in runs:
-            computing, communication = split_seconds(run.estimate)
-            computing, communication = math.exp(a) * computing, math.exp(b) * communication
-            predicted = computing + communication
-            share = communication / predicted
-            residual = math.log(run.seconds / predicted)
-            aa += WEIGHT * (1 - share) ** 2
-            ab += WEIGHT * (1 - share) * share
-            bb += WEIGHT * share**2
-            right_a += WEIGHT * (1 - share) * residual
-            right_b += WEIGHT * share * residual
-            residuals += WEIGHT * residual**2
-        determinant = aa * bb - ab * ab
-        step_a = (bb * right_a - ab * right_b) / determinant
-        step_b = (aa * right_b - ab * right_a) / determinant
-        a, b = a + step_a, b + step_b
-        if abs(step_a) + abs(step_b) < 1e-10:
-            break
-    scale = max(1.0, residuals / len(runs)) / (aa * bb - ab * ab)
+
+    def residuals(factors: Sequence[float]) -> list[float]:
+        a, b = factors
+        parts = [(run.seconds, *split_seconds(run.estimate)) for run in runs]
+        return [
+            math.log((a * computing + b * communication) / seconds) / RUN_TO_RUN
+            for seconds, computing, communication in parts
+        ]
+
+    found, covariance = fit_positive(residuals, 2, prior)
+    left = [*residuals(found), *(math.log(factor) / prior for factor in found)]
+    scale = max(1.0, math.fsum(value**2 for value in left) / len(runs))
     return SpeedFactors(
-        computing=math.exp(a),
-        communication=math.exp(b),
-        covariance=(bb * scale, -ab * scale, aa * scale),
+        computing=found[0],
+        communication=found[1],
+        covariance=(covariance[0][0] * scale, covariance[0][1] * scale, covariance[1][1] * scale),
         spread=prior,
         ranks=max(run.ranks for run in runs),
     )

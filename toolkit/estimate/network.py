@@ -27,7 +27,7 @@ from enum import StrEnum
 from functools import cache
 from math import ceil, log2
 
-from toolkit.layout.axes import ALL, EXPERT, ORDER, OTHER, Axes, Axis, axis_names
+from toolkit.layout.axes import ORDER, Axes, Axis
 
 
 class Collective(StrEnum):
@@ -181,25 +181,13 @@ def _all_to_all(size: float, group: Group, topology: Topology) -> float:
     return min(direct, ceil(log2(group.ranks)) * (slow.latency + size / 2 / bandwidth))
 
 
-def groups_of(axes: Axes, domain: int) -> dict[str, Group]:
-    """The process groups of a layout by the names of ``layout.axes.axis_name``, and each single axis.
+def group_along(along: Collection[Axis], axes: Axes, domain: int) -> Group:
+    """The group of ranks that differ along these axes only.
 
     Args:
-        domain: ``Topology.domain``. Where the groups of an axis lie differently in the domains, the result is
-            the one with the fewest ranks in a domain, on which the others wait.
+        domain: ``Topology.domain``. Where the groups lie differently in the domains, the result is the one
+            with the fewest ranks in a domain, on which the others wait.
     """
-    groups = {axis.value: group_along((axis,), axes, domain) for axis in ORDER}
-    for name in axis_names(axes):
-        if name == EXPERT:
-            groups[name] = strided_group(axes.expert, axes.tensor, axes.size, domain)
-        elif name not in (ALL, OTHER):
-            groups[name] = group_along(tuple(Axis(part) for part in name.split("+")), axes, domain)
-    groups[ALL] = group_along(ORDER, axes, domain)
-    return groups
-
-
-def group_along(along: Collection[Axis], axes: Axes, domain: int) -> Group:
-    """The group of ranks that differ along these axes only."""
     offsets, bases = [0], [0]
     stride = 1
     for axis in ORDER:

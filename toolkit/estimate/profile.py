@@ -56,7 +56,12 @@ class HardwareProfile:
         narrow_heads: exponent with which its rate falls for narrower heads.
         bandwidth_fraction: of ``bandwidth``, that elementwise kernels reach.
         launch_seconds: of the device for the shortest kernel.
-        host_seconds: of the host to start one operator.
+        host_seconds: of the host to start one operator. A CPU rank then executes the operator, so both times
+            add up; a GPU executes while the host starts the next ones.
+        call_seconds: that a collective or a message takes besides the network: the engine's code around
+            it, and waiting for a rank that starts it later. 0 on GPUs, which wait in the host's place.
+        module_seconds: of the host when a pass enters and leaves a module under ZeRO 3, whose hooks fetch and
+            release parameters. 0 where it is not known.
         torch_layers: factor of the time of layers that are torch modules, as under DeepSpeed, over that of
             Megatron-core's.
         local_layers_of_2022: share of the time of Megatron-core's own layers that is that of 2022. The
@@ -85,6 +90,8 @@ class HardwareProfile:
     bandwidth_fraction: float
     launch_seconds: float
     host_seconds: float
+    call_seconds: float = 0.0
+    module_seconds: float = 0.0
     torch_layers: float = 1.0
     local_layers_of_2022: float = 0.0
     contention: float = 0.15
@@ -101,6 +108,11 @@ class HardwareProfile:
     def moved_per_second(self) -> float:
         """Bytes per second of elementwise kernels."""
         return self.bandwidth * self.bandwidth_fraction
+
+    @property
+    def executes_on_host(self) -> bool:
+        """Whether the device is a CPU, on which the host's work and the device's take turns."""
+        return self.processors == 1
 
     def rate(self, element: int) -> float:
         """Peak FLOP/s of matrix products with elements of ``element`` bytes."""

@@ -102,6 +102,7 @@ class Evaluator:
         self._results: dict[Layout, LayoutResult] = {}
         self._microbatches: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: _StateSizes | None = None
+        self.layouts = tuple(space.layouts())
 
     @property
     def planned(self) -> int:
@@ -218,7 +219,7 @@ def find_best(
         return _Bounded(cost, _savings(layout), -layout.micro_batch, next(number), divided, layout)
 
     number = count_up()
-    for layout in evaluator.space.layouts():
+    for layout in evaluator.layouts:
         if keep is None or keep(layout):
             layouts += 1
             entry = bounded(layout, divided=False)

@@ -8,8 +8,8 @@ from typing import Any
 
 from toolkit.config.kernels import AttentionKernel
 from toolkit.config.schema import Precision
-from toolkit.estimate.communication import Exposed, LayerExchanges, Network, layer_exchanges
-from toolkit.estimate.compute import device_seconds, host_seconds
+from toolkit.estimate.communication import Exposed, LayerExchanges, Network, end_exchanges, layer_exchanges
+from toolkit.estimate.compute import device_seconds, pass_seconds
 from toolkit.estimate.operators import (
     FP32,
     Elementwise,
@@ -37,6 +37,10 @@ GRADIENT_BYTES = 2 + 2 + 2 * 4
 # and the schedule's own work.
 MESSAGE_OPERATORS = 5
 NOTHING = Exposed()
+MODULES_AROUND = (
+    4  # modules of a layer without parameters: layer, attention, feed-forward, activation function
+)
+MODULES_OUTSIDE = 6  # of the layers: the model and its base, embedding, rotary embedding, norm, output layer
 # Operators of torch that the host starts in the time of one operator of estimate/operators.py.
 TRACED_OPERATORS = 5
 
@@ -92,6 +96,8 @@ def pipeline_of_stages(
             _layer_passes(plan, shape, dated, network, clock, gradients), profile.local_layers_of_2022
         )
     head, embedding = head_work(shape, share), embedding_work(shape, share)
+    ends = end_exchanges(plan, shape, share, network)
+    outside = MODULES_OUTSIDE / 2 * profile.module_seconds if _fetches_modules(plan) else 0.0
     messages = Pass(MESSAGE_OPERATORS * profile.host_seconds if len(chunks) > 1 else 0.0, NOTHING)
     stages = []
     for number, blocks in enumerate(chunks):
@@ -100,9 +106,11 @@ def pipeline_of_stages(
             count, recomputed = len(chunk), _recomputed_layers(plan, shape, chunk)
             one, two = layer.forward * count, layer.backward * count + layer.recomputed * recomputed
             if number == 0 and position == 0:
-                one, two = one + clock.seconds(embedding.forward), two + clock.seconds(embedding.backward)
+                one += clock.seconds(embedding.forward, ends.embedding, outside)
+                two += clock.seconds(embedding.backward, hooks=outside)
             if number == len(chunks) - 1 and position == len(blocks) - 1:
-                one, two = one + clock.seconds(head.forward), two + clock.seconds(head.backward)
+                one += clock.seconds(head.forward, ends.head_forward, outside)
+                two += clock.seconds(head.backward, ends.head_backward, outside)
             ahead.append(one + messages)
             back.append(two + messages)
         dense, experts = elements.of_stage(
@@ -162,6 +170,7 @@ def _layer_passes(
 ) -> LayerPasses:
     """``gradients`` are the bytes that gradients of weights move."""
     work = layer_work(shape, share, gradients)
+    hooks = _modules_of_layer(plan) * clock.profile.module_seconds if _fetches_modules(plan) else 0.0
     exchanges = layer_exchanges(
         plan,
         shape,
@@ -171,9 +180,9 @@ def _layer_passes(
         contention=clock.profile.contention,
     )
     return LayerPasses(
-        clock.seconds(work.forward, exchanges.forward),
-        clock.seconds(work.backward, exchanges.backward),
-        _recomputed(plan, shape, share, work, exchanges, clock),
+        clock.seconds(work.forward, exchanges.forward, hooks),
+        clock.seconds(work.backward, exchanges.backward, hooks),
+        _recomputed(plan, shape, share, work, exchanges, clock, hooks),
     )
 
 
@@ -185,10 +194,14 @@ class DeviceClock:
     element: int
     slower: float
 
-    def seconds(self, operators: tuple[Operator, ...], exposed: Exposed = NOTHING) -> Pass:
-        """The device computes and waits for collectives, while the host starts both."""
-        device = device_seconds(operators, self.profile, self.element) * self.slower
-        return Pass(max(device, host_seconds(operators, self.profile) - exposed.total), exposed)
+    def seconds(
+        self, operators: tuple[Operator, ...], exposed: Exposed = NOTHING, hooks: float = 0.0
+    ) -> Pass:
+        """Return a pass through ``operators``, between which the host spends ``hooks`` seconds."""
+        computing = pass_seconds(
+            operators, self.profile, self.element, slower=self.slower, hooks=hooks, waits=exposed.total
+        )
+        return Pass(computing, exposed)
 
 
 def _recomputed(
@@ -198,12 +211,13 @@ def _recomputed(
     work: Work,
     exchanges: LayerExchanges,
     clock: DeviceClock,
+    hooks: float,
 ) -> Pass:
     """Repeating the forward pass of a layer, or a part of it, in the backward pass."""
     recomputation = plan.config.train.recomputation
     keys = recomputation_keys(plan.config, shape) if plan.megatron is not None else {}
     if recomputation.full or keys.get("recompute_granularity") == "full":
-        return clock.seconds(work.forward, exchanges.recomputed)
+        return clock.seconds(work.forward, exchanges.recomputed, hooks)
     if "core_attn" in _recomputed_modules(keys):
         return clock.seconds(attention_work(shape, share).forward)
     if recomputation.selective or keys:
@@ -228,6 +242,17 @@ def _recomputed_layers(plan: RunPlan, shape: ModelShape, chunk: range) -> int:
     if keys.get("recompute_method") == "block":
         return min(len(chunk), int(keys["recompute_num_layers"]))
     return len(chunk) if keys.get("recompute_granularity") else 0
+
+
+def _fetches_modules(plan: RunPlan) -> bool:
+    """Whether the engine fetches the parameters of each module before its passes."""
+    return plan.deepspeed is not None and plan.config.zero.stage == 3
+
+
+def _modules_of_layer(plan: RunPlan) -> int:
+    """Modules of a decoder layer: those with parameters, and ``MODULES_AROUND``."""
+    names = {spec.name.rpartition(".")[0] for spec in plan.parameters if spec.layer == 0}
+    return len(names) + MODULES_AROUND
 
 
 def _chunks(plan: RunPlan, shape: ModelShape) -> list[list[range]]:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from toolkit.estimate.measurements import CollectiveTiming
+from toolkit.estimate.measurements import CollectiveTiming, DeviceTimings, MachineTimings, slowest
 from toolkit.estimate.network import Collective
+from toolkit.observe.device_benchmark import measure_device
 
 SIZES = {  # bytes of the whole tensor
     "cuda": (2**13, 2**18, 2**22, 2**26, 2**29),
@@ -24,6 +25,30 @@ SIZES = {  # bytes of the whole tensor
 }
 SECONDS = 0.15  # for the repeats of one size, approximately
 WARM_UP, MIN_REPEATS, MAX_REPEATS = 2, 3, 200
+
+
+def measure_machine(
+    device: torch.device,
+    rank: int,
+    ranks: int,
+    ranks_per_node: int,
+    advance: Callable[[], object] = lambda: None,
+) -> MachineTimings:
+    """Measure the devices of at least 2 ranks at the same time, as they compute in training, then the links
+    between them. All ranks return the same.
+
+    Args:
+        advance: as in :func:`measure_device`.
+    """
+    dist.all_reduce(torch.zeros(1, device=device))  # all ranks begin together
+    own = measure_device(device, advance)
+    everyone: list[DeviceTimings] = [own] * ranks
+    dist.all_gather_object(everyone, own)
+    return MachineTimings(
+        ranks_per_node=ranks_per_node,
+        device=slowest(everyone),
+        collectives=measure_collectives(device, rank, ranks, ranks_per_node),
+    )
 
 
 def measure_collectives(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from toolkit.config.schema import RunConfig
 from toolkit.families.base import ParameterSpec
-from toolkit.plan.memory_zero import FP32, element_bytes, optimizer_groups
+from toolkit.optimizers import get_optimizer
+from toolkit.plan.memory_zero import FP32, element_bytes
 from toolkit.plan.types import RunPlan, World
 
 # Write speed of a node with a fast local disk, or with a good share of a parallel file system. The value is
@@ -27,9 +29,16 @@ def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
     """As :func:`checkpoint_bytes`, of the parts of a plan."""
     weight = element_bytes(config.precision.name)
     master = FP32 if weight < FP32 else 0
+    optimizer = get_optimizer(config.optim.name)
+    # Layers repeat the same parameters, and a search plans thousands of layouts.
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for spec in parameters:
+        kind = optimizer.kind(spec.name, len(spec.shape))
+        alike.setdefault((kind, spec.shape), []).append(spec.name)
     return sum(
-        group.numel * (weight + master) + group.state_bytes
-        for group in optimizer_groups(parameters, config.optim, 1)
+        len(names)
+        * (prod(shape) * (weight + master) + optimizer.parameter_bytes(config.optim, names[0], shape))
+        for (_, shape), names in alike.items()
     )
 
 

@@ -25,7 +25,7 @@ from toolkit.plan.memory import plan_memory
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, MAY_NOT_FIT, Fit, judge_memory, nearest_change
 from toolkit.plan.rank_parameters import rank_parameters
 from toolkit.plan.rule_context import RuleContext
-from toolkit.plan.saves import plan_saves
+from toolkit.plan.saves import plan_saves, rank_state_bytes
 from toolkit.plan.trace import ModuleTrace, NotTraced
 from toolkit.plan.types import BatchPlan, MemoryPlan, RunPlan, World
 
@@ -156,6 +156,7 @@ def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced |
         axes=axes,
         batch=batch,
         memory=memory,
+        state_bytes=rank_state_bytes(config, world, parameters),
         kernels=kernels,
         engine_problems=tuple(engine_problems),
     )
@@ -174,7 +175,7 @@ def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced |
             vocab_size=context.vocab_size,
             memory=memory,
             kernels=kernels,
-            saves=plan_saves(config, world, parameters, memory),
+            saves=plan_saves(config, world, context.state_bytes, memory),
             deepspeed=deepspeed_settings,
             megatron=megatron_settings,
             warnings=(),

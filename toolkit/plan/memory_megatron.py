@@ -120,10 +120,12 @@ def stage_memory(
         last = number == axes.pipeline - 1
         chunk = fused_loss_chunk(config, kernels, shape.vocab_size)
         head = head_bytes(shape, layout, rows, chunk) if last else 0
-        blocks, host = _activations(config, shape, layout, parts[number], passes, pinned=on_gpu)
+        stored, recomputed, host = _activations(config, shape, layout, parts[number], passes, pinned=on_gpu)
         # The output of a chunk stays until its backward pass, unless it is freed once the next stage has it.
         frees = settings.get("deallocate_pipeline_outputs") and not last
-        activations = blocks + (0 if frees else passes * boundary) + head
+        outputs = 0 if frees else passes * boundary
+        # The backward pass of the loss ends before the last blocks are recomputed.
+        activations = stored + outputs + max(head, recomputed)
         found.append(
             MemoryPlan(
                 parameters=stage.parameters,
@@ -134,7 +136,7 @@ def stage_memory(
                 nvme=0,
                 buffers=gathered,
                 temporaries=peak_temporary_bytes(
-                    backward=backward, step=0, loss=head, activations=activations
+                    backward=backward, step=0, loss=max(0, head - recomputed), activations=activations
                 ),
                 messages=messages,
             )
@@ -170,8 +172,8 @@ def _activations(
     passes: int,
     *,
     pinned: bool,
-) -> tuple[int, int]:
-    """Bytes of blocks' activations on the device and on the host.
+) -> tuple[int, int, int]:
+    """Bytes of blocks' activations: stored on the device, recomputed there at a time, and on the host.
 
     A stage has ``chunks``; ``passes`` forward passes through one chunk each are in flight. Memory on the host
     is ``pinned``.
@@ -182,9 +184,9 @@ def _activations(
     if keys.get("recompute_granularity") == "selective":
         modules = frozenset(keys.get("recompute_modules") or ("core_attn",))
         stored = block_bytes(shape, layout, modules)
-        return passes * layers * stored + whole - stored, 0
+        return passes * layers * stored, whole - stored, 0
     if keys.get("recompute_granularity") != "full":
-        return passes * layers * whole, 0
+        return passes * layers * whole, 0, 0
     size = int(keys.get("recompute_num_layers") or 1)
     if keys.get("recompute_method") == "block":
         # The first ``size`` blocks of a chunk are recomputed, one at a time.
@@ -193,10 +195,10 @@ def _activations(
         inputs, kept, live = -(-layers // size), 0, min(size, layers) * whole
     stored = passes * inputs * boundary
     if config.offload.activations is OffloadDevice.none:
-        return stored + passes * kept * whole + live, 0
+        return stored + passes * kept * whole, live, 0
     # Two inputs are on the device: that of the block being recomputed, and the next one.
     host = offloaded_bytes(passes * inputs, boundary, pinned=pinned)
-    return min(2, passes * inputs) * boundary + live, host
+    return min(2, passes * inputs) * boundary, live, host
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +217,34 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
     Sizes that ``tensor`` does not divide are rounded up; a rule refuses such runs.
     """
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
-    chunks = stage_chunks(layers, virtual_stages(config))
-    tensors = _tensors(shape)
     element = FP32 if config.precision.name is Precision.fp32 else 2
     state = get_optimizer(config.optim.name).element_bytes(config.optim) + (FP32 if element != FP32 else 0)
+    elements = _stage_elements(
+        shape, axes, tuple(layers), virtual_stages(config), distributed=config.zero.stage > 0
+    )
+    return [
+        StageStateBytes(count, numel * element, numel * FP32, share * state)
+        for count, (numel, share) in zip(layers, elements, strict=True)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _stage_elements(
+    shape: ModelShape, axes: Axes, layers: tuple[int, ...], virtual: int, *, distributed: bool
+) -> tuple[tuple[int, int], ...]:
+    """For each pipeline stage, the parameters of a rank and those that it updates, with padding.
+
+    Cached because a search plans the same axes with many micro-batches and kinds of recomputation.
+
+    Args:
+        layers: number of blocks of each stage.
+        virtual: chunks of a stage.
+        distributed: whether the optimizer is.
+    """
+    tensors, chunks = _tensors(shape), stage_chunks(list(layers), virtual)
     found = []
-    for stage, count in enumerate(layers):
-        parameters = gradients = optimizer = 0
+    for stage in range(len(layers)):
+        total = updated = 0
         for number, blocks in enumerate(chunks[stage]):
             ends = (
                 stage == 0 and number == 0,
@@ -230,24 +253,16 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
             parts = list(_chunk(tensors, blocks, *ends, shape=shape, axes=axes))
             for expert in (False, True):
                 sizes = [size for size, is_expert, _ in parts if is_expert is expert]
-                ranks = axes.data * axes.context // (axes.expert if expert else 1)
+                ranks = max(1, axes.data * axes.context // (axes.expert if expert else 1))
                 own_bucket = (
                     {index for index, (_, _, tied) in enumerate(parts) if tied} if not expert else set()
                 )
                 if not sizes:
                     continue
-                if not config.zero.stage:
-                    numel = share = sum(sizes)
-                else:
-                    numel = buffer_elements(sizes, max(1, ranks), own_bucket)
-                    share = numel // max(1, ranks)
-                parameters, gradients, optimizer = (
-                    parameters + numel * element,
-                    gradients + numel * FP32,
-                    optimizer + share * state,
-                )
-        found.append(StageStateBytes(count, parameters, gradients, optimizer))
-    return found
+                numel = buffer_elements(sizes, ranks, own_bucket) if distributed else sum(sizes)
+                total, updated = total + numel, updated + (numel // ranks if distributed else numel)
+        found.append((total, updated))
+    return tuple(found)
 
 
 @lru_cache(maxsize=8)

@@ -222,7 +222,7 @@ def _zero12_moment_bytes(group: OptimizerGroup, partition: int, run: ZeroRun) ->
 def zero3_bytes(run: ZeroRun) -> StateBytes:
     partitions = [sum(-(-size // run.ranks) for size in group.sizes) for group in run.groups]
     total = sum(partitions)
-    threshold = int(_zero3_setting(run.settings, "param_persistence_threshold", PERSISTENCE))
+    threshold = int(zero3_setting(run.settings, "param_persistence_threshold", PERSISTENCE))
     # A single rank gathers without copying.
     persistent = (
         0
@@ -277,12 +277,12 @@ def _live(run: ZeroRun) -> int:
             largest = max(largest, spec.numel)
         else:
             blocks[spec.layer] = blocks.get(spec.layer, 0) + spec.numel
-    ahead = int(_zero3_setting(run.settings, "prefetch_bucket_size", PREFETCH))
-    kept = int(_zero3_setting(run.settings, "max_live_parameters", LIVE))
+    ahead = int(zero3_setting(run.settings, "prefetch_bucket_size", PREFETCH))
+    kept = int(zero3_setting(run.settings, "max_live_parameters", LIVE))
     return min(run.numel, max([largest, *blocks.values(), kept]) + ahead)
 
 
-def _zero3_setting(settings: Mapping[str, Any], name: str, default: int) -> Any:
+def zero3_setting(settings: Mapping[str, Any], name: str, default: int) -> Any:
     """The value of a ZeRO 3 key, which DeepSpeed reads with and without its prefix."""
     return settings.get(f"stage3_{name}", settings.get(name, default))
 

@@ -30,6 +30,7 @@ class RuleContext:
     axes: Axes | None = None
     batch: BatchPlan | None = None
     memory: MemoryPlan | None = None
+    state_bytes: int | None = None  # of a rank, that a save writes
     kernels: Kernels | None = None
     engine_problems: tuple[Problem, ...] = ()  # of engine.deepspeed.* and engine.megatron.*
 

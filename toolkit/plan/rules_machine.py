@@ -9,7 +9,7 @@ from toolkit.errors import Problem, Severity
 from toolkit.plan.devices import GPUS, find_gpu, memory_bytes
 from toolkit.plan.memory_verdict import DOES_NOT_FIT, MAY_NOT_FIT, Fit, judge_memory
 from toolkit.plan.rule_context import Rule, RuleContext, make_error, make_warning
-from toolkit.plan.saves import GIB, rank_state_bytes
+from toolkit.plan.saves import GIB
 from toolkit.plan.types import Device
 
 GB = 1e9
@@ -262,7 +262,7 @@ def background_saves_fit(ctx: RuleContext) -> Iterator[Problem]:
     checkpoint = ctx.config.checkpoint
     if not checkpoint.background:
         return
-    size = rank_state_bytes(ctx.config, ctx.world, ctx.parameters)
+    size = ctx.state_bytes
     if size is not None and size > checkpoint.staging_gib * GIB:
         yield make_error(
             ctx.config,

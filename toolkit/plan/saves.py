@@ -14,16 +14,16 @@ GIB = 2**30
 HOST_SHARE = 0.5  # of a node's memory, for offloaded states and the copies of all its ranks
 
 
-def plan_saves(
-    config: RunConfig, world: World, parameters: Sequence[ParameterSpec], memory: MemoryPlan | None
-) -> SavePlan:
+def plan_saves(config: RunConfig, world: World, size: int | None, memory: MemoryPlan | None) -> SavePlan:
     """Decide ``checkpoint.background=null``, and the size of the copy.
 
     On GPUs training continues while threads of the host write. On CPUs both need the same cores, so saves
     stay in the foreground. A rank that turns out to have more state than ``checkpoint.staging_gib`` writes it
     in the foreground.
+
+    Args:
+        size: bytes of a rank's state (:func:`rank_state_bytes`).
     """
-    size = rank_state_bytes(config, world, parameters)
     wanted, bound = config.checkpoint.background, int(config.checkpoint.staging_gib * GIB)
 
     def foreground(reason: str) -> SavePlan:
