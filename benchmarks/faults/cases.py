@@ -40,7 +40,7 @@ MODEL = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """How a run is distributed.
 
     Attributes:
@@ -56,24 +56,25 @@ class Layout:
     nodes: int = 1
 
 
-def _deepspeed(stage: int, ranks: int, weight: float = 1.0, nodes: int = 1) -> Layout:
+def _deepspeed(stage: int, ranks: int, weight: float = 1.0, nodes: int = 1) -> RunLayout:
     place = f"nodes{nodes}-" if nodes > 1 else ""
-    return Layout(f"{place}deepspeed-zero{stage}-ranks{ranks}", ranks, (f"zero=stage{stage}",), weight, nodes)
-
-
-def _megatron(name: str, ranks: int, *words: str, weight: float = 1.0, nodes: int = 1) -> Layout:
-    place = f"nodes{nodes}-" if nodes > 1 else ""
-    words = (
-        "engine=megatron",
-        *(words if any("zero=" in word for word in words) else (*words, "zero=stage0")),
+    return RunLayout(
+        f"{place}deepspeed-zero{stage}-ranks{ranks}", ranks, (f"zero=stage{stage}",), weight, nodes
     )
-    return Layout(f"{place}megatron-{name}", ranks, words, weight, nodes)
+
+
+def _megatron(name: str, ranks: int, *words: str, weight: float = 1.0, nodes: int = 1) -> RunLayout:
+    place = f"nodes{nodes}-" if nodes > 1 else ""
+    zero = () if any(word.startswith("zero=") for word in words) else ("zero=stage0",)
+    return RunLayout(f"{place}megatron-{name}", ranks, ("engine=megatron", *words, *zero), weight, nodes)
 
 
 TP2, PP2 = "parallel.tensor=2", "parallel.pipeline=2"
-LAYOUTS: Mapping[str, Layout] = {
+LAYOUTS: Mapping[str, RunLayout] = {
     layout.name: layout
     for layout in (
+        # quick, but not part of a campaign unless it is named
+        RunLayout("local", 1, ("engine=local", "zero=stage0"), weight=0.0),
         *(_deepspeed(stage, 2, 2.0) for stage in range(4)),
         _deepspeed(1, 3),
         _deepspeed(2, 4),
@@ -128,7 +129,7 @@ class Choice:
 
 
 def choose_cases(
-    seed: int, count: int, faults: Mapping[str, Choice], layouts: Mapping[str, Layout] = LAYOUTS
+    seed: int, count: int, faults: Mapping[str, Choice], layouts: Mapping[str, RunLayout] = LAYOUTS
 ) -> Iterator[Case]:
     """Yield ``count`` cases. Each class occurs once before any class occurs again.
 

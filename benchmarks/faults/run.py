@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import psutil
 
-from benchmarks.faults.cases import LAYOUTS, MODEL, STEP_SECONDS, Case, Layout
+from benchmarks.faults.cases import LAYOUTS, MODEL, STEP_SECONDS, Case, RunLayout
 from benchmarks.faults.catalogue import FAULTS, Expected, Fault
 from benchmarks.faults.invariants import End, Evidence, violations_of
 from benchmarks.faults.processes import (
@@ -64,7 +64,7 @@ class LiveRun:
     def __init__(self, case: Case, folder: Path, data: Path, resources: ExitStack) -> None:
         self.case, self.folder, self.resources = case, folder, resources
         self.fault: Fault | None = FAULTS.get(case.fault)
-        self.layout: Layout = LAYOUTS[case.layout]
+        self.layout: RunLayout = LAYOUTS[case.layout]
         self.random, self.mark = random.Random(case.seed), uuid4().hex
         self.data, self.port = str(data), find_free_port()
         self.nodes: Nodes | None = None
@@ -194,7 +194,7 @@ def release_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def unbroken_losses(layout: Layout, folder: Path, data: Path) -> dict[int, float]:
+def unbroken_losses(layout: RunLayout, folder: Path, data: Path) -> dict[int, float]:
     """Return the losses by step of a run of the layout without a fault; run it unless a result is stored.
 
     Raises:
