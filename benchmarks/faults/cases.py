@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 STEPS, SAVE_EVERY, BATCH = 30, 5, 24  # BATCH divides among 2, 3, 4 and 8 data ranks
-STEP_SECONDS = 0.05  # the pause after each step, which leaves time to inject a fault between two steps
+STEP_SECONDS = 0.1  # the pause after each step, which leaves time to inject a fault between two steps
 LAUNCHERS = ("python", "torchrun", "deepspeed")
 
 # The quickstart with a tiny model.

@@ -82,16 +82,16 @@ class Fault:
 
 
 def kill_rank(run: LiveRun) -> None:
-    run.kill(run.random.choice(sorted(run.ranks())))
+    run.kill(run.random.choice(sorted(run.ranks)))
 
 
 def kill_two_ranks(run: LiveRun) -> None:
-    for rank in run.random.sample(sorted(run.ranks()), 2):
+    for rank in run.random.sample(sorted(run.ranks), 2):
         run.kill(rank)
 
 
 def crash_rank(run: LiveRun) -> None:
-    run.kill(run.random.choice(sorted(run.ranks())), signal.SIGSEGV)
+    run.kill(run.random.choice(sorted(run.ranks)), signal.SIGSEGV)
 
 
 def kill_launcher(run: LiveRun) -> None:
@@ -101,33 +101,33 @@ def kill_launcher(run: LiveRun) -> None:
 def request_stop(run: LiveRun) -> None:
     """Send SIGTERM as a scheduler does. deepspeed does not forward it, so a rank receives it."""
     if run.case.launcher == "deepspeed":
-        run.kill(run.random.choice(sorted(run.ranks())), signal.SIGTERM)
+        run.kill(run.random.choice(sorted(run.ranks)), signal.SIGTERM)
     else:
         run.started.launchers[0].send_signal(signal.SIGTERM)
 
 
 def pause_rank(run: LiveRun) -> None:
-    rank = run.random.choice(sorted(run.ranks()))
+    rank = run.random.choice(sorted(run.ranks))
     run.kill(rank, signal.SIGSTOP)
     time.sleep(SHORT_SECONDS)
     run.kill(rank, signal.SIGCONT)
 
 
 def freeze_rank(run: LiveRun) -> None:
-    run.kill(run.random.choice(sorted(run.ranks())), signal.SIGSTOP)
+    run.kill(run.random.choice(sorted(run.ranks)), signal.SIGSTOP)
 
 
 def kill_twice(run: LiveRun) -> None:
     """Kill a rank, and one of its successors while they start, load or repeat steps."""
-    first = {process.pid for process in run.ranks().values()}
+    first = {process.pid for process in run.ranks.values()}
     kill_rank(run)
     deadline = time.monotonic() + RECOVERY_SECONDS
     while time.monotonic() < deadline and run.started.code() is None:
-        fresh = [rank for rank, process in run.ranks().items() if process.pid not in first]
+        fresh = {process.pid for process in run.find_ranks().values()} - first
         if fresh:
             time.sleep(run.random.uniform(0, 10))
-            if run.started.code() is None and fresh[0] in run.ranks():
-                run.kill(run.random.choice(fresh))
+            if run.find_ranks():
+                kill_rank(run)
             return
         time.sleep(0.05)
 
@@ -139,7 +139,8 @@ def order(kind: str, *, all_ranks: bool = False, ahead: int = 0) -> Action:
     """Return an action that lets a rank (or all) carry out an order of ``witness.py``."""
 
     def give(run: LiveRun) -> None:
-        ranks = sorted(run.ranks())
+        ranks = sorted(run.ranks)
+        run.ordered = True
         chosen = ranks if all_ranks else [run.random.choice(ranks)]
         run.order(kind, chosen, min(run.step() + ahead, STEPS) if ahead else 0)
 
@@ -208,17 +209,16 @@ def invert_byte(file: Path, place: int) -> None:
 def damage_checkpoint(run: LiveRun) -> None:
     """Wait for a checkpoint, stop the ranks, damage a file of it, and kill a rank."""
     run.wait_for(lambda: run.newest_checkpoint() is not None)
-    ranks = run.ranks()
-    for rank in ranks:
+    for rank in run.ranks:
         run.kill(rank, signal.SIGSTOP)  # so that no newer checkpoint is made between the two faults
     newest = run.newest_checkpoint()
     assert newest is not None
     file = run.random.choice(sorted(newest.glob("*.safetensors")))
     invert_byte(file, run.random.randrange(file.stat().st_size))
     run.damaged_step = checkpoint_folder.step_of(newest)
-    victim = run.random.choice(sorted(ranks))
-    run.kill(victim)
-    for rank in sorted(set(ranks) - {victim}):
+    run.moment = time.time()
+    kill_rank(run)
+    for rank in run.ranks:
         run.kill(rank, signal.SIGCONT)
 
 
@@ -323,8 +323,16 @@ FAULTS: Mapping[str, Fault] = {
             repair=make_writable,
             missing=why_not_immutable,
         ),
-        Fault("checkpoint-damaged", Expected.STOPPED, damage_checkpoint, remedy_words=older_checkpoint),
-        Fault("data-damaged", Expected.STOPPED, damage_data, prepare=copy_data, repair=restore_data),
+        Fault(
+            "checkpoint-damaged",
+            Expected.STOPPED,
+            damage_checkpoint,
+            RESTARTING,
+            remedy_words=older_checkpoint,
+        ),
+        Fault(
+            "data-damaged", Expected.STOPPED, damage_data, RESTARTING, prepare=copy_data, repair=restore_data
+        ),
         Fault(
             "port-taken",
             Expected.STOPPED,

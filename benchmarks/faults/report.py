@@ -13,7 +13,10 @@ END = "<!-- end of the campaign -->"
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the figures of each class by name, in the order of names."""
+    """Return the figures of each class by name, in the order of names. Cases whose run had ended before the
+    fault are left out.
+    """
+    rows = [row for row in rows if not row["missed"]]
     found = {}
     for name in sorted({row["fault"] for row in rows}):
         mine = [row for row in rows if row["fault"] == name]

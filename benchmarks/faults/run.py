@@ -9,14 +9,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
 
-from benchmarks.faults.cases import LAYOUTS, MODEL, STEP_SECONDS, Case, RunLayout
+from benchmarks.faults.cases import LAYOUTS, MODEL, STEP_SECONDS, STEPS, Case, RunLayout
 from benchmarks.faults.catalogue import FAULTS, Expected, Fault
 from benchmarks.faults.invariants import End, Evidence, violations_of
 from benchmarks.faults.processes import (
@@ -57,6 +57,9 @@ class LiveRun:
         port: of the launcher's rendezvous, the same in every command of the case.
         environ: of the commands.
         resources: closed at the end of the case.
+        moment: of the fault, in seconds since 1970.
+        ordered: the fault is an order to the witness, which may come too late.
+        ranks: the processes found last, by rank.
         damaged_step: step of the checkpoint that the fault damaged.
         damaged_byte: file and place of a byte of the data that the fault inverted.
     """
@@ -69,10 +72,12 @@ class LiveRun:
         self.data, self.port = str(data), find_free_port()
         self.nodes: Nodes | None = None
         self.started: Started
+        self.moment = 0.0
+        self.ordered = False
+        self.ranks: dict[int, psutil.Process] = {}
         self.damaged_step: int | None = None
         self.damaged_byte: tuple[Path, int] | None = None
         self.listener: Any = None
-        resources.callback(kill_all, self.mark)
         if self.layout.nodes > 1:
             self.nodes = resources.enter_context(simulated_nodes(folder / "nodes", self.mark))
             self.disk = self.nodes.shared
@@ -82,6 +87,7 @@ class LiveRun:
             if self.fault is not None and self.fault.disk_mib is not None:
                 mount_disk(self.disk, self.fault.disk_mib)
                 resources.callback(unmount_disk, self.disk)
+        resources.callback(kill_all, self.mark)  # before the disk is unmounted
         self.witness = (self.nodes.shared if self.nodes is not None else folder) / "witness"
         self.witness.mkdir()
         self.directory = RunDirectory(self.disk / "run")
@@ -106,11 +112,15 @@ class LiveRun:
         argv = launch_words(self.case.launcher, SCRIPT, words, self.layout.ranks, self.port)
         self.started = start(argv, self.folder / "output.txt", self.mark, self.environ)
 
-    def ranks(self) -> dict[int, psutil.Process]:
-        return self.started.ranks()
+    def find_ranks(self) -> dict[int, psutil.Process]:
+        """Find the processes of the ranks that live now."""
+        self.ranks = self.started.ranks()
+        return self.ranks
 
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-        self.ranks()[rank].send_signal(number)
+        """Send a signal to a rank, unless it has ended."""
+        with suppress(psutil.NoSuchProcess):
+            self.ranks[rank].send_signal(number)
 
     def order(self, kind: str, ranks: Sequence[int], step: int) -> None:
         """Let ``ranks`` carry out a fault at ``step``, or after their current step."""
@@ -224,7 +234,6 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
     folder.mkdir(parents=True)
     began = time.time()
     ends: list[End] = []
-    moment: float | None = None
     problem: str | None = None
     needs_repair = False
     with ExitStack() as resources:
@@ -232,16 +241,18 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
         try:
             fault.prepare(run)
             if fault.at_start:
-                moment, needs_repair = time.time(), True
+                needs_repair = True
                 fault.inject(run)
             run.start()
             if not fault.at_start:
+                run.wait_for(lambda: run.step() >= 1)
+                run.find_ranks()
                 run.wait_for(lambda: run.step() >= 1 + int(case.moment))
                 time.sleep(STEP_SECONDS * (case.moment % 1))
-                moment, needs_repair = time.time(), True
+                run.moment, needs_repair = time.time(), True
                 fault.inject(run)
-        except (CaseFailed, KeyError, psutil.NoSuchProcess) as error:
-            problem = f"{type(error).__name__}: {error}"
+        except CaseFailed as error:
+            problem = str(error)
         ends.append(run.wait_for_end())
         while not is_done(ends[-1]) and len(ends) < MAX_STARTS:
             if needs_repair:
@@ -261,20 +272,32 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             status_writable=fault.name not in ("disk-full", "disk-read-only"),
         )
         violations = violations_of(evidence)
+        missed = not fault.at_start and was_too_late(run)
         unexpected = problem or differs_from_expected(fault.expected, case.launcher, ends)
-        if unexpected:
+        if unexpected and not missed:
             violations["expected end"] = [unexpected]
-        recovery = None if moment is None else recovery_of(evidence.run, run.witness, moment)
+        measured = run.moment > 0 and not missed
+        recovery = recovery_of(evidence.run, run.witness, run.moment) if measured else None
         return {
             **case.to_json(),
             "expected": str(fault.expected),
             "ends": [end.to_json() for end in ends],
             "attempts": len(run.directory.attempts()),
+            "missed": missed,
             "violations": violations,
             "recovery": recovery,
             "seconds": time.time() - began,
             "output": run.output_tail() if violations else "",
         }
+
+
+def was_too_late(run: LiveRun) -> bool:
+    """Return whether the run had completed its last step before the fault."""
+    rows = list(read_witness(run.witness))
+    last = [row["time"] for row in rows if row.get("ended") == STEPS]
+    if run.ordered:
+        return bool(last) and not any("obeyed" in row for row in rows)
+    return bool(last) and (run.moment == 0 or min(last) <= run.moment)
 
 
 def is_done(end: End) -> bool:

@@ -79,6 +79,7 @@ def row(fault: str, seconds: float | None, *, violated: bool = False, **more: An
         "expected": Expected.RESTARTED.value,
         "recovery": recovery,
         "violations": violations,
+        "missed": False,
         **more,
     }
 
@@ -86,6 +87,7 @@ def row(fault: str, seconds: float | None, *, violated: bool = False, **more: An
 def test_summary_of_known_rows() -> None:
     rows = [row("rank-killed", float(number), stock={"seconds": 2.0 * number}) for number in range(1, 21)]
     rows += [row("rank-killed", None, violated=True, stock={"seconds": None}), row("nan", 3.0)]
+    rows += [row("rank-killed", None) | {"missed": True}]
     found = summarise(rows)
     killed = found["rank-killed"]
     assert (killed["cases"], killed["violated"], killed["p50_seconds"], killed["p95_seconds"]) == (
