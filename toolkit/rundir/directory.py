@@ -203,10 +203,11 @@ class RunDirectory:
 
     def _files_of_lock_owner(self) -> list[Path]:
         """Files that only the process with the lock replaces."""
-        whole = (self.status_file, self.config_file, self.plan_file, self.metrics_file, self.eval_file)
-        whole += (self.ledger_file, self.hooks_file, self.plots / "loss.png")
+        rows = [self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file]
         pointers = [self.checkpoints / name for name in (POINTER, BEST_POINTER)]
-        return [*whole, *pointers, *(self.attempt_folder(number) / TIMES for number in self.attempts())]
+        times = [self.attempt_folder(number) / TIMES for number in self.attempts()]
+        whole = [self.status_file, self.config_file, self.plan_file, self.plots / "loss.png"]
+        return [*whole, *rows, *pointers, *times]
 
     def config_for_restart(self, config: RunConfig, starts: int) -> RunConfig:
         """Return ``config`` for an automatic restart, after ``starts`` attempts of the same command.
