@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from benchmarks.faults.cases import LAYOUTS, Case, Choice, RunLayout, choose_cases  # noqa: E402
+from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, Case, Choice, RunLayout, choose_cases  # noqa: E402
 from benchmarks.faults.catalogue import FAULTS, LEFT_OUT, possible_faults  # noqa: E402
 from benchmarks.faults.report import replace_table, summarise, table  # noqa: E402
 from benchmarks.faults.run import release_folder, run_case, unbroken_losses  # noqa: E402
@@ -67,7 +67,7 @@ class Campaign:
     def __init__(self, seed: int, folder: Path, classes: list[str], layouts: list[str]) -> None:
         self.seed, self.folder = seed, folder
         self.faults, self.missing = possible_faults(classes or None)
-        self.layouts: dict[str, RunLayout] = {name: LAYOUTS[name] for name in layouts or LAYOUTS}
+        self.layouts: dict[str, RunLayout] = {name: LAYOUTS[name] for name in layouts or DISTRIBUTED}
         self.data = folder / "data"
         self.rows_file = folder / "cases.jsonl"
 

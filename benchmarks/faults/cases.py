@@ -70,11 +70,9 @@ def _megatron(name: str, ranks: int, *words: str, weight: float = 1.0, nodes: in
 
 
 TP2, PP2 = "parallel.tensor=2", "parallel.pipeline=2"
-LAYOUTS: Mapping[str, RunLayout] = {
+DISTRIBUTED: Mapping[str, RunLayout] = {
     layout.name: layout
     for layout in (
-        # quick, but not part of a campaign unless it is named
-        RunLayout("local", 1, ("engine=local", "zero=stage0"), weight=0.0),
         *(_deepspeed(stage, 2, 2.0) for stage in range(4)),
         _deepspeed(1, 3),
         _deepspeed(2, 4),
@@ -93,6 +91,8 @@ LAYOUTS: Mapping[str, RunLayout] = {
         _megatron("dp2", 2, nodes=2),
     )
 }
+# ``local`` starts quickly; it is no part of a campaign unless it is named.
+LAYOUTS = {"local": RunLayout("local", 1, ("engine=local", "zero=stage0")), **DISTRIBUTED}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Choice:
 
 
 def choose_cases(
-    seed: int, count: int, faults: Mapping[str, Choice], layouts: Mapping[str, RunLayout] = LAYOUTS
+    seed: int, count: int, faults: Mapping[str, Choice], layouts: Mapping[str, RunLayout] = DISTRIBUTED
 ) -> Iterator[Case]:
     """Yield ``count`` cases. Each class occurs once before any class occurs again.
 

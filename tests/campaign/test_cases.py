@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.cases import LAYOUTS, MODEL, STEPS, Choice, RunLayout, choose_cases
+from benchmarks.faults.cases import DISTRIBUTED, LAYOUTS, MODEL, STEPS, Choice, RunLayout, choose_cases
 from benchmarks.faults.catalogue import FAULTS, Expected, possible_faults
 from benchmarks.faults.recovery import percentile
 from benchmarks.faults.report import BEGIN, END, dominating_phase, replace_table, summarise, table
@@ -39,7 +39,7 @@ def test_each_class_occurs_once_before_any_occurs_again() -> None:
 
 def test_cases_cover_layouts_launchers_and_moments() -> None:
     cases = list(choose_cases(1, 500, CHOICES))
-    assert {case.layout for case in cases} == LAYOUTS.keys() - {"local"}
+    assert {case.layout for case in cases} == DISTRIBUTED.keys()
     assert {case.launcher for case in cases} == {"python", "torchrun", "deepspeed"}
     assert all(LAYOUTS[case.layout].nodes == FAULTS[case.fault].nodes for case in cases)
     assert all(case.launcher in FAULTS[case.fault].launchers for case in cases)
