@@ -27,8 +27,8 @@ SHOWN = 5  # steps that a sentence names
 KEPT_CHECKPOINTS = 2  # checkpoint.keep_last
 FILES_PER_ATTEMPT = 40
 TEMPORARY_NAMES = (checkpoint_folder.TEMPORARY, checkpoint_folder.REMOVED)
-# Folders of temporary files that torchrun and multiprocessing leave behind when they are killed.
-OF_LAUNCHERS = ("torchelastic_", "pymp-", "torch-")
+# What torchrun and multiprocessing leave in TMPDIR when they are killed, and Inductor's cache.
+OF_TORCH = ("torchelastic_", "pymp-", "torch-", "torchinductor_")
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def check_growth(evidence: Evidence) -> Iterator[str]:
         if len(files) > FILES_PER_ATTEMPT:
             yield f"attempt {number} has {len(files)} files"
     if evidence.temporary is not None:
-        left = [path.name for path in evidence.temporary.iterdir() if not path.name.startswith(OF_LAUNCHERS)]
+        left = [path.name for path in evidence.temporary.iterdir() if not path.name.startswith(OF_TORCH)]
         if left:
             yield f"TMPDIR has {len(left)} entries: {', '.join(sorted(left)[:SHOWN])}"
 
