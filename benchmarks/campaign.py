@@ -113,6 +113,8 @@ class Campaign:
 
         return {
             "seed": self.seed,
+            "layouts": sorted({row["layout"] for row in rows}),
+            "load": max(row["load"] for row in rows),
             "classes": summarise(rows),
             "left_out": {**LEFT_OUT, **self.missing},
             "machine": describe_machine(),

@@ -57,7 +57,8 @@ def table(result: Mapping[str, Any]) -> str:
     cases = sum(figures["cases"] for figures in classes.values())
     violated = sum(figures["violated"] for figures in classes.values())
     lines = [
-        f"Seed {result['seed']}: {cases} cases, {violated} with a violated invariant.",
+        f"Seed {result['seed']}, layouts {', '.join(result['layouts'])}, load average up to "
+        f"{result['load']:.0f}: {cases} cases, {violated} with a violated invariant.",
         "",
         "| Fault | Expected | Cases | Violated | Fault to next new step, p50 / p95 | Dominated by |"
         " Stock torchrun, p50 / p95 |",

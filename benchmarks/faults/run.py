@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -287,6 +288,7 @@ def run_case(case: Case, folder: Path, data: Path, reference: Mapping[int, float
             "violations": violations,
             "recovery": recovery,
             "seconds": time.time() - began,
+            "load": os.getloadavg()[0],
             "output": run.output_tail() if violations else "",
         }
 

@@ -101,8 +101,10 @@ def test_summary_of_known_rows() -> None:
     assert killed["repeated_steps_max"] == 2
     assert found["nan"]["stock_p50_seconds"] is None
     assert dominating_phase([]) is None
-    text = table({"seed": 1, "classes": found, "left_out": {"x": "not possible"}})
-    assert "22 cases, 1 with a violated invariant" in text
+    text = table(
+        {"seed": 1, "layouts": ["a", "b"], "load": 1.2, "classes": found, "left_out": {"x": "not possible"}}
+    )
+    assert "Seed 1, layouts a, b, load average up to 1: 22 cases, 1 with a violated invariant." in text
     assert "| rank-killed | restarted | 21 | 1 | 10.0 / 19.0 s | starting | 20.0 / 38.0 s; 20 of 21 |" in text
     assert "Left out: x (not possible)." in text
 
