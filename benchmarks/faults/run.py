@@ -219,6 +219,7 @@ def unbroken_losses(layout: RunLayout, folder: Path, data: Path) -> dict[int, fl
         case = Case(0, "none", layout.name, launcher, 0.0, 0)
         with ExitStack() as resources:
             run = LiveRun(case, folder, data, resources)
+            run.environ["FAULT_STEP_SECONDS"] = "0"
             run.start()
             end = run.wait_for_end()
             if end.status is None or end.status.state is not RunState.DONE:
