@@ -82,6 +82,7 @@ class LiveRun:
         if self.layout.nodes > 1:
             self.nodes = resources.enter_context(simulated_nodes(folder / "nodes", self.mark))
             self.disk = self.nodes.shared
+            self.data = str(shutil.copytree(data, self.nodes.shared / "data"))  # the rest is read-only
         else:
             self.disk = folder / "disk"
             self.disk.mkdir()
