@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 # Index for torch; empty: the default index (on Linux its build includes CUDA).
 TORCH_INDEX ?=
 RANKS ?=
+# Of the fault campaign.
+SEED ?= 1
 ARGS ?=
 # Processes that share the tests; each test may start up to four ranks of its own.
 WORKERS ?= 2
@@ -23,7 +25,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 LAUNCH_RANKS = $(if $(RANKS),--num_gpus $(RANKS),$(if $(filter 0,$(GPUS)),--num_gpus 2,))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu gpu image verify story lint format docs wheel bench clean
+.PHONY: help setup train test test-all test-gpu gpu image verify story campaign lint format docs wheel bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -64,6 +66,9 @@ verify: setup  ## compare both engines with plain torch on every axis, on GPUs o
 
 story: setup  ## end-to-end story on CPU: S3 data, sweep, two nodes, a killed rank, another engine, export
 	$(BIN)/python -m tests.story $(ARGS)
+
+campaign: setup  ## inject 500 random faults into tiny trainings and check what is left; hours; continues; SEED=7
+	$(BIN)/python benchmarks/campaign.py --seed $(SEED) $(ARGS)
 
 lint: setup  ## check linting, formatting and types
 	$(BIN)/ruff check .

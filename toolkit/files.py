@@ -7,7 +7,9 @@ content or none
 
 from __future__ import annotations
 
+import glob
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -17,7 +19,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
     The content is written to a temporary file in the same folder, synced and renamed over ``path``; then the
     folder is synced, which makes the rename durable. Each call uses its own temporary file, so concurrent
     writers do not interfere, and the last rename wins. A killed writer may leave a hidden file ending in
-    ``.writing``.
+    ``.writing``, which :func:`remove_unfinished` removes.
 
     Args:
         path: The file.
@@ -39,6 +41,13 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def remove_unfinished(files: Iterable[Path]) -> None:
+    """Remove what killed writers of ``files`` left behind. No live process may be writing them."""
+    for file in files:
+        for left in file.parent.glob(f".{glob.escape(file.name)}.*.writing"):
+            left.unlink(missing_ok=True)
 
 
 def user_cache() -> Path:

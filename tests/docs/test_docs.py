@@ -46,7 +46,7 @@ LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 # Commands that the full test does not run: a pattern, and why. Their options are checked nevertheless.
 NOT_RUN = {
     r"^git clone ": "needs the network",
-    r"^make (test|lint|story)\b": "is run by CI itself",
+    r"^make (test|lint|story|campaign)\b": "is run by CI itself",
     r"^(make wheel|pip install)\b": "is tests/launch/test_wheel.py",
     r"^(\.venv/bin/)?(python -m )?pytest ": "is a test",
     r"^dmt new mine && ": "is tests/launch/test_new.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rundir.runs import PLAN, begin_run, config
+from tests.rundir.runs import PLAN, begin_run, config, make_checkpoint
 from toolkit.errors import ConfigError, InputError
 from toolkit.goodput import AttemptTimes, write_times
 from toolkit.rundir.directory import RunDirectory
@@ -91,6 +91,27 @@ def test_lock_holder_opens_next_attempt(tmp_path: Path) -> None:
     assert directory.begin(config(), PLAN) == 2
     with pytest.raises(ConfigError, match="one run at a time"):
         RunDirectory(tmp_path).begin(config(), PLAN)
+
+
+def test_start_removes_what_killed_writers_left(tmp_path: Path) -> None:
+    """Only of files that no process without the lock writes."""
+    directory = begin_run(tmp_path / "run")
+    make_checkpoint(directory)
+    left = [
+        tmp_path / "run" / name
+        for name in (
+            ".status.json.0a1b2c3d.writing",
+            ".metrics.jsonl.0a1b2c3d.writing",
+            "checkpoints/.latest.0a1b2c3d.writing",
+            "attempts/001/.times.json.0a1b2c3d.writing",
+        )
+    ]
+    other = tmp_path / "run" / ".report.html.0a1b2c3d.writing"
+    for file in (*left, other):
+        file.touch()
+    begin_run(tmp_path / "run")
+    assert [file for file in (*left, other) if file.exists()] == [other]
+    assert directory.status_file.exists()
 
 
 def test_resume_option_applies_to_first_attempt_only(tmp_path: Path) -> None:

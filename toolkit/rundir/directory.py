@@ -10,12 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint_folder import NewestCheckpoint, disagreement_error, find_newest, moved_steps, step_of
+from toolkit.checkpoint_folder import (
+    BEST_POINTER,
+    POINTER,
+    NewestCheckpoint,
+    disagreement_error,
+    find_newest,
+    moved_steps,
+    step_of,
+)
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ConfigError, ExitCode, Problem, file_errors
-from toolkit.files import write_whole
+from toolkit.files import remove_unfinished, write_whole
 from toolkit.goodput import (
     SAVES,
+    TIMES,
     Attempt,
     AttemptTimes,
     compute_goodput,
@@ -185,6 +194,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._take_lock()
+        remove_unfinished(self._files_of_lock_owner())
         self._record_lost_end()
         attempt = max(self.attempts(), default=0) + 1
         yaml, plan_json = to_yaml(config), json.dumps(plan, indent=1) + "\n"
@@ -200,6 +210,14 @@ class RunDirectory:
         write_times(folder, AttemptTimes(began=min(began or now, now), seen=now))
         self.write_status(Status(state=RunState.STARTING, attempt=attempt))
         return attempt
+
+    def _files_of_lock_owner(self) -> list[Path]:
+        """Files that only the process with the lock replaces."""
+        rows = [self.metrics_file, self.eval_file, self.ledger_file, self.hooks_file]
+        pointers = [self.checkpoints / name for name in (POINTER, BEST_POINTER)]
+        times = [self.attempt_folder(number) / TIMES for number in self.attempts()]
+        whole = [self.status_file, self.config_file, self.plan_file, self.plots / "loss.png"]
+        return [*whole, *rows, *pointers, *times]
 
     def config_for_restart(self, config: RunConfig, starts: int) -> RunConfig:
         """Return ``config`` for an automatic restart, after ``starts`` attempts of the same command.

@@ -1,0 +1,386 @@
+"""The classes of faults: how each is injected, and how the run must end.
+
+To add a class, append a ``Fault`` to ``FAULTS``. Its functions receive the live run (``run.py``): processes,
+folder, checkpoints, and orders for the witness within the ranks. ``LEFT_OUT`` lists the faults that this
+campaign does not have, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.faults.cases import LAUNCHERS, STEPS
+from benchmarks.faults.processes import why_no_nodes
+from toolkit import checkpoint_folder
+
+if TYPE_CHECKING:
+    from benchmarks.faults.run import LiveRun
+
+HANG_SECONDS = 10  # of classes that wait for the watchdog
+SHORT_SECONDS = 1.5  # a pause that no timeout notices
+LINK_SHORT_SECONDS = 3.0
+LINK_LONG_SECONDS = 45.0  # longer than the watchdog and its report need
+RECOVERY_SECONDS = 120.0  # within which the ranks of the next attempt start
+DISK_MIB = 24
+SMALL_WRITE = 1 << 12
+
+
+class Expected(StrEnum):
+    """How a run must end after the fault."""
+
+    UNAFFECTED = "unaffected"  # the same attempt trains to the end
+    RESTARTED = "restarted"  # the launcher restarts the ranks; deepspeed does not, so the command is repeated
+    STOPPED = "stopped"  # the command ends with a reason, and the same command finishes the run later
+
+
+Action = Callable[["LiveRun"], None]
+
+
+def nothing(run: LiveRun) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One class of faults.
+
+    Attributes:
+        inject: causes the fault in a training run, or before the command starts if ``at_start``.
+        prepare: runs before the first command.
+        repair: runs between the end of the first command and the second one.
+        words: overrides of all runs of this class.
+        disk_mib: size of a small disk for the run's folder; None: the campaign's own disk.
+        remedy_words: overrides that the error of the first command asks for.
+        missing: returns why the class cannot be injected on this machine; None: it can.
+    """
+
+    name: str
+    expected: Expected
+    inject: Action
+    launchers: tuple[str, ...] = LAUNCHERS
+    nodes: int = 1
+    at_start: bool = False
+    prepare: Action = nothing
+    repair: Action = nothing
+    words: tuple[str, ...] = ()
+    disk_mib: int | None = None
+    remedy_words: Callable[[LiveRun], tuple[str, ...]] = lambda run: ()
+    missing: Callable[[], str | None] = lambda: None
+
+
+# ---- signals
+
+
+def kill_rank(run: LiveRun) -> None:
+    run.kill(run.random.choice(sorted(run.ranks)))
+
+
+def kill_two_ranks(run: LiveRun) -> None:
+    for rank in run.random.sample(sorted(run.ranks), 2):
+        run.kill(rank)
+
+
+def crash_rank(run: LiveRun) -> None:
+    run.kill(run.random.choice(sorted(run.ranks)), signal.SIGSEGV)
+
+
+def kill_launcher(run: LiveRun) -> None:
+    run.started.launchers[0].send_signal(signal.SIGKILL)
+
+
+def request_stop(run: LiveRun) -> None:
+    """Send SIGTERM as a scheduler does. deepspeed does not forward it, so a rank receives it."""
+    if run.case.launcher == "deepspeed":
+        run.kill(run.random.choice(sorted(run.ranks)), signal.SIGTERM)
+    else:
+        run.started.launchers[0].send_signal(signal.SIGTERM)
+
+
+def pause_rank(run: LiveRun) -> None:
+    rank = run.random.choice(sorted(run.ranks))
+    run.kill(rank, signal.SIGSTOP)
+    time.sleep(SHORT_SECONDS)
+    run.kill(rank, signal.SIGCONT)
+
+
+def freeze_rank(run: LiveRun) -> None:
+    run.kill(run.random.choice(sorted(run.ranks)), signal.SIGSTOP)
+
+
+def kill_twice(run: LiveRun) -> None:
+    """Kill a rank, and one of its successors while they start, load or repeat steps."""
+    first = {process.pid for process in run.ranks.values()}
+    kill_rank(run)
+    deadline = time.monotonic() + RECOVERY_SECONDS
+    while time.monotonic() < deadline and run.started.code() is None:
+        fresh = {process.pid for process in run.find_ranks().values()} - first
+        if fresh:
+            time.sleep(run.random.uniform(0, 10))
+            if run.find_ranks():
+                kill_rank(run)
+            return
+        time.sleep(0.05)
+
+
+# ---- errors in a rank
+
+
+def order(kind: str, *, all_ranks: bool = False, ahead: int = 0) -> Action:
+    """Return an action that lets a rank (or all) carry out an order of ``witness.py``."""
+
+    def give(run: LiveRun) -> None:
+        ranks = sorted(run.ranks)
+        run.ordered = True
+        chosen = ranks if all_ranks else [run.random.choice(ranks)]
+        run.order(kind, chosen, min(run.step() + ahead, STEPS) if ahead else 0)
+
+    return give
+
+
+# ---- disks
+
+
+def fill_disk(run: LiveRun) -> None:
+    """Fill the run's disk to the last byte, however small the pieces."""
+    with (run.disk / "ballast").open("ab", buffering=0) as file:
+        for size in (1 << 20, SMALL_WRITE, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+def free_disk(run: LiveRun) -> None:
+    (run.disk / "ballast").unlink()
+
+
+def _set_immutable(run: LiveRun, sign: str) -> None:
+    folders = [run.directory.path, run.directory.checkpoints]
+    subprocess.run(
+        ["chattr", f"{sign}i", *(str(path) for path in folders if path.is_dir())],
+        check=True,
+        capture_output=True,
+    )
+
+
+def make_read_only(run: LiveRun) -> None:
+    _set_immutable(run, "+")
+
+
+def make_writable(run: LiveRun) -> None:
+    _set_immutable(run, "-")
+
+
+def why_not_immutable() -> str | None:
+    if os.geteuid() != 0 or shutil.which("chattr") is None:
+        return "needs root and chattr"
+    return None
+
+
+def why_no_mounts() -> str | None:
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return "needs root and mount"
+    return None
+
+
+# ---- damaged files
+
+
+def invert_byte(file: Path, place: int) -> None:
+    """Invert the bits of one byte of a file; a second call restores it."""
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        byte = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([byte ^ 0xFF]))
+
+
+def damage_checkpoint(run: LiveRun) -> None:
+    """Wait for a checkpoint, stop the ranks, damage a file of it, and kill a rank."""
+    run.wait_for(lambda: run.newest_checkpoint() is not None)
+    for rank in run.ranks:
+        run.kill(rank, signal.SIGSTOP)  # so that no newer checkpoint is made between the two faults
+    newest = run.newest_checkpoint()
+    assert newest is not None
+    file = run.random.choice(sorted(newest.glob("*.safetensors")))
+    invert_byte(file, run.random.randrange(file.stat().st_size))
+    run.damaged_step = checkpoint_folder.step_of(newest)
+    run.moment = time.time()
+    kill_rank(run)
+    for rank in run.ranks:
+        run.kill(rank, signal.SIGCONT)
+
+
+def older_checkpoint(run: LiveRun) -> tuple[str, ...]:
+    """Return the remedy of a damaged checkpoint: resume from the one before, or begin again."""
+    steps = checkpoint_folder.committed_checkpoints(run.directory.checkpoints)
+    older = [folder for step, folder in steps.items() if step != run.damaged_step]
+    return (f"resume={older[-1]}",) if older else ("resume=never",)
+
+
+def copy_data(run: LiveRun) -> None:
+    run.data = str(shutil.copytree(run.data, run.folder / "data"))
+
+
+def damage_data(run: LiveRun) -> None:
+    file = run.random.choice(sorted(Path(run.data).rglob("train-*.bin")))
+    run.damaged_byte = (file, run.random.randrange(file.stat().st_size))
+    invert_byte(*run.damaged_byte)
+    kill_rank(run)
+
+
+def restore_data(run: LiveRun) -> None:
+    assert run.damaged_byte is not None
+    invert_byte(*run.damaged_byte)
+
+
+# ---- networks and stores
+
+
+def take_port(run: LiveRun) -> None:
+    """Let another process listen on the port of the rendezvous."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("0.0.0.0", run.port))
+    listener.listen()
+    run.resources.callback(listener.close)
+    run.listener = listener
+
+
+def free_port(run: LiveRun) -> None:
+    assert run.listener is not None
+    run.listener.close()
+
+
+def read_from_store(run: LiveRun) -> None:
+    """Read the data from an S3 store in which requests fail, stall or break off from the beginning."""
+    from tests.data.local_stores import environment, served
+
+    bucket = run.folder / "bucket"
+    shutil.copytree(run.data, bucket / "data")
+    store = run.resources.enter_context(
+        served(bucket, failing=0.15, stalled=0.05, silence_seconds=2.0, seed=run.case.seed)
+    )
+    run.environ |= {**environment(store), "XDG_CACHE_HOME": str(run.folder / "cache")}
+    run.data = f"{store.s3}/data"
+
+
+def cut_link(seconds: float) -> Action:
+    def cut(run: LiveRun) -> None:
+        assert run.nodes is not None
+        run.nodes.cable(up=False)
+        try:
+            time.sleep(seconds)
+        finally:
+            run.nodes.cable(up=True)
+
+    return cut
+
+
+WATCHED = (f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
+RESTARTING = ("python", "torchrun")
+
+FAULTS: Mapping[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault("rank-killed", Expected.RESTARTED, kill_rank),
+        Fault("two-ranks-killed", Expected.RESTARTED, kill_two_ranks),
+        Fault("rank-segfault", Expected.RESTARTED, crash_rank),
+        Fault("supervisor-killed", Expected.STOPPED, kill_launcher, ("python",)),
+        Fault("launcher-killed", Expected.STOPPED, kill_launcher, ("torchrun", "deepspeed")),
+        Fault("preempted", Expected.STOPPED, request_stop),
+        Fault("rank-paused", Expected.UNAFFECTED, pause_rank),
+        Fault("rank-frozen", Expected.RESTARTED, freeze_rank, words=WATCHED),
+        Fault("killed-in-recovery", Expected.RESTARTED, kill_twice, RESTARTING),
+        Fault("exception", Expected.RESTARTED, order("exception")),
+        Fault("out-of-memory", Expected.RESTARTED, order("memory")),
+        Fault("nan", Expected.STOPPED, order("nan", all_ranks=True, ahead=3)),
+        Fault("clock-jump", Expected.UNAFFECTED, order("clock", all_ranks=True)),
+        Fault("disk-slow", Expected.UNAFFECTED, order("sync", all_ranks=True)),
+        Fault(
+            "disk-full",
+            Expected.STOPPED,
+            fill_disk,
+            repair=free_disk,
+            disk_mib=DISK_MIB,
+            missing=why_no_mounts,
+        ),
+        Fault(
+            "disk-read-only",
+            Expected.STOPPED,
+            make_read_only,
+            repair=make_writable,
+            missing=why_not_immutable,
+        ),
+        Fault(
+            "checkpoint-damaged",
+            Expected.STOPPED,
+            damage_checkpoint,
+            RESTARTING,
+            remedy_words=older_checkpoint,
+        ),
+        Fault(
+            "data-damaged", Expected.STOPPED, damage_data, RESTARTING, prepare=copy_data, repair=restore_data
+        ),
+        Fault(
+            "port-taken",
+            Expected.STOPPED,
+            take_port,
+            ("torchrun", "deepspeed"),
+            at_start=True,
+            repair=free_port,
+        ),
+        Fault("store-failing", Expected.UNAFFECTED, nothing, at_start=True, prepare=read_from_store),
+        Fault(
+            "link-cut-short",
+            Expected.UNAFFECTED,
+            cut_link(LINK_SHORT_SECONDS),
+            ("torchrun",),
+            nodes=2,
+            missing=why_no_nodes,
+        ),
+        Fault(
+            "link-cut-long",
+            Expected.RESTARTED,
+            cut_link(LINK_LONG_SECONDS),
+            ("torchrun",),
+            nodes=2,
+            words=WATCHED,
+            missing=why_no_nodes,
+        ),
+        Fault(
+            "node-rank-killed", Expected.RESTARTED, kill_rank, ("torchrun",), nodes=2, missing=why_no_nodes
+        ),
+    )
+}
+
+LEFT_OUT: Mapping[str, str] = {
+    "network delay, loss, half-open": "need netem or iptables, which the kernel of the test machine lacks",
+    "vanishing disk": "the run's own record vanishes with it",
+    "jump of the kernel's clock": "would change the whole machine's; clock-jump changes that of the ranks",
+}
+
+
+def possible_faults(names: list[str] | None = None) -> tuple[dict[str, Fault], dict[str, str]]:
+    """Return the classes that can be injected here, and the others with the reason.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    unknown = sorted(set(names or ()) - FAULTS.keys())
+    if unknown:
+        raise ValueError(f"no such class: {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    chosen = {name: FAULTS[name] for name in names or FAULTS}
+    missing = {name: why for name, fault in chosen.items() if (why := fault.missing()) is not None}
+    return {name: fault for name, fault in chosen.items() if name not in missing}, missing
