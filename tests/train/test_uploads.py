@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +16,10 @@ from tests.data.local_stores import Store, served, set_environment
 from tests.train.tiny_run import STEPS, TinyRun, equal_tensors, read_jsonl
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import rewind_to_checkpoint
+from toolkit.checkpoint.online.store import CheckpointStore
 from toolkit.checkpoint.remote import upload
 from toolkit.checkpoint.remote.pointer import Pointer, Writer, parse_pointer
+from toolkit.checkpoint_folder import step_of
 from toolkit.config.compose import from_yaml
 from toolkit.config.schema import RunConfig
 from toolkit.errors import CheckpointError, ConfigError, ExitCode, InputError
@@ -164,3 +167,25 @@ def test_a_run_whose_pointer_another_run_has_replaced_ends_with_an_error(
     with pytest.raises(ConfigError, match="attempt 7 of run another has replaced the pointer latest"):
         TinyRun(tmp_path / "run", data, checkpoint__every="2", checkpoint__url=prefix(store))
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize(("only_sound", "sent"), [(True, [2]), (False, [2, 4])])
+def test_a_run_that_may_roll_back_uploads_sound_checkpoints_only(
+    only_sound: bool, sent: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "Uploader", lambda *arguments: SimpleNamespace(send=steps.append))
+    steps: list[Path] = []
+    hook = uploads.CheckpointUploads(
+        uploads.OpenedStore(Url("s3://bucket/run")),
+        lambda on_delay: None,  # type: ignore[arg-type, return-value]
+        lambda alert: None,
+        lambda: None,
+        only_sound=only_sound,
+    )
+    checkpoints = CheckpointStore(tmp_path)
+    for step, sound in ((2, True), (4, False)):
+        scalars = {"step": step, "sound": sound}
+        hook.on_checkpoint(
+            checkpoints.save(step, [], scalars, namespace="a", rank=0, ranks=1, attempt=1).path
+        )
+    assert [step_of(path) for path in steps] == sent
