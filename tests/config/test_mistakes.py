@@ -72,7 +72,6 @@ MISTAKES: tuple[tuple[str, str, str, str], ...] = (
     ("checkpoint.every=5parsecs", "checkpoint.every", "a number of steps or a time", "30min"),
     ("checkpoint.url=runs/mine", "checkpoint.url", "uploaded to an object store", "s3://BUCKET/FOLDER"),
     ("checkpoint.url=https://host/mine", "checkpoint.url", "uploaded to an object store", "s3://BUCKET"),
-    ("checkpoint.url=s3://u:p@bucket/mine", "checkpoint.url", "no user, no password", "AWS_ACCESS_KEY_ID"),
     ("run.name=a/b", "run.name", "letters, digits", "run.name=my-run"),
     # DeepSpeed's own keys
     (
