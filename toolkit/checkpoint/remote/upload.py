@@ -194,7 +194,9 @@ class Uploader:
             except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
                 self._report_failure(_describe(error))
                 if isinstance(error, (DamagedFile, FileNotFoundError)):  # repeating may not help
-                    checkpoint = self._take_newest() or (checkpoint if checkpoint.is_dir() else None)
+                    newer = self._take_newest()
+                    if newer is not None or checkpoint is None or not checkpoint.is_dir():
+                        checkpoint = newer
                 self._give_up.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
         self._in_use = None
