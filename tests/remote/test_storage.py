@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.data.local_stores import SECRETS, Store, environment, served, set_environment
+from toolkit.config.checkpoint import CheckpointConfig
 from toolkit.config.compose import compose
 from toolkit.config.data import DataConfig
 from toolkit.config.identity import identity
@@ -246,6 +247,7 @@ def test_secrets_in_a_url_are_refused_and_not_shown(url: str) -> None:
     for make in (
         lambda: DataConfig(name="prepared", path=url),
         lambda: DataConfig(name="mixture", sources=sources),
+        lambda: CheckpointConfig(url=url),
     ):
         with pytest.raises(ConfigError) as caught:
             make()

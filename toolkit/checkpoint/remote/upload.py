@@ -6,7 +6,8 @@ to the run's checkpoints, as ranks do in a save:
     uploads/run.json                            a random name of this run directory
     uploads/wanted.json                         from rank 0: the checkpoint to send, or that nothing follows
     uploads/step-00000100-0f1e2d3c4b5a/         one record of each object that was sent: size and version
-    uploads/failing-00001                       there while uploads of rank 1 fail
+    uploads/failing-00001                       there while uploads of rank 1 fail; not empty if its file is
+                                                damaged on disk
     uploads/pending                             there while the newest checkpoint is not in the store
 
     every rank  sends the files that it wrote (file i of the checkpoint is of rank i modulo ranks)
@@ -28,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -114,6 +116,7 @@ class Uploader:
         self.error: UserError | None = None
         self._objects, self._settings, self._state = objects, settings, state
         self._newest: Path | None = None  # the checkpoint to send next, of rank 0
+        self._lock = threading.Lock()  # of _newest and the file PENDING
         self._in_use: int | None = None
         self._number = 0
         self._closing, self._give_up = threading.Event(), threading.Event()
@@ -129,10 +132,13 @@ class Uploader:
 
     def send(self, checkpoint: Path) -> None:
         """Send ``checkpoint`` in the background, unless a newer one follows. Returns at once."""
-        if self._state is not None:
-            write_whole(self._settings.folder / PENDING, f"{checkpoint.name}\n", durable=False)
+        if self._state is None:
+            return
+        with self._lock:
             self._newest = checkpoint
-            self._wake.set()
+            with suppress(OSError):  # the disk may be full; the checkpoint is complete
+                write_whole(self._settings.folder / PENDING, f"{checkpoint.name}\n", durable=False)
+        self._wake.set()
 
     def steps_in_use(self) -> Collection[int]:
         """Return the step that is being sent: retention keeps its files."""
@@ -162,15 +168,17 @@ class Uploader:
                 self._give_up.set()
                 break
         if self._state is not None and self._give_up.is_set():
-            self._announce(None)
+            self._announce_end()
         return not (self._settings.folder / PENDING).exists()
 
     # ---- rank 0
 
     def _lead(self) -> None:
         pause = self._settings.pause_seconds
+        checkpoint: Path | None = None
         while not self._give_up.is_set():
-            checkpoint, self._newest = self._newest, None
+            if checkpoint is None:
+                checkpoint = self._take_newest()
             if checkpoint is None:
                 if self._closing.is_set():
                     break
@@ -179,19 +187,25 @@ class Uploader:
                 continue
             try:
                 self._upload(checkpoint)
-                pause = self._settings.pause_seconds
+                checkpoint, self._in_use, pause = None, None, self._settings.pause_seconds
             except Conflict:
                 self.error = self._conflict()
                 break
             except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
-                if self._newest is None and checkpoint.is_dir():
-                    self._newest = checkpoint
                 self._report_failure(_describe(error))
+                if isinstance(error, (DamagedFile, FileNotFoundError)):  # repeating may not help
+                    newer = self._take_newest()
+                    if newer is not None or checkpoint is None or not checkpoint.is_dir():
+                        checkpoint = newer
                 self._give_up.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
-            finally:
-                self._in_use = None
-        self._announce(None)
+        self._in_use = None
+        self._announce_end()
+
+    def _take_newest(self) -> Path | None:
+        with self._lock:
+            newest, self._newest = self._newest, None
+        return newest
 
     def _upload(self, checkpoint: Path) -> None:
         """Make ``checkpoint`` the one that the pointer names. Raises Conflict, or an error that may pass."""
@@ -218,8 +232,9 @@ class Uploader:
                 f"step {stored.step} is in {self._objects.url / stored.folder}: {quantity(size, 'B')} in "
                 f"{duration(seconds)}"
             )
-        if self._newest is None:
-            (settings.folder / PENDING).unlink(missing_ok=True)
+        with self._lock:
+            if self._newest is None:
+                (settings.folder / PENDING).unlink(missing_ok=True)
         self._apply_retention(stored, written)
         self._failing_since = None
 
@@ -233,9 +248,20 @@ class Uploader:
         }
         write_whole(self._settings.folder / WANTED, json.dumps(wanted), durable=False)
 
+    def _announce_end(self) -> None:
+        """Let the other ranks end their threads."""
+        try:
+            self._announce(None)
+        except OSError as error:
+            log.warning(f"the other ranks could not be informed that uploads have ended: {error}")
+
     def _await_records(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
-        """Wait for the other ranks, each of which repeats its part until it succeeds."""
-        reported = 0.0
+        """Wait for the other ranks, each of which repeats its part until it succeeds.
+
+        Raises:
+            DamagedFile: A file of another rank is damaged on disk, and a newer checkpoint waits.
+        """
+        reported = -MAX_PAUSE_SECONDS
         while any(self._record(stored, record.file) is None for record in files):
             if self._give_up.is_set():
                 raise IncompleteUpload("there is no time left")
@@ -245,6 +271,8 @@ class Uploader:
             elif time.monotonic() - reported > MAX_PAUSE_SECONDS:
                 reported = time.monotonic()
                 self._report_failure(f"uploads of rank {int(failing[0].name.partition('-')[2])} fail")
+            if self._newest is not None and any(file.stat().st_size for file in failing):
+                raise DamagedFile(stored.folder, "a file of another rank is damaged", "files stay as written")
             time.sleep(POLL_SECONDS / 5)
 
     def _verify(self, stored: StoredCheckpoint, files: Collection[FileRecord]) -> None:
@@ -315,7 +343,7 @@ class Uploader:
                 stored = StoredCheckpoint(*_parse_folder(wanted["folder"], checkpoint))
                 self._send_files(checkpoint, stored, load_manifest(checkpoint))
             except Exception as error:  # noqa: BLE001  an upload is repeated, and never ends training
-                failing.touch()
+                failing.write_text("damaged" if isinstance(error, DamagedFile) else "")
                 log.warning(f"rank {self._settings.rank} could not upload its part: {_describe(error)}")
                 self._give_up.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
