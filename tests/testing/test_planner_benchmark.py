@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from toolkit.config.compose import compose
+from toolkit.estimate.calibrate import CalibrationRun, fit_factors
+from toolkit.estimate.calibrated_profile import FACTORS, scale_profile
+from toolkit.estimate.profile import shipped_profile
+from toolkit.estimate.step import estimate_step
+from toolkit.estimate.types import StepEstimate
 from toolkit.plan import make_plan
 from toolkit.plan.types import Device, World
 
@@ -115,3 +121,44 @@ def test_every_layout_can_be_planned(planner: ModuleType) -> None:
     for description in (*planner.DESCRIPTIONS, *planner.CALIBRATED):
         for layout in description.layouts:
             make_plan(compose(planner.run_words(description, layout, Path("runs/none"))), world)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("known", [True, False], ids=["all runs", "control: runs without ZeRO 3"])
+def test_the_calibrated_layouts_determine_the_times_of_the_others(planner: ModuleType, known: bool) -> None:
+    """On a machine that differs from the profile by planted factors. Without the runs under ZeRO 3, the time
+    of its hooks stays that of the profile.
+    """
+    truth = {"matmul": 1.4, "memory": 0.6, "operator": 2.0, "collective": 1.7, "module": 2.0, "torch": 1.2}
+    world = World(ranks=planner.RANKS, ranks_per_node=planner.RANKS, device=Device.CPU)
+    shipped = shipped_profile("cpu")
+
+    def estimator(description: Any, layout: str) -> Callable[[Mapping[str, float]], StepEstimate]:
+        plan = make_plan(compose(planner.run_words(description, layout, Path("runs/none"))), world)
+
+        def estimate(factors: Mapping[str, float]) -> StepEstimate:
+            found = estimate_step(plan, scale_profile(shipped, factors))
+            assert found is not None
+            return found
+
+        return estimate
+
+    runs = []
+    for description in planner.CALIBRATED:
+        for layout in description.layouts:
+            if known or "zero3" not in layout:
+                estimate = estimator(description, layout)
+                made = estimate(truth)
+                runs.append(
+                    CalibrationRun(name=layout, seconds=made.seconds, parts=made.parts, estimate=estimate)
+                )
+    factors = fit_factors(FACTORS, runs * planner.ROUNDS).factors
+    errors = {
+        (description.name, layout): estimate(factors).seconds / estimate(truth).seconds - 1
+        for description in planner.DESCRIPTIONS
+        for layout in description.layouts
+        if known or layout == "zero3"
+        for estimate in [estimator(description, layout)]
+    }
+    largest = max(map(abs, errors.values()))
+    assert largest < 0.05 if known else largest > 0.15, errors
