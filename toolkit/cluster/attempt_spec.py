@@ -131,10 +131,13 @@ def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
     return jobs + directory.count_attempts_since(psutil.Process(os.getppid()).create_time())
 
 
-def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int) -> AttemptSpec:
+def start_next_attempt(
+    start: AttemptSpec, plan: RunPlan, directory: RunDirectory, starts: int
+) -> AttemptSpec:
     """Open the next attempt of the same run, from the process that owns the run directory.
 
     Args:
+        plan: the plan of the first attempt; another attempt differs only in ``resume``.
         starts: number of its attempts so far.
 
     Raises:
@@ -143,7 +146,6 @@ def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int)
     from toolkit.config.compose import to_yaml
     from toolkit.estimate.present import to_json
 
-    plan = start.plan()
     config = directory.config_for_restart(plan.config, starts)
     attempt = directory.begin(config, to_json(plan))
     return replace(start, yaml=to_yaml(config), attempt=attempt)
