@@ -27,7 +27,7 @@ from toolkit.goodput import Attempt
 from toolkit.plan.types import RunPlan, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.memory import MemoryFolder
+from toolkit.rundir.memory import MemoryFolder, remove_abandoned
 from toolkit.rundir.status import RunState
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ def count_standbys(cluster: ClusterConfig, ranks: int) -> int:
 
 def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | None:
     """Make the folder for snapshots in memory if the run wants one. Without it, restarts read the disk."""
+    remove_abandoned()
     if not config.checkpoint.memory_every or not config.cluster.restarts:
         return None
     try:
