@@ -74,8 +74,9 @@ def remove_abandoned(root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Return whether a living process holds the folder's lock. Without a lock it may just be in the making, or
-    ranks whose supervisor was killed have written to it once more.
+    """Return whether a living process holds the folder's lock.
+
+    A folder without a lock may be in the making, or ranks whose supervisor was killed wrote to it once more.
     """
     try:
         descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
