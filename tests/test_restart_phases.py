@@ -14,15 +14,16 @@ from toolkit.restart_phases import RestartPhase, RestartPhases, read_restart, wr
 
 def phases() -> RestartPhases:
     made = RestartPhases(100.0, ranks=2, standbys=1).ended(RestartPhase.DETECT, 100.1)
-    made = made.ended(RestartPhase.STOP, 100.3).ended(RestartPhase.DELAY, 100.3)
+    made = made.ended(RestartPhase.STOP, 100.3).ended(RestartPhase.PREPARE, 100.4)
     return made.ended(RestartPhase.START, 102.3).ended(RestartPhase.FIRST_STEP, 104.0)
 
 
 def test_each_phase_begins_where_the_one_before_ends() -> None:
     seconds = {name: round(took, 3) for name, took in phases().seconds().items()}
-    assert seconds == {"detect": 0.1, "stop": 0.2, "delay": 0.0, "start": 2.0, "first step": 1.7}
+    assert seconds == {"detect": 0.1, "stop": 0.2, "prepare": 0.1, "start": 1.9, "first step": 1.7}
     assert phases().describe() == (
-        "restarted in 4.0 s (1 of 2 ranks had a standby): detect 0.1, stop 0.2, start 2.0, first step 1.7"
+        "restarted in 4.0 s (1 of 2 ranks had a standby): "
+        "detect 0.1, stop 0.2, prepare 0.1, start 1.9, first step 1.7"
     )
 
 

@@ -23,7 +23,7 @@ class RestartPhase(StrEnum):
 
     DETECT = "detect"  # since all ranks were last seen alive, so an upper bound
     STOP = "stop"  # until all ranks of the failed attempt have ended
-    DELAY = "delay"  # before another restart without progress
+    PREPARE = "prepare"  # the next attempt is opened; with the delay after an attempt without progress
     START = "start"  # processes or standbys, imports, the plan
     RENDEZVOUS = "rendezvous"  # the store and the process group
     BUILD = "build"  # data, task, model, optimizer
@@ -60,11 +60,7 @@ class RestartPhases:
 
     def describe(self) -> str:
         phases = self.seconds()
-        listed = ", ".join(
-            f"{phase} {seconds:.1f}"
-            for phase, seconds in phases.items()
-            if seconds >= 0.05 or phase != RestartPhase.DELAY
-        )
+        listed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
         standbys = f"{self.standbys} of {self.ranks} ranks had a standby"
         return f"restarted in {sum(phases.values()):.1f} s ({standbys}): {listed}"
 

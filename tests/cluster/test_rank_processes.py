@@ -226,8 +226,10 @@ sys.exit(75 if stop() == "SIGINT" else 1)
     )
 
 
-def test_death_by_a_signal_ends_the_other_ranks_at_once(tmp_path: Path) -> None:
-    """With the usual time limits, under which an error would leave them ten seconds."""
+def test_death_by_a_signal_ends_the_other_ranks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "PEER_SECONDS", 100.0)  # after an error
     deaf = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if rank == '1': time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
@@ -236,7 +238,7 @@ def test_death_by_a_signal_ends_the_other_ranks_at_once(tmp_path: Path) -> None:
     assert ranks.wait(StopRequest(), 60) == ExitCode.FAILURE
     times = ranks.failure_times
     assert times is not None
-    assert time.time() - times.noticed < rank_processes.PEER_SECONDS
+    assert time.time() - times.noticed < 30
     assert ranks.first_failure() == "rank 1 was killed by signal 9 (SIGKILL)"
 
 

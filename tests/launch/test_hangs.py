@@ -169,7 +169,7 @@ def test_parent_restarts_the_ranks_after_a_hang(data: Path, tmp_path: Path) -> N
     assert run.hang_file(1).exists()
     assert not run.hang_file(2).exists()
     assert f"attempt 1 failed: hang: {SKIP.cause}" in started.output
-    assert "attempt 2 starts in 2 s from the checkpoint of step 2\n" in started.output
+    assert "attempt 2 starts now from the checkpoint of step 2\n" in started.output
     end = read_status(run_dir)
     assert end is not None
     assert (end.state, end.exit_code, end.attempt, end.step) == (RunState.DONE, 0, 2, 6)

@@ -5,6 +5,7 @@ pytest tests/rundir/test_memory.py
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,14 @@ os.kill(os.getpid(), 9)
     abandoned = Path(found.strip())
     assert abandoned.is_dir()
     (tmp_path / "dmt-other").mkdir()
-    alive = MemoryFolder(tmp_path / "other", tmp_path / ".")
+    alive = MemoryFolder(tmp_path / "other", tmp_path)
+    unlocked = alive.path.with_name(f"{alive.path.name}-unlocked")
+    unlocked.mkdir()
+    assert remove_abandoned(tmp_path) == [abandoned]
     assert not abandoned.exists()
-    assert remove_abandoned(tmp_path) == []
     assert alive.path.exists()
+    assert unlocked.exists(), "it may be in the making"
+    os.utime(unlocked, (0, 0))
+    assert remove_abandoned(tmp_path) == [unlocked]
     assert (tmp_path / "dmt-other").exists()
     alive.remove()

@@ -137,10 +137,13 @@ def count_earlier_starts(launch: Launch, directory: RunDirectory) -> int:
     return jobs + directory.count_attempts_since(psutil.Process(os.getppid()).create_time())
 
 
-def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int) -> AttemptSpec:
+def start_next_attempt(
+    start: AttemptSpec, plan: RunPlan, directory: RunDirectory, starts: int
+) -> AttemptSpec:
     """Open the next attempt of the same run, from the process that owns the run directory.
 
     Args:
+        plan: the plan of the first attempt; another attempt differs only in ``resume``.
         starts: number of its attempts so far.
 
     Raises:
@@ -150,7 +153,6 @@ def start_next_attempt(start: AttemptSpec, directory: RunDirectory, starts: int)
     from toolkit.estimate.present import to_json
     from toolkit.rundir.budget import check_budget
 
-    plan = start.plan()
     check_budget(plan.config, plan.world.ranks, directory)
     config = directory.config_for_restart(plan.config, starts)
     attempt = directory.begin(config, to_json(plan))

@@ -75,7 +75,7 @@ def launch_process(
         spec = _prepare_data(spec, plan, launch, rendezvous, callbacks)
     stop.on_signal = exit_handler.log_signal
     if needs_supervisor(launch, plan.world, plan.config.cluster):
-        return supervise_ranks(script, spec, directory, stop, exit_handler, plan.config)
+        return supervise_ranks(script, spec, directory, stop, exit_handler, plan)
     set_cuda_defaults(os.environ, plan)  # before the preflight check, which uses the GPUs
     if plan.world.device is Device.CUDA and plan.config.cluster.numa_binding:
         bind_to_gpu(machine.gpus, launch.local_rank)

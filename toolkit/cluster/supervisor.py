@@ -24,10 +24,10 @@ from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.goodput import Attempt
-from toolkit.plan.types import World
+from toolkit.plan.types import RunPlan, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
-from toolkit.rundir.memory import MemoryFolder
+from toolkit.rundir.memory import MemoryFolder, remove_abandoned
 from toolkit.rundir.status import RunState
 
 log = logging.getLogger(__name__)
@@ -51,15 +51,15 @@ def supervise_ranks(
     directory: RunDirectory,
     stop: StopRequest,
     exit_handler: ExitHandler,
-    config: RunConfig,
+    plan: RunPlan,
 ) -> ExitCode:
     """Run the ranks until the run ends, with as many attempts as ``cluster.restarts`` allows."""
     # the ranks enforce their grace period; RankProcesses.wait() is the last resort
     stop.arm(None)
     command = python_arguments(script)
-    standbys = StandbyPool(command, count_standbys(config.cluster, spec.world.ranks))
-    memory = _open_memory(config, directory)
-    supervisor = _Supervisor(command, directory, stop, exit_handler, config.cluster, standbys, memory)
+    standbys = StandbyPool(command, count_standbys(plan.config.cluster, plan.world.ranks))
+    memory = _open_memory(plan.config, directory)
+    supervisor = _Supervisor(command, plan, directory, stop, exit_handler, standbys, memory)
     try:
         return supervisor.run(spec)
     finally:
@@ -75,6 +75,7 @@ def count_standbys(cluster: ClusterConfig, ranks: int) -> int:
 
 def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | None:
     """Make the folder for snapshots in memory if the run wants one. Without it, restarts read the disk."""
+    remove_abandoned()
     if not config.checkpoint.memory_every or not config.cluster.restarts:
         return None
     try:
@@ -120,16 +121,16 @@ class _Supervisor:
     """
 
     command: Sequence[str]
+    plan: RunPlan
     directory: RunDirectory
     stop: StopRequest
     exit_handler: ExitHandler
-    cluster: ClusterConfig
     standbys: StandbyPool
     memory: MemoryFolder | None
 
     def run(self, spec: AttemptSpec) -> ExitCode:
         """Run the attempts until one is not followed by a restart."""
-        directory, exit_handler = self.directory, self.exit_handler
+        directory, exit_handler, limit = self.directory, self.exit_handler, self.plan.config.cluster.restarts
         failures, starts = 0, 1
         if self.memory is not None:
             spec = replace(spec, memory=str(self.memory.path))
@@ -146,7 +147,7 @@ class _Supervisor:
                 before=before.step,
                 saved=newest.step,
                 failures=failures,
-                limit=self.cluster.restarts,
+                limit=limit,
             )
             if isinstance(decision, NoRestart):
                 if decision.why:
@@ -154,11 +155,10 @@ class _Supervisor:
                 return end.code
             status = directory.status()
             why = (status.reason if status is not None else None) or "no reason was recorded"
-            limit = self.cluster.restarts
             log.warning(describe_restart(decision, failed=spec.attempt, why=why, newest=newest, limit=limit))
             # The attempt begins before the pause, so status.json shows a run that continues.
             failures = decision.failures
-            spec = start_next_attempt(spec, directory, starts)
+            spec = start_next_attempt(spec, self.plan, directory, starts)
             starts += 1
             exit_handler.attempt, exit_handler.code = spec.attempt, ExitCode.DONE
             tee_output(directory.log_file(spec.attempt))
@@ -166,7 +166,7 @@ class _Supervisor:
                 exit_handler.code = ExitCode.STOPPED
                 exit_handler.record(f"{self.stop()} before training began")
                 return exit_handler.code
-            phases = None if end.phases is None else end.phases.ended(RestartPhase.DELAY)
+            phases = None if end.phases is None else end.phases.ended(RestartPhase.PREPARE)
             spec = replace(spec, restart=phases)
 
     def _newest_state(self) -> NewestState:
@@ -205,7 +205,8 @@ class _Supervisor:
         self.stop.abort = abort
         start_standbys = _Once(lambda: standbys.start(handover), has_started)
         try:
-            code = ranks.wait(self.stop, self.cluster.grace_seconds, has_started, on_poll=start_standbys)
+            grace_seconds = self.plan.config.cluster.grace_seconds
+            code = ranks.wait(self.stop, grace_seconds, has_started, on_poll=start_standbys)
         finally:
             ranks.kill()
         self.exit_handler.code = code

@@ -6,8 +6,8 @@
 
 The random name is known only to the supervisor that made the folder and to its ranks, so a snapshot of
 another run, of another start, or of a run directory that was moved is never used. The supervisor removes the
-folder when the run ends. If it is killed, its lock is free, and the next start of any run of this user with
-snapshots in memory removes the folder.
+folder when the run ends. If it is killed, its lock is free, and the next supervisor of this user removes the
+folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import os
 import shutil
 import stat
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.checkpoint_folder import committed_checkpoints
 
 SHARED_MEMORY = Path("/dev/shm")
+UNLOCKED_SECONDS = 600.0  # how old a folder without a lock becomes before it counts as abandoned
 
 
 class MemoryFolder:
@@ -37,7 +40,6 @@ class MemoryFolder:
     """
 
     def __init__(self, run_dir: Path, root: Path = SHARED_MEMORY) -> None:
-        remove_abandoned(root)
         run_dir = run_dir.absolute()
         run_hash = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]
         self.path = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{run_hash}-", dir=root))  # mode 0700
@@ -62,19 +64,24 @@ def remove_abandoned(root: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's folders whose supervisor has ended without removing them; return them."""
     removed = []
     for folder in root.glob(f"{_prefix()}*"):
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not _is_locked(folder / "lock"):
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
+        with suppress(FileNotFoundError):  # another start removes it at this moment
+            found = folder.lstat()
+            own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if own and not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
     return removed
 
 
-def _is_locked(lock: Path) -> bool:
-    """Return whether a living process holds ``lock``. A folder without the file is being made or removed."""
+def _is_in_use(folder: Path) -> bool:
+    """Return whether a living process holds the folder's lock.
+
+    A folder without a lock may be in the making, or ranks whose supervisor was killed wrote to it once more.
+    """
     try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return True
+        return time.time() - folder.stat().st_mtime < UNLOCKED_SECONDS
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -539,6 +539,7 @@ def test_fully_repeated_attempt_has_no_mark() -> None:
             environment={},
             probe={},
             hang="",
+            restart=None,
             files=(),
         )
 

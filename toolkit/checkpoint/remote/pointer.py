@@ -138,7 +138,7 @@ def claim(found: Pointer | None, start: Start, url: str) -> tuple[Pointer, bool]
         ConfigError: Another run writes there, or ``resume=never`` would pass over a checkpoint.
     """
     if found is None:
-        return Pointer(writer=start.writer), False
+        return Pointer(writer=start.writer, checkpoint=start.explicit), False
     taken, own = replace(found, writer=start.writer), found.writer.run == start.writer.run
     another = "write another checkpoint.url for this run"
     if found.writer.identity != start.writer.identity:
