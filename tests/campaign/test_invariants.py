@@ -223,7 +223,7 @@ PLANTED: dict[str, tuple[Plant, str, str]] = {
         (absent_checkpoint, "status", "step-00000099, which does not exist"),
         (temporary_file, "leftovers", r"1 temporary files are left: \.status"),
         (temporary_checkpoint, "leftovers", r"checkpoints/\.tmp-step"),
-        (many_files, "growth", "attempt 1 has 61 files"),
+        (many_files, "growth", "attempt 1 has 62 files"),
         (filled_temporary_folder, "growth", "TMPDIR has 1 entries: cache-1"),
     )
 }
