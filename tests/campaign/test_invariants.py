@@ -268,6 +268,14 @@ def test_recovery_has_the_phases_of_the_restart(sound: Evidence) -> None:
     assert found["phases"] == {"noticing": 0.0, "waiting": 8.0, "starting": 11.0, "repeating": 2.0}
 
 
+def test_steps_that_the_stopping_process_completes_are_no_recovery(sound: Evidence) -> None:
+    """The fault is after step 10; the process completes two more steps before it ends."""
+    found = recovery_of(sound.run, sound.witness, 1020.5)
+    assert found is not None
+    assert found["seconds"] == pytest.approx(1043 - 1020.5)
+    assert found["repeated"] == 2
+
+
 def test_recovery_of_a_run_that_went_on(sound: Evidence) -> None:
     found = recovery_of(sound.run, sound.witness, 1035.0 + 8.25)
     assert found is not None
