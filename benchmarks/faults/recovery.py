@@ -49,9 +49,17 @@ def read_witness(folder: Path, rank: int | None = None) -> Iterator[dict[str, An
 
 
 def recovery_of(run: Path, witness: Path, moment: float) -> dict[str, Any] | None:
-    """Return the recovery from a fault at ``moment`` (seconds since 1970); None without a new step."""
-    ended = [(row["time"], row["ended"]) for row in read_witness(witness, 0) if "ended" in row]
-    before = max((step for seconds, step in ended if seconds <= moment), default=0)
+    """Return the recovery from a fault at ``moment`` (seconds since 1970); None without a new step.
+
+    A process may complete a few more steps before it notices the fault. If another process follows it, the
+    next new step is the first that the follower completes and that process had not.
+    """
+    rows = [row for row in read_witness(witness, 0) if "ended" in row]
+    hit_pid = next((row["pid"] for row in reversed(rows) if row["time"] <= moment), None)
+    followed = any(row["pid"] != hit_pid for row in rows if row["time"] > moment)
+    lost = [row for row in rows if (row["pid"] == hit_pid if followed else row["time"] <= moment)]
+    before = max((row["ended"] for row in lost), default=0)
+    ended = [(row["time"], row["ended"]) for row in rows if not followed or row["pid"] != hit_pid]
     after = next(((seconds, step) for seconds, step in ended if seconds > moment and step > before), None)
     if after is None:
         return None

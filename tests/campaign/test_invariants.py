@@ -223,7 +223,7 @@ PLANTED: dict[str, tuple[Plant, str, str]] = {
         (absent_checkpoint, "status", "step-00000099, which does not exist"),
         (temporary_file, "leftovers", r"1 temporary files are left: \.status"),
         (temporary_checkpoint, "leftovers", r"checkpoints/\.tmp-step"),
-        (many_files, "growth", "attempt 1 has 61 files"),
+        (many_files, "growth", "attempt 1 has 62 files"),
         (filled_temporary_folder, "growth", "TMPDIR has 1 entries: cache-1"),
     )
 }
@@ -266,6 +266,14 @@ def test_recovery_has_the_phases_of_the_restart(sound: Evidence) -> None:
     assert found["seconds"] == pytest.approx(1043 - 1022.5)
     assert found["repeated"] == 2
     assert found["phases"] == {"noticing": 0.0, "waiting": 8.0, "starting": 11.0, "repeating": 2.0}
+
+
+def test_steps_that_the_stopping_process_completes_are_no_recovery(sound: Evidence) -> None:
+    """The fault is after step 10; the process completes two more steps before it ends."""
+    found = recovery_of(sound.run, sound.witness, 1020.5)
+    assert found is not None
+    assert found["seconds"] == pytest.approx(1043 - 1020.5)
+    assert found["repeated"] == 2
 
 
 def test_recovery_of_a_run_that_went_on(sound: Evidence) -> None:
