@@ -9,7 +9,7 @@ starts, and ranks 0 and 1 are killed in turn after some steps:
 
     torchrun   torchrun --max-restarts, from the newest checkpoint
     cold       plain python with cluster.standbys=0
-    warm       plain python: the ranks' places are taken by standbys
+    warm       plain python with cluster.standbys=2: the ranks' places are taken by standbys
     memory     the same with checkpoint.memory_every: from the newest snapshot
 
 The phases are those of attempts/NNN/restart.json. Results go to benchmarks/results/restart.json.
@@ -65,8 +65,8 @@ KEYS = (
 CONTENDERS: dict[str, tuple[str, ...]] = {
     "torchrun": (),
     "cold": ("cluster.standbys=0",),
-    "warm": (),
-    "memory": (f"checkpoint.memory_every={MEMORY_EVERY}",),
+    "warm": (f"cluster.standbys={RANKS}",),
+    "memory": (f"cluster.standbys={RANKS}", f"checkpoint.memory_every={MEMORY_EVERY}"),
 }
 
 

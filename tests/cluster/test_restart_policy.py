@@ -20,6 +20,7 @@ from toolkit.cluster.supervisor import (
 from toolkit.config.cluster import ClusterConfig
 from toolkit.errors import ExitCode
 from toolkit.goodput import Attempt, AttemptTimes
+from toolkit.plan.types import Device, World
 
 FAILED = {
     "stop_requested": False,
@@ -105,17 +106,18 @@ def test_progress_is_a_step_that_no_attempt_had_reached(steps: list[int | None],
 
 
 @pytest.mark.parametrize(
-    ("config", "count"),
+    ("config", "device", "count"),
     [
-        (ClusterConfig(), 4),
-        (ClusterConfig(standbys=0), 0),
-        (ClusterConfig(standbys=2), 2),
-        (ClusterConfig(standbys=9), 4),
-        (ClusterConfig(restarts=0), 0),
+        (ClusterConfig(), Device.CUDA, 4),
+        (ClusterConfig(), Device.CPU, 0),
+        (ClusterConfig(standbys=0), Device.CUDA, 0),
+        (ClusterConfig(standbys=2), Device.CPU, 2),
+        (ClusterConfig(standbys=9), Device.CPU, 4),
+        (ClusterConfig(restarts=0), Device.CUDA, 0),
     ],
 )
-def test_number_of_standbys(config: ClusterConfig, count: int) -> None:
-    assert count_standbys(config, 4) == count
+def test_number_of_standbys(config: ClusterConfig, device: Device, count: int) -> None:
+    assert count_standbys(config, World(ranks=4, ranks_per_node=4, device=device)) == count
 
 
 def test_describe_restart() -> None:

@@ -60,6 +60,7 @@ class Run:
             f"zero=stage{layout.stage}",
             f"data.path={data}",
             f"run.dir={self.dir}",
+            f"cluster.standbys={layout.ranks}",
             "+hooks.gate.target=tests.launch.gated_steps.GatedSteps",
             *keys,
         ]

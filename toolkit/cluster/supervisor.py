@@ -24,7 +24,7 @@ from toolkit.config.cluster import ClusterConfig
 from toolkit.config.schema import RunConfig
 from toolkit.errors import ExitCode
 from toolkit.goodput import Attempt
-from toolkit.plan.types import RunPlan, World
+from toolkit.plan.types import Device, RunPlan, World
 from toolkit.restart_phases import RestartPhase, RestartPhases
 from toolkit.rundir.directory import RunDirectory
 from toolkit.rundir.memory import MemoryFolder, remove_abandoned
@@ -57,7 +57,7 @@ def supervise_ranks(
     # the ranks enforce their grace period; RankProcesses.wait() is the last resort
     stop.arm(None)
     command = python_arguments(script)
-    standbys = StandbyPool(command, count_standbys(plan.config.cluster, plan.world.ranks))
+    standbys = StandbyPool(command, count_standbys(plan.config.cluster, plan.world))
     memory = _open_memory(plan.config, directory)
     supervisor = _Supervisor(command, plan, directory, stop, exit_handler, standbys, memory)
     try:
@@ -66,11 +66,13 @@ def supervise_ranks(
         supervisor.clean_up()
 
 
-def count_standbys(cluster: ClusterConfig, ranks: int) -> int:
-    """Return how many standbys to keep for ``ranks`` on this machine; none if nothing is restarted."""
+def count_standbys(cluster: ClusterConfig, world: World) -> int:
+    """Return how many standbys to keep for the ranks of this machine; none if nothing is restarted."""
     if not cluster.restarts:
         return 0
-    return ranks if cluster.standbys is None else min(ranks, cluster.standbys)
+    if cluster.standbys is None:
+        return world.ranks if world.device is Device.CUDA else 0
+    return min(world.ranks, cluster.standbys)
 
 
 def _open_memory(config: RunConfig, directory: RunDirectory) -> MemoryFolder | None:
