@@ -214,7 +214,8 @@ def damage_checkpoint(run: LiveRun) -> None:
     newest = run.newest_checkpoint()
     assert newest is not None
     file = run.random.choice(sorted(newest.glob("*.safetensors")))
-    invert_byte(file, run.random.randrange(file.stat().st_size))
+    run.damaged_byte = (file, run.random.randrange(file.stat().st_size))
+    invert_byte(*run.damaged_byte)
     run.damaged_step = checkpoint_folder.step_of(newest)
     run.moment = time.time()
     kill_rank(run)
@@ -222,11 +223,21 @@ def damage_checkpoint(run: LiveRun) -> None:
         run.kill(rank, signal.SIGCONT)
 
 
+def restore_sole_checkpoint(run: LiveRun) -> None:
+    """Restore the damaged file if no other checkpoint is left, as the error asks for."""
+    if not _undamaged_checkpoints(run):
+        restore_byte(run)
+        run.damaged_step = None
+
+
 def older_checkpoint(run: LiveRun) -> tuple[str, ...]:
-    """Return the remedy of a damaged checkpoint: resume from the one before, or begin again."""
+    """Return the remedy of a damaged checkpoint: resume from the one before."""
+    return (f"resume={_undamaged_checkpoints(run)[-1]}",) if run.damaged_step is not None else ()
+
+
+def _undamaged_checkpoints(run: LiveRun) -> list[Path]:
     steps = checkpoint_folder.committed_checkpoints(run.directory.checkpoints)
-    older = [folder for step, folder in steps.items() if step != run.damaged_step]
-    return (f"resume={older[-1]}",) if older else ("resume=never",)
+    return [folder for step, folder in steps.items() if step != run.damaged_step]
 
 
 def copy_data(run: LiveRun) -> None:
@@ -240,7 +251,7 @@ def damage_data(run: LiveRun) -> None:
     kill_rank(run)
 
 
-def restore_data(run: LiveRun) -> None:
+def restore_byte(run: LiveRun) -> None:
     assert run.damaged_byte is not None
     invert_byte(*run.damaged_byte)
 
@@ -328,10 +339,11 @@ FAULTS: Mapping[str, Fault] = {
             Expected.STOPPED,
             damage_checkpoint,
             RESTARTING,
+            repair=restore_sole_checkpoint,
             remedy_words=older_checkpoint,
         ),
         Fault(
-            "data-damaged", Expected.STOPPED, damage_data, RESTARTING, prepare=copy_data, repair=restore_data
+            "data-damaged", Expected.STOPPED, damage_data, RESTARTING, prepare=copy_data, repair=restore_byte
         ),
         Fault(
             "port-taken",

@@ -62,7 +62,7 @@ class LiveRun:
         ordered: the fault is an order to the witness, which may come too late.
         ranks: the processes found last, by rank.
         damaged_step: step of the checkpoint that the fault damaged.
-        damaged_byte: file and place of a byte of the data that the fault inverted.
+        damaged_byte: file and place of a byte that the fault inverted.
     """
 
     def __init__(self, case: Case, folder: Path, data: Path, resources: ExitStack) -> None:
