@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -130,7 +129,7 @@ def after_five(monkeypatch: pytest.MonkeyPatch) -> None:
     def fabricated(self: StopCosts, *, evaluation_due: bool) -> float:
         nonlocal calls
         calls += 1
-        return 0.0 if calls < 5 else inf
+        return 0.0 if calls < 5 else 1e6
 
     monkeypatch.setattr(StopCosts, "needed", fabricated)
 
