@@ -1,6 +1,6 @@
 """The classes of faults: how each is injected, and how the run must end.
 
-To add a class, append a ``Fault`` to ``FAULTS``. Its functions receive the live run (``run.py``): processes,
+To add a class, append a ``FaultClass`` to ``FAULTS``. Its functions receive the live run (``run.py``): processes,
 folder, checkpoints, and orders for the witness within the ranks. ``LEFT_OUT`` lists the faults that this
 campaign does not have, with the reason.
 """
@@ -51,7 +51,7 @@ def nothing(run: LiveRun) -> None:
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultClass:
     """One class of faults.
 
     Attributes:
@@ -302,24 +302,24 @@ def cut_link(seconds: float) -> Action:
 WATCHED = (f"monitor.hang_seconds={HANG_SECONDS}", "cluster.grace_seconds=5")
 RESTARTING = ("python", "torchrun")
 
-FAULTS: Mapping[str, Fault] = {
+FAULTS: Mapping[str, FaultClass] = {
     fault.name: fault
     for fault in (
-        Fault("rank-killed", Expected.RESTARTED, kill_rank),
-        Fault("two-ranks-killed", Expected.RESTARTED, kill_two_ranks),
-        Fault("rank-segfault", Expected.RESTARTED, crash_rank),
-        Fault("supervisor-killed", Expected.STOPPED, kill_launcher, ("python",)),
-        Fault("launcher-killed", Expected.STOPPED, kill_launcher, ("torchrun", "deepspeed")),
-        Fault("preempted", Expected.STOPPED, request_stop),
-        Fault("rank-paused", Expected.UNAFFECTED, pause_rank),
-        Fault("rank-frozen", Expected.RESTARTED, freeze_rank, words=WATCHED),
-        Fault("killed-in-recovery", Expected.RESTARTED, kill_twice, RESTARTING),
-        Fault("exception", Expected.RESTARTED, order("exception")),
-        Fault("out-of-memory", Expected.RESTARTED, order("memory")),
-        Fault("nan", Expected.STOPPED, order("nan", all_ranks=True, ahead=3)),
-        Fault("clock-jump", Expected.UNAFFECTED, order("clock", all_ranks=True)),
-        Fault("disk-slow", Expected.UNAFFECTED, order("sync", all_ranks=True)),
-        Fault(
+        FaultClass("rank-killed", Expected.RESTARTED, kill_rank),
+        FaultClass("two-ranks-killed", Expected.RESTARTED, kill_two_ranks),
+        FaultClass("rank-segfault", Expected.RESTARTED, crash_rank),
+        FaultClass("supervisor-killed", Expected.STOPPED, kill_launcher, ("python",)),
+        FaultClass("launcher-killed", Expected.STOPPED, kill_launcher, ("torchrun", "deepspeed")),
+        FaultClass("preempted", Expected.STOPPED, request_stop),
+        FaultClass("rank-paused", Expected.UNAFFECTED, pause_rank),
+        FaultClass("rank-frozen", Expected.RESTARTED, freeze_rank, words=WATCHED),
+        FaultClass("killed-in-recovery", Expected.RESTARTED, kill_twice, RESTARTING),
+        FaultClass("exception", Expected.RESTARTED, order("exception")),
+        FaultClass("out-of-memory", Expected.RESTARTED, order("memory")),
+        FaultClass("nan", Expected.STOPPED, order("nan", all_ranks=True, ahead=3)),
+        FaultClass("clock-jump", Expected.UNAFFECTED, order("clock", all_ranks=True)),
+        FaultClass("disk-slow", Expected.UNAFFECTED, order("sync", all_ranks=True)),
+        FaultClass(
             "disk-full",
             Expected.STOPPED,
             fill_disk,
@@ -327,14 +327,14 @@ FAULTS: Mapping[str, Fault] = {
             disk_mib=DISK_MIB,
             missing=why_no_mounts,
         ),
-        Fault(
+        FaultClass(
             "disk-read-only",
             Expected.STOPPED,
             make_read_only,
             repair=make_writable,
             missing=why_not_immutable,
         ),
-        Fault(
+        FaultClass(
             "checkpoint-damaged",
             Expected.STOPPED,
             damage_checkpoint,
@@ -342,10 +342,10 @@ FAULTS: Mapping[str, Fault] = {
             repair=restore_sole_checkpoint,
             remedy_words=older_checkpoint,
         ),
-        Fault(
+        FaultClass(
             "data-damaged", Expected.STOPPED, damage_data, RESTARTING, prepare=copy_data, repair=restore_byte
         ),
-        Fault(
+        FaultClass(
             "port-taken",
             Expected.STOPPED,
             take_port,
@@ -353,8 +353,8 @@ FAULTS: Mapping[str, Fault] = {
             at_start=True,
             repair=free_port,
         ),
-        Fault("store-failing", Expected.UNAFFECTED, nothing, at_start=True, prepare=read_from_store),
-        Fault(
+        FaultClass("store-failing", Expected.UNAFFECTED, nothing, at_start=True, prepare=read_from_store),
+        FaultClass(
             "link-cut-short",
             Expected.UNAFFECTED,
             cut_link(LINK_SHORT_SECONDS),
@@ -362,7 +362,7 @@ FAULTS: Mapping[str, Fault] = {
             nodes=2,
             missing=why_no_nodes,
         ),
-        Fault(
+        FaultClass(
             "link-cut-long",
             Expected.RESTARTED,
             cut_link(LINK_LONG_SECONDS),
@@ -371,7 +371,7 @@ FAULTS: Mapping[str, Fault] = {
             words=WATCHED,
             missing=why_no_nodes,
         ),
-        Fault(
+        FaultClass(
             "node-rank-killed", Expected.RESTARTED, kill_rank, ("torchrun",), nodes=2, missing=why_no_nodes
         ),
     )
@@ -384,7 +384,7 @@ LEFT_OUT: Mapping[str, str] = {
 }
 
 
-def possible_faults(names: list[str] | None = None) -> tuple[dict[str, Fault], dict[str, str]]:
+def possible_faults(names: list[str] | None = None) -> tuple[dict[str, FaultClass], dict[str, str]]:
     """Return the classes that can be injected here, and the others with the reason.
 
     Raises:

@@ -18,7 +18,7 @@ from uuid import uuid4
 import psutil
 
 from benchmarks.faults.cases import LAYOUTS, MODEL, STEP_SECONDS, STEPS, Case, RunLayout
-from benchmarks.faults.catalogue import FAULTS, Expected, Fault
+from benchmarks.faults.catalogue import FAULTS, Expected, FaultClass
 from benchmarks.faults.invariants import End, Evidence, violations_of
 from benchmarks.faults.processes import (
     POLL_SECONDS,
@@ -67,7 +67,7 @@ class LiveRun:
 
     def __init__(self, case: Case, folder: Path, data: Path, resources: ExitStack) -> None:
         self.case, self.folder, self.resources = case, folder, resources
-        self.fault: Fault | None = FAULTS.get(case.fault)
+        self.fault: FaultClass | None = FAULTS.get(case.fault)
         self.layout: RunLayout = LAYOUTS[case.layout]
         self.random, self.mark = random.Random(case.seed), uuid4().hex
         self.data, self.port = str(data), find_free_port()

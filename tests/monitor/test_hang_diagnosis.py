@@ -29,7 +29,8 @@ IDLE = 100.0
 DATA = Frame("/home/x/toolkit/data/order/prefetch.py", 61, "_Buffer.get")
 LOOP = Frame("/home/x/toolkit/train/loop.py", 40, "train")
 CALLS = Frame("/home/x/toolkit/engine/collectives.py", 120, "_Watched.call")
-STORAGE = Frame("/home/x/toolkit/remote/storage.py", 200, "read")
+CACHE = Frame("/home/x/toolkit/data/remote/cache.py", 120, "read")
+STORAGE = Frame("/home/x/toolkit/remote/storage.py", 200, "read_ranges")
 
 
 def processes(ranks: int, per_host: int = 4) -> list[ProcessId]:
@@ -164,13 +165,15 @@ def test_unequal_shares_are_no_mismatch() -> None:
 @pytest.mark.parametrize(
     ("alive", "expected"),
     [
-        (True, "its thread data-stream is in read (toolkit/remote/storage.py:200)"),
+        (True, "its thread data-stream is in read (toolkit/data/remote/cache.py:120)"),
         (False, "rank 1 has no thread that prefetches samples: it has ended"),
     ],
 )
 def test_rank_without_samples_is_named_with_its_prefetch_thread(alive: bool, expected: str) -> None:
     others = (
-        (ThreadStack("data-stream", "S", (STORAGE,)),) if alive else (ThreadStack("wandb", "S", (LOOP,)),)
+        (ThreadStack("data-stream", "S", (CACHE, STORAGE)),)
+        if alive
+        else (ThreadStack("wandb", "S", (LOOP,)),)
     )
     diagnosis = diagnose(
         evidence(
