@@ -1,8 +1,8 @@
 """The classes of faults: how each is injected, and how the run must end.
 
-To add a class, append a ``FaultClass`` to ``FAULTS``. Its functions receive the live run (``run.py``): processes,
-folder, checkpoints, and orders for the witness within the ranks. ``LEFT_OUT`` lists the faults that this
-campaign does not have, with the reason.
+To add a class, append a ``FaultClass`` to ``FAULTS``. Its functions receive the live run (``run.py``):
+processes, folder, checkpoints, and orders for the witness within the ranks. ``LEFT_OUT`` lists the faults
+that this campaign does not have, with the reason.
 """
 
 from __future__ import annotations
