@@ -9,12 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from toolkit.cluster.rank_processes import ONEDNN_ISA, WITHOUT_AMX
 from toolkit.logs import ROOT
 from toolkit.plan.devices import HIDE_GPUS
+
+if TYPE_CHECKING:
+    from tests.data.local_stores import Store
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +39,18 @@ def _amx_is_broken() -> bool:
         return False
     multiply = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
     return subprocess.run([sys.executable, "-c", multiply], check=False).returncode == -signal.SIGILL
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty object store on 127.0.0.1, for whose ``s3`` URL the environment has credentials."""
+    from tests.data.local_stores import served, set_environment
+
+    root = tmp_path / "bucket"
+    root.mkdir()
+    with served(root) as running:
+        set_environment(monkeypatch, running, tmp_path)
+        yield running
 
 
 @pytest.fixture(autouse=True)

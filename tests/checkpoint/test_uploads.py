@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from tests.checkpoint.layouts import LAYOUTS, same_bits, save, shards_of, whole
 from tests.checkpoint.uploads import IDENTITY, UploadingRun, run_until_killed, state
-from tests.data.local_stores import Store, environment, served, set_environment
+from tests.data.local_stores import Store, environment
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.catalog import block_count
 from toolkit.checkpoint.offline import reshard
@@ -39,15 +38,6 @@ from toolkit.config.reshard import ReshardAction, ReshardConfig
 from toolkit.errors import CheckpointError, ConfigError
 
 PREFIX = "runs/mine"
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    root = tmp_path / "bucket"
-    root.mkdir()
-    with served(root) as running:
-        set_environment(monkeypatch, running, tmp_path)
-        yield running
 
 
 def url_of(store: Store) -> str:
@@ -214,6 +204,8 @@ def test_a_stop_does_not_wait_longer_than_its_time(store: Store, tmp_path: Path)
     deadline = time.monotonic() + 2
     assert not run.close(lambda: deadline - time.monotonic())
     assert (tmp_path / "run/uploads/pending").exists()
+    for uploader in run.uploaders:
+        uploader._thread.join(60)  # the process ends; here its thread must not meet the store again
     store.faults.down = False
     again = UploadingRun(tmp_path / "run", url_of(store), 2)  # the next start sends it
     assert again.close()

@@ -6,13 +6,13 @@ pytest tests/engine/test_store.py
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.uploads import UploadingRun
-from tests.data.local_stores import Store, environment, served, set_environment
+from tests.data.local_stores import Store, environment
 from tests.engine.cases import WithoutMoments
 from tests.engine.hops import EACH, stretch
 from toolkit.checkpoint import open_reader
@@ -26,15 +26,6 @@ from toolkit.testing.parity import train_steps
 from toolkit.train.task import text_task
 
 ZERO3, TENSOR = deepspeed("llama", 3, data=2), megatron("llama", tensor=2)
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    root = tmp_path / "bucket"
-    root.mkdir()
-    with served(root) as running:
-        set_environment(monkeypatch, running, tmp_path)
-        yield running
 
 
 class CountingReader:

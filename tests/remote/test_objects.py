@@ -6,7 +6,6 @@ pytest tests/remote/test_objects.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.local_stores import SECRETS, Store, served, set_environment
+from tests.data.local_stores import SECRETS, Store
 from toolkit.checkpoint.remote.pointer import SUBJECT
 from toolkit.errors import InputError
 from toolkit.paths import Url
@@ -31,15 +30,6 @@ QUICK = RequestLimits(
 )
 ONCE = replace(QUICK, store_retries=0, opening_seconds=0.0)
 PART = 5 * 2**20  # the smallest that S3 allows
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    root = tmp_path / "bucket"
-    root.mkdir()
-    with served(root) as running:
-        set_environment(monkeypatch, running, tmp_path)
-        yield running
 
 
 def opened(store: Store, limits: RequestLimits = QUICK) -> StoreObjects:

@@ -6,13 +6,12 @@ pytest tests/train/test_uploads.py
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.data.local_stores import Store, served, set_environment
+from tests.data.local_stores import Store
 from tests.train.tiny_run import STEPS, TinyRun, equal_tensors, read_jsonl
 from toolkit.checkpoint import open_reader
 from toolkit.checkpoint.directory import rewind_to_checkpoint
@@ -28,15 +27,6 @@ from toolkit.remote.fetch import RequestLimits
 from toolkit.rundir.start_checks import NothingToDo, check_remaining_work
 from toolkit.rundir.status import RunState
 from toolkit.train import uploads
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    root = tmp_path / "bucket"
-    root.mkdir()
-    with served(root) as running:
-        set_environment(monkeypatch, running, tmp_path)
-        yield running
 
 
 def prefix(store: Store) -> str:
