@@ -2,7 +2,8 @@
 
 Code marks its work with ``with recorder.part(FORWARD): ...``. Parts nest, and time belongs to the innermost
 one: a collective inside backward is communication, not backward. Time outside all parts is unexplained.
-Evaluation, saving and hooks (``UNDIVIDED_PARTS``) own all time inside them, whatever parts they contain.
+All time inside evaluation, saving and hooks (``UNDIVIDED_PARTS``) is attributed to them, including nested
+parts.
 """
 
 from __future__ import annotations

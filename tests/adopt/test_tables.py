@@ -19,7 +19,7 @@ from toolkit.config.search import folders, groups, options
 from toolkit.config.vendors.installed import DEEPSPEED, MEGATRON, load_schema
 from toolkit.config.vendors.key_schema import KeySchema
 
-UNKNOWN = ("no key", "no such field", "neither this toolkit", "no such key")
+UNKNOWN = ("no key", "neither this toolkit", "unknown field", "unknown accelerate key")
 EXAMPLES = {"bool": True, "int": 2, "float": 0.5, "str": "text", "list": [1], "dict": {"a": 1}, "null": None}
 
 

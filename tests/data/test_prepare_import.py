@@ -122,7 +122,7 @@ def test_invalid_import_is_refused_without_writing(tokenizer: Path, tmp_path: Pa
         ("large", "token 400, a tokenizer of 400 tokens"),
         ("wide", "tokens of int64"),
         ("two", "b.idx: tokens of int32"),
-        ("cut", "by its index it has"),
+        ("cut", "the index declares"),
         ("alone", "a.bin: absent"),
         ("absent", "no .idx file"),
         ("none", "no tokens"),

@@ -31,12 +31,12 @@ VPP = f"{OWN}virtual_pipeline_model_parallel_size=2"
 # overrides (without engine=...), the world, the key of the problem, a part of the rule or the remedy
 MEGATRON: tuple[tuple[str, World, str, str], ...] = (
     ("parallel.tensor=3", CPU, "parallel", "divisible by tensor x pipeline x context"),
-    ("parallel.tensor=3", SIX, "parallel.tensor", "model.num_attention_heads is divisible"),
+    ("parallel.tensor=3", SIX, "parallel.tensor", "model.num_attention_heads must be divisible"),
     (
         "parallel.tensor=4 model.intermediate_size=190",
         FOUR,
         "parallel.tensor",
-        "model.intermediate_size is divisible",
+        "model.intermediate_size must be divisible",
     ),
     (
         "parallel.tensor=3 model.num_attention_heads=6 model.hidden_size=96",
@@ -128,7 +128,7 @@ MEGATRON: tuple[tuple[str, World, str, str], ...] = (
         "model=mixtral parallel.expert=3",
         replace(CPU, ranks=3, ranks_per_node=3),
         "parallel.expert",
-        "model.num_local_experts is divisible",
+        "model.num_local_experts must be divisible",
     ),
     ("model=mixtral parallel.expert=4", CPU, "parallel.expert", "regroups data and context ranks"),
     (

@@ -98,7 +98,7 @@ MISTAKES: list[tuple[dict[str, Any], World, str, str]] = [
         {"parallel__tensor": 8, "model__vocab_size": 513},
         h100s(8),
         "parallel.tensor",
-        "model.vocab_size is divisible",
+        "model.vocab_size must be divisible",
     ),
     (
         {"parallel__tensor": 3, "model": replace(SMALL, hidden_size=48, num_attention_heads=6)},

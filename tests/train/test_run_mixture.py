@@ -127,7 +127,7 @@ def test_configuration_mistakes_are_refused(override: str, folders: dict[str, st
 
 
 def test_mixture_without_sources_is_refused() -> None:
-    with pytest.raises(UserError, match="a mixture has sources"):
+    with pytest.raises(UserError, match="a mixture must have sources"):
         make_plan(compose(["data=mixture"]), World(ranks=1, ranks_per_node=1, device=Device.CPU))
 
 
@@ -137,7 +137,7 @@ DATA_MISTAKES = {
     "train.sequence_length=100000": "train.sequence_length",
     "eval.sets=[validation]": r"eval.sets=\[code/validation,web/validation\]",
     "eval.sets=[web/test]": "no split test",
-    "model.vocab_size=263": "every token has a row",
+    "model.vocab_size=263": "every token must have a row",
 }
 
 

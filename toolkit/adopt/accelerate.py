@@ -149,7 +149,7 @@ RULES: Mapping[str, Rule] = {
     "deepspeed_config.zero3_save_16bit_model": lambda value, ctx: (
         exact(("checkpoint.export", True)) if value else default()
     ),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": reject("families know their experts"),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": reject("the model family defines the expert layers"),
     "deepspeed_config.deepspeed_config_file": lambda value, ctx: (
         exact(note="adopted with this file")
         if len(ctx.formats) > 1
@@ -205,4 +205,4 @@ def decide(name: str, value: Any, ctx: Context) -> Decision:
     top = name.partition(".")[0]
     if top in RULES and not section:
         return RULES[top](value, ctx)
-    return refused("accelerate has no such key that this toolkit knows")
+    return refused("unknown accelerate key")

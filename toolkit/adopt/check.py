@@ -69,7 +69,10 @@ def plan_adopted(config: RunConfig, adoption: Adoption) -> RunPlan:
 
 
 def _resolved(config: RunConfig) -> RunConfig:
-    """With the sizes of the pretrained model. One on the hub, which only a start reads, becomes a llama."""
+    """Fill in the sizes of the pretrained model.
+
+    A hub model is replaced by a Llama, because only training downloads it.
+    """
     pretrained = config.model.pretrained
     if pretrained is None or Path(pretrained).expanduser().is_dir():
         return resolve(config)

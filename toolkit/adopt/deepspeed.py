@@ -216,7 +216,7 @@ def _sections(name: str) -> list[str]:
 
 
 def implied(keys: Mapping[str, Any]) -> list[tuple[str, Any, Decision]]:
-    """What DeepSpeed does if no key says otherwise, and a run here would not.
+    """Return DeepSpeed's defaults that differ from this toolkit's and that no key sets.
 
     Without weight_decay torch's AdamW decays by 0.01, and DeepSpeed's own Adam not at all.
     """

@@ -252,7 +252,7 @@ _STARTED = "the launcher and the plan decide it"
 _LOGS = "metrics, alerts and reports are this toolkit's own"
 _SAVES = "a checkpoint has everything that resuming needs, in any layout"
 _READS = "samples and their order are this toolkit's own"
-_IS_SO = "it is so in every run"
+_ALWAYS_ON = "always enabled"
 _GPT2_VOCAB = 50257
 RULES: Mapping[str, Rule] = {
     **{name: same(({**SAME, **RUN_KEYS, "lr": "optim.lr"})[name]) for name in _DIRECT},
@@ -380,6 +380,7 @@ _NOTHING: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "nccl_communicator_config_path",
             ),
             *("use_torch_fsdp2", "standalone_embedding_stage", "fp8_interval", "te_rng_tracker"),
+            "distribute_saved_activations",
         ),
     ),
     (
@@ -445,13 +446,13 @@ _NOTHING: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        _IS_SO,
+        _ALWAYS_ON,
         (
             *("calculate_per_token_loss", "accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32"),
-            *("no_check_for_nan_in_loss_and_grad", "check_for_nan_in_loss_and_grad", "exit_signal_handler"),
-            "distribute_saved_activations",
+            *("check_for_nan_in_loss_and_grad", "exit_signal_handler"),
         ),
     ),
+    ("the check is always enabled", ("no_check_for_nan_in_loss_and_grad",)),
 )
 NOTHING: Mapping[str, str] = {name: reason for reason, names in _NOTHING for name in names}
 # Megatron-LM's argument -> Megatron-core's setting and, for a switch, the value that it sets.
@@ -502,7 +503,7 @@ def _schema() -> KeySchema:
 
 
 def implied(ctx: Context) -> list[tuple[str, Any, Decision]]:
-    """What Megatron-LM does if no argument says otherwise, and a run here would not."""
+    """Return Megatron-LM's defaults that differ from this toolkit's and that no argument sets."""
     keys, name = ctx.keys, family(ctx.keys)[0]
     found: list[tuple[str, Any, Decision]] = []
 

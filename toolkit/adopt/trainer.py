@@ -430,7 +430,7 @@ def decide(name: str, value: Any, ctx: Context) -> Decision:
             return same(SAME[name])(value, ctx)
         if name in ADVICE:
             return refused("; ".join(ADVICE[name]))
-        return refused("TrainingArguments has no such field that this toolkit knows")
+        return refused("unknown field of TrainingArguments")
     plain = value.lower() if isinstance(value, str) else value
     if plain in (None, False, "", "no", "none", [], {}, 0) or plain in _HARMLESS.get(name, ()):
         return default(REASONS[name])

@@ -109,8 +109,8 @@ class ReshardConfig:
     workers: int = 2
     """Threads that read, check and write at once."""
     examine: bool = True
-    """convert: refuse values that no sound run has: not finite, negative averages of squares, weights that
-    are not their masters cast."""
+    """convert: reject non-finite values, negative second moments, and weights that differ from their cast
+    master weights."""
     rate: float | None = None
     """plan: gigabytes a second that can be copied there, for the estimate of time. Null: measured by
     copying 64 MiB, once."""

@@ -47,7 +47,7 @@ def check_vocabulary(
         remedies.append(f"write data.vocab_size={rows}")
     elif config.model.pretrained is not None:
         remedies.append(f"prepare the data with the tokenizer of {config.model.pretrained}")
-    return Problem(key, seen, "every token has a row in the embedding", ", or ".join(remedies))
+    return Problem(key, seen, "every token must have a row in the embedding", ", or ".join(remedies))
 
 
 def check_documents(config: RunConfig, manifest: DataManifest, key: str, path: str) -> Problem | None:

@@ -1,7 +1,7 @@
 """The interval between saves with ``checkpoint.every=auto``.
 
 It is the interval of Daly (``estimate/daly.py``) for the seconds that a save stops training and the mean time
-between failures. Bounds take over where the model has no say:
+between failures. The interval is clamped where the model does not apply:
 
 - at least a minute. Shorter intervals gain less than half a minute per failure, which is small compared with
   a restart, and burden the storage. And at least the time until a save is committed, because only one save

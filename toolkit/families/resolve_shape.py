@@ -36,7 +36,8 @@ def resolve_model_shape(
             indivisible_heads(
                 hidden,
                 heads,
-                "model.hidden_size is divisible by model.num_attention_heads unless model.head_dim is given",
+                "model.hidden_size must be divisible by model.num_attention_heads unless model.head_dim is "
+                "given",
             )
         )
     if sizes["num_key_value_heads"] is None:
@@ -48,7 +49,7 @@ def resolve_model_shape(
                 "model.num_key_value_heads",
                 f"model.num_key_value_heads={sizes['num_key_value_heads']}, "
                 f"model.num_attention_heads={heads}",
-                "model.num_key_value_heads divides model.num_attention_heads",
+                "model.num_key_value_heads must divide model.num_attention_heads",
                 f"write one of {divisors}",
             )
         )
@@ -59,7 +60,7 @@ def resolve_model_shape(
             Problem(
                 "model.head_dim",
                 f"model.head_dim={sizes['head_dim']}",
-                "rotary position embedding pairs the elements of a head, so model.head_dim is even",
+                "rotary position embedding pairs the elements of a head, so model.head_dim must be even",
                 "change model.hidden_size or model.num_attention_heads so that their quotient is even"
                 if derived
                 else f"write model.head_dim={sizes['head_dim'] + 1}",

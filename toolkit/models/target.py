@@ -81,7 +81,7 @@ def check_trainable(module: nn.Module, key: str, value: str) -> None:
             Problem(
                 key,
                 f"{key}={value}: it has no parameter that requires a gradient",
-                "there is something to train",
+                "the model must have at least one trainable parameter",
                 "register weights as torch.nn.Parameter",
             )
         )

@@ -56,7 +56,7 @@ def trace_module(
     """Trace ``loss(module, batch)`` and its backward pass.
 
     Args:
-        module: with parameters on any device, including meta. It is good for nothing else afterwards.
+        module: with parameters on any device, including meta. It must not be used afterwards.
         batch: tensors on the CPU, of which only shape and dtype are used.
         samples: of the batch.
         dtype: of parameters with floating point.

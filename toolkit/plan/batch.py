@@ -40,7 +40,7 @@ def plan_batch(config: RunConfig, data_parallel: int) -> BatchPlan:
             Problem(
                 "train.batch_ramp",
                 f"global batches {sizes} with micro_batch={micro} and {data_parallel} data ranks",
-                "every batch of the ramp is divisible by micro_batch * data ranks",
+                "every batch of the ramp must be divisible by micro_batch * data ranks",
                 remedy,
             )
         )

@@ -276,8 +276,8 @@ def _axes(config: RunConfig, world: World, problems: list[Problem]) -> Axes | No
                 "parallel",
                 f"{world.ranks} ranks, parallel.tensor={parallel.tensor}, "
                 f"parallel.pipeline={parallel.pipeline}, parallel.context={parallel.context}",
-                "the number of ranks is divisible by tensor x pipeline x context; the quotient is the number "
-                "of data ranks",
+                "the number of ranks must be divisible by tensor x pipeline x context; the quotient is the "
+                "number of data ranks",
                 f"start {-(-world.ranks // model_ranks) * model_ranks} ranks, or change parallel.*",
             )
         )

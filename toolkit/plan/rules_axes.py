@@ -180,7 +180,7 @@ def context_divides_heads(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "parallel.context",
             f"parallel.context={context}, model.num_attention_heads={shape.num_attention_heads}",
-            "DeepSpeed's context parallelism spreads heads over its ranks, so it divides "
+            "DeepSpeed's context parallelism spreads heads over its ranks, so it must divide "
             "model.num_attention_heads",
             "write a divisor of the number of heads, or engine=megatron, which divides only sequences",
         )

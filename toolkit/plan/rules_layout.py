@@ -31,9 +31,9 @@ def heads_divide(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "model.num_key_value_heads",
             f"model.num_key_value_heads={keys}, parallel.tensor={tensor}",
-            f"one of the two divides the other: {whole}"
+            f"one of the two must divide the other: {whole}"
             if ctx.megatron
-            else f"parallel.tensor divides it: {whole}",
+            else f"parallel.tensor must divide it: {whole}",
             f"write parallel.tensor={_divisor_near(keys, tensor)}"
             + ("" if ctx.megatron else ", or engine=megatron"),
         )
@@ -67,8 +67,8 @@ def sequence_divides(ctx: RuleContext) -> Iterator[Problem]:
         yield make_error(
             ctx.config,
             "train.sequence_length parallel.context",
-            "train.sequence_length is divisible by 2 x parallel.context: a rank has a part of each half of a "
-            "causal sequence",
+            "train.sequence_length must be divisible by 2 x parallel.context: a rank has a part of each half "
+            "of a causal sequence",
             f"write train.sequence_length={-(-length // (2 * context)) * 2 * context}",
         )
 
@@ -90,7 +90,7 @@ def experts_divide(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "parallel.expert",
             f"parallel.expert={expert} over {ctx.axes.data * ctx.axes.context} data and context ranks",
-            "expert parallelism regroups data and context ranks, so it divides their number",
+            "expert parallelism regroups data and context ranks, so it must divide their number",
             f"write parallel.expert={_divisor_near(ctx.axes.data * ctx.axes.context, expert)}",
         )
 
@@ -107,7 +107,8 @@ def experts_are_aligned(ctx: RuleContext) -> Iterator[Problem]:
             yield Problem(
                 f"model.{name}",
                 f"model.{name}={size}, precision.name={ctx.config.precision.name.value}",
-                f"rows of an expert are multiples of 16 bytes, so model.{name} is divisible by {multiple}",
+                f"rows of an expert are multiples of 16 bytes, so model.{name} must be divisible by "
+                f"{multiple}",
                 f"write model.{name}={-(-size // multiple) * multiple}"
                 if ctx.sizes_are_free
                 else "write engine=megatron, whose experts are separate layers",
@@ -154,7 +155,7 @@ def _divides(ctx: RuleContext, whole: str, part: str, size: int, by: int) -> Pro
     return Problem(
         part,
         f"{part}={by}, {whole}={size}",
-        f"{whole} is divisible by {part}",
+        f"{whole} must be divisible by {part}",
         f"write {part}={_divisor_near(size, by)}"
         + (f", or {whole}={-(-size // by) * by}" if ctx.sizes_are_free else ""),
     )

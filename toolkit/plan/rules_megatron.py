@@ -162,7 +162,7 @@ def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
         yield _key_problem(
             ctx,
             name,
-            f"the {length} tokens of a context rank are divisible by parallel.tensor={tensor}",
+            f"the {length} tokens of a context rank must be divisible by parallel.tensor={tensor}",
             f"write train.sequence_length={_round_up(length, tensor) * context}, or leave it out",
         )
     elif tensor > 1 and ctx.has_experts and wanted is False:
@@ -178,7 +178,7 @@ def sequence_parallel(ctx: RuleContext) -> Iterator[Problem]:
             config,
             "train.sequence_length parallel.tensor",
             f"experts with tensor parallelism need sequence parallelism, so the {length} tokens of a context "
-            f"rank are divisible by it",
+            f"rank must be divisible by it",
             f"write train.sequence_length={_round_up(length, tensor) * context}, or parallel.tensor=1",
         )
 
@@ -346,7 +346,7 @@ def virtual_stages(ctx: RuleContext) -> Iterator[Problem]:
             yield _key_problem(
                 ctx,
                 VIRTUAL,
-                f"model.num_hidden_layers={layers} is divisible by parallel.pipeline x virtual stages = "
+                f"model.num_hidden_layers={layers} must be divisible by parallel.pipeline x virtual stages = "
                 f"{stages * chunks}, and a stage with its own size by {chunks}",
                 f"write model.num_hidden_layers={_round_up(layers, stages * chunks)}, or leave it out"
                 if ctx.sizes_are_free

@@ -171,7 +171,7 @@ def sequence_fits_the_model(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "train.sequence_length",
             f"train.sequence_length={length}, {key.lstrip('+')}={limit}",
-            "a sequence has at most max_position_embeddings tokens",
+            "a sequence must have at most max_position_embeddings tokens",
             f"write train.sequence_length={limit}" + (f", or {key}={length}" if ctx.sizes_are_free else ""),
         )
 
@@ -183,7 +183,7 @@ def vocabulary_fits_the_model(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "model.vocab_size",
             f"{key.lstrip('+')}={rows}, data.vocab_size={data.vocab_size}",
-            "every token of the tokenizer has a row of the embedding",
+            "every token of the tokenizer must have a row of the embedding",
             (f"write {key}={data.vocab_size}, or " if ctx.sizes_are_free else "write ")
             + f"data.vocab_size={rows}",
         )

@@ -28,7 +28,7 @@ def mixture_has_sources(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "data.sources",
             "data.name=mixture without data.sources",
-            "a mixture has sources",
+            "a mixture must have sources",
             f"write '{EXAMPLE}' and the others in the same way",
         )
     past = [phase["from_step"] for phase in data.phases if phase["from_step"] >= steps]
@@ -36,7 +36,7 @@ def mixture_has_sources(ctx: RuleContext) -> Iterator[Problem]:
         yield Problem(
             "data.phases",
             f"data.phases from step {past[0]} on, train.steps={steps}",
-            "every phase begins before the run ends",
+            "every phase must begin before the run ends",
             f"write train.steps={past[0] + 1} or more, or leave out that phase",
         )
 

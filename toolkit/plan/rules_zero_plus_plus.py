@@ -53,7 +53,7 @@ def hpz_divides_the_ranks(ctx: RuleContext) -> Iterator[Problem]:
             "zero.hpz_partition_size",
             f"zero.hpz_partition_size={size} on {ranks} ranks",
             "each group of this many ranks, usually a node, keeps a second copy of the weights, so it "
-            "divides the number of ranks",
+            "must divide the number of ranks",
             f"write zero.hpz_partition_size={fitting}" if fitting > 1 else "leave it out",
         )
     elif ctx.world.nodes > 1 and node % size:
@@ -92,7 +92,7 @@ def quantised_gradients(ctx: RuleContext) -> Iterator[Problem]:
         yield make_error(
             ctx.config,
             f"{key} precision.name",
-            "DeepSpeed's kernel takes the bits of any gradient for fp16, so others are silently corrupted",
+            "DeepSpeed's kernel interprets every gradient as fp16, so other dtypes are silently corrupted",
             "write precision=fp16, or leave it out",
         )
     elif ctx.world.nodes == 1:

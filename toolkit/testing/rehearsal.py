@@ -51,7 +51,9 @@ def rehearse(
     task: Task | None = None,
     move: Callable[[Task, MicroBatch, torch.device], MicroBatch] = move_batch,
 ) -> Rehearsed:
-    """Carry out a plan for GPUs on this rank of ``testing/dist.py``, which is good for nothing else after.
+    """Carry out a plan for GPUs on this rank of ``testing/dist.py``.
+
+    The process must not be reused afterwards.
 
     Args:
         folder: for a checkpoint, from which training continues before the last step; None: without one.

@@ -86,7 +86,7 @@ class EarlyStopping(Hook):
 class BestCheckpoints(Hook):
     """Which checkpoints are the best by a metric: ``checkpoint.keep_best``.
 
-    All ranks decide alike, because the rows of evaluations are equal on all ranks.
+    All ranks make the same decision, because the rows of evaluations are equal on all ranks.
 
     Args:
         exists: returns those of some steps that have a checkpoint, the same on all ranks. Collective.

@@ -1,8 +1,9 @@
 """Detect weights that are infinite or NaN, and describe how training ends because of such numbers.
 
 Every engine skips a step whose gradient norm is not finite (``engine/protocol.py``), so the weights stay as
-they were; ``soundness.py`` decides what follows. All ranks decide alike, because the flag is part of the
-exchange of every step. Another exchange happens only after a step that is not finite, and before a save.
+they were; ``soundness.py`` decides what follows. All ranks make the same decision, because the flag is part
+of the exchange of every step. Another exchange happens only after a step that is not finite, and before a
+save.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def roll_back(training: Training, hooks: TrainingHooks, fault: Fault) -> Iterabl
     """Go back to the newest sound checkpoint, and return the samples of the steps after it. Collective.
 
     Rows and checkpoints of the steps that are repeated move to the folder of this attempt, as a restart moves
-    them. If the process dies on the way, the next start goes on from the same checkpoint; it meets the same
-    fault again unless the rollback is recorded.
+    them. If the process is killed during the rollback, the next start resumes from the same checkpoint; it
+    meets the same fault again unless the rollback is recorded.
 
     Raises:
         Diverged: as :func:`decide_rollback`.

@@ -93,7 +93,7 @@ def decide_rollback(
         raise Diverged(
             f"{fault.cause}, and {why}",
             weights_finite=fault.weights_finite,
-            otherwise="train on after spikes: train.on_spike=ignore"
+            otherwise="to continue after loss spikes, set train.on_spike=ignore"
             if fault.kind is FaultKind.SPIKE
             else None,
         )

@@ -1,8 +1,8 @@
 """Judge every step by its numbers: infinite or NaN (``train.on_nonfinite``), or a spike (``train.on_spike``).
 
 The loss and what the ranks agreed on after the step decide, and both are equal on all ranks, so all ranks
-decide alike. Checkpoints record the losses that a spike is compared with, so a resumed run decides as the
-same run would have without the interruption.
+make the same decision. Checkpoints record the losses that a spike is compared with, so a resumed run decides
+as the same run would have without the interruption.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def ensure_dataset_folder(config: RunConfig, progress: Progress) -> DataManifest
             Problem(
                 "train.batch_ramp",
                 f"train.batch_ramp.start={config.train.batch_ramp.start}, data.dataset.streaming=true",
-                "lanes that a batch grows into wait for documents, which a stream would store in memory",
+                "a batch ramp adds sequences later, and streaming would buffer their documents in memory",
                 "leave out data.dataset.streaming or train.batch_ramp",
             )
         )

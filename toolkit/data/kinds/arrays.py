@@ -74,7 +74,7 @@ def check_records(config: RunConfig, manifest: RecordManifest) -> Iterator[Probl
             yield Problem(
                 "data.path",
                 f"data.path={config.data.path} has records of {seen}",
-                f"the vision task learns the field {LABEL} from the field {IMAGE}: {name} is {description}",
+                f"the vision task requires the fields {IMAGE} and {LABEL}: {name} must be {description}",
                 f"write the records with {name}, or train on text: data=stdlib",
             )
             continue

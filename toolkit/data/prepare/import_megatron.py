@@ -161,7 +161,7 @@ def _open_index(path: Path) -> IndexFile:
             Problem(
                 "import",
                 f"{path.with_suffix('.bin')}: {size} bytes",
-                f"by its index it has {index.bin_bytes}",
+                f"the index declares {index.bin_bytes} bytes",
                 "restore the two files",
             )
         )

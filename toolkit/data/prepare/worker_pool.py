@@ -88,7 +88,7 @@ def _worker_error(code: int, pipe: Connection) -> Exception:
         return error
     seen = f"a worker ended with code {code}" + (f" ({signal.Signals(-code).name})" if code < 0 else "")
     remedy = "start again to continue; if memory ran out, with fewer workers= or a smaller memory_mib="
-    return InputError(Problem("workers", seen, "no worker process is killed", remedy))
+    return InputError(Problem("workers", seen, "all worker processes must finish", remedy))
 
 
 def _run_worker(

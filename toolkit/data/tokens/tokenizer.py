@@ -213,7 +213,7 @@ def _fetch_tokenizer(name: str, target: Path, key: str, *, trust_remote_code: bo
     is_local = Path(name).exists()
     if not is_local and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         remedy = f"correct it; {Path(name).absolute()} is absent"
-        raise InputError(Problem(key, f"{key}={name}", "the tokenizer's folder or file is there", remedy))
+        raise InputError(Problem(key, f"{key}={name}", "the tokenizer's file or folder must exist", remedy))
     if not is_local:
         hub.is_online()
     from transformers import AutoTokenizer

@@ -140,7 +140,7 @@ def _description(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(folder: Path, file: str) -> dict[str, Any]:
-    """Raises Damage."""
+    """Read a JSON object. Raises DamagedFile."""
     path, rule = resolve_file(folder, file), "a Hugging Face folder contains it"
     try:
         content = json.loads(path.read_bytes())
