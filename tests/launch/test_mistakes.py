@@ -21,8 +21,8 @@ from launch import plan, train
 from tests.launch.mistakes import BASE, MISTAKES, Mistake
 from tests.launch.processes import ROOT, TRAIN, RunningCommand, command
 
-SECONDS = 3.0
-SECONDS_OF_RANK_0 = 2.0  # CPU time
+SECONDS = 8.0
+SECONDS_OF_RANK_0 = 4.0  # CPU time
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": train.main, "plan": plan.main}
 CASES = [
     (script, mistake)
