@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.waiting import wait_until
@@ -116,6 +117,7 @@ def test_standby_that_cannot_take_over_is_not_used(tmp_path: Path) -> None:
         first.kill()
         first.wait()
         second.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(second.pid).status() == psutil.STATUS_STOPPED, SECONDS, "stopped")
         assert rig.take(0) is None
         assert rig.take(1) is None, "it does not answer"
         assert rig.take(1) is None, "there is none"
