@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -51,6 +52,15 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     with served(root) as running:
         set_environment(monkeypatch, running, tmp_path)
         yield running
+
+
+@pytest.fixture
+def launchers_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep other tests that type commands of the documentation from using the launchers' default port."""
+    folder = tmp_path_factory.getbasetemp()
+    with (folder.parent / "launchers-port.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(autouse=True)

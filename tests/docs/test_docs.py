@@ -387,6 +387,7 @@ def script(page: Path) -> str:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("launchers_port")
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if script(page).count("\n") > 2],

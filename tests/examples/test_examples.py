@@ -149,6 +149,7 @@ def test_commands_of_the_readme_plan_without_a_warning(name: str, monkeypatch: p
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("launchers_port")
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_of_the_readme_run(name: str, tmp_path: Path) -> None:
     shutil.copytree(
