@@ -186,6 +186,7 @@ class RankProcesses:
                 continue
             on_poll()
             self._sleep()
+        stop.wait_if_ending()  # ``abort`` has killed the ranks
         if forwarded and ExitCode.STOPPED in codes and not has_started():
             self._first = None
             return ExitCode.STOPPED

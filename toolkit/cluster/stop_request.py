@@ -102,6 +102,7 @@ class StopRequest:
         self._own_seconds: float | None = None
         self._armed = False
         self._closed = False
+        self._ending = False
         self._reason: str | None = None
         self._interrupted = False
         self._requested_at = 0.0
@@ -151,6 +152,11 @@ class StopRequest:
         """
         self._grace_seconds = grace_seconds
         self._armed = True
+
+    def wait_if_ending(self) -> None:
+        """Block if the watching thread is ending this process, so that the caller reports no other end."""
+        if self._ending:
+            threading.Event().wait()
 
     def close(self) -> None:
         """Stop watching. Later signals from a launcher must not change the exit code during interpreter
@@ -215,6 +221,7 @@ class StopRequest:
         return time.monotonic() - self._requested_at
 
     def _end(self, reason: str, code: ExitCode) -> None:
+        self._ending = True
         try:
             self.abort(reason, code)
         finally:
