@@ -90,7 +90,8 @@ def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> Non
         return
 
     def trace_other_model(plan: RunPlan) -> ModuleTrace | NotTraced:
-        from toolkit.train.trace import trace_model  # imports torch
+        check_user_code(plan.config)  # before torch is imported, so that mistakes are reported at once
+        from toolkit.train.trace import trace_model
 
         return trace_model(plan, read_data=trace)
 
