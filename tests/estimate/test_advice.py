@@ -61,7 +61,7 @@ def test_words_compose_to_the_advised_run(fastest: Advice) -> None:
         assert compose([*SMALL, *words]) == advised.layout.apply(fastest.config), words
 
 
-def test_advised_plan_is_the_plan_of_its_words(fastest: Advice) -> None:
+def test_advised_overrides_reproduce_the_plan(fastest: Advice) -> None:
     first = fastest.best[0]
     composed = compose([*SMALL, *override_words(first, fastest.config)])
     assert make_plan(composed, WORLD).memory == first.plan.memory

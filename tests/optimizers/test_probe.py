@@ -135,7 +135,7 @@ def test_weight_decay_is_that_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
-def test_built_in_optimizers_state_the_truth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_specs_match_measured_behaviour(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe, applied to a built-in optimizer, finds the states that its file states."""
     from toolkit.optimizers import probe as module
 

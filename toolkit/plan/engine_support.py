@@ -1,6 +1,6 @@
-"""Generate docs/translation.md: which choices of a run description each engine supports.
+"""Generate docs/engine_support.md: which choices of a run description each engine supports.
 
-    python -m toolkit.plan.translation > docs/translation.md
+    python -m toolkit.plan.engine_support > docs/engine_support.md
 
 Each choice is planned on a described machine. If it is refused, overrides from the remedies are added (a ZeRO
 stage for offload, for example). A choice that is still refused is listed with the rule and its remedy.
@@ -113,8 +113,8 @@ OVERRIDE = re.compile(r"(?<![\w.+])\+?[a-z_]+(?:\.\w+)*=[^\s,;()]+")
 INTRODUCTION = """\
 # What each engine supports
 
-Generated from the rules: `python -m toolkit.plan.translation > docs/translation.md`. A test checks that it is
-up to date.
+Generated from the rules: `python -m toolkit.plan.engine_support > docs/engine_support.md`. A test checks that
+it is up to date.
 
 *exact*: the same samples in the same order, and the same losses up to the order of summation: docs/parity.md
 has measurements over 20 steps (16-bit precisions round at different points in each engine). *exact for one
@@ -130,7 +130,7 @@ EXACT, OWN_MASKS, ONE_MICRO_BATCH = "exact", "own dropout masks", "exact for one
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How an engine supports a choice.
+    """The support of one engine for a choice.
 
     Attributes:
         overrides: further overrides that the choice needs.
@@ -151,14 +151,14 @@ class Support:
 
 
 def exactness_of_layouts(config: RunConfig) -> str:
-    """How well the losses of two layouts of ``config`` agree."""
+    """Return how well the losses of two layouts of ``config`` agree."""
     if config.model.dropout:
         return OWN_MASKS
     return ONE_MICRO_BATCH if config.model.router_aux_loss_coef else EXACT
 
 
 def engine_support(overrides: Sequence[str], engine: EngineName) -> Support:
-    """How ``engine`` supports ``overrides``."""
+    """Return how ``engine`` supports ``overrides``."""
     return find_support(tuple(overrides), lambda tried: small_run(tried, engine), _world(engine), depth=2)
 
 
@@ -246,7 +246,7 @@ def experiments() -> list[str]:
 
 
 def experiment(name: str, engine: EngineName) -> Support:
-    """How ``engine`` supports an experiment on 64 H100s (quickstart: two CPU ranks)."""
+    """Return how ``engine`` supports an experiment on 64 H100s (quickstart: two CPU ranks)."""
     return find_support(
         (f"+exp={name}", f"engine={engine.value}"),
         compose,
@@ -256,7 +256,7 @@ def experiment(name: str, engine: EngineName) -> Support:
 
 
 def document() -> str:
-    """The text of docs/translation.md."""
+    """The text of docs/engine_support.md."""
     return "\n".join([*_introduction(), *_choices(), *_layouts(), *_experiments()]) + "\n"
 
 
