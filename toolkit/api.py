@@ -41,7 +41,7 @@ _trainings = 0  # of this process; distinguishes their messages to other ranks
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How a training ended, and where its files are.
+    """The result of a training: its state, its last step and its files.
 
     Attributes:
         state: ``done``; ``stopped`` by Ctrl-C or a signal, after saving; or ``diverged`` if a loss, gradient

@@ -50,14 +50,17 @@ def compose(overrides: Sequence[str]) -> RunConfig:
 
 
 def compose_prepare(overrides: Sequence[str]) -> PrepareConfig:
-    """As :func:`compose`, for ``launch/prepare.py``."""
+    """Compose the configuration of ``launch/prepare.py``. Raises as :func:`compose`."""
     config = _typed(_composed(parse_overrides(overrides, PREPARE), PREPARE), PREPARE)
     assert isinstance(config, PrepareConfig)
     return config
 
 
 def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
-    """As :func:`compose`, for ``launch/reshard.py``. Keys that the action does not use are errors too."""
+    """Compose the configuration of ``launch/reshard.py``.
+
+    Raises as :func:`compose`, and for keys that the action does not use.
+    """
     parsed = parse_overrides(overrides, RESHARD)
     config = _typed(_composed(parsed, RESHARD), RESHARD)
     assert isinstance(config, ReshardConfig)
@@ -66,14 +69,17 @@ def compose_reshard(overrides: Sequence[str]) -> ReshardConfig:
 
 
 def compose_sweep(overrides: Sequence[str]) -> SweepSection:
-    """As :func:`compose`, for the keys ``sweep.*`` of a sweep."""
+    """Compose the keys ``sweep.*`` of a sweep. Raises as :func:`compose`."""
     config = _typed(_composed(parse_overrides(overrides, SWEEP), SWEEP), SWEEP)
     assert isinstance(config, SweepConfig)
     return config.sweep
 
 
 def compose_plan_arguments(arguments: Sequence[str]) -> tuple[PlanArguments, list[str]]:
-    """As :func:`compose`, for the arguments that only ``launch/plan.py`` takes; and the other arguments."""
+    """Compose the arguments that only ``launch/plan.py`` takes, and return the other arguments too.
+
+    Raises as :func:`compose`.
+    """
     names = {field.name for field in fields(PlanArguments)}
     own, others = list[str](), list[str]()
     for argument in arguments:

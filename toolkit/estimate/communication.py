@@ -61,7 +61,7 @@ def hidden_behind(compute: float, collective: float, contention: float) -> float
 
 
 def group_name(axes: Axes, along: Collection[Axis]) -> str:
-    """As :func:`layout.axes.axis_name` of a group along these axes, without its ranks."""
+    """Name the group along these axes as :func:`layout.axes.axis_name` does, without its ranks."""
     spanned = [axis for axis in ORDER if axis in along and getattr(axes, axis) > 1]
     divided = [axis for axis in ORDER if getattr(axes, axis) > 1]
     return ALL if len(spanned) > 1 and spanned == divided else "+".join(spanned)

@@ -57,7 +57,7 @@ DESIGN_WATTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """What all optimizer steps of a run take. The interval is that of the predicted step time.
+    """Time, cost, energy and CO2 of all optimizer steps. The interval is that of the predicted step time.
 
     Attributes:
         hours: wall time of the steps.

@@ -15,7 +15,7 @@ from toolkit.plan.types import World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is best, and what a layout must satisfy. Times are those of a step.
+    """The quantity that an advice minimizes, and the limits of a layout. Times are those of a step.
 
     Attributes:
         cheapest: fewest GPU-seconds instead of fewest seconds.

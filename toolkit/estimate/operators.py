@@ -91,7 +91,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank computes of a micro-batch, and with which kernels.
+    """The part of a micro-batch that one rank computes, and the kernels that it uses.
 
     Attributes:
         tokens: of the micro-batch on this rank.
@@ -135,7 +135,7 @@ class RankShare:
 
 
 def share_of_rank(plan: RunPlan, shape: ModelShape) -> RankShare:
-    """What a rank of ``plan`` computes of one micro-batch."""
+    """Return the part of one micro-batch that a rank of ``plan`` computes."""
     config, axes, kernels = plan.config, plan.axes, plan.kernels
     megatron = config.engine.name is EngineName.megatron
     settings = plan.megatron["transformer"] if plan.megatron is not None else {}

@@ -39,7 +39,7 @@ MAX_SHARE = 0.01  # of the time in saves, up to which MAX_SECONDS holds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCosts:
-    """What saves and failures cost, in seconds.
+    """Costs of saves and failures, in seconds.
 
     Attributes:
         save: for which a save stops training.
@@ -89,7 +89,7 @@ def prior_between_failures(plan: RunPlan) -> float:
 
 
 def expected_costs(plan: RunPlan, between_failures: float) -> SaveCosts | None:
-    """What saves and failures cost before they are measured; None if the size of a checkpoint is unknown."""
+    """Predict the costs of saves and failures; return None if the size of a checkpoint is unknown."""
     size = rank_bytes(plan)
     if size is None:
         return None
@@ -108,8 +108,9 @@ def expected_costs(plan: RunPlan, between_failures: float) -> SaveCosts | None:
 
 
 def first_costs(plan: RunPlan) -> SaveCosts:
-    """What ``checkpoint.every=auto`` assumes before it has measured anything. A checkpoint of unknown size is
-    taken for a small one, until the first save is measured.
+    """Return the costs that ``checkpoint.every=auto`` assumes before it has measured any.
+
+    A checkpoint of unknown size is assumed to be small until the first save is measured.
     """
     mean = prior_between_failures(plan)
     small = SaveCosts(

@@ -255,8 +255,10 @@ def find_best(
 
 
 def layout_kind(layout: Layout) -> tuple[object, ...]:
-    """What distinguishes the layouts of an advice. The best micro-batch, recomputation and offload, and the
-    best ZeRO stage that divides no parameters, are chosen within a kind.
+    """Return the properties that distinguish the layouts of an advice.
+
+    The best micro-batch, recomputation and offload, and the best ZeRO stage that divides no parameters, are
+    chosen within a kind.
     """
     axes = (layout.tensor, layout.pipeline, layout.virtual, layout.context, layout.expert)
     return layout.nodes, layout.engine, axes, layout.zero == 3

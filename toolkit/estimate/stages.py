@@ -157,7 +157,7 @@ class LayerPasses:
     recomputed: Pass
 
     def mixed(self, other: LayerPasses, share: float) -> LayerPasses:
-        """With a ``share`` of ``other``."""
+        """Return these passes with a ``share`` of them replaced by ``other``."""
         return LayerPasses(
             self.forward * (1 - share) + other.forward * share,
             self.backward * (1 - share) + other.backward * share,

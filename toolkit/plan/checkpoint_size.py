@@ -26,7 +26,7 @@ def checkpoint_bytes(plan: RunPlan) -> int | None:
 
 
 def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
-    """As :func:`checkpoint_bytes`, of the parts of a plan."""
+    """Compute :func:`checkpoint_bytes` from the parts of a plan."""
     weight = element_bytes(config.precision.name)
     master = FP32 if weight < FP32 else 0
     optimizer = get_optimizer(config.optim.name)

@@ -103,8 +103,10 @@ def _with_nearest_change(
 
 
 def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced | None = None) -> DraftPlan:
-    """As :func:`make_plan`, without the rules: also for runs that cannot start, such as those that do not fit
-    in memory, whose time and memory explain why another layout is better.
+    """Plan as :func:`make_plan` does, without the rules.
+
+    Runs that cannot start, such as those that do not fit in memory, are planned too: their time and memory
+    explain why another layout is better.
     """
     problems: list[Problem] = []
     config = _with_length(config, problems)

@@ -96,7 +96,7 @@ def make_error(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
 
 
 def make_warning(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
-    """As :func:`make_error`, but a warning."""
+    """A warning about the space-separated ``keys``; the first one is at fault."""
     names = keys.split()
     return Problem(names[0], format_keys(config, *names), rule, remedy, Severity.WARNING)
 

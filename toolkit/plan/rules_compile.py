@@ -85,7 +85,7 @@ def compile_obstacles(config: RunConfig, world: World, mode: CompileMode) -> Ite
 
 
 def lacking(world: World) -> tuple[str, ...]:
-    """What inductor needs and the machine lacks."""
+    """Return the packages and tools that inductor needs and the machine lacks."""
     return tuple(
         name for name in world.lacking_for_compile if name != "triton" or world.device is Device.CUDA
     )
