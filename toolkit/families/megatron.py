@@ -94,7 +94,7 @@ class MegatronTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """The part of a tensor on one tensor rank; ``at`` of ``parts`` counts from the origin of that part."""
+    """The local tensor of one tensor rank; ``at`` of ``parts`` counts from its origin."""
 
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
