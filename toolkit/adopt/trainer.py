@@ -209,7 +209,6 @@ _DDP = "DeepSpeed reduces gradients; its keys are +engine.deepspeed.*"
 _LOGS = "progress and logs are this toolkit's own"
 _COMPUTE = "kernels are those of the engine"
 _TASK = "the task defines samples, loss and metrics"
-_NONE = (None, False, "", "no", "none", (), "[]", "{}", 0, "none")
 RULES: Mapping[str, Rule] = {
     **{name: same(SAME[name]) for name in _DIRECT},
     "per_device_train_batch_size": micro_batch,

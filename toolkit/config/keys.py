@@ -91,7 +91,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nearest(name: str, root: ConfigRoot = RUN) -> str | None:
+def nearest(name: str, root: ConfigRoot) -> str | None:
     """The key or section that ``name`` most likely means; None if no name is similar."""
     names = [*keys_by_name(root), *sections(root)]
     last = name.rpartition(".")[2]

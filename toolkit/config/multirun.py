@@ -91,10 +91,6 @@ def quoted(text: str | Path) -> str:
     return QuotedString(str(text), Quote.single).with_quotes()
 
 
-def is_sweep(arguments: Sequence[str]) -> bool:
-    return not set(overrides.MULTIRUN).isdisjoint(arguments)
-
-
 def read_sweep(arguments: Sequence[str]) -> SweepArguments:
     """Parse the arguments of a sweep. Values of points are checked when the points are composed.
 

@@ -229,14 +229,14 @@ def embedding_work(shape: ModelShape, share: RankShare) -> Work:
     return _elementwise(2 * rows, 3 * rows, 2)
 
 
-def optimizer_work(elements: float, element: int, *, fused: bool, moments: int = 2) -> Elementwise:
-    """The update of ``elements`` parameters with weights of ``element`` bytes.
+def optimizer_work(elements: float, element: int, *, fused: bool) -> Elementwise:
+    """The update of ``elements`` parameters with weights of ``element`` bytes and two moments.
 
     Gradients are read for the norm and for the update, master weights and moments are read and written, and
     16-bit weights are written. Without a fused kernel, each elementwise step of Adam reads and writes its
     tensors, which is about three times as much.
     """
-    once = 2 * FP32 + 2 * FP32 * (1 + moments) + (element if element != FP32 else 0)
+    once = 2 * FP32 + 2 * FP32 * 3 + (element if element != FP32 else 0)
     return Elementwise(elements * (once if fused else 3 * once), 4)
 
 

@@ -74,8 +74,8 @@ def create_report(
     ranks: Sequence[int],
     estimate: Estimator,
     *,
-    measured: Sequence[MeasuredEstimate] = (),
-    factors: SpeedFactors | None = None,
+    measured: Sequence[MeasuredEstimate],
+    factors: SpeedFactors | None,
     fixed: Container[str] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> ScalingReport:
