@@ -22,16 +22,16 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from harness.environment import describe_machine, package_versions
 
 from toolkit.plan.devices import HIDE_GPUS
 from toolkit.progress import Progress
@@ -194,9 +194,6 @@ def main() -> None:
     common = [*COMMON, f"train.steps={given.steps}", f"eval.every={given.steps}", *given.words]
     earlier = json.loads(given.out.read_text()) if given.out.exists() else {}
     runs: dict[str, dict[str, Any]] = earlier.get("runs", {}) if earlier.get("words") == common else {}
-    versions = {
-        name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core", "transformers")
-    }
     missing = [name for name in given.only if name not in runs]
     with Progress() as progress, progress.task("bf16 runs", total=len(missing), unit="runs") as task:
         for name in missing:
@@ -206,8 +203,8 @@ def main() -> None:
                 **train([*common, *words], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {}),
             }
             results = {
-                "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
-                "versions": versions,
+                "machine": describe_machine(),
+                "versions": package_versions(),
                 "words": common,
                 "runs": runs,
                 "verdict": compare_with_local(runs),

@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sysconfig
 import tempfile
 import time
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from harness.environment import describe_machine, package_versions
 
 from toolkit.config.data import DataConfig, DatasetConfig
 from toolkit.config.schema import RunConfig, TrainConfig
@@ -64,18 +64,12 @@ def main() -> None:
                 }
             )
             print(json.dumps(results[-1]), flush=True)
-    versions = {package: version(package) for package in ("tokenizers", "datasets", "pyarrow", "numpy")}
-    machine = {
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **versions,
-    }
     write_whole(
         asked.output,
         json.dumps(
             {
-                "machine": machine,
+                "machine": describe_machine(),
+                "versions": package_versions("tokenizers", "datasets", "pyarrow", "numpy"),
                 "window": LENGTH,
                 "batch": BATCH,
                 "vocabulary": VOCABULARY,

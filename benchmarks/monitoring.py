@@ -32,19 +32,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.environment import describe_machine, package_versions
 from harness.slice_statistics import (
     Floats,
     complete_parts,
@@ -233,7 +231,7 @@ def main() -> None:
     from toolkit.data.tokens.stdlib import ensure_stdlib
 
     ensure_stdlib(str(ROOT / "data" / "stdlib"), 4096)
-    load = os.getloadavg()[0]
+    machine = describe_machine()
     on = {"words": ON}
     half = (given.launches + 1) // 2
     comparisons = {
@@ -247,15 +245,9 @@ def main() -> None:
         )
     }
     problems = find_problems(comparisons)
-    versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "wandb")}
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_before": load}
-    given.out.write_text(
-        json.dumps(
-            {"machine": machine, "versions": versions, "over_off": comparisons, "mistakes": problems},
-            indent=1,
-        )
-        + "\n"
-    )
+    versions = package_versions("torch", "deepspeed", "wandb")
+    result = {"machine": machine, "versions": versions, "over_off": comparisons, "mistakes": problems}
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
     for line in problems:
         print(line)
     sys.exit(1 if problems else 0)

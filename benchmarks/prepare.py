@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -27,8 +26,9 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
+
+from harness.environment import describe_machine, package_versions
 
 from toolkit.data.tokens.stdlib import read_source_texts
 
@@ -103,9 +103,10 @@ def main() -> None:
         }  # fmt: skip
         rounds = [{name: job() for name, job in jobs.items()} for _ in range(arguments.rounds)]
     result = {
-        "megabytes": round(megabytes, 2), "rounds": arguments.rounds,
-        "cores": os.cpu_count(), "machine": platform.machine(),
-        "python": platform.python_version(), "tokenizers": metadata.version("tokenizers"),
+        "megabytes": round(megabytes, 2),
+        "rounds": arguments.rounds,
+        "machine": describe_machine(),
+        "versions": package_versions("tokenizers"),
         "jobs": {
             name: {
                 "mb_per_cpu_second": round(statistics.median(megabytes / one[name][0] for one in rounds), 3),
@@ -116,7 +117,7 @@ def main() -> None:
             }
             for name in jobs
         },
-    }  # fmt: skip
+    }
     kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     RESULTS.write_text(json.dumps({**kept, f"{megabytes:.0f} MB": result}, indent=1) + "\n")
     print(json.dumps(result, indent=1))

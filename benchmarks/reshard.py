@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -38,9 +37,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
+from harness.environment import describe_machine, package_versions
 from reshard_sources import NATIVE, convert, make_dcp, make_native
 
 from toolkit.checkpoint.source import open_source
@@ -283,16 +282,8 @@ def main() -> None:
         },
         "peak_bytes_by_parameters": memory,
         "rows": rows,
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": platform.processor() or platform.machine(),
-            "system": platform.platform(),
-            "load": os.getloadavg()[0],
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in packages},
-        },
+        "machine": describe_machine(),
+        "versions": package_versions(*packages),
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -28,11 +27,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from harness.environment import describe_machine, package_versions
 
 from toolkit.cluster.rank_processes import find_free_port
 from toolkit.restart_phases import read_restart
@@ -208,12 +207,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     results = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results["machine"] = {
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
-    results["versions"] = {name: metadata.version(name) for name in ("torch", "deepspeed")}
+    results |= {"machine": describe_machine(), "versions": package_versions("torch", "deepspeed")}
     if given.overhead:
         results["overhead"] = overhead(4, given.data)
         print(f"a step with a snapshot every {MEMORY_EVERY}: {results['overhead']['median_ratio']:.4f} times")

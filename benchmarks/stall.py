@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from harness.environment import describe_machine, package_versions
 
 from toolkit.rows import read_rows
 
@@ -80,11 +80,8 @@ def main() -> None:
             f"{name:>9}: {row['share']:.3%} of {row['step_seconds'] * 1e3:.0f} ms per step: waiting for data",
             flush=True,
         )
-    versions = {name: metadata.version(name) for name in ("torch", "deepspeed", "megatron-core")}
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
-    given.out.write_text(
-        json.dumps({"machine": machine, "versions": versions, "engines": stalls}, indent=1) + "\n"
-    )
+    result = {"machine": describe_machine(), "versions": package_versions(), "engines": stalls}
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

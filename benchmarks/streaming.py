@@ -22,14 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ from harness.contender_runner import ContenderFailed, ContenderRunner, peers_pyt
 from harness.contenders import CONTENDERS
 from harness.contenders.common import GLOBAL_BATCH, LENGTH
 from harness.corpus import make_corpus
+from harness.environment import describe_machine, package_versions
 from harness.mixing_quality import BATCH, at_scale, chi2_per_df
 from harness.read_contender import AFTER
 
@@ -233,24 +232,6 @@ def measure_layouts(tokens: int, seconds: float, limit_seconds: float) -> dict[s
     }
 
 
-def describe_machine() -> dict[str, Any]:
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -307,7 +288,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         "machine": describe_machine(),
         "load_before": before,
         "busy": before > QUIET_LOAD,
-        "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
+        "versions": package_versions("torch", "numpy"),
         "settings": {
             "length": LENGTH,
             "global_batch": GLOBAL_BATCH,
