@@ -1,7 +1,6 @@
 """Compare the final validation loss of bf16 runs of the quickstart in every layout with plain torch's.
 
-    python benchmarks/bf16_quickstart.py         on two CPU ranks: eight local runs, ten of both engines, a
-        control
+    python benchmarks/bf16_quickstart.py         eight local runs, ten of both engines on two ranks, a control
     python benchmarks/bf16_quickstart.py --steps 20 --only local-micro1 megatron-tp2
 
 In bf16 the order of summation alone changes a run: at the quickstart's learning rate runs diverge around

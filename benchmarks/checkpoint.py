@@ -1,7 +1,6 @@
 """Compare saving and loading a checkpoint with ``cp`` and sync of the same bytes.
 
-    python benchmarks/checkpoint.py                                     1 GB, 2 ranks, 7 rounds, in the
-        current folder
+    python benchmarks/checkpoint.py                                     1 GB, 2 ranks, 7 rounds, here
     python benchmarks/checkpoint.py --gigabytes 4 --folder /mnt/nvme    in another folder
 
 The jobs alternate within each round, so that noise of the machine affects all of them. The figures are

@@ -1,7 +1,6 @@
 """Measure the cost of monitoring: everything on against everything off, with steps of at least 200 ms.
 
-    python benchmarks/monitoring.py                           45 minutes on two cores of an otherwise idle
-        machine
+    python benchmarks/monitoring.py                           45 minutes on two idle cores
     python benchmarks/monitoring.py --launches 1 --pairs 8    a quick try with wide bounds
 
 On a virtual machine steps vary by several per cent, so alternating whole steps would take hours to resolve

@@ -1,9 +1,7 @@
-"""Compare preparing text with the tokenizer's ``encode_batch`` alone, in one process, on the same text in
-memory.
+"""Compare preparing text with the tokenizer's ``encode_batch`` alone, in one process, on text in memory.
 
     python benchmarks/prepare.py                     Python's standard library, 5 rounds, about three minutes
-    python benchmarks/prepare.py --copies 4          four times that text, so that start-up costs a smaller
-        share
+    python benchmarks/prepare.py --copies 4          four times that text: start-up is a smaller part
     python benchmarks/prepare.py --input corpus      a folder of text files
 
 Jobs alternate within each round, so that noise affects all of them; figures are medians, ratios are medians

@@ -1,12 +1,9 @@
 """Compare the CPU time of a token on its way to the model with a memory map and with other loaders.
 
-    python benchmarks/streaming.py --peers-venv /tmp/peers    every contender: 15 minutes on two cores, 3 GB
-        of disk
+    python benchmarks/streaming.py --peers-venv /tmp/peers    every contender: 15 minutes, 3 GB of disk
     python benchmarks/streaming.py --only floor toolkit       some of them
-    python benchmarks/streaming.py --layouts                  only shards, mixtures and dtypes; the rest is
-        kept
-    python benchmarks/streaming.py --report                   the table, docs/streaming.md and its picture
-        from the JSON
+    python benchmarks/streaming.py --layouts                  measure only shards, mixtures and dtypes again
+    python benchmarks/streaming.py --report                   the table and docs/streaming.md from the JSON
 
 One synthetic corpus of 200 M tokens (benchmarks/harness/corpus.py) is written in each contender's own format.
 Every measurement is a process of its own with a time limit; rounds go through all contenders, so that noise

@@ -46,7 +46,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedKey:
-    """
+    """What becomes of one key of a file.
+
     Attributes:
         source: the file's name; empty for a default of the other tool that no key sets.
         key, value: as in the file, with a dotted name.

@@ -22,7 +22,8 @@ DEFAULT_CONF = "conf"
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """
+    """A folder with the configuration groups of a user.
+
     Attributes:
         folder: holds ``pyproject.toml``, and the user's modules.
         conf: holds groups and experiments.

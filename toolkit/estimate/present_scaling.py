@@ -46,13 +46,15 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingReport:
-    """Attributes:
-    name: of the run.
-    hardware: of the described machines, for people.
-    unit: of throughput, in the plural; ``units_per_sample`` of them are a sample.
-    curves: strong and weak scaling.
-    measured: runs to compare with, by rising number of ranks; ``factors`` were fitted to them, None without
-        runs.
+    """The scaling of a run, as shown in the terminal, in JSON and on the page.
+
+    Attributes:
+        name: of the run.
+        hardware: of the described machines, for people.
+        unit: of throughput, in the plural; ``units_per_sample`` of them are a sample.
+        curves: strong and weak scaling.
+        measured: runs to compare with, by rising number of ranks.
+        factors: fitted to them; None without runs.
     """
 
     name: str

@@ -33,7 +33,8 @@ RULE = "optim.target is a class derived from torch.optim.Optimizer"
 
 @dataclass(frozen=True, slots=True)
 class ProbedOptimizer:
-    """
+    """What steps of a custom optimizer have shown.
+
     Attributes:
         not_flat: why ZeRO 1 and 2, and tensor parallelism, would compute another update; None if they are
             exact.

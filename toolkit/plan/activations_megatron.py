@@ -2,22 +2,21 @@
 
 They are those of version 0.16 with the local layer spec and torch's attention.
 
-Counted like plan/activations.py, after Korthikanti et al., 2205.05198, sections 4.2 and 5. The differences
-are:
+They are counted like those of plan/activations.py, after Korthikanti et al., 2205.05198, sections 4.2 and 5,
+with these differences:
 
 - Tensor parallelism divides the tensors inside attention and feed-forward. Sequence parallelism also divides
-the
-  tensors between them: norms, the residual stream, and the inputs of column-parallel layers, which backward
-      gathers again.
-- Values stay in the output of the fused query-key-value projection, which is saved whole. - A gated
-feed-forward saves gate and up in one tensor, the activated gate, a copy of up (up + 0), and their product. -
-The vocabulary is divided too, and the cross-entropy overwrites its fp32 logits. - Context ranks gather keys
-and values and save them with a mask: one row of the full sequence per local position. With
-  separate documents every rank has such a mask for each sequence. With a mask, keys and values are as wide as
-  queries.
+  the tensors between them: norms, the residual stream, and the inputs of column-parallel layers, which the
+  backward pass gathers again.
+- Values stay in the output of the fused query-key-value projection, which is saved whole.
+- A gated feed-forward saves gate and up in one tensor, the activated gate, a copy of up (up + 0), and their
+  product.
+- The vocabulary is divided too, and the cross-entropy overwrites its fp32 logits.
+- Context ranks gather keys and values and save them with a mask: one row of the full sequence per local
+  position. With separate documents every rank has such a mask for each sequence. With a mask, keys and values
+  are as wide as queries.
 - A pipeline stage stores several micro-batches: stage i of p has p - i in flight; with v virtual stages it
-has
-  2 (p - i - 1) + (v - 1) p + 1 of its chunks in flight.
+  has 2 (p - i - 1) + (v - 1) p + 1 of its chunks in flight.
 
 Norms: torch's fused GPU kernels save input, output and one number per token; on CPUs RMSNorm is elementwise
 operations. A test compares blocks with what autograd saves, on the CPU.

@@ -1,15 +1,12 @@
 """Bytes of parameters, gradients and optimizer states on a rank under Megatron-core 0.16.
 
-    parameters   without the distributed optimizer one tensor per parameter; with it one flat buffer per model
-    chunk, in
-                 which parameters begin at multiples of 64 elements and buckets end at multiples of lcm(ranks,
-                 128)
-    gradients    a flat fp32 buffer of the same length, replicated on every rank, in every precision; backward
-    adds each
-                 parameter's gradient to it and frees the gradient
-    optimizer    an fp32 copy of 16-bit weights (fp32 weights are their own master copy) and the optimizer's
-    tensors; with
-                 the distributed optimizer only this rank's range of each bucket
+- Parameters: without the distributed optimizer one tensor per parameter. With it one flat buffer per model
+  chunk, in which parameters begin at multiples of 64 elements, and buckets end at multiples of
+  lcm(ranks, 128).
+- Gradients: a flat fp32 buffer of the same length, replicated on every rank, in every precision. The backward
+  pass adds each parameter's gradient to it and frees the gradient.
+- Optimizer: an fp32 copy of 16-bit weights (fp32 weights are their own master copy) and the optimizer's
+  tensors; with the distributed optimizer only this rank's range of each bucket.
 
 Adam has moments of M = 8 bytes per element, SGD 4 with momentum and 0 without. The rank has n elements after
 tensor, pipeline and expert parallelism, and N elements with padding. The range is shared by d ranks: data x

@@ -26,7 +26,8 @@ TYPE_NAMES = {
 
 @dataclass
 class KeySchema:
-    """
+    """What an engine accepts as the value of one of its keys.
+
     Attributes:
         types: names of the accepted JSON types; empty if any value is accepted.
         choices: the accepted values, if there are only a few.
