@@ -112,13 +112,13 @@ T_TEN = (
 )
 
 
-def train(words: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str, Any]:
+def train(overrides: list[str], ranks: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """Run one configuration; return its last validation loss and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
             str(ROOT / "launch" / "train.py"),
-            *words,
+            *overrides,
             f"run.dir={folder}/run",
             f"cluster.cpu_ranks={ranks}",
             f"data.path={ROOT / 'data' / 'stdlib'}",
@@ -196,10 +196,12 @@ def main() -> None:
     missing = [name for name in given.only if name not in runs]
     with Progress() as progress, progress.task("bf16 runs", total=len(missing), unit="runs") as task:
         for name in missing:
-            words = EVERY[name]
+            overrides = EVERY[name]
             runs[name] = {
-                "words": words,
-                **train([*common, *words], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {}),
+                "words": overrides,
+                **train(
+                    [*common, *overrides], 2 if name in ENGINES else 1, NARROW if "narrow" in name else {}
+                ),
             }
             results = {
                 "machine": describe_machine(),

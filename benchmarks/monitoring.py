@@ -95,7 +95,7 @@ OFF = (
     "monitor.hang_seconds=0",
 )
 ON = ("monitor.wandb=offline", "monitor.every=10")
-NOTHING = {"words": OFF, "without_sinks": True}
+NOTHING = {"overrides": OFF, "without_sinks": True}
 
 
 def run_launch(
@@ -112,7 +112,7 @@ def run_launch(
             overrides = [
                 *MODEL,
                 *RANKS[ranks],
-                *its["words"],
+                *its["overrides"],
                 f"train.steps={ENDLESS}",
                 f"run.dir={Path(folder, 'runs', side)}",
                 f"data.path={ROOT / 'data' / 'stdlib'}",
@@ -231,7 +231,7 @@ def main() -> None:
 
     ensure_stdlib(str(ROOT / "data" / "stdlib"), 4096)
     machine = describe_machine()
-    on = {"words": ON}
+    on = {"overrides": ON}
     half = (given.launches + 1) // 2
     comparisons = {
         name: run_comparison(name, spec, ranks, launches, given.pairs)

@@ -75,12 +75,12 @@ class RunningTraining:
     def __init__(self, name: str, data: str, folder: Path) -> None:
         self.name, self.dir, self._marks = name, folder / "run", folder / "marks.txt"
         script = str(ROOT / "launch" / "train.py")
-        words = [*KEYS, *CONTENDERS[name], f"run.dir={self.dir}", f"data.path={data}"]
+        overrides = [*KEYS, *CONTENDERS[name], f"run.dir={self.dir}", f"data.path={data}"]
         if name == "torchrun":
             argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-            argv += ["--max-restarts", "1000", "--master_port", str(find_free_port()), script, *words]
+            argv += ["--max-restarts", "1000", "--master_port", str(find_free_port()), script, *overrides]
         else:
-            argv = [sys.executable, script, *words, f"cluster.cpu_ranks={RANKS}"]
+            argv = [sys.executable, script, *overrides, f"cluster.cpu_ranks={RANKS}"]
         search = os.pathsep.join([str(ROOT / "benchmarks" / "harness"), str(ROOT)])
         environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": search, "RESTART_MARKS": str(self._marks)}
         self._log = (folder / "log.txt").open("w")
@@ -103,8 +103,8 @@ class RunningTraining:
     def moments(self) -> list[tuple[float, int]]:
         """Return time and number of each step so far, in order of time."""
         lines = self._marks.read_text().splitlines() if self._marks.exists() else []
-        words = (line.split() for line in lines)
-        return [(float(moment), int(step)) for moment, step in words]
+        rows = (line.split() for line in lines)
+        return [(float(moment), int(step)) for moment, step in rows]
 
     def wait_until(self, what: str, holds: Any) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS

@@ -37,19 +37,18 @@ QUIET = ("checkpoint.every=never", "checkpoint.at_end=false", "eval.every=0")
 LIMIT_SECONDS = 300
 
 
-def stall(words: tuple[str, ...], steps: int, data: str) -> dict[str, Any]:
+def stall(overrides: tuple[str, ...], steps: int, data: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        asked = [*words, *QUIET, f"train.steps={steps}", f"run.dir={run}", f"data.path={data}"]
+        asked = [*overrides, *QUIET, f"train.steps={steps}", f"run.dir={run}", f"data.path={data}"]
         argv = [sys.executable, str(ROOT / "launch" / "train.py"), "+exp=quickstart", *asked]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environ, cwd=ROOT
         )
         if done.returncode:
-            raise SystemExit(
-                f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-            )
+            output = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            raise SystemExit(f"{' '.join(overrides)}: exit code {done.returncode}\n{output}")
         rows = list(read_rows(run / "metrics.jsonl"))[1:]
     step_seconds, data_seconds = (
         sum(row["step_seconds"] for row in rows),

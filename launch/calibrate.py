@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
         with file_errors():
             from toolkit.cluster.environment import read_launch
 
-            launch, words = read_launch(os.environ, arguments)
+            launch, rest = read_launch(os.environ, arguments)
             configure_logging(launch.rank)
-            options = parse_arguments(words)
+            options = parse_arguments(rest)
             if options.runs:
                 add_runs(options)
             else:
@@ -64,9 +64,9 @@ def parse_arguments(arguments: Sequence[str]) -> CalibrateArguments:
     """Parse the command line. Raises InputError with all mistakes."""
     from toolkit.rundir.find import find_run
 
-    words = [word for word in arguments if "=" in word and not Path(word).exists()]
-    runs = tuple(find_run(word, "run") for word in arguments if word not in words)
-    options = dict(word.split("=", 1) for word in words)
+    pairs = [word for word in arguments if "=" in word and not Path(word).exists()]
+    runs = tuple(find_run(word, "run") for word in arguments if word not in pairs)
+    options = dict(word.split("=", 1) for word in pairs)
     problems = [
         Problem(
             name,

@@ -122,7 +122,7 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
     ``own.out``.
     """
     from toolkit.cluster.job import resolve_from_files, resolve_world
-    from toolkit.config.overrides import typed_keys
+    from toolkit.config.overrides import overridden_keys
     from toolkit.estimate.measured_factors import fit_factors
     from toolkit.estimate.present_scaling import create_report, format_scaling, scaling_to_json
     from toolkit.estimate.profile import load_profile
@@ -163,7 +163,7 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
             estimate,
             measured=measured,
             factors=factors,
-            fixed=typed_keys(overrides),
+            fixed=overridden_keys(overrides),
             advance=lambda: task.advance(1),
         )
     folder = Path(own.out or f"scaling/{config.run.name}")
@@ -182,7 +182,7 @@ def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str],
     from toolkit.cluster.job import resolve_from_files, resolve_world
     from toolkit.config.experiment import experiment_file, experiment_text
     from toolkit.config.numbers import hours_until
-    from toolkit.config.overrides import split_options, typed_keys
+    from toolkit.config.overrides import overridden_keys, split_options
     from toolkit.estimate.advice import advise
     from toolkit.estimate.advice_table import forecast_lines, format_advice, start_command, to_json
     from toolkit.files import write_whole
@@ -198,7 +198,7 @@ def show_advice(config: RunConfig, own: PlanArguments, overrides: Sequence[str],
     advice = advise(
         resolve_from_files(config),
         resolve_world(config.cluster),
-        typed=typed_keys(overrides),
+        typed=overridden_keys(overrides),
         hours=min(hours, default=None),
     )
     if as_json:

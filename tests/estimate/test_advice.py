@@ -13,7 +13,7 @@ import pytest
 from launch import plan as command
 from tests.plan.cases import h100s
 from toolkit.config.compose import compose
-from toolkit.config.overrides import typed_keys
+from toolkit.config.overrides import overridden_keys
 from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import ExitCode, PlanError
 from toolkit.estimate import search
@@ -40,7 +40,7 @@ WORLD = h100s(8, 4)
 
 def advice_on(*words: str, hours: float | None = None) -> Advice:
     arguments = [*SMALL, *words]
-    return advise(compose(arguments), WORLD, typed=frozenset(typed_keys(words)), hours=hours)
+    return advise(compose(arguments), WORLD, typed=frozenset(overridden_keys(words)), hours=hours)
 
 
 @pytest.fixture(scope="module")

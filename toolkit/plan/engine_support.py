@@ -217,17 +217,17 @@ def small_run(overrides: Sequence[str], engine: EngineName) -> RunConfig:
 
 
 @cache
-def _section(section: str, words: tuple[str, ...]) -> Any:
+def _section(section: str, choices: tuple[str, ...]) -> Any:
     """One section of a configuration: the file of an option, and keys that override it."""
     tree: dict[str, Any] = {}
-    for word in words:
-        name, _, value = word.removeprefix("+").partition("=")
+    for choice in choices:
+        name, _, value = choice.removeprefix("+").partition("=")
         *path, leaf = name.split(".")[1:] or [""]
         if not leaf:
             text = (search.ROOT / section / f"{value}.yaml").read_text(encoding="utf-8")
             tree = {
                 key: given for key, given in (yaml.safe_load(text) or {}).items() if given != "???"
-            } | GIVEN.get(word, {})
+            } | GIVEN.get(choice, {})
         else:
             tree = _with(tree, path, leaf, yaml.safe_load(value))
     return getattr(from_yaml(yaml.safe_dump({section: tree})), section)
@@ -297,8 +297,8 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     yield title
     yield ""
     yield from _header("choice", ENGINES)
-    for words in rows:
-        yield _row(f"`{' '.join(words)}`", [str(engine_support(words, engine)) for engine in ENGINES])
+    for choices in rows:
+        yield _row(f"`{' '.join(choices)}`", [str(engine_support(choices, engine)) for engine in ENGINES])
 
 
 def _header(first: str, engines: Sequence[EngineName]) -> Iterator[str]:

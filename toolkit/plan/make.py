@@ -81,7 +81,7 @@ def _has_errors(problems: Sequence[Problem]) -> bool:
 def _with_nearest_change(
     problems: Sequence[Problem], config: RunConfig, world: World, trace: ModuleTrace | NotTraced | None
 ) -> list[Problem]:
-    """Replace the remedy of a run that does not fit by words with which it does, if there are such words."""
+    """Replace the remedy of a run that does not fit by overrides with which it does, if there are any."""
     lacking = [problem for problem in problems if problem.rule in (DOES_NOT_FIT, MAY_NOT_FIT)]
     if not lacking or _has_errors([problem for problem in problems if problem not in lacking]):
         return list(problems)
@@ -94,11 +94,12 @@ def _with_nearest_change(
         verdict = judge_memory(draft.plan.memory, world)
         return verdict is not None and verdict.fit is Fit.yes
 
-    words = nearest_change(config, world, fits)
-    if words is None:
+    overrides = nearest_change(config, world, fits)
+    if overrides is None:
         return list(problems)
     return [
-        replace(problem, remedy=f"write {words}") if problem in lacking else problem for problem in problems
+        replace(problem, remedy=f"write {overrides}") if problem in lacking else problem
+        for problem in problems
     ]
 
 

@@ -86,7 +86,7 @@ Rule = Callable[[RuleContext], Iterator[Problem]]
 
 def format_keys(config: RunConfig, *keys: str) -> str:
     """``zero.stage=3, parallel.pipeline=2``: keys with their values, as a user would type them."""
-    return ", ".join(f"{key}={_typed(_value(config, key))}" for key in keys)
+    return ", ".join(f"{key}={_format_value(_value(config, key))}" for key in keys)
 
 
 def make_error(config: RunConfig, keys: str, rule: str, remedy: str) -> Problem:
@@ -108,7 +108,7 @@ def _value(config: RunConfig, key: str) -> object:
     return value
 
 
-def _typed(value: object) -> object:
+def _format_value(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, bool):
