@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.optim import OptimConfig
 from toolkit.config.schema import EngineName, OffloadDevice, RunConfig
-from toolkit.optimizers.base import FP32, Limit, OptimizerSpec, StateLayout
+from toolkit.optimizers.base import FP32, OptimizerSpec, RuleViolation, StateLayout
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,9 @@ class Custom(OptimizerSpec):
     def element_bytes(self, optim: OptimConfig, kind: str = "") -> int:
         return 2 * FP32
 
-    def limits(self, config: RunConfig) -> Iterator[Limit]:
+    def find_violations(self, config: RunConfig) -> Iterator[RuleViolation]:
         if config.optim.target is None:
-            yield Limit(
+            yield RuleViolation(
                 "optim.target optim.name",
                 "optim=custom trains with your own torch.optim.Optimizer",
                 "write optim=custom optim.target=my.package.Optimizer, or optim=adamw",
@@ -40,13 +40,13 @@ class Custom(OptimizerSpec):
         if config.engine.name is not EngineName.deepspeed:
             return
         if OffloadDevice.nvme in (config.offload.optimizer, config.offload.parameters):
-            yield Limit(
+            yield RuleViolation(
                 "optim.name offload.optimizer",
                 "DeepSpeed writes the states of its own optimizers to NVMe",
                 "write offload=cpu, or optim=adamw",
             )
         if config.parallel.expert > 1:
-            yield Limit(
+            yield RuleViolation(
                 "optim.name parallel.expert",
                 "DeepSpeed divides the parameter groups of experts for its own optimizers",
                 "write parallel.expert=1, or optim=adamw",

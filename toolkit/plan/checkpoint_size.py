@@ -33,7 +33,7 @@ def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
     # Layers repeat the same parameters, and a search plans thousands of layouts.
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for spec in parameters:
-        kind = optimizer.kind(spec.name, len(spec.shape))
+        kind = optimizer.parameter_kind(spec.name, len(spec.shape))
         alike.setdefault((kind, spec.shape), []).append(spec.name)
     return sum(
         len(names)

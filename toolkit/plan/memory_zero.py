@@ -102,7 +102,7 @@ def optimizer_groups(
     optimizer = get_optimizer(optim.name)
     members: dict[tuple[bool, str, bool], list[ParameterSpec]] = {}
     for spec in parameters:
-        kind = optimizer.kind(spec.name, len(spec.shape))
+        kind = optimizer.parameter_kind(spec.name, len(spec.shape))
         members.setdefault((spec.decays, kind, expert > 1 and is_expert_parameter(spec)), []).append(spec)
     return tuple(
         OptimizerGroup(
@@ -110,7 +110,7 @@ def optimizer_groups(
             element_bytes=optimizer.element_bytes(optim, kind),
             state_bytes=sum(optimizer.parameter_bytes(optim, spec.name, spec.shape) for spec in specs),
             ranks=max(1, ranks // expert) if apart else ranks,
-            whole=kind in optimizer.whole_kinds,
+            whole=kind in optimizer.whole_parameter_kinds,
         )
         for (_, kind, apart), specs in members.items()
     )
