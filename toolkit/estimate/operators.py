@@ -13,14 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from toolkit.config.kernels import AttentionKernel
-from toolkit.config.schema import EngineName, Precision
+from toolkit.config.schema import EngineName
 from toolkit.families import get_family
 from toolkit.families.base import FamilyTraits, ModelShape, NormKind
+from toolkit.optimizers.base import FP32
 from toolkit.plan.attention import has_dense_mask
 from toolkit.plan.kernels import FUSED, TRANSFORMER_ENGINE
 from toolkit.plan.types import Device, RunPlan
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ def share_of_rank(plan: RunPlan, shape: ModelShape) -> RankShare:
         tensor=axes.tensor,
         spread=axes.tensor if settings.get("sequence_parallel") else 1,
         expert=axes.expert,
-        element=FP32 if config.precision.name is Precision.fp32 else 2,
+        element=config.precision.element_bytes,
         fp8=config.precision.fp8,
         fused=compiled or bool(settings.get("bias_activation_fusion") or settings.get("bias_dropout_fusion")),
         fused_norms=compiled or (on_gpu and (megatron or get_norm(shape) is NormKind.layer)),

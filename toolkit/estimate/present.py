@@ -71,7 +71,7 @@ def to_json(plan: RunPlan) -> dict[str, Any]:
             "micro_batch": plan.batch.micro_batch,
             "global_batch": plan.batch.global_batch,
             "data_parallel": plan.batch.data_parallel,
-            "accumulation": _accumulation(plan),
+            "accumulation": plan.batch.accumulation,
             f"{plan.unit}_per_step": plan.units_per_step,
             "stages": [asdict(stage) for stage in plan.batch.stages],
         },
@@ -182,7 +182,7 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
         (
             f"{batch.global_batch} {samples} = micro-batch {batch.micro_batch} x {batch.data_parallel} data "
             f"ranks x "
-            f"accumulation {_accumulation(plan)}"
+            f"accumulation {plan.batch.accumulation}"
         ),
     )
     if len(batch.stages) > 1:
@@ -371,7 +371,3 @@ def _memory_table(plan: RunPlan) -> RenderableType:
 
 def _gb(value: int) -> str:
     return f"{value / 1e9:,.3f}"
-
-
-def _accumulation(plan: RunPlan) -> int:
-    return plan.batch.global_batch // (plan.batch.micro_batch * plan.batch.data_parallel)

@@ -104,9 +104,7 @@ def create_report(
 def describe_layout(plan: RunPlan) -> str:
     """Return the sizes of axes and micro-batch: ``data 16, tensor 8, micro-batch 2 x 4``."""
     axes = ", ".join(f"{name} {size}" for name, size in asdict(plan.axes).items() if size > 1) or "one rank"
-    batch = plan.batch
-    accumulation = batch.global_batch // (batch.micro_batch * batch.data_parallel)
-    return f"{axes}, micro-batch {batch.micro_batch} x {accumulation}"
+    return f"{axes}, micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation}"
 
 
 def scaling_to_json(report: ScalingReport) -> dict[str, Any]:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config.kernels import AttentionKernel
-from toolkit.config.schema import Precision
 from toolkit.estimate.communication import Exposed, LayerExchanges, Network, end_exchanges, layer_exchanges
 from toolkit.estimate.compute import device_seconds, pass_seconds
 from toolkit.estimate.operators import (
-    FP32,
     Elementwise,
     Operator,
     RankShare,
@@ -127,7 +125,7 @@ def traced_stage(plan: RunPlan, trace: ModuleTrace, profile: HardwareProfile) ->
     and read in each pass. The host starts ``TRACED_OPERATORS`` of them in the time of one operator of a
     family's layers, which is a module with several of torch's.
     """
-    element = FP32 if plan.config.precision.name is Precision.fp32 else 2
+    element = plan.config.precision.element_bytes
     clock = profile.matmul_rate(element) / profile.torch_layers
     total = sum(trace.forward_flops.values()) + sum(trace.backward_flops.values())
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from toolkit.config.recomputation import Recomputation, RecomputationMode
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape, NormKind
+from toolkit.optimizers.base import FP32
 
-FP32 = 4
 STORE_EVERYTHING = Recomputation(RecomputationMode.none)
 
 

@@ -28,9 +28,7 @@ from dataclasses import dataclass
 
 from toolkit.config.kernels import AttentionKernel
 from toolkit.families.base import FamilyTraits, ModelShape, NormKind
-from toolkit.plan.activations import fused_loss_bytes
-
-FP32 = 4
+from toolkit.plan.activations import FP32, fused_loss_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

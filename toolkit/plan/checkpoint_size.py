@@ -8,7 +8,7 @@ from math import prod
 from toolkit.config.schema import RunConfig
 from toolkit.families.base import ParameterSpec
 from toolkit.optimizers import get_optimizer
-from toolkit.plan.memory_zero import FP32, element_bytes
+from toolkit.plan.memory_zero import FP32
 from toolkit.plan.types import RunPlan, World
 
 # Write speed of a node with a fast local disk, or with a good share of a parallel file system. The value is
@@ -27,7 +27,7 @@ def checkpoint_bytes(plan: RunPlan) -> int | None:
 
 def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
     """Compute :func:`checkpoint_bytes` from the parts of a plan."""
-    weight = element_bytes(config.precision.name)
+    weight = config.precision.element_bytes
     master = FP32 if weight < FP32 else 0
     optimizer = get_optimizer(config.optim.name)
     # Layers repeat the same parameters, and a search plans thousands of layouts.

@@ -23,7 +23,7 @@ from toolkit.plan import memory_megatron
 from toolkit.plan.activations import BlockLayout, StageActivations, offloaded_bytes
 from toolkit.plan.attention import has_dense_mask, repeats_keys
 from toolkit.plan.kernels import fused_loss_chunk
-from toolkit.plan.memory_zero import BYTES_BY_ZERO_STAGE, ZeroRun, element_bytes, optimizer_groups
+from toolkit.plan.memory_zero import BYTES_BY_ZERO_STAGE, ZeroRun, optimizer_groups
 from toolkit.plan.rank_parameters import rank_parameters
 from toolkit.plan.temporaries import (
     block_gradient_bytes,
@@ -77,7 +77,7 @@ def stage_memory(
     settings = settings or {}
     stage = config.zero.stage if config.engine.name is EngineName.deepspeed else 0
     ranks = axes.data * axes.context  # with the same weights
-    micro_batches = max(part.size for part in batch.stages) // (batch.micro_batch * batch.data_parallel)
+    micro_batches = max(batch.accumulations)
     layout = _block_layout(config, axes, device, kernels)
     model = None if shape is None else _model_activations(config, shape, layout, axes, batch, kernels)
     on_gpu = device is Device.CUDA
@@ -127,7 +127,7 @@ def stage_memory(
 def _block_layout(config: RunConfig, axes: Axes, device: Device, kernels: Kernels) -> BlockLayout:
     attention, length = kernels.attention.name, config.train.sequence_length
     return BlockLayout(
-        element=element_bytes(config.precision.name),
+        element=config.precision.element_bytes,
         tensor=axes.tensor,
         mask_keys=length * axes.context if has_dense_mask(config, attention) else 0,
         score_keys=length if attention == AttentionKernel.eager.value else 0,

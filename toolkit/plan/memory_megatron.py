@@ -37,13 +37,13 @@ from typing import Any
 
 from toolkit.config.data import DocumentMasking
 from toolkit.config.kernels import AttentionKernel
-from toolkit.config.schema import OffloadDevice, Precision, RunConfig
+from toolkit.config.schema import OffloadDevice, RunConfig
 from toolkit.families import get_family
 from toolkit.families.base import ModelShape
 from toolkit.families.megatron import EMBEDDING, MegatronTensor, TensorCut
 from toolkit.layout.axes import Axes
 from toolkit.optimizers import get_optimizer
-from toolkit.plan.activations import offloaded_bytes
+from toolkit.plan.activations import FP32, offloaded_bytes
 from toolkit.plan.activations_megatron import (
     ActivationLayout,
     block_bytes,
@@ -64,7 +64,6 @@ from toolkit.plan.temporaries import (
 )
 from toolkit.plan.types import BatchPlan, Device, Kernels, MemoryPlan
 
-FP32 = 4
 START, END = 64, 128  # alignment in elements of the start of a parameter and the end of a bucket
 
 
@@ -86,7 +85,7 @@ def stage_memory(
         settings: the section ``transformer`` of Megatron-core's settings.
     """
     attention = kernels.attention.name
-    micro_batches = max(stage.size for stage in batch.stages) // (batch.micro_batch * batch.data_parallel)
+    micro_batches = max(batch.accumulations)
     spread = axes.tensor if sequence_parallel(config) else 1
     layout = ActivationLayout(
         traits=get_family(shape.family).traits,
@@ -95,7 +94,7 @@ def stage_memory(
         context=axes.context,
         tensor=axes.tensor,
         spread=spread,
-        element=FP32 if config.precision.name is Precision.fp32 else 2,
+        element=config.precision.element_bytes,
         fused_norms=device is Device.CUDA,
         fused_activation=bool(settings.get("bias_activation_fusion")),
         attention=attention,
@@ -214,7 +213,7 @@ def states(config: RunConfig, shape: ModelShape, axes: Axes) -> list[StageStateB
     Sizes that ``tensor`` does not divide are rounded up; a rule refuses such runs.
     """
     layers = stage_layers(shape, axes.pipeline, config.engine.megatron)
-    element = FP32 if config.precision.name is Precision.fp32 else 2
+    element = config.precision.element_bytes
     state = get_optimizer(config.optim.name).element_bytes(config.optim) + (FP32 if element != FP32 else 0)
     elements = _stage_elements(
         shape, axes, tuple(layers), virtual_stages(config), distributed=config.zero.stage > 0

@@ -49,14 +49,9 @@ from toolkit.config.optim import OptimConfig
 from toolkit.config.schema import OffloadDevice, Precision
 from toolkit.families.base import ParameterSpec
 from toolkit.optimizers import get_optimizer
+from toolkit.optimizers.base import FP32
 from toolkit.plan.deepspeed import BUCKET, LIVE, PERSISTENCE, PREFETCH
 from toolkit.plan.rank_parameters import is_expert_parameter
-
-FP32 = 4
-
-
-def element_bytes(precision: Precision) -> int:
-    return FP32 if precision is Precision.fp32 else 2
 
 
 @dataclass(frozen=True, slots=True)
