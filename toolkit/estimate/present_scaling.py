@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import RunConfig
 from toolkit.estimate.measured_factors import MeasuredEstimate, SpeedFactors, apply_factors
+from toolkit.estimate.present import describe_axes
 from toolkit.estimate.scaling import (
     LEAST_EFFICIENCY,
     Candidate,
@@ -20,7 +21,7 @@ from toolkit.estimate.scaling import (
     verdict,
 )
 from toolkit.estimate.types import StepEstimate
-from toolkit.plan.types import Device, RunPlan, World
+from toolkit.plan.types import RunPlan, World
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,10 +90,9 @@ def create_report(
         for kind in Scaling
     )
     plans = [curve.reference.plan for curve in curves if curve.reference is not None]
-    kind = world.gpu or "GPUs of unknown kind" if world.device is Device.CUDA else "CPU ranks"
     return ScalingReport(
         name=config.run.name,
-        hardware=f"nodes of {world.ranks_per_node} x {kind}",
+        hardware=f"nodes of {world.ranks_per_node} x {world.hardware}",
         unit=plans[0].unit if plans else "samples",
         units_per_sample=plans[0].units_per_sample if plans else 1,
         curves=curves,
@@ -103,8 +103,7 @@ def create_report(
 
 def describe_layout(plan: RunPlan) -> str:
     """Return the sizes of axes and micro-batch: ``data 16, tensor 8, micro-batch 2 x 4``."""
-    axes = ", ".join(f"{name} {size}" for name, size in asdict(plan.axes).items() if size > 1) or "one rank"
-    return f"{axes}, micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation}"
+    return f"{describe_axes(plan)}, micro-batch {plan.batch.micro_batch} x {plan.batch.accumulation}"
 
 
 def scaling_to_json(report: ScalingReport) -> dict[str, Any]:

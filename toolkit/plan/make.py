@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from toolkit.config import engine_keys
 from toolkit.config.identity import identity
@@ -125,30 +126,17 @@ def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced |
     engine_problems = [*file_problems, *engine_keys.problems(config)]
     usable = engine_keys.drop_wrong_keys(config, engine_problems)
     kernels = choose_kernels(config, world, shape, _tokens(config, batch))
-    deepspeed_settings = megatron_settings = memory = None
-    if batch is not None:
-        if config.engine.name is EngineName.deepspeed:
-            sizes = _sizes(shape, parameters, axes)
-            deepspeed_settings = deepspeed.build_settings(usable, world, batch, sizes)
-        if shape is not None and axes is not None and config.engine.name is EngineName.megatron:
-            megatron_settings = megatron.build_settings(usable, world, axes, shape)
-        traced = trace if isinstance(trace, ModuleTrace) else None
-        # Settings and saves are decided without the trace, because the ranks of the run have none.
-        stored = parameters or (traced.parameters if traced is not None else ())
-        if stored and axes is not None:
-            memory = plan_memory(
-                usable,
-                shape,
-                stored,
-                axes,
-                batch,
-                world.device,
-                deepspeed_settings if megatron_settings is None else megatron_settings["transformer"],
-                kernels=kernels,
-            )
-            if traced is not None:
-                memory = _with_trace(memory, traced, batch.micro_batch)
-            memory = add_device_overhead(memory, usable, world, axes)
+    deepspeed_settings, megatron_settings = _engine_settings(usable, world, axes, batch, shape, parameters)
+    traced = trace if isinstance(trace, ModuleTrace) else None
+    # Settings and saves are decided without the trace, because the ranks of the run have none.
+    stored = parameters or (traced.parameters if traced is not None else ())
+    memory = None
+    if stored and axes is not None and batch is not None:
+        settings = deepspeed_settings if megatron_settings is None else megatron_settings["transformer"]
+        memory = plan_memory(usable, shape, stored, axes, batch, world.device, settings, kernels=kernels)
+        if traced is not None:
+            memory = _with_trace(memory, traced, batch.micro_batch)
+        memory = add_device_overhead(memory, usable, world, axes)
     context = RuleContext(
         config=config,
         world=world,
@@ -185,6 +173,27 @@ def draft_plan(config: RunConfig, world: World, trace: ModuleTrace | NotTraced |
             trace=trace,
         )
     return DraftPlan(plan=plan, context=context, found=tuple(problems))
+
+
+def _engine_settings(
+    config: RunConfig,
+    world: World,
+    axes: Axes | None,
+    batch: BatchPlan | None,
+    shape: ModelShape | None,
+    parameters: tuple[ParameterSpec, ...],
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """What DeepSpeed and Megatron-core get; None for an engine that does not train the run."""
+    if batch is not None and config.engine.name is EngineName.deepspeed:
+        return deepspeed.build_settings(config, world, batch, _sizes(shape, parameters, axes)), None
+    if (
+        batch is not None
+        and axes is not None
+        and shape is not None
+        and config.engine.name is EngineName.megatron
+    ):
+        return None, megatron.build_settings(config, world, axes, shape)
+    return None, None
 
 
 def _tokens(config: RunConfig, batch: BatchPlan | None) -> int | None:

@@ -41,6 +41,11 @@ class World:
     def nodes(self) -> int:
         return -(-self.ranks // self.ranks_per_node)
 
+    @property
+    def hardware(self) -> str:
+        """What the ranks run on, for people."""
+        return self.gpu or "GPUs of unknown kind" if self.device is Device.CUDA else "CPU ranks"
+
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
