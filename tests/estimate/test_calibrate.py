@@ -160,7 +160,7 @@ def measured_by(profile: HardwareProfile) -> MachineTimings:
                 dtype="bf16", batch=1, heads=32, sequence=16384, head_dim=128, forward=0.005, backward=0.014
             ),
         ),
-        memory_bandwidth=profile.moved_per_second,
+        memory_bandwidth=profile.effective_bandwidth,
         operator_seconds=profile.host_seconds,
         to_device=5e10,
         to_host=5e10,

@@ -141,7 +141,7 @@ def layer_exchanges(
     back: dict[str, float] = {}
     if share.tensor > 1:
         seconds = network.along
-        if share.spread > 1:  # sequence parallelism: the same bytes as an all-reduce, in two halves
+        if share.sequence_ranks > 1:  # sequence parallelism: the same bytes as an all-reduce, in two halves
             gather = seconds(Collective.ALL_GATHER, stream, Axis.TENSOR)
             scatter = seconds(Collective.REDUCE_SCATTER, stream, Axis.TENSOR)
             forward[Axis.TENSOR] = 2 * (gather + scatter)
@@ -165,7 +165,7 @@ def layer_exchanges(
             forward[Axis.CONTEXT] = network.along(Collective.ALL_TO_ALL, size, Axis.CONTEXT)
             back[Axis.CONTEXT] = forward[Axis.CONTEXT]
     if share.expert > 1:
-        size = stream / share.spread * shape.num_experts_per_tok
+        size = stream / share.sequence_ranks * shape.num_experts_per_tok
         forward[EXPERT] = back[EXPERT] = 2 * network.among_experts(Collective.ALL_TO_ALL, size)
     return LayerExchanges(Exposed(forward), Exposed(back), Exposed(forward))
 
@@ -195,11 +195,13 @@ def end_exchanges(plan: RunPlan, shape: ModelShape, share: RankShare, network: N
 
     if share.tensor > 1 and plan.megatron is not None:
         embedding[Axis.TENSOR] = seconds(
-            Collective.REDUCE_SCATTER if share.spread > 1 else Collective.ALL_REDUCE, stream
+            Collective.REDUCE_SCATTER if share.sequence_ranks > 1 else Collective.ALL_REDUCE, stream
         )
-    if share.split_head > 1:
+    if share.head_ranks > 1:
         forward[Axis.TENSOR] = 3 * seconds(Collective.ALL_REDUCE, share.tokens * FP32)
-        if share.spread > 1:  # hidden states are gathered in both passes, and their gradients scattered
+        if (
+            share.sequence_ranks > 1
+        ):  # hidden states are gathered in both passes, and their gradients scattered
             gather = seconds(Collective.ALL_GATHER, stream)
             forward[Axis.TENSOR] += gather
             back[Axis.TENSOR] = gather + seconds(Collective.REDUCE_SCATTER, stream)

@@ -105,7 +105,7 @@ class HardwareProfile:
     uncertainty: float = 0.3
 
     @property
-    def moved_per_second(self) -> float:
+    def effective_bandwidth(self) -> float:
         """Bytes per second of elementwise kernels."""
         return self.bandwidth * self.bandwidth_fraction
 

@@ -89,7 +89,7 @@ def pipeline_of_stages(
     gradients = (elements.layer + elements.experts) * GRADIENT_BYTES
     layer = _layer_passes(plan, shape, share, network, clock, gradients)
     if plan.kernels.layers.name == LOCAL_LAYERS and on_gpus(plan):
-        dated = replace(share, attention=AttentionKernel.eager.value, spread=1, dropout=True)
+        dated = replace(share, attention=AttentionKernel.eager.value, sequence_ranks=1, dropout=True)
         layer = layer.mixed(
             _layer_passes(plan, shape, dated, network, clock, gradients), profile.local_layers_of_2022
         )
@@ -131,7 +131,7 @@ def traced_stage(plan: RunPlan, trace: ModuleTrace, profile: HardwareProfile) ->
 
     def one(flops: Mapping[str, float]) -> Pass:
         work = sum(flops.values())
-        device = work / clock + 2 * trace.peak_bytes / profile.moved_per_second
+        device = work / clock + 2 * trace.peak_bytes / profile.effective_bandwidth
         started = trace.operators * (work / total if total else 0.5)
         return Pass(max(device, started * profile.host_seconds / TRACED_OPERATORS), NOTHING)
 

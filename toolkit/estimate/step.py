@@ -41,7 +41,7 @@ def estimate_step(plan: RunPlan, profile: HardwareProfile) -> StepEstimate | Non
     if plan.shape is not None:
         shape, share = plan.shape, share_of_rank(plan, plan.shape)
         stages = pipeline_of_stages(plan, shape, share, profile, network)
-        message = share.tokens * shape.hidden_size / share.spread * element
+        message = share.tokens * shape.hidden_size / share.sequence_ranks * element
     elif isinstance(plan.trace, ModuleTrace):
         stages, message = [traced_stage(plan, plan.trace, profile)], 0.0
     else:
@@ -152,5 +152,5 @@ def _optimizer_seconds(plan: RunPlan, profile: HardwareProfile, elements: float,
     fused = name in (OptimizerKernel.fused.value, OptimizerKernel.cpu.value, TRANSFORMER_ENGINE)
     work = optimizer_work(elements, element, fused=fused)
     if plan.config.offload.optimizer is not OffloadDevice.none:
-        return work.moved / HOST_BYTES_PER_SECOND
+        return work.moved_bytes / HOST_BYTES_PER_SECOND
     return device_seconds((work,), profile, element) * profile.optimizer_factor

@@ -41,14 +41,15 @@ class ActivationLayout:
         sequences: sequences of the micro-batch.
         context: context-parallel ranks.
         tensor: tensor-parallel ranks.
-        spread: ranks that share the tensors between blocks: ``tensor`` with sequence parallelism, else 1.
+        sequence_ranks: those that share the tensors between blocks: ``tensor`` with sequence parallelism,
+            else 1.
         element: bytes of an element.
         fused_norms: whether norms run as fused kernels.
         fused_activation: whether a gated activation is one function, which saves only its input
             (megatron/core/fusions/fused_bias_swiglu.py).
         attention: the name of the attention kernel.
-        masks: whether attention takes a mask of all pairs of tokens.
-        wide: whether keys and values are repeated for each query head.
+        has_mask: whether attention takes a mask of all pairs of tokens.
+        repeats_keys: whether keys and values are repeated for each query head.
         documents: whether documents are separate.
     """
 
@@ -57,13 +58,13 @@ class ActivationLayout:
     sequences: int
     context: int
     tensor: int
-    spread: int
+    sequence_ranks: int
     element: int
     fused_norms: bool
     fused_activation: bool = False
     attention: str = AttentionKernel.sdpa.value
-    masks: bool = False
-    wide: bool = False
+    has_mask: bool = False
+    repeats_keys: bool = False
     documents: bool = False
 
     @property
@@ -83,15 +84,15 @@ def block_bytes(shape: ModelShape, layout: ActivationLayout, recomputed: frozens
     if not {"mlp", "moe"} & recomputed:
         inside += _feed_forward(shape, layout, gated=traits.gated)
     rotations = 4 * element * shape.head_dim if traits.rotary else 0
-    masks = (layout.sequences if layout.documents else 1) if layout.masks else 0
+    masks = (layout.sequences if layout.documents else 1) if layout.has_mask else 0
     eager = layout.attention == AttentionKernel.eager.value
     mask = (1 if eager else element) * layout.positions * layout.context * masks  # a row of each
-    return layout.tokens * (norms // layout.spread + inside) + layout.positions * (rotations + mask)
+    return layout.tokens * (norms // layout.sequence_ranks + inside) + layout.positions * (rotations + mask)
 
 
 def boundary_bytes(shape: ModelShape, layout: ActivationLayout) -> int:
     """Bytes of the residual stream between two blocks."""
-    return layout.tokens * layout.element * shape.hidden_size // layout.spread
+    return layout.tokens * layout.element * shape.hidden_size // layout.sequence_ranks
 
 
 def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int, chunk: int | None = None) -> int:
@@ -107,7 +108,9 @@ def head_bytes(shape: ModelShape, layout: ActivationLayout, vocabulary: int, chu
         if chunk is None
         else fused_loss_bytes(layout.tokens, shape.hidden_size, vocabulary, layout.element, chunk)
     )
-    return layout.tokens * (_norm(shape.hidden_size, layout, layout.traits.norm) // layout.spread) + loss
+    return (
+        layout.tokens * (_norm(shape.hidden_size, layout, layout.traits.norm) // layout.sequence_ranks) + loss
+    )
 
 
 def in_flight(stage: int, stages: int, chunks: int, micro_batches: int) -> int:
@@ -131,8 +134,10 @@ def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozense
     if layout.context > 1:
         # queries and output, the keys and values of all context ranks, and on prefixes the outputs of chunks
         chunks = queries if layout.attention == AttentionKernel.flash.value else 0
-        saved = element * (2 * queries + chunks + 2 * (queries if layout.wide else keys) * layout.context)
-    elif layout.wide and keys < queries:
+        saved = element * (
+            2 * queries + chunks + 2 * (queries if layout.repeats_keys else keys) * layout.context
+        )
+    elif layout.repeats_keys and keys < queries:
         # expanded copies of keys and values; norms of keys in the run's precision also save the fused
         # projection
         projection = queries + 2 * keys if traits.qk_norm and (element == FP32 or layout.fused_norms) else 0
@@ -170,7 +175,7 @@ def _feed_forward(shape: ModelShape, layout: ActivationLayout, *, gated: bool) -
         return (fused or (5 if gated else 2)) * width // layout.tensor
     router = (
         shape.num_local_experts * (1 + layout.element) + shape.num_experts_per_tok * 24
-    ) // layout.spread
+    ) // layout.sequence_ranks
     return (
         shape.num_experts_per_tok
         * ((fused or 6) * width // layout.tensor + layout.element * shape.hidden_size)

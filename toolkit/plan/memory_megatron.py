@@ -86,24 +86,24 @@ def stage_memory(
     """
     attention = kernels.attention.name
     micro_batches = max(batch.accumulations)
-    spread = axes.tensor if sequence_parallel(config) else 1
+    sequence_ranks = axes.tensor if sequence_parallel(config) else 1
     layout = ActivationLayout(
         traits=get_family(shape.family).traits,
         tokens=max(1, batch.micro_batch * config.train.sequence_length // axes.context),
         sequences=batch.micro_batch,
         context=axes.context,
         tensor=axes.tensor,
-        spread=spread,
+        sequence_ranks=sequence_ranks,
         element=config.precision.element_bytes,
         fused_norms=device is Device.CUDA,
         fused_activation=bool(settings.get("bias_activation_fusion")),
         attention=attention,
-        masks=has_dense_mask(config, attention),
-        wide=repeats_keys(config, attention, device),
+        has_mask=has_dense_mask(config, attention),
+        repeats_keys=repeats_keys(config, attention, device),
         documents=config.data.documents is DocumentMasking.separate,
     )
     on_gpu = device is Device.CUDA
-    gathered = 0 if spread == 1 else layout.tokens * layout.element * shape.hidden_size
+    gathered = 0 if sequence_ranks == 1 else layout.tokens * layout.element * shape.hidden_size
     chunks = virtual_stages(config)
     parts = stage_chunks(stage_layers(shape, axes.pipeline, config.engine.megatron), chunks)
     rows = padded_vocabulary(shape.vocab_size, axes.tensor) // axes.tensor
@@ -152,7 +152,7 @@ def _backward_bytes(
         shape,
         element=layout.element,
         tensor=layout.tensor,
-        spread=layout.spread,
+        sequence_ranks=layout.sequence_ranks,
         scores=layout.positions * layout.context if layout.attention == AttentionKernel.eager.value else 0,
     )
     widest = max(rows, -(-shape.intermediate_size // layout.tensor)) * shape.hidden_size
