@@ -43,8 +43,8 @@ from tests.engine.checks import (
     duplicating,
     far,
     gather_state,
-    reference,
     ramped,
+    reference,
 )
 from tests.engine.resuming import Saved, check_pairs, check_same
 from toolkit.checkpoint.shard import WEIGHT, TensorKey

@@ -35,9 +35,8 @@ GRADIENT_BYTES = 2 + 2 + 2 * 4
 # and the schedule's own work.
 MESSAGE_OPERATORS = 5
 NOTHING = Exposed()
-MODULES_AROUND = (
-    4  # modules of a layer without parameters: layer, attention, feed-forward, activation function
-)
+# Modules of a layer without parameters: layer, attention, feed-forward, activation function.
+MODULES_AROUND = 4
 MODULES_OUTSIDE = 6  # of the layers: the model and its base, embedding, rotary embedding, norm, output layer
 # Operators of torch that the host starts in the time of one operator of estimate/operators.py.
 TRACED_OPERATORS = 5

@@ -20,9 +20,8 @@ from toolkit.plan.types import Device, KernelChoice, Kernels, World
 TRANSFORMER_ENGINE = "transformer-engine"
 PLAIN, FUSED = "plain", "fused"
 CHUNK_BYTES = 2**30
-BYTES_OF_LOGITS = (
-    10  # of a token and row of the vocabulary, in 16 bits: logits, fp32 log-softmax, its gradient
-)
+# Of a token and a row of the vocabulary, in 16 bits: logits, fp32 log-softmax, its gradient.
+BYTES_OF_LOGITS = 10
 LOSS_FUSION = "cross_entropy_loss_fusion"
 
 

@@ -26,9 +26,8 @@ from toolkit.testing.tiny import micro_batches
 from toolkit.train.task import NextTokenTask, text_task
 
 STEPS = 20
-REQUIRED_FALL = (
-    0.3  # the minimum decrease of the reference's loss in nats; runs that learn nothing always agree
-)
+# The minimum decrease of the reference's loss in nats, because runs that learn nothing always agree.
+REQUIRED_FALL = 0.3
 
 Batches = Callable[[RunPlan, int, int], Sequence[MicroBatch]]  # plan, step, data rank
 
