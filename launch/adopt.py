@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def show(options: argparse.Namespace) -> None:
     """Write or print the experiment, and a summary. Raises UserError with every problem."""
-    from toolkit.adopt.check import settle
+    from toolkit.adopt.check import resolve_adoption
     from toolkit.adopt.decide import adopt
     from toolkit.adopt.experiment import summary, write_experiment
     from toolkit.adopt.read import read_source
@@ -56,7 +56,9 @@ def show(options: argparse.Namespace) -> None:
     output: Path | None = options.output
     check_output(output, force=options.force)
     files = [file.name for file in options.files]
-    adoption, plan = settle(adopt([read_source(file) for file in options.files], options.ranks), files)
+    adoption, plan = resolve_adoption(
+        adopt([read_source(file) for file in options.files], options.ranks), files
+    )
     text = in_this_form(write_experiment(adoption, "adopted" if output is None else output.stem, files))
     if output is None:
         print(text, end="")
