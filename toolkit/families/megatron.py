@@ -127,9 +127,10 @@ def local_tensor(tensor: MegatronTensor, rank: int, size: int, rows: int | None 
 def local_boxes(
     tensor: MegatronTensor, rank: int, size: int, height: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes (offset, shape) of ``tensor`` that a rank stores, stacked by rows;
+    """The boxes (offset, shape) of ``tensor`` that a rank stores, stacked by rows.
 
-    ``height`` counts rows with padding.
+    Args:
+        height: rows of the whole tensor with padding.
     """
     rest = tensor.shape[1:]
     if tensor.cut is TensorCut.whole:

@@ -43,12 +43,15 @@ def state_bytes(config: RunConfig, parameters: Sequence[ParameterSpec]) -> int:
 
 
 def rank_bytes(plan: RunPlan) -> int | None:
-    """Bytes that one rank writes: replicas are written once, and the work is spread evenly.
+    """Bytes that one rank writes; None for ``model.target``."""
+    return rank_state_bytes(plan.config, plan.world, plan.parameters)
 
-    None for ``model.target``.
+
+def rank_state_bytes(config: RunConfig, world: World, parameters: Sequence[ParameterSpec]) -> int | None:
+    """Compute :func:`rank_bytes` from the parts of a plan: replicas are written once, and the work is spread
+    evenly.
     """
-    total = checkpoint_bytes(plan)
-    return None if total is None else -(-total // plan.world.ranks)
+    return -(-state_bytes(config, parameters) // world.ranks) if parameters else None
 
 
 def assumed_speed(world: World) -> float:
