@@ -77,7 +77,7 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """What all contenders share.
+    """The settings that all contenders share.
 
     Attributes:
         folder: of the runs, which is kept if the user names it.

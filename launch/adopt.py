@@ -71,7 +71,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def check_output(output: Path | None, *, force: bool) -> None:
-    """Raises ConfigError if the file is not an experiment's, or exists."""
+    """Refuse a file that is not an experiment's, or exists. Raises ConfigError."""
     if output is None:
         return
     if output.suffix != ".yaml" or output.absolute().parent.name != "exp":

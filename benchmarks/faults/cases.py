@@ -41,7 +41,7 @@ MODEL = (
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How a run is distributed.
+    """The engine, axes and ranks of a run.
 
     Attributes:
         overrides: those that select the engine and its axes.
@@ -122,7 +122,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a class of faults can be combined with."""
+    """The launchers and the number of nodes that a class of faults can be combined with."""
 
     launchers: Sequence[str]
     nodes: int

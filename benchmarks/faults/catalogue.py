@@ -36,7 +36,7 @@ SMALL_WRITE = 1 << 12
 
 
 class Expected(StrEnum):
-    """How a run must end after the fault."""
+    """The required end of a run after the fault."""
 
     UNAFFECTED = "unaffected"  # the same attempt trains to the end
     RESTARTED = "restarted"  # the launcher restarts the ranks; deepspeed does not, so the command is repeated

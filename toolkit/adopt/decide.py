@@ -26,7 +26,7 @@ FP16_AND_BF16_NEED_A_STAGE = (
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What becomes of all keys of all files.
+    """The decisions about all keys of all files.
 
     Attributes:
         keys: one for each key of the files, in order.

@@ -1,4 +1,4 @@
-"""What adopting a configuration decides: one ``AdoptedKey`` for each key of each file."""
+"""The decisions of adopting a configuration: one ``AdoptedKey`` for each key of each file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedKey:
-    """What becomes of one key of a file.
+    """The decision about one key of a file.
 
     Attributes:
         source: the file's name; empty for a default of the other tool that no key sets.

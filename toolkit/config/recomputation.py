@@ -21,7 +21,7 @@ class RecomputationMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What the backward pass recomputes.
+    """The activations that the backward pass recomputes.
 
     Attributes:
         mode: ``full``: blocks whole, from their input; ``selective``: the cheap operators of all blocks.

@@ -118,7 +118,7 @@ def _group_along(along: tuple[Axis, ...], axes: Axes, domain: int) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class LayerExchanges:
-    """What a decoder layer waits for with one micro-batch, in each direction."""
+    """Seconds that a decoder layer waits for with one micro-batch, in each direction."""
 
     forward: Exposed
     backward: Exposed
@@ -172,7 +172,7 @@ def layer_exchanges(
 
 @dataclass(frozen=True, slots=True)
 class EndExchanges:
-    """What the embedding and the output layer wait for with one micro-batch."""
+    """Seconds that the embedding and the output layer wait for with one micro-batch."""
 
     embedding: Exposed
     head_forward: Exposed
@@ -275,7 +275,7 @@ def state_exchanges(
 def _zero3_exchanges(
     plan: RunPlan, network: Network, whole: float, element: int, zero: Mapping[str, Any]
 ) -> StateExchanges:
-    """Those of a rank with ``whole`` parameters under ZeRO 3 with DeepSpeed's settings ``zero``."""
+    """The exchanges of a rank with ``whole`` parameters under ZeRO 3, with DeepSpeed's settings ``zero``."""
     config = plan.config.zero
     compressed = element * (0.5 if config.quantized_weights else 1.0)
     # Small parameters stay gathered from step to step. The others stay from the forward to the backward pass

@@ -1,4 +1,4 @@
-"""What a run takes: hours, GPU-hours, money, energy and CO2, with their assumptions.
+"""Predict the hours, GPU-hours, money, energy and CO2 of a run, with their assumptions.
 
 Prices are never assumed: without ``monitor.price_per_gpu_hour`` there is no cost.
 """

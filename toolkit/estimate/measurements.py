@@ -1,4 +1,4 @@
-"""What ``launch/calibrate.py`` measures on a machine, as stored in a calibration file.
+"""The measurements of ``launch/calibrate.py`` on a machine, as stored in a calibration file.
 
 All times are seconds, all sizes bytes. ``observe/device_benchmark.py`` and
 ``observe/collective_benchmark.py`` measure them; ``estimate/calibrated_profile.py`` uses them.
@@ -67,7 +67,7 @@ class CollectiveTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTimings:
-    """What one rank measured of its own device.
+    """Measurements of one rank's own device.
 
     Attributes:
         gemms, attentions: over a grid of shapes.

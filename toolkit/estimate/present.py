@@ -222,7 +222,7 @@ def _predictions(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _describe_trace(trace: ModuleTrace) -> str:
-    """What the figures of a model without a family come from."""
+    """Describe the source of the figures of a model without a family."""
     text = f"memory and FLOPs of {trace.operators:,} operators of a forward and backward pass on fake tensors"
     if trace.traced_blocks is None:
         return text

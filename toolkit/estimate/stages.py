@@ -231,7 +231,7 @@ def _recomputed_modules(keys: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _recomputed_layers(plan: RunPlan, shape: ModelShape, chunk: range) -> int:
-    """How many of a chunk's layers are recomputed, in full or in part."""
+    """Return the number of a chunk's layers that are recomputed, in full or in part."""
     recomputation = plan.config.train.recomputation
     if plan.megatron is None:
         return len(chunk) if recomputation.selective else recomputation.count(chunk)

@@ -67,7 +67,7 @@ def at_layer(tensor: MegatronTensor, layer: int, prefix: str) -> MegatronTensor:
 
 
 def transformer_config(shape: ModelShape, traits: FamilyTraits) -> dict[str, Any]:
-    """See ``Family.megatron_config``."""
+    """Return the fields of ``Family.megatron_config``."""
     fields: dict[str, Any] = {
         "normalization": traits.norm.value,
         "gated_linear_unit": traits.gated,

@@ -1,4 +1,4 @@
-"""What the toolkit knows about an optimizer: its states, its parameter groups, its engines and its class.
+"""The description of an optimizer: its states, its parameter groups, its engines and its class.
 
 Each optimizer is one object of a class derived from :class:`OptimizerSpec`, in a file of its own. Plans read
 it, so ``torch`` is imported only inside functions.

@@ -33,7 +33,7 @@ RULE = "optim.target is a class derived from torch.optim.Optimizer"
 
 @dataclass(frozen=True, slots=True)
 class ProbedOptimizer:
-    """What steps of a custom optimizer have shown.
+    """Properties of a custom optimizer that its steps have shown.
 
     Attributes:
         not_flat: why ZeRO 1 and 2, and tensor parallelism, would compute another update; None if they are

@@ -27,7 +27,7 @@ STORE_EVERYTHING = Recomputation(RecomputationMode.none)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """How a rank computes the decoder blocks, which decides what autograd saves.
+    """The computation of decoder blocks on a rank, which decides what autograd saves.
 
     Attributes:
         element: bytes of an element, 2 or 4.

@@ -33,7 +33,7 @@ from toolkit.plan.activations import FP32, fused_loss_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationLayout:
-    """How a micro-batch is laid out on one rank.
+    """The layout of a micro-batch on one rank.
 
     Attributes:
         traits: of the model's family.

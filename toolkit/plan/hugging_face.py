@@ -48,7 +48,7 @@ NOT_ARCHITECTURE = (
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """What the plan knows about a model.
+    """The facts that a plan needs about a model.
 
     Attributes:
         parameters: as ``named_parameters`` lists them: tied parameters once, under their first name.

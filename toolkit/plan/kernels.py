@@ -1,4 +1,4 @@
-"""Which implementation of each hot operation a run uses, and why.
+"""Choose the implementation of each hot operation of a run, and state why.
 
 The plan shows the choice and every run logs it at its start, so that a slow fallback is never silent.
 """
@@ -110,7 +110,7 @@ def loss_chunk(config: RunConfig, vocabulary: int) -> int:
 
 
 def fused_loss_chunk(config: RunConfig, kernels: Kernels, vocabulary: int) -> int | None:
-    """As :func:`loss_chunk`; None if the loss is not fused."""
+    """Return :func:`loss_chunk`, or None if the loss is not fused."""
     return loss_chunk(config, vocabulary) if kernels.loss.name == FUSED else None
 
 

@@ -184,7 +184,7 @@ def _engine_settings(
     shape: ModelShape | None,
     parameters: tuple[ParameterSpec, ...],
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """What DeepSpeed and Megatron-core get; None for an engine that does not train the run."""
+    """Return the settings of DeepSpeed and Megatron-core; None for an engine that does not train the run."""
     if batch is not None and config.engine.name is EngineName.deepspeed:
         return deepspeed.build_settings(config, world, batch, _sizes(shape, parameters, axes)), None
     if (

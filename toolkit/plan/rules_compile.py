@@ -1,4 +1,4 @@
-"""What torch.compile can compile (``compile.mode``), shared by a rule and the choice of ``auto``."""
+"""The limits of torch.compile (``compile.mode``), shared by a rule and the choice of ``auto``."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ KERNELS = (OptimizerKernel.auto, OptimizerKernel.torch)
 
 
 def optimizer_limits(ctx: RuleContext) -> Iterator[Problem]:
-    """What the optimizer itself refuses, and what its engine does not have."""
+    """The optimizer's own rules, and those of the engine about it."""
     config = ctx.config
     spec = get_optimizer(config.optim.name)
     if ctx.megatron and spec.not_on_megatron is not None:

@@ -43,7 +43,7 @@ class World:
 
     @property
     def hardware(self) -> str:
-        """What the ranks run on, for people."""
+        """The kind of devices, for people."""
         return self.gpu or "GPUs of unknown kind" if self.device is Device.CUDA else "CPU ranks"
 
 
@@ -147,7 +147,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """How checkpoints are written (plan/saves.py).
+    """The decision on how checkpoints are written (plan/saves.py).
 
     Attributes:
         background: whether training continues while a save is written from a copy in host memory.

@@ -119,7 +119,7 @@ def read_class(owner: type) -> KeySchema:
 
 
 def read_type(hint: Any) -> KeySchema:
-    """What an annotation accepts. The engine itself checks values of types that are not known here."""
+    """Return the schema of an annotation. The engine checks values of types that are not known here."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _read_union(arguments)

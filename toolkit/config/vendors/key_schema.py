@@ -26,7 +26,7 @@ TYPE_NAMES = {
 
 @dataclass
 class KeySchema:
-    """What an engine accepts as the value of one of its keys.
+    """The values that an engine accepts for one of its keys.
 
     Attributes:
         types: names of the accepted JSON types; empty if any value is accepted.
