@@ -68,7 +68,6 @@ QUICK = (
     (deepspeed("mixtral", 1), Precision.fp32),
     (megatron("gpt2"), Precision.fp32),
     (megatron("mixtral"), Precision.bf16),
-    (megatron("mixtral", zero=1), Precision.fp32),
 )
 # A rule refuses ZeRO 0 in 16 bits.
 MATRIX = tuple(
