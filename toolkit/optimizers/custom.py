@@ -1,7 +1,7 @@
 """An optimizer of the user's own: ``optim=custom optim.target=my.package.Optimizer``.
 
-``probe.py`` finds out on small tensors which states it has and on which layouts it is exact, because no plan
-imports the user's code.
+``trial_steps.py`` finds out on small tensors which states it has and on which layouts it is exact, because no
+plan imports the user's code.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Custom(OptimizerSpec):
     name = "custom"
 
     def states(self, optim: OptimConfig, kind: str = "") -> StateLayout:
-        from toolkit.optimizers.probe import probe
+        from toolkit.optimizers.trial_steps import run_trial_steps
 
-        return probe(optim).states
+        return run_trial_steps(optim).states
 
     def element_bytes(self, optim: OptimConfig, kind: str = "") -> int:
         return 2 * FP32
@@ -53,6 +53,6 @@ class Custom(OptimizerSpec):
             )
 
     def create(self, groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-        from toolkit.optimizers.probe import create_custom
+        from toolkit.optimizers.trial_steps import create_custom
 
         return create_custom(groups, optim)
