@@ -18,11 +18,10 @@ from toolkit.config.schema import EngineName, RunConfig
 from toolkit.errors import ExitCode, PlanError
 from toolkit.estimate import search
 from toolkit.estimate.advice import Advice, advise, override_words
-from toolkit.estimate.cost import DESIGN_WATTS, NODE_SHARE, run_cost
+from toolkit.estimate.cost import NODE_SHARE, run_cost
 from toolkit.estimate.search import layout_kind
 from toolkit.estimate.types import StepEstimate
 from toolkit.plan import make_plan
-from toolkit.plan.devices import GPUS
 from toolkit.plan.make import DraftPlan
 from toolkit.plan.types import Device, World
 
@@ -137,10 +136,6 @@ def test_cost_is_unknown_without_a_price_and_energy_without_a_gpu() -> None:
     cpus = World(ranks=2, ranks_per_node=2, device=Device.CPU)
     cost = run_cost(make_plan(compose(["+exp=quickstart"]), cpus), estimate)
     assert (cost.gpu_hours, cost.kwh, cost.kg_co2) == (None, None, None)
-
-
-def test_every_gpu_has_a_design_power() -> None:
-    assert DESIGN_WATTS.keys() == GPUS.keys()
 
 
 # -- the command
