@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.errors import ConfigError, ExitCode, Problem, UserError, file_errors
+from toolkit.errors import ConfigError, Problem, run_command
 from toolkit.logs import configure_logging
 
 
@@ -36,13 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, help="number of processes, if no file names it")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
     options = parser.parse_args(list(arguments))
-    try:
-        with file_errors("--output"):
-            show(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    return run_command(partial(show, options), "--output")
 
 
 def show(options: argparse.Namespace) -> None:

@@ -17,11 +17,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.commands import command_line, in_this_form
-from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.errors import ExitCode, InputError, Problem, run_command
 from toolkit.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -43,21 +44,20 @@ def main(arguments: Sequence[str]) -> int:
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(in_this_form(__doc__ or "").strip())
         return ExitCode.DONE
-    try:
-        with file_errors():
-            from toolkit.cluster.environment import read_launch
+    return run_command(partial(calibrate, arguments))
 
-            launch, rest = read_launch(os.environ, arguments)
-            configure_logging(launch.rank)
-            options = parse_arguments(rest)
-            if options.runs:
-                add_runs(options)
-            else:
-                measure(options, launch)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+
+def calibrate(arguments: Sequence[str]) -> None:
+    """Add the runs that the arguments name, or measure this machine. Raises UserError."""
+    from toolkit.cluster.environment import read_launch
+
+    launch, rest = read_launch(os.environ, arguments)
+    configure_logging(launch.rank)
+    options = parse_arguments(rest)
+    if options.runs:
+        add_runs(options)
+    else:
+        measure(options, launch)
 
 
 def parse_arguments(arguments: Sequence[str]) -> CalibrateArguments:

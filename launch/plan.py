@@ -25,11 +25,12 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.commands import in_this_form
-from toolkit.errors import ExitCode, InputError, Problem, UserError, file_errors
+from toolkit.errors import InputError, Problem, run_command
 from toolkit.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -51,17 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         from toolkit.config.help import show_help
 
         return show_help(arguments, above=__doc__ or "")
-    try:
-        with file_errors():
-            show(
-                [argument for argument in arguments if argument not in (JSON, TRACE)],
-                as_json=JSON in arguments,
-                trace=TRACE in arguments,
-            )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USER
-    return ExitCode.DONE
+    rest = [argument for argument in arguments if argument not in (JSON, TRACE)]
+    return run_command(partial(show, rest, as_json=JSON in arguments, trace=TRACE in arguments))
 
 
 def show(arguments: Sequence[str], *, as_json: bool, trace: bool = False) -> None:
