@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any
 
 from toolkit.commands import command_line
-from toolkit.config.engine_keys import AUTO, DEEPSPEED, format_value
-from toolkit.config.keys import flatten
+from toolkit.config.engine_keys import AUTO, DEEPSPEED
+from toolkit.config.keys import flatten, format_value
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Problem
 from toolkit.plan.deepspeed import derived_settings

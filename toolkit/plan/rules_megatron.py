@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.config.engine_keys import format_value
 from toolkit.config.engine_keys_megatron import GPU_ONLY, TRANSFORMER_ENGINE
+from toolkit.config.keys import format_value
 from toolkit.config.recomputation import KEY, RecomputationMode
 from toolkit.config.schema import Precision
 from toolkit.config.vendors.installed import MEGATRON
