@@ -159,9 +159,8 @@ def first_step(comparison: Comparison, pairs: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"toolkit": [], "bare": []}
     for _ in range(pairs):
         with tempfile.TemporaryDirectory() as folder:
-            for job in jobs(
-                comparison, 2, 1, Path(folder)
-            ):  # each job starts after the previous one has ended
+            # Each job starts after the previous one has ended.
+            for job in jobs(comparison, 2, 1, Path(folder)):
                 with job:
                     job.block()
                     seconds[job.name].append(time.perf_counter() - job.started)

@@ -82,10 +82,11 @@ MODEL = (
     "eval.every=0",
     "debug.threads=1",
 )
+# ZeRO 3 has the most collectives per step, and each is timed.
 RANKS = {
     1: ("engine=deepspeed", "zero=stage1", "train.global_batch=6"),
     2: ("engine=deepspeed", "zero=stage3", "train.global_batch=8"),
-}  # ZeRO 3 has the most collectives per step, and each is timed
+}
 OFF = (
     "monitor.wandb=disabled",
     "monitor.ledger=false",

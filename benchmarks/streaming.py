@@ -102,9 +102,8 @@ def measure_order(runner: ContenderRunner, name: str, kept: Path) -> dict[str, A
     found = runner.run(name, "order", "--state", str(state), "--out", str(out))
     with np.load(out) as epoch:
         numbers, domains = epoch["numbers"], epoch["domains"].ravel()
-    shares = (
-        np.bincount(domains) / domains.size
-    )  # shares of the epoch as delivered, because a mixture has its own
+    # Of the epoch as delivered, because a mixture has shares of its own.
+    shares = np.bincount(domains) / domains.size
     return {
         **made,
         "state_bytes": found["state_bytes"],

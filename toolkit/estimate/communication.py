@@ -199,9 +199,8 @@ def end_exchanges(plan: RunPlan, shape: ModelShape, share: RankShare, network: N
         )
     if share.head_ranks > 1:
         forward[Axis.TENSOR] = 3 * seconds(Collective.ALL_REDUCE, share.tokens * FP32)
-        if (
-            share.sequence_ranks > 1
-        ):  # hidden states are gathered in both passes, and their gradients scattered
+        if share.sequence_ranks > 1:
+            # Hidden states are gathered in both passes, and their gradients scattered.
             gather = seconds(Collective.ALL_GATHER, stream)
             forward[Axis.TENSOR] += gather
             back[Axis.TENSOR] = gather + seconds(Collective.REDUCE_SCATTER, stream)

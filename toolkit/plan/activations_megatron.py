@@ -143,9 +143,8 @@ def _attention(shape: ModelShape, layout: ActivationLayout, recomputed: frozense
         projection = queries + 2 * keys if traits.qk_norm and (element == FP32 or layout.fused_norms) else 0
         saved = element * (4 * queries + projection)
     elif traits.rotary:
-        saved = element * (
-            3 * queries + 3 * keys
-        )  # rotated queries and keys, the fused projection, the output
+        # rotated queries and keys, the fused projection, the output
+        saved = element * (3 * queries + 3 * keys)
     else:
         saved = element * (2 * queries + 2 * keys)
     if "core_attn" not in recomputed and layout.attention == AttentionKernel.eager.value:

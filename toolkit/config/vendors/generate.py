@@ -216,9 +216,8 @@ class ConfigTracer:
     """Follows the configuration dictionary through functions and records the keys that are read from it."""
 
     root: KeySchema = field(default_factory=lambda: KeySchema(fields={}))
-    returned: dict[tuple[Any, ...], tuple[KeyPath, ...]] = field(
-        default_factory=dict
-    )  # by function and arguments
+    # By function and arguments.
+    returned: dict[tuple[Any, ...], tuple[KeyPath, ...]] = field(default_factory=dict)
 
     def call(
         self,
