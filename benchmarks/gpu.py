@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_step import baseline_spec
 from harness.environment import describe_machine, package_versions
 
 from toolkit.cluster.environment import detect_world, read_launch
@@ -153,20 +154,9 @@ def measure(bench: Bench, model: str, name: str, *, trace: bool) -> dict[str, An
 def run_baseline(
     bench: Bench, plan: RunPlan, folder: Path, limit: float
 ) -> tuple[list[float], dict[str, Any]]:
-    assert plan.shape is not None
-    settings = get_family(plan.shape.family).hugging_face_config(plan.shape)
     folder.mkdir(parents=True)
-    spec = {
-        "model": {key: value for key, value in settings.items() if key != "architectures"},
-        "steps": plan.config.train.steps,
-        "tokens": str(max(DATA.rglob("*.bin"), key=lambda file: file.stat().st_size)),
-        "micro_batch": plan.batch.micro_batch,
-        "accumulation": plan.batch.at(0).accumulation,
-        "sequence_length": plan.config.train.sequence_length,
-        "device": plan.world.device.value,
-        "result": str(folder / "result.json"),
-    }
-    (folder / "spec.json").write_text(json.dumps(spec))
+    more = {"device": plan.world.device.value, "result": str(folder / "result.json")}
+    (folder / "spec.json").write_text(json.dumps({**baseline_spec("torch", plan), **more}))
     script = str(ROOT / "benchmarks" / "harness" / "baseline_compiled.py")
     run([script, str(folder / "spec.json")], bench, folder.name, limit)
     result = json.loads((folder / "result.json").read_text())
