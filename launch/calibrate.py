@@ -94,7 +94,7 @@ def parse_arguments(arguments: Sequence[str]) -> CalibrateArguments:
 
 def add_runs(options: CalibrateArguments) -> None:
     """Add runs to the file, fit its factors, and print what they explain."""
-    from toolkit.estimate.calibration import write_calibration
+    from toolkit.estimate.calibration_file import write_calibration
     from toolkit.monitor.calibration_runs import add_measured_runs, format_residuals
 
     calibration, residuals = add_measured_runs(options.out, options.runs)

@@ -115,7 +115,7 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
     """
     from toolkit.cluster.job import resolve_from_files, resolve_world
     from toolkit.config.overrides import overridden_keys
-    from toolkit.estimate.measured_factors import fit_factors
+    from toolkit.estimate.measured_factors import fit_speed_factors
     from toolkit.estimate.present_scaling import create_report, format_scaling, scaling_to_json
     from toolkit.estimate.profile import load_profile
     from toolkit.estimate.scaling import parse_ranks
@@ -146,7 +146,7 @@ def show_scaling(config: RunConfig, own: PlanArguments, overrides: Sequence[str]
     world = resolve_world(config.cluster)
     folders = [find_run(folder, "measured") for folder in (own.measured or "").split(",") if folder]
     measured = estimate_measured(folders, config, world, estimate)
-    factors = fit_factors(measured) if measured else None
+    factors = fit_speed_factors(measured) if measured else None
     with Progress() as progress, progress.task("planning", total=4 * len(ranks)) as task:
         report = create_report(
             config,

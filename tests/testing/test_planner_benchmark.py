@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from toolkit.config.compose import compose
-from toolkit.estimate.calibrate import CalibrationRun, fit_factors
 from toolkit.estimate.calibrated_profile import FACTORS, scale_profile
+from toolkit.estimate.calibration_fit import CalibrationRun, fit_factors
 from toolkit.estimate.profile import shipped_profile
 from toolkit.estimate.step import estimate_step
 from toolkit.estimate.types import StepEstimate

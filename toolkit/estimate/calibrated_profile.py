@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from toolkit.config.cluster import ClusterConfig
-from toolkit.estimate.calibrate import fit_positive
+from toolkit.estimate.calibration_fit import fit_positive
 from toolkit.estimate.communication import measured_topology
 from toolkit.estimate.compute import attention_seconds, matmul_seconds
 from toolkit.estimate.interconnects import topology_of

@@ -1,6 +1,6 @@
 """The fit finds what differs between the profile and the machine that made the runs.
 
-pytest tests/estimate/test_calibrate.py
+pytest tests/estimate/test_calibration_fit.py
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 
 from toolkit.config.cluster import ClusterConfig
 from toolkit.config.compose import compose
-from toolkit.estimate.calibrate import CalibrationRun, FittedFactors, fit_factors, run_residuals
 from toolkit.estimate.calibrated_profile import FACTORS, measured_profile, scale_profile
+from toolkit.estimate.calibration_fit import CalibrationRun, FittedFactors, fit_factors, run_residuals
 from toolkit.estimate.communication import measured_topology
 from toolkit.estimate.interconnects import topology_of
 from toolkit.estimate.measurements import (
